@@ -9,7 +9,7 @@ path[j] = j, common in heavy-path order, is in place already.
 
 The kernel. One launch serves all layers, whose keys and values are allocations of their own: a table on the device says
 where each lies. A program owns all rows of one cache, sequence and head, or a block of their columns if the path is
-long, so that what it reads before it writes fits in registers. It moves bits, whatever the dtype, 16 bytes at a time
+long. So all that it reads before it writes fits in registers. It moves bits, whatever the dtype, 16 bytes at a time
 where addresses and strides allow, and returns early where nothing moves.
 """
 
@@ -48,9 +48,9 @@ def compact_cache(
     path: LongTensor[B, P], node 0, accepted nodes, then anything; length: LongTensor[B], accepted nodes, < P;
     prefix_length: LongTensor[B], cache rows before the root.
 
-    impl: see `implementation`; "triton" is one launch without host synchronisation, for P up to 2,048; one Hkv, D and
-          element size in all layers, and elements of a row side by side (a last stride of 1), while S and other
-          strides may differ.
+    impl: see `implementation`; "triton" is one launch without host synchronisation, for P up to 2,048. All layers have
+        one Hkv, D and element size, and elements of a row side by side (a last stride of 1). S and other strides may
+        differ.
 
     Triton's first call with certain caches copies their addresses to the device: before a CUDA graph captures the
     function, call it once with these caches (length 0 moves nothing).

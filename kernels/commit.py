@@ -2,11 +2,11 @@
 
 With a sequence's path 0, n_1, .. n_a and the token t after it, the tokens emitted are
 
-    tokens[n_1] .. tokens[n_a], t        a + 1 of them, cut behind the first end-of-sequence token and where the text
+    tokens[n_1] .. tokens[n_a], t        a + 1 of them, cut after the first end-of-sequence token and where the text
                                          has its full length
 
-and t is the root of the sequence's next tree. How often a child was offered below an accepted node, and how often it
-was accepted, is counted at the index (depth of the node) * branching + (rank of the child).
+and t is the root of the sequence's next tree. The index (depth of the node) * branching + (sibling index of the child)
+counts how often a child was offered below an accepted node, and how often it was accepted.
 
 In PyTorch operations this would take fifty launches on a few numbers each. The kernel is one launch, of a program for
 each sequence.
@@ -107,7 +107,7 @@ def _reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, b
     every, place = np.arange(len(path))[:, None], np.arange(path.shape[1])
     active = left > 0
 
-    emitted = np.empty_like(path)  # [b, P]; what is behind a sequence's last token means nothing
+    emitted = np.empty_like(path)  # [b, P]; what is after a sequence's last token means nothing
     emitted[:, :-1] = token[every, path[:, 1:]]
     emitted[every[:, 0], length] = after
     stop = (emitted[..., None] == stops).any(-1) & (place <= length[:, None])

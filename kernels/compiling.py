@@ -1,8 +1,8 @@
-"""Compile at once what would otherwise be compiled launch by launch.
+"""Compile at once the kernels that would otherwise be compiled launch by launch.
 
-A kernel is compiled when it is first launched, which takes a second or so, while the launches behind it wait: some
-twenty kernels for a step. But what a step launches is known before anything runs, because it asks the host nothing: so
-its launches are noted where nothing is executed, in a CUDA graph's capture, and compiled side by side.
+A kernel is compiled when it is first launched, which takes a second or so, while the launches after it wait: some
+twenty kernels for a step. But the launches of a step are known before anything runs, because it asks the host nothing.
+So they are noted in a CUDA graph's capture, where nothing is executed, and compiled side by side.
 """
 
 import os
@@ -22,9 +22,9 @@ _noting = threading.Lock()  # Triton has one hook for all threads
 
 @contextmanager
 def uncompiled_launches() -> Iterator[list[Compilation]]:
-    """Within, launches of this thread that would compile first are left out; what is yielded has them, each once.
+    """Within the block, leave out launches of this thread that would compile first; yields them, each once.
 
-    So whatever else runs within must not depend on what they would have written.
+    So nothing else that runs in the block may depend on their results.
     """
     thread, noted = threading.get_ident(), {}
 

@@ -3,16 +3,16 @@
     kept  iff  x > cut, or x = cut and token < end
 
 For top-k the cut is the largest number that at least k logits reach. For top-p it is the largest number such that the
-logits that reach it have at least p of the mass, and of the tokens at the cut the first ones are kept, as many as the
-mass takes. For min-p it is the least number whose score is not below log(min_p). `filtering` has the reference.
+logits that reach it have at least p of the mass. Of the tokens at the cut the first ones are kept, as many as the mass
+takes. For min-p it is the least number whose score is not below log(min_p). `filtering` has the reference.
 
-No row is sorted. Logits are taken as integers in their order, keys, with as many bits as their type has, and the cut is
-searched among these: each pass sums a row's tokens (their weights exp(score), or ones for top-k) above each of some
-thresholds at once, and what is left is the window between two neighbouring thresholds. The first thresholds are evenly
-spaced numbers below the largest logit, where the cut most likely is; after that they are evenly spaced keys. In bf16
-three passes are usual, and six at most.
+No row is sorted. Logits are taken as integers in their order, called keys, with as many bits as their type has, and the
+cut is searched among these. Each pass sums a row's tokens (their weights exp(score), or ones for top-k) above each of
+some thresholds at once. The window between two neighbouring thresholds is left. The first thresholds are evenly spaced
+numbers below the largest logit, where the cut most likely is, later ones evenly spaced keys. In bf16 three
+passes are usual, and six at most.
 
-The programs of a launch share each pass (see `sharing`). What is summed, and in which order, depends on the row alone.
+The programs of a launch share each pass (see `sharing`). The terms of a sum, and their order, depend on the row alone.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -49,7 +49,7 @@ _BRANCHES = tl.constexpr(256)  # of the search for min-p's cut, which looks at n
 
 
 class Cuts(NamedTuple):
-    """Where filters cut rows of logits off.
+    """The cuts that filters make in rows of logits.
 
     cut: fp32, a number for each row; NaN for a row that is no distribution, of which nothing is dropped
     end: int32, an index for each row
@@ -102,7 +102,7 @@ def _reaching(x, weight, thresholds_ptr):
 # A launch's memory for a row's passes:
 #     memory = (counters_ptr, rows, passes_ptr, sums_ptr)
 # passes_ptr, fp32 [rows, 2 + THRESHOLDS], has the largest logit, the factor that makes (logit - largest) an exponent of
-# 2, and the thresholds of each row's present pass; sums_ptr, fp32 [rows, CHUNKS, THRESHOLDS], has its results.
+# 2, and the thresholds of each row's present pass. sums_ptr, fp32 [rows, CHUNKS, THRESHOLDS], has its results.
 
 
 @triton.jit
@@ -342,7 +342,7 @@ def _cuts_kernel(
 
 
 def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
-    """Where filters cut off rows of logits [B, N, V], contiguous in V: cuts of [B * N]; None if they keep everything.
+    """The cuts of filters in rows of logits [B, N, V], contiguous in V: cuts of [B * N]; None if they keep everything.
 
     temperature > 0.
     """
@@ -357,7 +357,7 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
 
 
 def cuts_by_sequence(logits: Tensor, settings: Tensor) -> tuple[Cuts, Tensor]:
-    """Where each sequence's own filters cut off its rows of logits [B, N, V], contiguous in V: cuts of [B * N].
+    """The cuts of each sequence's own filters in its rows of logits [B, N, V], contiguous in V: cuts of [B * N].
 
     settings: fp64 [B, 4], temperature, top_k, top_p and min_p, as `sequence_scores` has them. Temperature 0 keeps the
               largest logit alone, the first of equal ones. They are read when the kernel runs
@@ -370,7 +370,7 @@ def cuts_by_sequence(logits: Tensor, settings: Tensor) -> tuple[Cuts, Tensor]:
 def _launched(
     logits: Tensor, settings: Tensor | None, temperature: float, top_k: int, top_p: float, log_min_p: float
 ) -> tuple[Cuts, Tensor]:
-    """The cuts and the largest logits of all rows; settings stand in the place of the four numbers."""
+    """The cuts and the largest logits of all rows; settings take the place of the four numbers."""
     batch, count, vocab_size = logits.shape
     rows, device = batch * count, logits.device
     chunks = triton.cdiv(vocab_size, CHUNK.value)

@@ -9,7 +9,7 @@ Applied in Hugging Face's order, each to the renormalised result of the one befo
 
 "Support" means a finite filtered logit, never probability > 0: a probability can underflow and still be drawn.
 
-On a GPU `filter_cuts` finds out where the filters cut a row off; what reads the row drops the tokens behind the cut.
+On a GPU `filter_cuts` finds where the filters cut a row off; the reader of the row drops the tokens after the cut.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -29,7 +29,7 @@ LEAST_TEMPERATURE = 2.0**-126  # the smallest normal fp32 number, to which lower
 
 
 class Filters(NamedTuple):
-    """How logits become a distribution. `None` (or 0 for top_k) turns a filter off."""
+    """The settings that make a distribution of logits. `None` (or 0 for top_k) turns a filter off."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -60,7 +60,7 @@ class Filters(NamedTuple):
         return self
 
     def drop(self, vocab_size: int) -> bool:
-        """Whether top-k, top-p or min-p may drop any of `vocab_size` tokens."""
+        """True if top-k, top-p or min-p may drop any of `vocab_size` tokens."""
         top_k = bool(self.top_k) and self.top_k < vocab_size
         return top_k or (self.top_p is not None and self.top_p < 1) or bool(self.min_p)
 
@@ -73,7 +73,7 @@ def raised(temperature: float) -> float:
 def scores(logits: np.ndarray, largest: np.ndarray, temperature: float) -> np.ndarray:
     """(logits - largest) / temperature, fp32 [..., V]; finite where the logits are, however low the temperature.
 
-    What is drawn and what is filtered out depends on these numbers, which have the same bits in every implementation. A
+    These numbers decide which tokens are drawn and filtered out. They have the same bits in every implementation. A
     row without support, or with NaN or +inf in it, gives NaN.
     """
     scaled = logits - largest

@@ -1,8 +1,8 @@
-"""Whether a call runs the Triton kernel or the reference: what `impl` means to every public function.
+"""Choose between the Triton kernel and the reference: the meaning of `impl` in every public function.
 
 "triton" needs CUDA tensors or Triton's interpreter, "torch" takes anything, and "auto" is triton for CUDA tensors, else
-torch. Some functions have a third: "native", compiled C++ for CPU tensors (`heavypath.kernels.native`), which "auto" is
-for these where a compiler is there. Each kernel's own file checks what else the kernel cannot take.
+torch. Some functions have a third: "native", compiled C++ for CPU tensors (`heavypath.kernels.native`). For these
+"auto" is native where a compiler is found. Each kernel's own file checks what else the kernel cannot take.
 
 Public functions that compute outside of PyTorch are `opaque`: neither torch.compile nor torch.func looks into them.
 """
@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 def opaque(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Have torch.compile call a function as it is, behind a graph break, and torch.func's transforms refused.
+    """Have torch.compile call a function as it is, with a graph break, and torch.func's transforms refused.
 
     It costs half of what torch.compiler.disable does, and does not import the compiler where nobody compiles.
     """

@@ -1,4 +1,4 @@
-"""Drafted trees: what a verification takes and what it accepts, which it and a commit hand to each other."""
+"""Drafted trees: the input of a verification and its result, which it and a commit hand to each other."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Nodes(NamedTuple):
 
     tokens:  LongTensor[B, N]; -1 marks an absent node
     parents: LongTensor[N], if all trees have one shape, or [B, N]; -1 for the root
-    ranks:   a node's place among its siblings in draw order, shaped as parents; None means index order
+    ranks:   a node's index among its siblings in draw order, shaped as parents; None means index order
     """
 
     tokens: Tensor
@@ -31,10 +31,10 @@ class Nodes(NamedTuple):
 
 
 class Laws(NamedTuple):
-    """What the nodes of a tree were drawn from, where siblings were drawn from different distributions.
+    """The distributions that the nodes of a tree were drawn from, where siblings were drawn from different ones.
 
     logits: [B, M, V]; rows that no node was drawn from are never read
-    rows:   LongTensor[N] or [B, N], which of them each node was drawn from; what it says of the root means nothing
+    rows:   LongTensor[N] or [B, N], the row that each node was drawn from; the root's means nothing
     """
 
     logits: Tensor
@@ -45,7 +45,7 @@ class VerifyInputs(NamedTuple):
     """Drafted trees and all that decides about them.
 
     target_logits:  [B, N, V], the target's after each node
-    draft_logits:   [B, N, V], those that each node's children were drawn from, or `Laws`; None for a rule that does not
+    draft_logits:   [B, N, V], those that each node's children were drawn from, or `Laws`. None for a rule that does not
                     ask for them, and for trees of a root alone
     max_depth:      edges of the deepest path considered
     target_filters, draft_filters: what turns both into distributions
@@ -63,7 +63,7 @@ class VerifyInputs(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What one verification accepted.
+    """The accepted nodes of one verification.
 
     path:       LongTensor[B, max_depth + 1]; node 0, then the accepted nodes from parent to child, then -1
     length:     LongTensor[B], number of accepted drafted nodes
@@ -77,7 +77,7 @@ class Verified(NamedTuple):
 
 
 class PlainTree(NamedTuple):
-    """One sequence's nodes on the host: their tokens, their parents, and all nodes by rank and then by index."""
+    """One sequence's nodes on the host: their tokens, their parents, and all nodes by sibling index, then by index."""
 
     tokens: list[int]
     parents: list[int]
@@ -88,7 +88,7 @@ class PlainTree(NamedTuple):
         return [child for child in self.order if self.parents[child] in nodes and self.tokens[child] >= 0]
 
     def alike(self, siblings: list[int], token: int) -> list[int]:
-        """Those of siblings that carry a token."""
+        """The siblings that carry a token."""
         return [node for node in siblings if self.tokens[node] == token]
 
     def path(self, node: int) -> list[int]:

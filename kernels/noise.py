@@ -93,7 +93,7 @@ def gumbel(words: np.ndarray) -> np.ndarray:
 
 
 def coins(seed: int, noise_rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """A uniform number in [0, 1), on a grid of 2**-24, for each child: named by its rank and its parent's noise row.
+    """A uniform number in [0, 1), on a grid of 2**-24, for each child: by its sibling index and its parent's noise row.
 
     noise_rows, ranks: int64 arrays of one shape. Returns fp64 of that shape. A child is accepted with a strict `<`.
     """

@@ -4,8 +4,8 @@ Then every subtree is an interval of node numbers, as `tree_attention` needs it,
 
     above_k[v]   the ancestor 2^k edges above v, if there is one:    above_{k+1}[v] = above_k[above_k[v]]
     size[v]      v and the nodes below it:    size_0 = 1,  size_{k+1}[v] = size_k[v] + sum_{u: above_k[u] = v} size_k[u]
-    offset[v]    1 + the sizes of the siblings visited before v: larger ones, and of equal ones those of lower rank
-    position[v]  the sum of the offsets from v up to the root, less 1, found by doubling over above_k again
+    offset[v]    1 + the sizes of the siblings visited before v: larger ones, and of equal ones those of lower sibling
+    index position[v]  the sum of the offsets from v up to the root, less 1, found by doubling over above_k again
 
 Sorting all nodes by (parent, -size, rank) puts siblings side by side in the order of the visit, so that one running sum
 of sizes gives every offset. This is for trees that are drafted on a GPU; `TokenTree.reordered` does the same on the
@@ -34,7 +34,7 @@ class Ordering(NamedTuple):
 
     permutation: permutation[new] = old
     parents:     in new numbers; -1 for the root and for absent nodes
-    ranks:       a node's place among its siblings in draw order, which no order changes; 0 for root and absent nodes
+    ranks:       a node's index among its siblings in draw order, which no order changes; 0 for root and absent nodes
     subtree_end: the subtree of j is the nodes j .. subtree_end[j] - 1; that of an absent node is itself alone
     """
 
@@ -45,7 +45,7 @@ class Ordering(NamedTuple):
 
 
 def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str = "auto") -> Ordering:
-    """Number the nodes of each tree in preorder, siblings by falling subtree size, then by rank.
+    """Number the nodes of each tree in preorder, siblings by falling subtree size, then by sibling index.
 
     parents: LongTensor[N] or [B, N], parents[0] = -1 and parents[i] < i. -1 elsewhere marks an absent node, which has
              no children; absent nodes come last, in index order.

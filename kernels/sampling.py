@@ -30,9 +30,9 @@ class TopK(NamedTuple):
     """The tokens drawn from each row, in draw order.
 
     tokens:   LongTensor[..., R, k], -1 where the support has no more tokens
-    keys:     fp32 [..., R, k], the perturbed log-probabilities (at temperature 0 the logits), -inf behind the support
+    keys:     fp32 [..., R, k], the perturbed log-probabilities (at temperature 0 the logits), -inf after the support
     logprobs: fp32 [..., R, k], the tokens' log-probabilities in the filtered distribution (at temperature 0 in the
-              plain softmax), -inf behind the support, also where uniform_fill has put a token
+              plain softmax), -inf after the support, also where uniform_fill has put a token
 
     A row with NaN or +inf in it has tokens -1 and keys and logprobs NaN: `keys[..., 0].isnan()` finds such rows.
     """
@@ -59,14 +59,14 @@ def gumbel_topk(
 ) -> TopK:
     """Draw k tokens from each row of logits [..., R, V].
 
-    A row whose support has fewer than k tokens, as one with k > V, or of nothing but -inf, has tokens -1 behind them; a
-    row with NaN or +inf in it has tokens -1 alone, and no error is raised. `TopK` says what else is returned.
+    A row whose support has fewer than k tokens has tokens -1 after them. A row with k > V or of nothing but -inf is
+    such a row. A row with NaN or +inf in it has tokens -1 alone, and no error is raised. See `TopK`.
 
     logits:       fp32, fp16 or bf16 for the kernel, any floating point for the reference. Rows may lie apart, so that
                   `logits[..., :vocabulary]` leaves out the last tokens of a padded vocabulary without a copy
     temperature, top_k, top_p, min_p: see `filtering`; temperature 0 takes the k largest logits, without filters
     seed, rows:   the same (seed, row) draws the same tokens in any batch. A seed is any integer, taken modulo 2**64, or
-                  a LongTensor [] on the logits' device, which the kernel reads when it runs; rows is a
+                  a LongTensor [] on the logits' device, which the kernel reads when it runs. rows is a
                   LongTensor[..., R] >= 0 (default 0, 1, 2, ...)
     replacement:  k independent draws instead of k different tokens
     uniform_fill: where the support has fewer than k tokens, draw the rest uniformly from the other tokens

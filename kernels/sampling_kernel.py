@@ -6,9 +6,9 @@ The kernel reads the logits once and computes exact logarithms for a few tokens 
 
 is an upper bound of a token's key, and a tight one where it matters: for small u, which make large keys. A row is cut
 into chunks, a program for each, which keep the largest bound of each group of tokens and the chunk's part of the
-softmax. The last of a row's programs to finish opens groups in the order of their bounds, computes the exact keys of
-their tokens, and stops when no bound is above the k-th best key. So the result is the reference's, however the row is
-cut into chunks and groups.
+softmax. The last of a row's programs to finish opens groups in the order of their bounds, and computes the exact keys
+of their tokens. It stops when no bound is above the k-th best key. So the result is the reference's, for any cut of the
+row into chunks and groups.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

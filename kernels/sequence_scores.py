@@ -1,13 +1,13 @@
-"""Sequences that are sampled each in its own way: their logits as scores that all are drawn from alike.
+"""Sequences that are sampled each in its own way: their logits become scores that are all drawn from alike.
 
 With T, top-k, top-p and min-p of its own for each sequence of a batch, and x the logits after one of its nodes,
 
     T > 0    score(v) = (x(v) - max x) / T, -inf outside the support that the filters leave (see `filtering`)
     T = 0    score(v) = 0 for the largest logit, the first of equal ones, and -inf for all others
 
-Drawing from the scores at temperature 1 without filters is drawing from the logits with these settings, to the last
-bit of every score: their largest is 0, and what is subtracted and divided by then changes nothing. At T = 0 one token
-has all of the probability, whatever the noise.
+Drawing from the scores at temperature 1 without filters is drawing from the logits with these settings. It is the same
+to the last bit of every score: their largest is 0, so subtracting it and dividing by 1 changes nothing. At T = 0 one
+token has all of the probability, whatever the noise.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -35,7 +35,7 @@ def sequence_scores(logits: Tensor, settings: Tensor, *, impl: str = "auto") -> 
     """The scores fp32 [B, N, V] of logits [B, N, V].
 
     settings: fp64 [B, 4], of each sequence temperature, top_k (0 for none), top_p (1 for none), min_p (0 for none), as
-              `settings_of` makes them; they are read when the kernel runs, so that a recorded step serves all
+              `settings_of` makes them. They are read when the kernel runs, so that a recorded step serves all
     impl:     "auto", "native", "triton" or "torch", see `implementation`; the kernel takes rows contiguous in V
 
     A row without support stays so, and one with NaN or +inf becomes NaN. Nothing is checked but the implementation.

@@ -11,17 +11,17 @@ Helpers are the last programs of the grid: they start when no other program is l
 that others have left. Each kernel writes `work` itself, one function for leaders and helpers.
 
 Rows whose leaders are not known beforehand, because they depend on other rows' results, count as rows that have left.
-When one is needed, call_leader opens a pass of one chunk, and whoever takes that chunk leads the row; so every program
-of such a launch is a helper, and looks for rows until all have left.
+When one is needed, call_leader opens a pass of one chunk. The program that takes this chunk leads the row. So every
+program of such a launch is a helper, and looks for rows until all have left.
 
 Nobody waits for a program that has not started. Chunks are taken one by one, and a leader takes chunks itself until
-none is left. So it only ever waits for chunks that others have taken, which are programs that run already, and these
-wait for nobody while they hold a chunk. A helper leaves when all leaders have left, or after LOOKS looks for work. So
-it does not matter in which order programs start, how many run at once, and whether there are any helpers: in Triton's
-interpreter, which runs one program after the other, leaders do everything themselves.
+none is left. So it only waits for chunks that others have taken. Those programs run already, and wait for nobody while
+they hold a chunk. A helper leaves when all leaders have left, or after LOOKS looks for work. So the order in which
+programs start does not matter, nor how many run at once, nor whether there are any helpers. In Triton's interpreter,
+which runs one program after the other, leaders do everything themselves.
 
-The results do not depend on who computed what either: each chunk's is stored at a place of its own, and the leader
-combines them in a fixed order.
+Nor do the results depend on who computed them: each chunk's is stored at a place of its own, and the leader combines
+them in a fixed order.
 
 Who sees what, and when:
 
@@ -33,8 +33,8 @@ Who sees what, and when:
 
 A scalar atomic is executed by one thread and its result is handed to the others at a barrier, so that all threads of a
 program go the same way. A scalar load is executed by every thread, and those could see different values. Therefore a
-leader polls by an atomic addition of zero. A helper looks at all rows at once by a volatile load of LOOK counters: with
-no more threads than LOOK, one thread loads each, and all threads get the same minimum.
+leader polls by an atomic addition of zero. A helper looks at all rows at once by a volatile load of LOOK counters. No
+program has more threads than LOOK, so one thread loads each counter, and all threads get the same minimum.
 
 The counters, int32, are zero before and after a launch (see `tickets`):
 
@@ -57,12 +57,12 @@ OVER = tl.constexpr(-2)  # all leaders have left
 
 
 def counters(rows: int) -> int:
-    """How many of `tickets` a launch with this many leaders takes."""
+    """The number of `tickets` that a launch with this many leaders takes."""
     return 2 * rows + 1
 
 
 def helpers(device: torch.device) -> int:
-    """How many programs to add to a grid so that each multiprocessor has one; a few in the interpreter."""
+    """The number of programs to add to a grid so that each multiprocessor has one; a few in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

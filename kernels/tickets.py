@@ -1,14 +1,14 @@
-"""Find out which of the programs that share a piece of work finishes last: it goes on with what all others have stored.
+"""Find out which of the programs that share some work finishes last: it goes on with the results of all others.
 
 Each program stores its part and then draws a ticket, a count of the programs before it. The program that draws the
 highest ticket is the last one, and sets the counter back to zero. So a split reduction takes one launch, and no program
 ever waits for another.
 
-Counters live in one buffer for each GPU and stream, which is zeroed when it is made: the launches on one stream follow
-each other, whatever threads they are from, and each finds and leaves zeros. What counts on from one launch to the next
-has counters of its own (see `traversal_kernel`). A CUDA graph has some, too, so that it may be replayed on any stream
-and beside any other graph: whoever captures it gives them by `counters_for`, since a buffer that is zero once stays so;
-else the graph sets some in its own memory to zero before each kernel.
+Counters live in one buffer for each GPU and stream, which is zeroed when it is made. The launches on one stream follow
+each other, whatever threads they are from, and each finds and leaves zeros. Counts that go on from one launch to the
+next have counters of their own (see `traversal_kernel`). A CUDA graph has its own counters, so that it may be replayed
+on any stream and beside any other graph. The caller who captures it gives them by `counters_for`, since a buffer that
+is zero once stays so. Otherwise the graph sets some in its own memory to zero before each kernel.
 """
 
 # pyright: reportCallIssue=false

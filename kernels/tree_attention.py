@@ -11,12 +11,12 @@ that still grows is not in depth-first order and passes an explicit ancestor mas
 
     out[i] = sum_s softmax_s(scale * query[i] . key[s] over the visible s) value[s]
 
-The output is 0 for a node that sees nothing. Two options narrow what is seen: rows before `first_row` are left padding;
-and with a sliding window node i, which is at position L + depth[i], sees only positions above L + depth[i] - window,
-where the position of a prefix row is its number; `attention.masks` says how that follows from the mask.
-Gemma 2's soft cap replaces the scores by softcap * tanh(scores / softcap).
+The output is 0 for a node that sees nothing. Two options narrow the view. Rows before `first_row` are left padding.
+With a sliding window node i, at position L + depth[i], sees only positions above L + depth[i] - window; the position of
+a prefix row is its number. `attention.masks` says how this follows from the mask. Gemma 2's soft cap replaces the
+scores by softcap * tanh(scores / softcap).
 
-The Triton kernel is in `attention.kernel`, what it costs too.
+The Triton kernel and its costs are in `attention.kernel`.
 """
 
 from functools import lru_cache
@@ -75,9 +75,9 @@ def tree_attention(
                    256, at most 2,048 nodes, fp32, fp16 or bf16. "torch" takes anything, and has gradients. "auto" is
                    triton for CUDA tensors that need no gradient, else torch.
 
-    Raises ValueError for shapes, dtypes or options that do not fit and, where prefix_length is an int or on a CPU, for
-    a tree that does not fit into S rows. The kernel reads tensors in place if their last axis is contiguous, their
-    other strides are multiples of 8 elements and the stride of rows is below 2**24; others are copied first.
+    Raises ValueError for shapes, dtypes or options that do not fit. Where prefix_length is an int or on a CPU, also
+    for a tree that does not fit into S rows. The kernel reads tensors in place if their last axis is
+    contiguous, their other strides are multiples of 8 elements and the stride of rows is below 2**24. It copies others.
     """
     if (subtree_end is None) == (ancestor_mask is None):
         raise ValueError("give exactly one of subtree_end and ancestor_mask")
@@ -126,11 +126,10 @@ def chain_attention(
 
 
 def _route(query: Tensor, key: Tensor, value: Tensor, impl: str) -> tuple[str, bool]:
-    """Which implementation runs, and whether as an operator of PyTorch.
+    """Choose the implementation that runs, and whether it runs as an operator of PyTorch.
 
-    The custom operator makes attention one node for whoever records operators or replaces them, which are compilers,
-    tracers, modes of dispatch and subclasses of Tensor. Its dispatch takes as long as a small attention, and it has no
-    gradient.
+    The custom operator makes attention one node for all that record or replace operators: compilers, tracers, modes of
+    dispatch and subclasses of Tensor. Its dispatch takes as long as a small attention, and it has no gradient.
     """
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if impl == "auto" and needs_gradient:
@@ -361,8 +360,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
     bias:  [B or 1, 1, Q, S], added to the scaled scores
     scale: of the scores, default D ** -0.5
 
-    On a CPU, for few fp32 queries, one matrix product serves all query heads of a key head, and four operations take
-    the place of a dozen: a decoder's forward pass takes a tenth less time.
+    On a CPU, for few fp32 queries, one matrix product serves all query heads of a key head. Four operations take the
+    place of a dozen: a decoder's forward pass takes a tenth less time.
     """
     batch, heads, queries, head_dim = query.shape
     if query.device.type != "cpu" or query.dtype != torch.float32 or queries > _FEW_QUERIES:

@@ -1,14 +1,14 @@
 """Verify a drafted token tree so that what is emitted follows the target's distribution exactly.
 
-Where children are weighed against the distribution that they were drawn from, `residual`, `held` and `k_seq` say for
-one node which child is accepted, and by which distribution a recovered token is drawn:
+Some rules weigh children against the distribution that they were drawn from. For these `residual`, `held` and `k_seq`
+say for one node which child is accepted, and by which distribution a recovered token is drawn:
 
     without_replacement   recursive rejection (Sequoia, RSD, DySpec; with one child, standard speculative sampling)
     with_replacement      the same for independent children (SpecInfer)
     kseq                  K-SEQ for independent children (SpecTr)
     held                  held siblings: a later child is tried before an accepted elder one is given out (`held`)
 
-`traversal` looks at the whole tree instead: what is below a node is tried before the node itself.
+`traversal` looks at the whole tree instead: the nodes below a node are tried before it.
 
     traversal             traversal verification (Weng et al. 2025); on a chain block verification (Sun et al. 2024)
     held_traversal        the same with held siblings, where all children of a node are drawn before any below them
@@ -23,8 +23,8 @@ Then a walk goes down from the root, and draws a recovered or bonus token where 
 which independent draws may give, have equal contexts. So once their token is accepted, the children of all of them are
 candidates.
 
-Where siblings were drawn from different distributions (SpecInfer with several drafts), `laws` says what
-"with_replacement" then is.
+Where siblings were drawn from different distributions (SpecInfer with several drafts), `laws` says how
+"with_replacement" works.
 
 On a GPU a first launch decides for all nodes at once (`decision`, or `gumbel_topk` for one token per node), and a
 second one walks (`walk`).
@@ -110,21 +110,21 @@ def verify_tree(
                    were drawn before any node below them, which cannot be checked here
     replacement:   for "held", "traversal" and "held_traversal": whether children are independent draws; else they were
                    drawn without replacement. The names of other methods say how, so these refuse it
-    ranks:         LongTensor shaped as parents: a node's place among its siblings in draw order (default: index order)
+    ranks:         LongTensor shaped as parents: a node's index among its siblings in draw order (default: index order)
     max_depth:     edges of the deepest path considered (default: the tree's depth)
     temperature, top_k, top_p, min_p: the target's filters; draft_*: those the children were drawn with (default: the
                    target's). temperature 0 is for "greedy" only; draft_temperature 0 says the children are the
                    draft's top-k, each a point mass, which "kseq" does not take. Of point masses "held" decides as
                    "without_replacement" does: there is nothing to gain
-    seed, rows:    the names of the noise after each node; rows is a LongTensor[B, N] >= 0 (default arange(B * N)), and
-                   seed an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
+    seed, rows:    the names of the noise after each node. rows is a LongTensor[B, N] >= 0 (default arange(B * N)). seed
+                   is an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
                    recovered and bonus tokens use streams of their own, so children may have been drawn with the same
                    (seed, rows); a race needs that. Each step must have fresh rows or a fresh seed.
     laws:          LongTensor[N] or [B, N], the row of draft_logits that each node was drawn from, where siblings were
-                   drawn from different ones (default: the row of its parent); for "with_replacement" with
+                   drawn from different ones (default: the row of its parent). For "with_replacement" with
                    draft_temperature > 0. draft_logits may then have more rows than there are nodes, [B, M, V]; and
-                   draws from different ones must be independent, each with a row of noise of its own. What it says of
-                   the root means nothing
+                   draws from different ones must be independent, each with a row of noise of its own. The root's
+                   number means nothing
     impl:          see `implementation`; "triton" is two launches, or four for traversal, without host synchronisation
                    where max_depth is given, and takes fp32, fp16 or bf16 logits. All accept the same nodes, except
                    where a coin is within fp32 rounding of its threshold.

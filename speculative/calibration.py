@@ -90,23 +90,24 @@ def calibrate(
     temperatures, top_k, top_p, min_p: how the target will be sampled; temperature 0 takes no filters.
     sizes: nodes of the trees that are timed, root included. Default: up to 256, and up to 768 of a streamed target.
     batch_sizes: numbers of sequences that are decoded together, for each of which trees are timed; a single sequence is
-        always among them. Default: 1, 2, 4, 8 and 16; on a GPU also 32 and 64, as far as there is memory; 1 alone of a
-        streamed target.
-    tokens, sequences: length of each text that is walked along, and number of these texts; of a streamed target, of
-        all ways together, but two for each of them.
+        always among them. Default: 1, 2, 4, 8 and 16; on a GPU also 32 and 64, as far as there is memory. A streamed
+        target is timed with 1 alone.
+    tokens, sequences: length of each text that is walked along, and number of these texts. Of a streamed target it is
+        the number for all ways together, at least two for each.
     on_progress: called with a line of text that says what is going on and about how long it will take.
-    limit: seconds that it may take. Half of them are for acceptance, the rest, with what acceptance left, for costs:
-        half of that for one sequence, the rest for larger batches alike. A few rounds are timed in any case. What could
-        not be measured well then has a larger error in the profile. Default: 90, or the time of 80 passes of a
-        streamed target if that is more.
+    limit: seconds that it may take. Half of them are for acceptance, and the rest, with the seconds that acceptance
+    left,
+        for costs: half of that for one sequence, the rest for larger batches alike. A few rounds are timed in any case.
+        Figures for which the time was short have a larger error in the profile. Default: 90, or the time of 80 passes
+            of a streamed target if that is more.
     verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name, and its default.
 
     A streamed target reads its weights in every pass, which may take seconds. So all ways are counted in the same
-    passes, and steps are timed in two rounds, behind prompts of one token.
+    passes, and steps are timed in two rounds, after prompts of one token.
 
-    Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge`, which need whole steps,
-    for settings out of range, for a limit in which acceptance cannot be counted, and where the machine is so busy that
-    the costs are noise.
+    Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge`, which need whole steps, and
+    for settings out of range. Also for a limit in which acceptance cannot be counted, and where the machine is so busy
+    that the costs are noise.
     """
     begin = time.perf_counter()
     for temperature in temperatures:
@@ -222,7 +223,8 @@ def ways_to_draft(temperature: float, device_type: str, verifier: str | None = N
 
 
 def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:
-    """What costs depend on besides the models: device, threads, precision, libraries, and what a pass reads."""
+    """The things that costs depend on besides the models: device, threads, precision, libraries, and what a pass
+    reads."""
     device = target.device
     return streaming_of(target) | {
         "device_type": device.type,
@@ -245,9 +247,9 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
 
 
 class Extent(NamedTuple):
-    """How much is counted: on `sequences` texts of `tokens` tokens, `children` at each node, down to `depth` levels.
+    """The extent of counting: `sequences` texts of `tokens` tokens, `children` at each node, down to `depth` levels.
 
-    seconds: behind these texts are cut off, but not before they have `LEAST_TOKENS`
+    seconds: after these texts are cut off, but not before they have `LEAST_TOKENS`
     """
 
     tokens: int
@@ -258,13 +260,13 @@ class Extent(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What was counted, on the CPU.
+    """Counts of acceptance, on the CPU.
 
     accepted: LongTensor[depth, children], how often child j of a node at depth d was the accepted one, the first of
               siblings with equal tokens. Of independent sequences those below the first level count as one child
     reached:  LongTensor[depth], how many nodes there were at depth d
-    moments:  fp64 [children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and q y,
-              where q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
+    moments:  fp64 [children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and q y.
+              q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
     ranks:    int16 [S, T] of each walk: the child accepted at each token, -1 for none, -2 where none was offered
     """
 
@@ -274,7 +276,7 @@ class Counts(NamedTuple):
     ranks: tuple[Tensor, ...]
 
     def plus(self, other: "Counts") -> "Counts":
-        """What was counted on the texts of both."""
+        """The counts on the texts of both."""
         return Counts(
             self.accepted + other.accepted,
             self.reached + other.reached,
@@ -289,7 +291,7 @@ def measure_ways(
 ) -> tuple[MeasuredAcceptance, ...]:  # fmt: skip
     """The acceptance of every way under its sampling, counted in passes over all of them.
 
-    seconds: for all of it. Behind them no further pass begins, and the texts of the first are cut off where it would
+    seconds: for all of it. After them no further pass begins, and the texts of the first are cut off where it would
         take longer. Raises ValueError where even texts of `LEAST_TOKENS` tokens would
     """
     begin = time.perf_counter()
@@ -312,7 +314,7 @@ def measure_ways(
                 _check_time(counts, len(wanted) * (time.perf_counter() - begin), seconds)
             before = counted.get((way, filters))
             counted[way, filters] = counts if before is None else before.plus(counts)
-        if time.perf_counter() - begin > seconds * (number + 1) / (number + 2):  # another pass would end behind it
+        if time.perf_counter() - begin > seconds * (number + 1) / (number + 2):  # another pass would end after it
             break
     return tuple(_as_measured(way, filters, counts) for (way, filters), counts in counted.items())
 
@@ -466,7 +468,7 @@ class _Walked:
         state.lengths.add_(1)
 
     def counts(self) -> Counts:
-        """What was counted."""
+        """The counts of acceptance."""
         ranks = torch.stack(self._ranks, 1).cpu()
         return Counts(self._accepted.cpu(), self._reached.cpu(), self._moments.cpu(), (ranks,))
 

@@ -1,7 +1,7 @@
 """Compare methods, drafts and decoders on the same prompts in one run: tokens per forward pass, speed, and the text.
 
-The comparison is paired: on each prompt all of them run one after the other, and each one's speed is divided by that of
-transformers' own `generate` on the same prompt. What is reported of these ratios is their median and their spread.
+The comparison is paired: on each prompt all of them run one after the other. Each one's speed is divided by that of
+transformers' own `generate` on the same prompt. The report has the median and the spread of these ratios.
 """
 
 import time
@@ -35,22 +35,23 @@ Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new token
 
 @dataclass(frozen=True)
 class ComparedWay:
-    """What one way to decode did on all prompts.
+    """The figures of one way to decode, over all prompts.
 
-    method:             its name: a method; "method, verifier" where it took one of those given; with several drafts
-                        ", draft" behind it; or that of a decoder that was given
+    method:             its name: a method; "method, verifier" where it took one of those given. With several drafts it
+                        is followed by ", draft". Or the name of a decoder that was given
     tokens_per_forward: new tokens / forward passes of the target that yield tokens. The prefill of transformers is one
                         of these; ours is not, as it leaves the prompt's last token to the first step
     tokens_per_second:  new tokens / seconds, prefill included, over all prompts together
     ratio:              tokens per second / those of transformers' generate, the median over the prompts
     ratio_range:        the smallest and the largest such ratio
-    text:               at temperature 0, compared with transformers' greedy text, which is the "reference": "equal",
+    text:               at temperature 0, compared with transformers' greedy text, the "reference". It is "equal",
                         "tie" (the texts part where the target's logits of their two tokens are within 1e-4) or
-                        "differs". At temperature > 0 the text of "ersd" is compared with that of "autoregressive" under
-                        the same seed, which is the "reference": "equal" or "differs". The other methods draw other
-                        tokens from the "same law", which is a property of the method and is not measured here; nor is
-                        it for a decoder with a verifier of the user's own, which is "unchecked". A method that is not
-                        lossless, as "typical-lossy", writes text of an "other law"
+                                            "differs". At temperature > 0 the text of "ersd" is compared with that of
+                                            "autoregressive" under the same seed, which is the "reference": "equal" or
+                                            "differs". The other methods draw other tokens from the "same law". This is
+                                            a property of the method and is not measured here. A decoder with a verifier
+                                            of the user's own is "unchecked". A method that is not lossless, as
+                                            "typical-lossy", writes text of an "other law"
     logit_gap:          the largest gap between the target's logits of two tokens at which greedy texts part; None if
                         no texts part, or if they only end at different places
     ratio_quartiles:    a quarter of the prompts have a ratio below the first, a quarter above the second
@@ -121,9 +122,9 @@ def compare(
     to decode first makes a short run that is not timed. on_progress is called with a line of text before each of them
     and each prompt.
 
-    Returns a row for each way to decode, transformers' first. Raises what SpeculativeDecoder raises, and ValueError for
-    no prompts, for a name that is given twice, for a verifier that none of the methods takes, and for a decoder of
-    another target.
+    Returns a row for each way to decode, transformers' first. Raises what SpeculativeDecoder raises. Raises ValueError
+    for no prompts, for a name that is given twice, for a verifier that none of the methods takes, and for a decoder
+    of another target.
     """
     inputs = tokens_of(prompts, tokenizer, target.device)
     named = draft if isinstance(draft, Mapping) else {"": draft}
@@ -196,7 +197,7 @@ def _label(method: str, more: str) -> str:
 
 
 def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
-    """Whether a decoder does what a method does, with the method's own verification."""
+    """True if a decoder does what a method does, with the method's own verification."""
     return decoder.method == method and decoder.verifier is None
 
 

@@ -1,4 +1,4 @@
-"""`model.generate(..., custom_generate=decoder)`: transformers' settings as the decoder's own, or refused by name.
+"""`model.generate(..., custom_generate=decoder)`: the decoder takes transformers' settings, or refuses them by name.
 
 transformers prepares the inputs, the settings, the logits processors and the stopping criteria, and calls
 
@@ -12,8 +12,8 @@ torch.manual_seed makes a text repeatable. transformers keeps a tokenizer to its
 trace: custom_generate=functools.partial(decoder, tokenizer=tokenizer).
 
 With return_dict_in_generate=True the answer is a `SpeculativeOutput`: transformers' own, with the field `stats`, and a
-TextCache as cache (past_key_values before transformers 5.24), which a later call takes under that name, with the whole
-text as input_ids.
+TextCache as cache (past_key_values before transformers 5.24). A later call takes that cache under that name, with the
+whole text as input_ids.
 """
 
 import sys
@@ -102,7 +102,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """What transformers' generate hands to a decoder; the fields have transformers' own names."""
+    """The arguments that transformers' generate hands to a decoder; the fields have transformers' own names."""
 
     model: PreTrainedModel
     input_ids: Tensor
@@ -173,14 +173,14 @@ class GenerateCall:
         scores: tuple[Tensor, ...] | None,
         logits: tuple[Tensor, ...] | None,
     ) -> "Tensor | SpeculativeOutput":
-        """What transformers' generate returns for sequences LongTensor[B, T + new]."""
+        """The answer of transformers' generate for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
             fields: dict[str, Any] = {"scores": scores, "logits": logits, CACHE_NAME: cache, "stats": stats}
             return SpeculativeOutput(sequences=sequences, **fields)  # pyright: ignore[reportArgumentType]
         return sequences
 
     def _returns(self, name: str) -> bool:
-        """Whether an optional output is asked for; as in transformers, only with return_dict_in_generate."""
+        """True if an optional output is asked for; as in transformers, only with return_dict_in_generate."""
         return bool(self._config.return_dict_in_generate and getattr(self._config, name, False))
 
     @property
@@ -241,7 +241,7 @@ def _generate_call(input_ids: Tensor) -> dict[str, Any]:
 
 
 def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> int:
-    """How many of the first processors the decoder's own penalties stand for.
+    """The number of the first processors that the decoder's own penalties stand for.
 
     None where another one is of their classes, too: given beside a setting, it would be asked in the setting's place.
 
@@ -263,7 +263,7 @@ def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> i
 
 
 def _own_last(processors: list[Any]) -> int:
-    """The place behind which there are only processors that the decoder's own filters stand for."""
+    """The place after which there are only processors that the decoder's own filters stand for."""
     place, before = len(processors), len(_FILTERS)
     for processor in reversed(processors):
         order = _FILTERS.get(type(processor), before)
@@ -306,7 +306,7 @@ def _from_processors(
 
 
 def _is_all_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> bool:
-    """Whether all of a text is penalised, but padding.
+    """True if all of a text is penalised, but padding.
 
     Before 5.23 transformers counts padding as text, and `ignored` is None; later `ignored` is the padding's lengths.
     """

@@ -1,8 +1,9 @@
 """`distil` trains a draft for a target on the user's data: a head, or a plain draft.
 
-Rows of tokens are cut from the documents and from what the target writes behind their prompts. For every batch the
-target reads the rows, and what the draft learns from is computed on the spot: hidden states of a million tokens of a
-4096-wide target, four for each, would take 33 GB of disk, and reading them again is no faster than a forward pass.
+Rows of tokens are cut from the documents and from the target's continuations of their prompts. For every batch the
+target reads the rows, and the values that the draft learns from are computed on the spot. Hidden states of a million
+tokens of a 4096-wide target, four for each, would take 33 GB of disk, and reading them is no faster than a forward
+pass.
 """
 
 import json
@@ -37,7 +38,7 @@ MEASURED_DEPTHS = 5
 
 @dataclass(frozen=True)
 class DistilSettings:
-    """How `distil` trains.
+    """Settings by which `distil` trains.
 
     epochs:          how often it goes through the rows
     length:          tokens of a row; a head drafts worse in texts that are longer than its rows
@@ -45,9 +46,9 @@ class DistilSettings:
     depths:          steps of a head's training-time test, the deepest level that it is trained for
     decay:           of the loss at each next depth
     loss:            "tv-kl" or "lk", see `training.losses`
-    rate:            Muon's peak rate, AdamW's is two thirds; default 2 / width of the draft: the shipped head, of
+    rate:            Muon's peak rate, AdamW's is two thirds; default 2 / width of the draft. The shipped head, of
                      width 320, learnt best at 0.006, and the best rate falls with the width (Yang et al. 2022)
-    written:         share of the documents whose text the target writes anew behind their prompts, or behind the first
+    written:         share of the documents whose text the target writes anew after their prompts, or after the first
                      prompt_tokens of each `length` of a text. In decoding a draft meets the target's own text, not the
                      data's; but writing takes the target many passes where reading takes one. The shipped head had 0.3
     held_out:        share of the data that is never trained on, at most 128 rows: the record's overlaps are of these
@@ -119,10 +120,10 @@ def distil(
     say:       told of progress, in lines
 
     On a GPU passes are in bf16; the weights that learn are in fp32. A batch that does not fit into memory is done in
-    parts, with the same gradients. Ctrl-C ends the training behind a checkpoint.
+    parts, with the same gradients. Ctrl-C ends the training after a checkpoint.
 
-    Raises ValueError for a draft that does not fit the target, for documents too short, for a folder that has something
-    else, and for other settings than those of the checkpoint; torch.OutOfMemoryError if one row does not fit.
+    Raises ValueError for a draft that does not fit the target, for documents too short, and for a folder that has
+    something else. Also for settings other than the checkpoint's; torch.OutOfMemoryError if one row does not fit.
     """
     folder = Path(folder)
     _check(draft, target, settings)

@@ -1,11 +1,11 @@
-"""Which of a target's layers draft best for it: one after another is left out, always the one that is missed least.
+"""Choose a target's layers that draft best for it: one after another is left out, always the one that is missed least.
 
-With Q the law of what the layers S say, and P the target's, a drafted token is accepted with probability
+With Q the law of the draft of layers S, and P the target's, a drafted token is accepted with probability
 alpha(S) = E[sum_v min(P, Q)]. A pass over S reads a share c(S) of the target's weights. So a chain of g drafts gives
 
     speedup(S, g) = (1 - alpha^(g + 1)) / ((1 - alpha) (1 + g c))        (Leviathan et al. 2023, theorem 3.8)
 
-where weights are all that takes time. The overlap is that on texts which the target writes behind the user's prompts.
+where only weights take time. The overlap is measured on texts that the target writes after the user's prompts.
 
 Source: Zhang et al. 2024, "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",
 which leaves out layers, too, and searches for them by Bayesian optimisation: fewer trials, for less sure an answer.
@@ -59,7 +59,7 @@ def choose_layers(
         SpeculativeDecoder(target, EarlyExit(best.layers))
 
     prompts: LongTensors [1, T], like those to be continued; a target of n layers is run n^2 / 2 times over each
-    tokens: that the target writes behind each prompt, which are looked at
+    tokens: that the target writes after each prompt, which are looked at
     temperature: above 0, of the text and of both laws
     on_progress: called with a line of text that says what is going on
 

@@ -1,6 +1,6 @@
 """Load a target, its draft and their tokenizer from local folders or the Hugging Face cache.
 
-Nothing is downloaded, no code that comes with a model is run, and weights must be safetensors; those of trained heads
+Nothing is downloaded, no code that comes with a model is run, and weights must be safetensors. Those of trained heads
 may be pickles of tensors alone, as some were published.
 """
 
@@ -58,8 +58,8 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one, or Medusa
-        heads; or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a
+    target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one) or Medusa
+        heads. Or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no model. PATH is a
         file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these: "demo-head+prompt-lookup"
         is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup", with levels, a
         `Cascade`.
@@ -68,14 +68,14 @@ def load_pair(
         A head has its target's.
     ranks: processes that the target is split over, by its own tensor-parallel plan; this is one of them, and
         torch.distributed knows the others. Each has the whole draft.
-    memory: bytes that the target's weights may take on the device, or a text such as "8G"; what is more is read from
-        its folder, or copied to a GPU, in each forward pass, see `load_streamed`. The models are then in the type that
-        they were saved in, and in one process.
+    memory: bytes that the target's weights may take on the device, or a text such as "8G". Weights beyond that are read
+        from its folder, or copied to a GPU, in each forward pass, see `load_streamed`. The models are then in the type
+        that they were saved in, and in one process.
     host_memory: with `memory` of a GPU, what is taken of the host's for the layers that are copied, as `load_streamed`
         has it. Default: as much as they need.
 
-    Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
-    files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
+    Raises ValueError, TypeError or OSError, in one line. It does so for a missing folder, a model type that is not
+    supported, files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
     """
     if memory is not None and (target is None or dtype is not None):
         raise ValueError(
@@ -207,7 +207,7 @@ def _parts(draft: str) -> list[tuple[str, str]]:
 
 
 def _check_modelless(draft: str) -> bool:
-    """Whether the text names a draft without a model; raises ValueError or FileNotFoundError if it does so wrongly."""
+    """True if the text names a draft without a model; raises ValueError or FileNotFoundError if it does so wrongly."""
     kind, _, what = draft.partition(":")
     if kind == "early-exit" and not all(part.isdecimal() for part in what.split(",")):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""What was measured of a pair of models on one machine, and which trees follow from it.
+"""Profiles: measurements of a pair of models on one machine, and the trees that follow from them.
 
-A profile is a small JSON file. It has the seconds that a step takes with a tree of n nodes and those that drafting one
-level takes, for some numbers of sequences that are decoded together; and for each way to draw and verify and each
-sampling, how often child j of a node at depth d is accepted. A plan is the tree with the largest
+A profile is a small JSON file. For some numbers of sequences that are decoded together, it has the seconds of a step
+with a tree of n nodes, and those of drafting one level. For each way to draw and verify and each sampling, it has how
+often child j of a node at depth d is accepted. A plan is the tree with the largest
 
     expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
 
@@ -46,7 +46,7 @@ PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptanc
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """What `calibration.walk` counted for one way to draw and verify, under one sampling.
+    """The counts of `calibration.walk` for one way to draw and verify, under one sampling.
 
     draw, verification: as in `methods.Kind`
     sequence_count:     the number of independent sequences; None for trees that may branch everywhere
@@ -125,8 +125,8 @@ class Planned(NamedTuple):
     def tokens_error(self) -> float:
         """The standard error of the plan's expected tokens, by the number of nodes that were counted.
 
-        With n nodes counted at a depth, whose children are accepted with shares a[j], and g[j] the derivative of the
-        expected tokens by a[j], that depth adds (sum_j a[j] g[j]^2 - (sum_j a[j] g[j])^2) / n to the variance.
+        With n nodes counted at a depth, let their children be accepted with shares a[j], and let g[j] be the derivative
+        of the expected tokens by a[j]. That depth adds (sum_j a[j] g[j]^2 - (sum_j a[j] g[j])^2) / n to the variance.
         """
         tree, rates = self.plan.tree, self.acceptance.rates()
         below = node_probabilities(tree, rates).cumsum(0)
@@ -142,13 +142,13 @@ class Planned(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What keeps a plan from being faster.
+    """The cost that keeps a plan from being faster.
 
-    limited_by: "compute", what a tree's nodes cost beyond a token; "drafting"; or "acceptance" if neither matters
+    limited_by: "compute", the cost of a tree's nodes beyond a token; "drafting"; or "acceptance" if neither matters
     without_that: the speed-up if that cost nothing, of the best tree then; for acceptance, if the likeliest path were
-                always accepted
-    free_nodes: nodes of the largest tree whose step takes at most a tenth longer than a token's: until there steps take
-                the time of reading weights, which is bandwidth
+        always accepted
+    free_nodes: nodes of the largest tree whose step takes at most a tenth longer than a token's. Up to this size steps
+        take the time of reading weights, which is bandwidth
     """
 
     limited_by: str
@@ -298,7 +298,7 @@ class Profile:
         return max(plans, key=lambda planned: planned.plan.speedup)
 
     def limit(self, method: str, planned: Planned, batch: int = 1) -> Limit:
-        """What limits a plan of a method; batch: sequences that are decoded together, as for the plan."""
+        """The limit of a plan of a method; batch: sequences that are decoded together, as for the plan."""
         known, entry = self.costs.at(batch), planned.acceptance
         costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
         free = max(size for size, cost in costs.items() if cost <= 1.1)
@@ -314,7 +314,7 @@ class Profile:
         return Limit("acceptance", (plan.tree.depth + 1) * plan.speedup / plan.expected_tokens, free)
 
     def speedup_error(self, planned: Planned, batch: int = 1) -> float:
-        """How far a plan's speed-up may be off: what its expected tokens and its costs may be, together."""
+        """The error of a plan's speed-up: that of its expected tokens and that of its costs, together."""
         plan = planned.plan
         cost = self.costs.at(batch).relative_error(len(plan.tree), plan.tree.depth)
         return plan.speedup * math.hypot(planned.tokens_error / plan.expected_tokens, cost)
@@ -337,6 +337,6 @@ class Profile:
 
 
 def streaming_of(target: PreTrainedModel) -> dict[str, str | int]:
-    """What a pass of a target reads anew, for a profile's environment; nothing for one that is in memory."""
+    """The bytes that a pass of a target reads anew, for a profile's environment; none for a target in memory."""
     stream = stream_of(target)
     return {} if stream is None else {STREAMED: round(streamed_bytes(stream) / 1e6)}

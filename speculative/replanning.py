@@ -1,24 +1,24 @@
-"""Change the tree while a text is decoded: by what was accepted of this text so far, the best of a few shapes.
+"""Change the tree while a text is decoded: to the best of a few shapes for the tokens accepted in this text so far.
 
-A profile says what is accepted on average. Some texts are easier for the draft and some harder, and one text may change
-half way. So every EVERY steps the host looks at what was counted; a count is worth half after HALF_LIFE steps. Child j
+A profile says how much is accepted on average. Some texts are easier for the draft and some harder, and one text may
+change half way. So every EVERY steps the host looks at the counts; a count is worth half after HALF_LIFE steps. Child j
 of a node at depth d was offered O[d, j] times, accepted A[d, j] times, and tried, its elders being refused, T[d, j]
-times. c[d, j] is the share of T that the profile expects, and W = WEIGHT counts stand for what is not known yet:
+times. c[d, j] is the share of T that the profile expects, and W = WEIGHT counts stand for the unknown yet:
 
     T[d, j] = O[d, j] (1 - sum_{i<j} A[d, i] / O[d, i])
     s = (sum A + W) / (sum T c + W)                       how much more is accepted of this text than of others
     share[d, j] = (A + W min(1, s c)) / (T + W)           rate[d, j] = share[d, j] prod_{i<j} (1 - share[d, i])
     speed(tree) = expected tokens(tree, rate) / cost(tree)
 
-The next steps draft the shape of most speed, by the costs for as many sequences as are running. The shapes are few, so
-that on a GPU each is captured once: the best trees where the profile's shares are multiplied by SCALES, for each of the
-profile's batches up to this one. What was never offered is believed to be s times as good as usual; and as counts fade,
-the profile is believed again, so that larger trees are tried again by themselves. Each shape drafts a level at least,
-since nothing is learned without a draft.
+The next steps draft the fastest shape, by the costs for as many sequences as are running. The shapes are few, so that
+on a GPU each is captured once. They are the best trees where the profile's shares are multiplied by SCALES, for each of
+the profile's batches up to this one. A child that was never offered is believed to be s times as good as usual. As
+counts fade, the profile is believed again, so that larger trees are tried again by themselves. Each shape drafts a
+level at least, since nothing is learned without a draft.
 
-The choice depends on steps that are over, and on a GPU not on the last of them either: so what is drawn and verified in
-a step follows the target's law whatever was chosen. A text depends on the choice, though, as it does on the tree: in a
-batch, which shares its trees, it is another sample than alone.
+The choice depends on steps that are over, and on a GPU not on the last of them either. So the draws and the
+verification of a step follow the target's law with any choice. A text depends on the choice, though, as it does on the
+tree: in a batch, which shares its trees, it is another sample than alone.
 
 Source: Sequoia (Chen et al. 2024) plans once; that acceptance is measured while decoding is ours.
 """
@@ -60,7 +60,8 @@ class ValuedShape(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What may be drafted, the best for the profile's acceptance first; and that acceptance, fp64 [depth, child]."""
+    """The shapes that may be drafted, the best for the profile's acceptance first; and that acceptance, fp64 [depth,
+    child]."""
 
     shapes: tuple[ValuedShape, ...]
     rates: Tensor
@@ -116,7 +117,7 @@ class Replanner(Watcher):
         self._counts = torch.zeros_like(self._before)
 
     def looks_at(self, state: Sequences) -> Tensor:
-        """What was counted in all steps."""
+        """Look at the counts of all steps."""
         return state.counts
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:

@@ -1,4 +1,4 @@
-"""How many threads there are cores for, how busy these are, and how threads wait for each other.
+"""Threads: how many there are cores for, how busy these are, and how threads wait for each other.
 
 PyTorch on a CPU runs an operation on several threads of OpenMP, which wait for each other at its end. By default they
 wait by spinning, so that the next operation finds them awake. Where another process wants their cores, they spin for a
@@ -22,7 +22,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each p
 
 
 class Load(NamedTuple):
-    """How busy the machine is.
+    """The load of the machine.
 
     average: processes that ran or wanted to run, on average over the last minute; this one's own are among them
     cores:   that this process may use
@@ -35,7 +35,7 @@ class Load(NamedTuple):
 
     @property
     def busy(self) -> bool:
-        """Whether fewer cores are free than there are threads; a little is always going on."""
+        """True if fewer cores are free than there are threads; a little load is always there."""
         return self.average > self.cores - self.threads + max(0.5, 0.1 * self.cores)
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ def usable_cores(quota: Path = QUOTA) -> int:
 
 
 def is_command(argv: list[str], original: list[str]) -> bool:
-    """Whether this process is the `heavypath` command, or `python -m` with the package's name.
+    """True if this process is the `heavypath` command, or `python -m` with the package's name.
 
     argv, original: sys.argv and sys.orig_argv. While Python looks for the module of -m, the first of argv is "-m".
     """
@@ -70,5 +70,5 @@ def wait_passively(environment: MutableMapping[str, str]) -> None:
 
 
 def waiting(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the environment says about how threads wait; nothing for OpenMP's own default, to spin."""
+    """The environment's setting for how threads wait; nothing for OpenMP's own default, to spin."""
     return {name: environment[name] for name in WAIT_SETTINGS if name in environment}

@@ -2,7 +2,7 @@
 
 Decoding is run for a few steps with each tree, in turn and for several rounds, and the phases of its steps are timed
 (`costs.timing` says how figures follow from that). A single sequence comes first. A larger batch wants no larger trees
-than that, and so needs few sizes.
+than a single sequence does, and so needs few sizes.
 """
 
 import time
@@ -177,8 +177,8 @@ def default_batch_sizes(kind: str) -> tuple[int, ...]:
 def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:
     """Of some sizes those that are planned by the costs known so far, and their neighbours.
 
-    A tree larger than all that were timed is taken to cost as much as the largest of them, since it does not cost less:
-    where it could be planned by that, it is worth timing.
+    A tree larger than all that were timed is taken to cost as much as the largest of them, since it does not cost less.
+    Where it could be planned by that cost, it is worth timing.
     """
     sizes, timed = sorted({1, *sizes}), max(costs.step)
     known = costs.steps_of([size for size in sizes if size <= timed])

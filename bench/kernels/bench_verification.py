@@ -148,7 +148,7 @@ def post_order(
 ) -> Callable[[int, float], tuple[list[int], Tensor] | None]:
     """Traversal of children drawn without replacement: a function of a node and its weight.
 
-    It returns the nodes below that one on the way to the accepted one, and what the token behind that is drawn by; None
+    It returns the nodes below that one on the way to the accepted one, and what the token after that is drawn by; None
     where the walk does not end there. `left` is what of P may still be emitted at a node, and the rest is `leaving`.
     """
 

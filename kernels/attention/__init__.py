@@ -1,1 +1,1 @@
-"""Behind tree_attention: masks, plans of launches, the kernels, and attention for all layers of a forward pass."""
+"""Parts of tree_attention: masks, plans of launches, the kernels, and attention for all layers of a forward pass."""

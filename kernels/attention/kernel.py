@@ -1,7 +1,7 @@
 """The Triton kernels of `tree_attention`, where the formula and the reference are; `launch` launches them.
 
-A program owns BLOCK_M query rows of one key head: pairs (node, query head of the group), node by node, so that the
-heads of a group share every key they load. It walks over
+A program owns BLOCK_M query rows of one key head. The rows are pairs (node, query head of the group), node by node, so
+that the heads of a group share every key they load. The program walks over
 
     the prefix, in blocks of BLOCK_N rows, without a mask except for the blocks at its ends, and
     the tree, by blocks: for the keys of nodes j0 .. j1 - 1 and the queries of nodes i0 .. i1 a block is
@@ -19,9 +19,9 @@ It reads its own part back, too, so that it does not matter which one is last. W
 sequence's own length and on the model's shape, never on the rest of the batch. Lengths are read on the device, so a
 CUDA graph holds for all lengths.
 
-Costs, for G query heads per key head, L >> N and 2-byte numbers: 4 G N L D FLOPs for 4 L D bytes of a head's keys and
-values, which is G N FLOPs per byte. Above about 165 FLOPs per byte (an H200 has 790 TFLOP/s and 4.3 TB/s, a ratio of
-184) tensor cores are the limit, below it memory is.
+Costs, for G query heads per key head, L >> N and 2-byte numbers: a head's keys and values are 4 L D bytes. They take
+4 G N L D FLOPs, which is G N FLOPs per byte. An H200 has 790 TFLOP/s and 4.3 TB/s, a ratio of 184. Above about 165
+FLOPs per byte tensor cores are the limit, below it memory is.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false

@@ -1,8 +1,8 @@
-"""How the kernel of `tree_attention` is launched: tiles, splits and all else that follows from shapes is a plan.
+"""Launches of the kernel of `tree_attention`: tiles, splits and all else that follows from shapes is a plan.
 
-A model that is not under a CUDA graph calls attention for each layer of each token, and the host's time counts, of
-which checks, tiles and Triton's own search for a variant would take most. They depend on the layouts of tensors, not on
-their addresses and values, so the layers of a forward pass share a plan.
+A model that is not under a CUDA graph calls attention for each layer of each token, so the host's time counts. Checks,
+tiles and Triton's own search for a variant would take most of it. They depend on the layouts of tensors, not on their
+addresses and values, so the layers of a forward pass share a plan.
 """
 
 from typing import NamedTuple
@@ -88,7 +88,7 @@ class LaunchPlan(NamedTuple):
 
 
 def _is_in_place(layout: TensorLayout) -> bool:
-    """Whether 16-byte loads and 32-bit offsets within a block can read it."""
+    """True if 16-byte loads and 32-bit offsets within a block can read it."""
     strides = [stride for stride, size in zip(layout.stride[:-1], layout.shape, strict=False) if size > 1]
     return layout.stride[-1] == 1 and all(stride % 8 == 0 for stride in strides) and layout.stride[2] < 1 << 24
 
@@ -102,7 +102,7 @@ def in_place(tensor: Tensor) -> Tensor:
 
 
 def _blocks(count: int, size: int) -> int:
-    """How many blocks of this size hold so many; triton.cdiv, made for kernels, takes 3 us."""
+    """The number of blocks of this size that hold so many; triton.cdiv, made for kernels, takes 3 us."""
     return -(-count // size)
 
 

@@ -1,4 +1,4 @@
-"""Which nodes of its tree each node sees: itself and its ancestors, as one integer per node, as bool, or as bits.
+"""The nodes of its tree that each node sees: itself and its ancestors, as one integer per node, as bool, or as bits.
 
 For nodes in depth-first order the subtree of node j is the interval [j, end[j]) of node numbers, so
 
@@ -8,9 +8,9 @@ and the N integers end[j] = j + (nodes in the subtree of j), called `subtree_end
 grows is not in depth-first order: it takes an ancestor mask, bool [i, j], or the same mask packed into 32-bit words.
 For PyTorch's own attention the mask is a bias, 0 where a node sees a cache row and -inf elsewhere.
 
-A sliding window of w positions follows from the mask alone, whichever nodes ask. Numbers rise along a path, so the
-distance from node i up to node j is the number of nodes behind j that i sees, and node j is in the window of i where it
-is less than w. A query that then sees n nodes of the tree sees the last w - n rows of the prefix: w positions in all.
+A sliding window of w positions follows from the mask alone, for any nodes that ask. Numbers rise along a path, so the
+distance from node i up to node j is the number of nodes after j that i sees. Node j is in the window of i if this
+number is less than w. A query that sees n nodes of the tree sees the last w - n rows of the prefix: w positions in all.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -129,10 +129,10 @@ def narrowed(ancestors: Tensor, window: int) -> Tensor:
 def attention_bias(
     ancestors: Tensor, lengths: int | Tensor, rows: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """The additive mask [B or 1, 1, Q, rows] of a tree behind its prefix: 0 for rows that a node sees, else -inf.
+    """The additive mask [B or 1, 1, Q, rows] of a tree after its prefix: 0 for rows that a node sees, else -inf.
 
     ancestors: bool [Q, N] or [B, Q, N], which of the N nodes each of the Q querying nodes sees
-    lengths:   number of prefix rows, in all sequences or LongTensor[B]; the tree's own rows lie behind them
+    lengths:   number of prefix rows, in all sequences or LongTensor[B]; the tree's own rows lie after them
     rows:      number of cache rows that the mask covers
     window:    how many positions a node sees, its own included; None for all
     """
@@ -159,7 +159,7 @@ def attention_bias(
 
 
 class Visible(NamedTuple):
-    """Which cache rows the nodes of a tree see: the arguments of `tree_attention` that say so.
+    """The cache rows that the nodes of a tree see: the arguments of `tree_attention` that say so.
 
     length:      number of prefix rows in every sequence, where lengths is None
     lengths:     LongTensor [] or [B], number of prefix rows in each sequence
@@ -197,7 +197,7 @@ class Visible(NamedTuple):
         return pack_ancestors(self.ancestor_mask(), self.window)
 
     def path_lengths(self) -> Tensor:
-        """How many nodes there are from the root to each node by subtree_end, itself included, int32 [N] or [B, N]."""
+        """The number of nodes from the root to each node by subtree_end, itself included, int32 [N] or [B, N]."""
         assert self.subtree_end is not None
         # Every node before node i is an ancestor of it, but for those whose subtree ended before i.
         end = self.subtree_end.long()

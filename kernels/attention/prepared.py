@@ -22,7 +22,7 @@ def prepared_attention(
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """Attention of a tree's nodes as a function of query, key, value and scale.
 
-    The kernel gets its ancestor mask packed and narrowed to the window; PyTorch gets an additive mask over the first
+    The kernel gets its ancestor mask packed and narrowed to the window. PyTorch gets an additive mask over the first
     `rows` cache rows, or over those that the shortest sequence's window reaches.
 
     prefix_length: LongTensor[B], or [] for all sequences

@@ -1,9 +1,9 @@
 """A kernel as it was compiled for one kind of arguments, launched without a search for it.
 
-Triton's own launch looks at every argument to find out which variant of the kernel fits: which arguments are None,
-their types, which integers are 1 or multiples of 16, which pointers are aligned to 16 bytes. For 40 arguments this
-takes 30 us, more than all else that a launch takes on the host. A caller who knows that nothing of it changed launches
-what was compiled, as Triton's tutorial on the fused softmax and PyTorch's own compiler do:
+Triton's own launch looks at every argument to find out which variant of the kernel fits. It asks which arguments are
+None, their types, which integers are 1 or multiples of 16, and which pointers are aligned to 16 bytes. For 40 arguments
+this takes 30 us, more than all else that a launch takes on the host. A caller who knows that nothing of it changed
+launches the compiled kernel itself, as Triton's tutorial on the fused softmax and PyTorch's own compiler do:
 
     compiled = kernel[grid](...)  # compiles where it has to
     compiled[grid](...)           # all arguments by position, constants too
@@ -20,11 +20,14 @@ from triton.runtime import driver as drivers
 
 
 class Variant:
-    """A kernel for arguments of one kind. All launches of a variant agree in
+    """A kernel for arguments of one kind. All launches of a variant have in common
 
-    the GPU; which arguments are None, and the types of the others, where integers from 2**31 on are of another type;
-    that pointers are aligned to 16 bytes, unless they are in the kernel's do_not_specialize_on_alignment;
-    the constants. All integers are in the kernel's do_not_specialize.
+        the GPU;
+        the arguments that are None, and the types of the others (integers from 2**31 on are of another type);
+        that pointers are aligned to 16 bytes, unless they are in the kernel's do_not_specialize_on_alignment;
+        the constants.
+
+    All integers are in the kernel's do_not_specialize.
 
     kernel:   a function under @triton.jit whose constants are its last parameters
     options:  of the compiler, such as num_warps

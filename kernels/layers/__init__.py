@@ -1,1 +1,1 @@
-"""What a transformer layer does between its matrix products and its attention: a kernel and its reference each."""
+"""Kernels, each with its reference, for a transformer layer between its matrix products and its attention."""

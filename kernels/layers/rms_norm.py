@@ -1,4 +1,4 @@
-"""RMS norm of a residual stream, behind the addition of what a layer's last product computed.
+"""RMS norm of a residual stream, after the output of a layer's last product was added.
 
     h = x + a                                  x, a: [R, K]; without an a, h = x
     n = h / sqrt(mean(h^2) + epsilon) * w      w: [K], the mean is over a row
@@ -27,7 +27,7 @@ MAX_COLUMNS = 1 << 15  # what a program of 32 warps keeps in registers
 
 
 class Norm(NamedTuple):
-    """What an RMS norm multiplies by, [K], and adds to the mean of squares."""
+    """The factor [K] of an RMS norm, and the number that it adds to the mean of squares."""
 
     weight: Tensor
     epsilon: float

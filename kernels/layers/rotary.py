@@ -27,7 +27,7 @@ _ELEMENTS = 1024  # of the heads that a program turns at once
 
 
 class Projected(NamedTuple):
-    """What a layer's three projections made of each token: [B, N, Hq, D] and twice [B, N, Hkv, D]."""
+    """A layer's three projections of each token: [B, N, Hq, D] and twice [B, N, Hkv, D]."""
 
     query: Tensor
     key: Tensor
@@ -47,7 +47,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def at(cls, table: Tensor, positions: Tensor, *, impl: str = "auto") -> "Turns":
-        """Those of positions LongTensor[B, N] in a table [P, 2, D]; the kernel looks them up itself."""
+        """The turns of positions LongTensor[B, N] in a table [P, 2, D]; the kernel looks them up itself."""
         if choose_impl("Turns.at", impl, positions) == "triton":
             return cls(table[:, 0], table[:, 1], positions)
         return cls(*table[positions][:, :, :, None].unbind(2))
@@ -75,7 +75,7 @@ def rotate_and_store(
     projected, turns: tensors of one dtype
     keys, values: [B, Hkv, S, D], a layer's part of a cache, changed in place
     cache_rows:   LongTensor[B, N] in 0 .. S - 1, the rows that are written
-    norms:        where a model has them
+    norms:        of queries and keys, where a model has them
 
     impl "triton" has fp32, fp16 and bf16, an even D, and caches of equal strides with contiguous columns. It does not
     read `cache_rows` beforehand: they must lie within the cache. Raises ValueError where the kernel does not take

@@ -1,7 +1,7 @@
 """Roundings inside kernels, where a model in 16 bits rounds what one module hands to the next.
 
-Kernels that round so are launched with enable_fp_fusion=False: else the compiler makes one instruction of a product
-that is rounded and the sum behind it, which rounds once; in fp32, too, where `rounded` does nothing.
+Kernels that round so are launched with enable_fp_fusion=False. Otherwise the compiler makes one instruction, which
+rounds once, of a rounded product and the sum after it; in fp32, too, where `rounded` does nothing.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false

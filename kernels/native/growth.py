@@ -57,7 +57,7 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
 
 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool) -> tuple[Tensor, ...]:
-    """The tensors of an `Assembled`, and behind them those of its `Fed`."""
+    """The tensors of an `Assembled`, followed by those of its `Fed`."""
     batch, stride = slots.tokens.shape
     out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long)
     call = _Assembly(

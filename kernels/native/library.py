@@ -2,7 +2,7 @@
 
 A kernel is compiled for the processor that it runs on, which takes some five seconds, and found again by its sources,
 the compiler and the processor. A file is loaded only if nobody else may have written it, and if it is whole: it ends
-with the digest of what is before. Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
+with the digest of all before. Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ SWITCH = "HEAVYPATH_NATIVE"  # the environment variable that turns the kernels o
 
 @lru_cache(1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, which a log line explains, where they cannot be or are not to be compiled."""
+    """The compiled kernels; None, with a log line that says why, if they cannot or should not be compiled."""
     if os.environ.get(SWITCH) == "0":
         logger.info("%s=0: no compiled kernels, PyTorch's operations instead", SWITCH)
         return None
@@ -50,7 +50,7 @@ def library() -> ctypes.CDLL | None:
         logger.warning("%s cannot compile the CPU kernels, so PyTorch's operations stay: %s", compiler, reason)
         return None
     try:
-        # What was checked, whatever has that name by now. It stays open: by this name the loader knows it again.
+        # The file that was checked, whatever has that name by now. It stays open, since the loader knows it by this.
         return ctypes.CDLL(f"/proc/self/fd/{file}")
     except OSError as error:
         logger.warning("the compiled CPU kernels cannot be loaded, so PyTorch's operations stay: %s", error)
@@ -65,7 +65,7 @@ def compiled() -> ctypes.CDLL:
 
 
 def thread_count(bytes_read: int | None = None) -> int:
-    """How many threads a kernel takes: as many as PyTorch, but each must have SHARE bytes of weights to read."""
+    """The number of threads of a kernel: as many as PyTorch, but each must have SHARE bytes of weights to read."""
     threads = torch.get_num_threads()
     return threads if bytes_read is None else max(1, min(threads, bytes_read // SHARE))
 
@@ -76,7 +76,7 @@ def _compiler() -> str | None:
 
 
 def _run(arguments: list[str], seconds: float | None = None) -> str:
-    """What a program prints."""
+    """The output of a program."""
     done = subprocess.run(
         arguments, check=True, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
         timeout=seconds,
@@ -115,7 +115,7 @@ def _file(compiler: str) -> int:
 
 
 def _compiled(compiler: str, sources: list[Path]) -> bytes:
-    """The library, compiled in a folder that goes again."""
+    """The library, compiled in a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="heavypath-") as folder:
         objects = {source: f"{folder}/{source.stem}.o" for source in sources if source.suffix == ".cpp"}
         with ThreadPoolExecutor() as pool:
@@ -126,7 +126,7 @@ def _compiled(compiler: str, sources: list[Path]) -> bytes:
 
 
 def _processor() -> str:
-    """What tells a processor from one that may not know its instructions."""
+    """A text that differs between processors that may not know each other's instructions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
@@ -162,7 +162,7 @@ def _whole(name: str, folder: int) -> int:
 
 
 def _keep(code: bytes, name: str, folder: int) -> None:
-    """Write a library into the cache, and behind it its digest: whole or not at all, for whoever looks for it."""
+    """Write a library into the cache, and its digest after it: whole or not at all, for anyone who looks for it."""
     written = f"{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(written, flags, 0o600, dir_fd=folder), "wb") as file:

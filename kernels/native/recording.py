@@ -1,17 +1,16 @@
-"""Record what a step does on a CPU as a list of calls, and replay it: what a CUDA graph is on a GPU.
+"""Record a step's work on a CPU as a list of calls, and replay it, as a CUDA graph does on a GPU.
 
-A step works on the same tensors each time. What Python does between two compiled kernels, looking up addresses, filling
-structures, allocating results, takes as long as the kernels of a small model. Recorded, it is done once:
+A step works on the same tensors each time. Between two compiled kernels Python looks up addresses, fills structures and
+allocates results. This takes as long as the kernels of a small model. Recorded, it is done once:
 
     with recorded() as recording:
         result = step()                  # runs, and is recorded
     if recording.obstacle is None:
         recording.replay()               # runs again, on the same tensors; `result` holds what it did
 
-Everything that computes must go through `do`. What would compute beside it would be done once and never again, so a
-recording looks out for it: any operation of PyTorch but views and allocations is an obstacle, and so is a function that
-takes its reference in PyTorch or NumPy (`choose_impl`). What NumPy computes elsewhere
-it cannot see.
+Everything that computes must go through `do`. Other computations would be done once and never again, so a recording
+looks out for them. Any operation of PyTorch but views and allocations is an obstacle, and so is a function that takes
+its reference in PyTorch or NumPy (`choose_impl`). A recording cannot see other computations of NumPy.
 """
 
 import threading

@@ -41,7 +41,7 @@ def seed_tensor(seed: int | Tensor) -> Tensor:
 
 
 def below_infinity(values: Tensor) -> bool:
-    """Whether all numbers of a contiguous fp32 tensor are below infinity, and none is NaN."""
+    """True if all numbers of a contiguous fp32 tensor are below infinity, and none is NaN."""
     return bool(compiled().below_infinity(c_void_p(values.data_ptr()), c_int64(values.numel())))
 
 

@@ -1,4 +1,4 @@
-"""What a step does between forward passes by the compiled kernels, see steps.cpp.
+"""The work of a step between forward passes by the compiled kernels, see steps.cpp.
 
 The functions take the tensors of those of `trees.levels`, `cache_compaction` and `commit` whose references they follow.
 """

@@ -31,7 +31,7 @@ class _Verification(Arguments):
 
 
 def verify(given: VerifyInputs, limits: tuple[float, float] = (0.0, 0.0)) -> Verified:
-    """What is accepted of trees on a CPU.
+    """The accepted paths of trees on a CPU.
 
     limits: log2 of epsilon and of delta for typical acceptance, which is method "typical" here
 

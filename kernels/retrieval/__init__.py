@@ -1,1 +1,1 @@
-"""What followed the last tokens of a text before: in a sorted corpus, and in the text itself."""
+"""The tokens that followed the last tokens of a text before: in a sorted corpus, and in the text itself."""

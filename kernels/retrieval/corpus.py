@@ -6,7 +6,7 @@ their places, the nearest first, as far as M tokens back:
     followers[i]    the token at the place of entry i
     steps           (t, i) for all entries, sorted, where t = followers[i]; as numbers t N + i
 
-If the entries after some k < M tokens are those in [lo, hi), the entries after these tokens and t are, in their order,
+Let the entries after some k < M tokens be those in [lo, hi). The entries after these tokens and t are, in their order,
 the next places of those entries that t follows. They, too, are one range (Burrows and Wheeler 1994; Ferragina and
 Manzini 2000, "Opportunistic data structures with applications", sec. 3.1, backward search):
 
@@ -27,7 +27,7 @@ MOST_TOKENS = 2**31 - 1  # of a corpus
 
 
 class SortedCorpus(NamedTuple):
-    """What is kept of a corpus. Tokens are numbered from 1 here, because 0 is between texts.
+    """A corpus, sorted. Tokens are numbered from 1 here, because 0 is between texts.
 
     followers: IntTensor[N]; steps: LongTensor[N]; both on one device
     """

@@ -1,17 +1,17 @@
-"""What followed the last tokens of a text before: in a sorted corpus, and earlier in the text itself.
+"""The tokens that followed the last tokens of a text before: in a sorted corpus, and earlier in the text itself.
 
-Of the suffixes of 1 .. M tokens of a text let suffix k occur n_k times in the corpus and t_k times in the text so far,
-where an occurrence in the text counts as much as b in the corpus. With what followed them, as shares of the n_k + b t_k
-occurrences, c_k(v), the law is interpolated from the longest suffix to the shortest:
+For k = 1 .. M let the last k tokens, suffix k, occur n_k times in the corpus and t_k times in the text so far. An
+occurrence in the text counts as much as b in the corpus. Let c_k(v) be the shares of the n_k + b t_k occurrences that v
+followed. The law is interpolated from the longest suffix to the shortest:
 
     Q = sum_k s_k c_k     s_k = (1 - s_M - ... - s_(k+1)) (n_k + b t_k) / (n_k + b t_k + a_k)     a_k = a / k^2
 
 This is the predictive law of a Dirichlet prior of weight a_k around the law of the next shorter suffix (MacKay and Peto
-1995, "A hierarchical Dirichlet language model"); the longer a suffix, the fewer of its occurrences outweigh the shorter
-ones. A suffix that occurred nowhere has s_k = 0. What is left behind the shortest is left out, so that Q sums to less
+1995, "A hierarchical Dirichlet language model"). The longer a suffix, the fewer of its occurrences outweigh the shorter
+ones. A suffix that occurred nowhere has s_k = 0. The weight left after the shortest is left out, so that Q sums to less
 than 1, and so are suffixes for which less than 2**-10 is left. It is REST's draft (He et al. 2024, arXiv 2311.08252),
-which takes the longest suffix that occurs at all, with shorter ones for what that suffix leaves open. a and b were
-found by trial, on text that the shipped target wrote and on held-out text: twice or half as much changes little.
+which takes the longest suffix that occurs at all, with shorter ones for the rest. a and b were found by trial, on text
+that the shipped target wrote and on held-out text: twice or half as much changes little.
 
 Of more than R occurrences in the corpus R are taken, evenly spaced. Everything is added up as multiples of 2**-30, in
 integers, so that Q has the same bits in whatever order that happens.
@@ -101,7 +101,7 @@ def _reference(
 
 
 class _Part(NamedTuple):
-    """Occurrences in the corpus: entries low .. low + n - 1, at most MOST of which are taken, for so much each."""
+    """Occurrences in the corpus: entries low .. low + n - 1, of which at most MOST are taken, each with this weight."""
 
     low: int
     n: int
@@ -114,7 +114,7 @@ class _Part(NamedTuple):
 
 
 def _weights(low: list[int], high: list[int], times: list[int]) -> tuple[list[int], list[_Part]]:
-    """What an occurrence of each suffix in the text counts, and the occurrences of each in the corpus."""
+    """The weights of one occurrence of each suffix in the text, and of all its occurrences in the corpus."""
     in_text, parts, left = [0] * len(low), [], 1.0
     for k in reversed(range(len(low))):
         if left < _LEAST.value:

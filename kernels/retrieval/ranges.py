@@ -1,4 +1,4 @@
-"""Where the last k tokens of a text are in a sorted corpus, for every k <= M, after each node of a tree.
+"""The ranges of the last k tokens of a text in a sorted corpus, for every k <= M, after each node of a tree.
 
     [lo_k, hi_k) of a node with token t = [LF(t, lo), LF(t, hi)) of its parent's range k - 1
 
@@ -6,7 +6,7 @@ where range 0 is the whole corpus, and LF is a binary search (see `corpus`). A t
 range k. So a node's ranges follow from its parent's. They are kept in the rows of a cache, with the tokens:
 
     keys   [B, 2, rows, M]      lo_1 .. lo_M of the row's token;  and the M tokens before it
-    values [B, 2, rows, M]      hi_1 .. hi_M;                     and the token itself behind M - 1 tokens before it
+    values [B, 2, rows, M]      hi_1 .. hi_M;                     and the token itself after M - 1 tokens before it
 
 LongTensors; tokens are -1 where the text had not begun, oldest first.
 """

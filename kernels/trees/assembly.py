@@ -1,7 +1,7 @@
 """Make a tree of the best slots of a tree that has grown: choose them, number them in heavy-path order, and feed them.
 
     kept       the N slots of largest value; of equal ones the shallower, then the one drafted earlier
-    order      `ordering.heavy_path_order` of the kept slots whose token is there; the others come behind, absent
+    order      `ordering.heavy_path_order` of the kept slots whose token is there; the others come last, as absent nodes
     node j     slot s = kept[order.permutation[j]]: token, rank and depth of s, noise row root_row + s, and s itself as
                its row in the draft's cache
 
@@ -30,11 +30,11 @@ from heavypath.kernels.trees.slots import Level, Roots, Slots, host
 class Assembled(NamedTuple):
     """Trees of N nodes in heavy-path order; LongTensor[B, N] each.
 
-    tokens:      -1 for an absent node; these come behind all others, each below the node before it, at depth 0
+    tokens:      -1 for an absent node; these come after all others, each below the node before it, at depth 0
     parents, ranks, depths, subtree_end: as of a tree
     slots:       the slot that the node was drafted in
-    inner:       which row of logits is the node's, of [B * L] after the L slots above the last level; in that level,
-                 whose nodes have no children, another one
+    inner:       the node's row of logits, of [B * L] after the L slots above the last level. Nodes of the last level
+                 have no children, and get another node's row
     fed:         the nodes as a model is given them
     """
 

@@ -14,8 +14,8 @@ x_{k-1} are rejected, let
 DySpec's products telescope: a slot is worth worth(node) R_k. By "node" a slot's value is the worth of the child drawn
 there, which is for deterministic drafts alone. A slot counts with the least of three values: its own, that of the slot
 of its parent, and that of the sibling before it. So the best slots of all levels are a tree. A level is the `width`
-best slots below the nodes of the level above, by falling value, then rank, then parent. By "beam" it is the next level
-of a stochastic beam search (`sampling.stochastic_beam`): the largest keys, and of equal ones the lower parent's.
+best slots below the nodes of the level above, by falling value, then sibling index, then parent. By "beam" it is the
+next level of a stochastic beam search (`sampling.stochastic_beam`): the largest keys, ties to the lower parent.
 
 The kernels are in `growing_kernel`, those for a CPU in `native.growth`.
 """
@@ -147,7 +147,7 @@ def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count
     node = host(above.worths)[..., None]
     value = np.minimum.accumulate(np.where(tokens < 0, 0, node * value), -1)
     value = np.minimum(value, host(above.values)[..., None])
-    # By falling value, then rank, then parent.
+    # By falling value, then sibling index, then parent.
     fields = (field.swapaxes(1, 2).reshape(len(tokens), -1) for field in (value, node * worth, tokens))  # [B, K * n]
     value, worth, tokens_by_rank = fields
     order = np.argsort(-value, axis=1, kind="stable")[:, :count]
@@ -157,7 +157,7 @@ def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count
 
 
 def _next_of_beam(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:
-    """The `count` largest keys. Children of one parent come in the order drawn: a rank counts those before it."""
+    """The `count` largest keys. Siblings come in the order drawn: an index counts those before it."""
     beam = conditioned(draws, above.worths, above.keys, count, noisy=policy.noisy)
     parent, tokens = np.maximum(host(beam.parent), 0), host(beam.tokens)
     rank = np.tril(parent[:, :, None] == parent[:, None, :], -1).sum(-1)

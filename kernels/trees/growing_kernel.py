@@ -1,8 +1,8 @@
 """The Triton kernels of `growing`, which has formulas and reference, and their launcher.
 
 Both are one launch a level. The first sums up the rows of logits, for values by confidence or at another temperature
-than the draws'. Of the second a program for each sequence computes the values below each node in draw order, and then
-takes the best of the n heads of these falling rows, `width` times.
+than the draws'. In the second a program for each sequence computes the values below each node, in draw order. The n
+rows of values fall; the program takes the best of their n heads, `width` times.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

@@ -6,14 +6,14 @@ A node i of a tree whose prefix has `length` tokens is given as
     cache row = length + i                parent's row = length + parent[i]         noise row, which is known before
 
 In PyTorch operations this is a dozen launches a level on a few numbers each. `place` is one launch, of a program for
-each sequence: it puts the tokens drawn for a level into the trees, and gathers the nodes that a model is given next.
+each sequence. It puts the tokens drawn for a level into the trees, and gathers the nodes that a model is given next.
 
 Where siblings are independent draws, two of them may carry the same token. Their texts are equal then, and so must be
 the logits after them, because a verification takes the children of both for draws from one distribution. So with
 
     text[i]    the first node of the level whose path from the root has the same tokens as node i's
 
-`place` tells for each node which one's logits to take.
+`place` tells for each node whose logits to take.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -79,7 +79,7 @@ class CommonNodes(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What was drawn for a level. Node children[i] of a tree is draw number draws[i] of that tree.
+    """The draws for a level. Node children[i] of a tree is draw number draws[i] of that tree.
 
     tokens:   LongTensor[B, D]
     children: LongTensor[m]

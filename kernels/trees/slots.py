@@ -1,7 +1,7 @@
-"""The slots of growing trees: what `growing` and `assembly` hand to each other.
+"""The slots of growing trees: the data that `growing` and `assembly` hand to each other.
 
 A slot of a tree is a place for the next draw below a node. Slots are numbered in the order in which they are drafted,
-level by level, and the best first. In the draft's cache slot s of a tree has the row s behind the prefix.
+level by level, and the best first. In the draft's cache slot s of a tree has the row s after the prefix.
 """
 
 from typing import Literal, NamedTuple
@@ -22,7 +22,7 @@ class Slots(NamedTuple):
     """The slots of B growing trees in the order in which they are drafted; [B, S] each. Slot 0 is the root's.
 
     parents: LongTensor, the slot of the parent, -1 for the root
-    ranks:   LongTensor, the node's place among its siblings
+    ranks:   LongTensor, the node's index among its siblings
     depths:  LongTensor
     tokens:  LongTensor, -1 where the slot stays empty
     values:  fp64, 0 where the slot stays empty, +inf for the root
@@ -47,7 +47,7 @@ class Slots(NamedTuple):
 
 
 class Roots(NamedTuple):
-    """Where each sequence's tree begins; LongTensor[B] each.
+    """The beginning of each sequence's tree; LongTensor[B] each.
 
     tokens:     the root's
     lengths:    cache rows before the tree
@@ -62,7 +62,7 @@ class Roots(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """How slots are chosen.
+    """The way in which slots are chosen.
 
     by:          "slot", "node" or "beam", see the top of this file
     width:       slots of a level, at most

@@ -1,18 +1,18 @@
-"""Typical acceptance: keep drafted tokens that the target finds likely enough. The text gets another law by it.
+"""Typical acceptance: keep drafted tokens that the target finds likely enough. This changes the law of the text.
 
-With P the target's distribution after a node, behind temperature and filters, a child with the token x is accepted iff
+With P the target's distribution after a node, after temperature and filters, a child with the token x is accepted iff
 the node is and
 
     P(x) > min(epsilon, delta exp(-H(P)))        H(P) = -sum_v P(v) log P(v)
 
 (Cai et al. 2024, "Medusa", arXiv 2401.10774, sec. 2.3.1). So less is asked of a token where the target itself is
 unsure. Where several paths of accepted nodes are the longest, the likeliest of them is taken, as in Medusa's code. The
-token behind its end is a draw from P there; the paper takes the likeliest.
+token after its end is a draw from P there; the paper takes the likeliest.
 
-It looks at no draft: a likely token that is always drafted is always accepted, one that is never drafted comes by the
-last draw alone. `heavypath.kernels.verification` has the rules that keep the target's law.
+It looks at no draft: a likely token that is always drafted is always accepted, one that is never drafted comes only by
+the last draw. `heavypath.kernels.verification` has the rules that keep the target's law.
 
-On a GPU one launch weighs all nodes at once, one looks for the longest path, and one draws the token behind it
+On a GPU one launch weighs all nodes at once, one looks for the longest path, and one draws the token after it
 (`kernel`).
 """
 
@@ -42,7 +42,7 @@ from heavypath.kernels.verifying.rule import Rule
 
 
 class Typical(NamedTuple):
-    """How likely a token must be: more than epsilon, or less where the target is unsure, by delta."""
+    """The least probability of an accepted token: epsilon, or less where the target is unsure, by delta."""
 
     epsilon: float = 0.09
     delta: float = 0.3
@@ -77,15 +77,15 @@ def accept_typical(
     rows: Tensor | None = None,
     impl: str = "auto",
 ) -> Verified:
-    """The longest path of nodes that are likely enough in each sequence's tree, and a draw from P behind it.
+    """The longest path of nodes that are likely enough in each sequence's tree, and a draw from P after it.
 
-    tokens, parents, target_logits, max_depth, seed, rows, impl: as of `verify_tree`. The draw behind node i is by noise
+    tokens, parents, target_logits, max_depth, seed, rows, impl: as of `verify_tree`. The draw after node i is by noise
         row rows[b, i]. On a GPU it is three launches beside copies of a few rows, and two more for filters
     epsilon, delta: of the rule above, both in [0, 1]
-    temperature, top_k, top_p, min_p: what P is behind; temperature > 0, since greedy text has no law to change
+    temperature, top_k, top_p, min_p: of P; temperature > 0, since greedy text has no law to change
 
-    Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and for rows of logits that
-    are read and no distribution; on a GPU next_token is -1 behind such a row, whose children are not accepted.
+    Raises ValueError for bad shapes, dtypes or options. On CPU also for values out of range, and for rows of
+    logits that are read and no distribution. On a GPU next_token is -1 after such a row, whose children are not taken.
     """
     typical, filters = Typical(epsilon, delta).check(), Filters(temperature, top_k, top_p, min_p).check()
     if temperature == 0:

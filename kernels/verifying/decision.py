@@ -3,7 +3,7 @@
 `residual` and `k_seq` have the formulas and the references of what is decided at one node. Several programs share a
 node's rows of logits in the one pass that normalises them, and the last of them to finish tries the children. It leads
 the passes that this takes, which programs at the end of the grid share with it (see `sharing`). It stores the accepted
-child and, for the case that there is none, what the recovered token is drawn by: a few numbers that stand for
+child and, for the case that there is none, the law of the recovered token: a few numbers that stand for
 
     P(v) - share * min(P(v), l Q(v))
 
@@ -234,7 +234,7 @@ def _decide_kernel(
 
 
 class Decided(NamedTuple):
-    """What is decided for each of B * N nodes before the walk.
+    """The decision for each of B * N nodes before the walk.
 
     choice:   the accepted child, int32; where facts is None, the token that the target chose, int64. -1 for neither,
               -2 for a node without a distribution

@@ -1,4 +1,4 @@
-"""A node's distributions, the target's P and the draft's Q, from rows of logits; and how much of P is covered by l Q.
+"""A node's distributions, the target's P and the draft's Q, from rows of logits; and how much of P l Q covers.
 
 For a row of logits x with the largest m, at temperature T, and with all logarithms to base 2:
 
@@ -7,7 +7,7 @@ For a row of logits x with the largest m, at temperature T, and with all logarit
     F(l)         sum_v max(P(v) - l Q(v), 0)
     C(l)         sum_v min(P(v), l Q(v))
 
-No row of probabilities is stored on a GPU: kernels hand a row of logits around with the numbers that turn it into a
+No row of probabilities is stored on a GPU. Kernels hand a row of logits around with the numbers that turn it into a
 distribution, and compute P and Q where they read x. Each of the programs that share a row finds the largest logit and
 the sum of its chunk, and the last of them to finish combines these.
 """
@@ -39,7 +39,7 @@ def used_row(logits: Tensor, side: str, sequence: int, node: int) -> np.ndarray:
 
 
 def no_maximum(side: str, sequence: int, node: int, largest: float | np.floating) -> ValueError:
-    """What is raised for a row without a finite maximum."""
+    """The error for a row without a finite maximum."""
     return ValueError(
         f"{side}_logits must have a finite maximum in every row that is used, "
         f"but [{sequence}, {node}] has {float(largest)}"

@@ -1,4 +1,4 @@
-"""A drafted tree inside a kernel: its nodes and their ranks, which contexts are equal, coins, and a node's path."""
+"""A drafted tree inside a kernel: nodes and their sibling indices, equal contexts, coins, and a node's path."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -79,7 +79,7 @@ def store_path(path_ptr, length_ptr, parents_ptr, last, length, max_depth, PATH:
 
 
 def laid_out(given: VerifyInputs) -> VerifyInputs:
-    """The same, with what kernels cannot read where it is copied.
+    """The same, with copies of tensors that kernels cannot read.
 
     Tokens and noise.rows are then contiguous LongTensors [B, N]; all else is contiguous in the last axis.
     """
@@ -97,7 +97,7 @@ def laid_out(given: VerifyInputs) -> VerifyInputs:
 
 
 def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
-    """What kernels are told of trees that are `laid_out`, by the names of their parameters."""
+    """The arguments of kernels for trees that are `laid_out`, by the names of their parameters."""
     (tokens, parents, ranks), (seed, rows), target = given.nodes, given.noise, given.target_logits
     draft = target if given.draft_logits is None else given.draft_logits
     draft = draft.logits if isinstance(draft, Laws) else draft
@@ -116,7 +116,7 @@ def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
 
 
 def cut_arguments(given: VerifyInputs, both: bool = True) -> dict[str, Any]:
-    """Where filters cut rows off, in the same way; both: whether the draft's rows, too."""
+    """The arguments for the cuts of filters, in the same way; both: whether the draft's rows are cut, too."""
     draft = given.draft_logits.logits if isinstance(given.draft_logits, Laws) else given.draft_logits
     cuts = filter_cuts(given.target_logits, given.target_filters)
     draft_cuts = filter_cuts(draft, given.draft_filters) if both and draft is not None else None

@@ -1,4 +1,4 @@
-"""Held siblings: what rejection would accept is held back, and later children are tried before it is given out.
+"""Held siblings: a child that rejection would accept is held back, and later children are tried first.
 
 At a node with target distribution P and draft distribution Q let x_1, x_2, ... be its children in draw order, R_j the
 mass of Q outside the children before x_j (1 for independent draws), and F(l) = sum_v max(P(v) - l Q(v), 0). W_i is the
@@ -10,7 +10,7 @@ weight of child i, the probability that it is the one accepted, and h the sum of
     W_i *= s_j for all i < j;  W_j = t_j;  c *= s_j           so that h becomes t_j + s_j h
     at last: x_j is accepted with probability W_j, none with 1 - h; then the recovered token ~ max(P - l Q, 0)
 
-Recursive rejection (`residual`) tries x_j only if all children before it were rejected. Here those that would have
+Recursive rejection (`residual`) tries x_j only if all children before it were rejected. Here children that would have
 been accepted are held back, and x_j is offered to all that is still to be emitted. With h = 0 and c = 1 / F(l)
 throughout, t and l are those of `residual`. The rule is our own; we have found it in no paper.
 
@@ -25,15 +25,15 @@ m = min(q, c max(P - l Q, 0)) of both, t_j = m(x_j) / q(x_j). Emit x_j with prob
     M - m = sum_{i<j} W_i [x_i] + c max(P - (l + 1 / (c R_j)) Q, 0)    of mass 1 - sum m = h + c F(new l)
 
 because max(a, 0) - min(b, max(a, 0)) = max(a - b, 0) for b >= 0. So M after x_j, with the weights above, is on average
-M before x_j, and whatever was drawn, in the end P on average. (A token drawn before without replacement has q = 0, and
-nothing of P is left on it: t < 1 says that P < l Q there with the new l. Where t = 1, s = 0: it has all the weight.)
-The number of children may depend on those drawn so far. What hangs below the accepted child is verified by the law
+M before x_j, and in the end P on average, whatever was drawn. (A token drawn before without replacement has q = 0. No
+mass of P is left on it: t < 1 says that P < l Q there with the new l. Where t = 1, s = 0: it has all the weight.)
+The number of children may depend on those drawn so far. The subtree of the accepted child is verified by the law
 there.
 
 **It accepts at least as much**, for independent draws. Let H_0 = F and H_k(l) = H_{k-1}(l + F(l)): rejection accepts
 none of k children with probability H_k(0). H_k falls with l, because F does and l + F(l) rises. Here none is accepted
-with probability c F(l) of the last l and c. From any l and c on this is at most c H_k(l) on average behind k children,
-by induction: the first takes l to l + 1 / c, and c to some c' that is c on average, so that it is at most
+with probability c F(l) of the last l and c. From any l and c on this is at most c H_k(l) on average after k children.
+The proof is by induction. The first child takes l to l + 1 / c, and c to some c' that is c on average. So it is at most
 
     E[c'] H_{k-1}(l + 1 / c) <= c H_{k-1}(l + F(l)) = c H_k(l)                    h + c F(l) = 1, so 1 / c >= F(l)
 

@@ -14,7 +14,7 @@ the algorithm is
 The target's law is kept for every g with C(g) >= A(g), so the search for the least one may stop anywhere above it. The
 search is regula falsi with the Illinois rule. A child that the draft could not have drawn is skipped, as if absent.
 
-On a GPU the last of a node's programs tries its children (see `decision`); each step of the search is a pass over both
+On a GPU the last of a node's programs tries its children (see `decision`). Each step of the search is a pass over both
 rows, which is shared by programs that are free (see `sharing`). It ends once fp32 cannot tell the bounds of g apart.
 """
 
@@ -31,7 +31,7 @@ SEARCH_STEPS = tl.constexpr(12)  # of the search for g
 
 
 def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tuple[list[float | None], np.ndarray]:
-    """The thresholds P / (g Q) of one node's children, and what the recovered token is drawn by.
+    """The thresholds P / (g Q) of one node's children, and the weights by which the recovered token is drawn.
 
     log_target, log_draft: log2 P and log2 Q up to constants, [V]
     drawn:                 the children's tokens

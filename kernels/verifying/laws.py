@@ -1,15 +1,16 @@
-"""One node of a drafted tree whose children were drawn from different distributions: each is weighed against its own.
+"""One node of a drafted tree whose children were drawn from different distributions. Each is weighed against its own.
 
-At a node with target distribution P let x_1, x_2, ... be its children in draw order, and let x_k be drawn from Q_k,
-whatever the others are: SpecInfer's trees of several drafts, and its multi-step speculative sampling (Miao et al. 2023,
-algorithm 2),
+At a node with target distribution P let x_1, x_2, ... be its children in draw order. Let x_k be drawn from Q_k,
+independently of the others. These are SpecInfer's trees of several drafts, and its multi-step speculative sampling
+(Miao et al. 2023, algorithm 2). The rule is
 
     accept x_k  iff  coin_k < P_k(x_k) / Q_k(x_k)                  P_1 = P
     if rejected      P_{k+1} = norm(max(P_k - Q_k, 0))
     all rejected     recovered token ~ P_{k+1}
 
 Since max(max(a, 0) - b, 0) = max(a - b, 0) for b >= 0, no residual needs to be normalised to find the next one. With
-S_k, which is what the rejected children have taken away from P,
+S_k, which is the mass that the rejected children have
+taken away from P,
 
     S_1 = 0          F_k = sum_v max(P(v) - S_k(v), 0)             P_k = max(P - S_k, 0) / F_k
     if rejected      S_{k+1} = S_k + F_k Q_k
@@ -17,12 +18,11 @@ S_k, which is what the rejected children have taken away from P,
 Where all Q_k are one Q this is the chain of `residual` with R = 1: there S_k = l_k Q, so that a number is enough. Here
 it is a row. A child that its draft could not have drawn is skipped like an absent one.
 
-On a GPU one program decides for a node. It reads the target's row once, for each child that it tries the row of its law
-once, but for one of the same law as the child before, and for each rejected child both rows again, and S: it writes
-log2 S, fp32, which the walk reads as the logits of a draft. The reference is `residual.Chain`, with another draft for
-each child. Of 64 nodes and 128k tokens in bf16, S is 33 MB, of which
-only rows of nodes with a rejected child are touched; a node that rejects two children of two drafts moves
-0.26 MB x (1 + 2 + 2 x 2) of logits, and 0.5 MB x 3 of S.
+On a GPU one program decides for a node. It reads the target's row once. For each child that it tries it reads the row
+of its law once, unless the child before has the same law. For each rejected child it reads both rows again, and S. It
+writes log2 S, fp32, which the walk reads as the logits of a draft. The reference is `residual.Chain`, with another
+draft for each child. Of 64 nodes and 128k tokens in bf16, S is 33 MB, but only rows of nodes with a rejected child are
+touched. A node that rejects two children of two drafts moves 0.26 MB x (1 + 2 + 2 x 2) of logits, and 0.5 MB x 3 of S.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -202,8 +202,9 @@ def _laws_kernel(
 
 
 def decide_by_laws(given: VerifyInputs) -> tuple[Decided, Tensor]:
-    """Decide for every node of [B, N] at once which child it accepts; and log2 S, fp32 [B, N, V], for `launch_walk`: it
-    stands for the draft's logits, under LOGARITHMS as filters, and is undefined where no child was rejected.
+    """Decide for every node of [B, N] at once which child it accepts; and log2 S, fp32 [B, N, V], for `launch_walk`.
+
+    log2 S stands for the draft's logits, under LOGARITHMS as filters, and is undefined where no child was rejected.
 
     They are `laid_out`. draft_logits are `Laws`, there is more than one node, and draft_filters.temperature > 0.
     """

@@ -1,4 +1,4 @@
-"""One node of a drafted tree: try its children in draw order, and find what a recovered token is drawn by.
+"""One node of a drafted tree: try its children in draw order, and find the law of a recovered token.
 
 At a node with target distribution P and draft distribution Q, let x_1, x_2, ... be its children in draw order,
 F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0, and R_k the mass of Q outside the children before x_k. Then
@@ -9,10 +9,10 @@ F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0, and R_k the mass of Q outside the c
 
 which is Sequoia's algorithm 2 (Chen et al. 2024) and RSD's recursive rejection sampling (Jeon et al. 2024) without
 a residual distribution ever being stored; with R = 1 it is SpecInfer's multi-step speculative sampling (Miao et al.
-2023), and with one child standard speculative sampling (Leviathan et al. 2023). What multiplies Q stays in the log
+2023), and with one child standard speculative sampling (Leviathan et al. 2023). The factor of Q stays in the log
 domain, and R_k is summed over the tokens not yet drawn, so nothing cancels or underflows.
 
-Where the children so far have used up the draft's support, the next child was drawn uniformly from the tokens left: the
+Where the children so far have used up the draft's support, the next child was drawn uniformly from the tokens left. The
 chain restarts with P and Q restricted to those tokens. A child drawn at draft temperature 0 is the same case, with the
 child's own token as the only one left. A child that the draft could not have drawn is skipped like an absent one.
 
@@ -39,7 +39,7 @@ _LEAST = -126  # log2 of the least weight that is not taken for 0, as in kernels
 
 
 class Chain:
-    """What is still to be emitted at one node, while its children are offered one after the other.
+    """The mass still to be emitted at one node, while its children are offered one after the other.
 
     In the words of `traversal`, of which recursive rejection is the case of weight 1, where 1 / c is F:
 
@@ -62,7 +62,7 @@ class Chain:
             self.draw_from(log_draft)
 
     def draw_from(self, log_draft: np.ndarray) -> None:
-        """Say what the next children are drawn from."""
+        """Set the distribution that the next children are drawn from."""
         self.log_draft, self.largest = log_draft, float(np.float32(log_draft.max()))
         self.draft = np.exp2(log_draft - np.float32(self.largest))  # Q up to a factor, of which `largest` is log2
         self.mass = float(self.draft.sum())  # R

@@ -30,10 +30,10 @@ class Rule(NamedTuple):
 
     @classmethod
     def of_draws(cls, method: str, replacement: bool) -> "Rule":
-        """The rule of a method for children so drawn; most methods say by their names how."""
+        """The rule of a method for children so drawn; the names of most methods say how."""
         return cls(method, replacement and method in EITHER_DRAW)
 
     @property
     def independent(self) -> bool:
-        """Whether siblings are weighed as independent draws, so that those of equal token share their children."""
+        """True if siblings are weighed as independent draws, so that those of equal token share their children."""
         return self.replacement or self.method in ("with_replacement", "kseq")

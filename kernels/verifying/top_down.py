@@ -9,14 +9,14 @@ and the walk goes on below that child, or ends with the token. It keeps the targ
 
     sum over all draws of p(x_1, x_2, ...) L(v | x_1, x_2, ...)  =  P(v)            for every token v
 
-Every verification that decides from the root down is such a rule; L = P is naive sampling. And to verify a tree by a
-rule is to verify it by a sample of the target, "target_sample" of `verification`, with L in the place of P. So a rule
-is a few lines of PyTorch, and the walk around it is that of the methods here.
+Every verification that decides from the root down is such a rule; L = P is naive sampling. To verify a tree by a rule
+is to verify it by a sample of the target, "target_sample" of `verification`, with L in the place of P. So a rule is a
+few lines of PyTorch, and the walk around it is that of the methods here.
 
-The condition is on one node. Of a tree it asks that all children of a node are drawn before any node below them, and
-that how many there are depends on no token: static trees are drawn so. Trees that grow are not, and a rule has to be
-proved for the way in which they do. Children of equal tokens, which independent draws may give, are followed together:
-the rule is told of those below the first of them, and the token may be found below any.
+The condition is on one node. It asks of a tree that all children of a node are drawn before any node below them, and
+that their number depends on no token. Static trees are drawn so. Trees that grow are not, and a rule has to be proved
+for the way in which they grow. Independent draws may give children of equal tokens, which are followed together. The
+rule is told of the children of the first of them, and the token may be found below any.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from heavypath.kernels.verification import verify_unchecked
 from heavypath.kernels.verifying.rule import Rule
 
 # L [..., V] of log P and log Q [..., V], natural logarithms, and the children's tokens LongTensor[..., K]: in draw
-# order, -1 behind the last one. Of a node without children, whose Q may be anything, L is not looked at.
+# order, -1 after the last one. Of a node without children, whose Q may be anything, L is not looked at.
 NodeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _ROUNDING = 1e-3  # what the sum of a law may differ from 1
@@ -44,12 +44,12 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
     """A verifier of whole trees by a rule for one node, as `verifier` of SpeculativeDecoder takes it.
 
     rule: a function of (log_target, log_draft, children), fp32 [B, N, V] twice and LongTensor [B, N, K], which returns
-        L [B, N, V], of all nodes at once. P and Q are behind temperature and filters. On a GPU the rule is captured in
+        L [B, N, V], of all nodes at once. P and Q are after temperature and filters. On a GPU the rule is captured in
         a CUDA graph, so it may not ask the host for a value
 
     At temperature 0 the text is greedy, and the rule is not asked. The verifier raises TypeError or ValueError for an
-    answer that is no L, on a GPU for its shape alone; and ValueError for a draft at temperature 0 beside a target that
-    samples, whose children are drawn from no Q.
+    answer that is no L; on a GPU it looks at its shape alone. It raises ValueError for a draft at temperature 0 beside
+    a target that samples, because such children are drawn from no Q.
     """
     name = getattr(rule, "__name__", type(rule).__name__)
 

@@ -1,8 +1,8 @@
 """Accept the first node of a tree, in post-order, whose own coin is below the chance that the walk ends there.
 
 Recursive rejection (`residual`) decides about a node before it looks below it, and forgets what is accepted there.
-Traversal verification (Weng et al. 2025, arXiv 2505.12398) goes the other way: leaves first, and what a subtree does
-not take is left to what comes behind it. On a chain it is block verification (Sun et al. 2024, arXiv 2403.10444).
+Traversal verification (Weng et al. 2025, arXiv 2505.12398) goes the other way: leaves first, and mass that a subtree
+does not take is left to the nodes after it. On a chain it is block verification (Sun et al. 2024, arXiv 2403.10444).
 
 A node has a weight w, the probability that the walk ends in its subtree; the root has 1. Let P and Q be the target's
 and the draft's distribution at the node, x_1, x_2, ... its children in draw order, R_j the mass of Q outside the
@@ -11,7 +11,7 @@ children before x_j (1 for independent draws), and F(l) = sum_v max(P(v) - l Q(v
     w(x_j) = min(1, c max(P(x_j) - l Q(x_j), 0) R_j / Q(x_j))   and the walk goes through the subtree of x_j
     if it did not end there:
         l += 1 / (c R_j);  S = c F(l);  r = (1 - n) + S;  c <- c / r;  n <- S / r
-    behind the last child:
+    after the last child:
         it ends at the node itself  iff  coin < n               n = w at a leaf
         the recovered token ~ max(P - l Q, 0)                   P itself where no child was passed over
 
@@ -21,27 +21,27 @@ root n is 1. "Held traversal" has the rule of held siblings (`held`) at each nod
     t_j as w(x_j) above;  l += 1 / (c R_j);  S = c F(l);  s = (1 - t_j) / ((1 - n) + S);  c <- c s;  n <- S s
     W_i <- s W_i  for i < j,  W_j = t_j,  and 1 - n is the W together with what leaves the subtree
 
-and then the walk goes through the subtrees, and ends at the node iff its coin is below what n is of all that is left:
+and then the walk goes through the subtrees. It ends at the node iff its coin is below n as a share of the rest:
 
     w(x_j) = W_j / (1 - W_1 - ... - W_{j-1})                    coin < n / (1 - W_1 - W_2 - ...)
 
-*Why the law is the target's.* The claim is: whatever hangs below a node that has weight w, the walk ends in its subtree
-with probability w, and then the text goes on by P. Of a leaf the formulas say so. Above leaves, average over x_j: of
-c max(P - l Q, 0), which is to be emitted before x_j is drawn, min(Q / R_j, c max(P - l Q, 0)) passes to x_j and, by the
-claim, is emitted in its subtree. What is left is c max(P - (l + 1 / (c R_j)) Q, 0), of mass S, beside the 1 - n that
-leaves; both are divided by r, the chance that the subtree did not take it. So no child, drawn or not, changes the law
-on average. This asks that a child's presence depends on nothing that was drawn after it: any growth by one node after
-the other will do. Held traversal asks that all children of a node are drawn before any node below them.
+*The law is the target's.* The claim is, of the subtree of a node with weight w: the walk ends in it with probability w,
+and then the text goes on by P. For a leaf the formulas say so. Above leaves, average over x_j. The mass to be emitted
+before x_j is drawn is c max(P - l Q, 0). Of it min(Q / R_j, c max(P - l Q, 0)) passes to x_j and, by the claim, is
+emitted in its subtree. The rest is c max(P - (l + 1 / (c R_j)) Q, 0), of mass S, beside the 1 - n that leaves. Both are
+divided by r, the chance that the subtree did not take it. So no child, drawn or not, changes the law on average. This
+asks that a child's presence depends on nothing that was drawn after it: any growth by one node after the other will do.
+Held traversal asks that all children of a node are drawn before any node below them.
 
 Children of equal tokens, which independent draws may give, have equal contexts: the first of them has the children of
 all, the others stay in the chain with weight 0. Where the draft's support is used up, the next child was drawn
-uniformly from the tokens left: P and Q are restricted to these, l = 0, R = 1, and c and n stay. A child at draft
+uniformly from the tokens left. P and Q are restricted to these, l = 0, R = 1, and c and n stay. A child at draft
 temperature 0 is the same case, with its own token as the only one left. A child that the draft could not have drawn is
 skipped like an absent one, and nodes below the deepest level that counts are not there at all.
 
-A node's coin is named as for the other methods, by its parent's noise row and its rank: one for each node but the root.
-The reference, of which `residual.Chain` has the formulas, visits the nodes before the accepted one alone, and reads
-rows of a leaf only if the leaf is accepted.
+A node's coin is named as for the other methods, by its parent's noise row and its sibling index: one for each node but
+the root. The reference, of which `residual.Chain` has the formulas, visits the nodes before the accepted one alone, and
+reads rows of a leaf only if the leaf is accepted.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,10 +55,10 @@ from heavypath.kernels.verifying.rule import Rule
 
 
 class Visit(NamedTuple):
-    """A node behind all that is below it.
+    """A visit of a node, after all nodes below it.
 
     ending: the chance that the walk ends here if it has come so far, which the node's coin must be below
-    left:   [V], what the token behind the node is drawn by; None for the target's own distribution
+    left:   [V], the weights by which the token after the node is drawn; None for the target's own distribution
     """
 
     node: int
@@ -73,14 +73,14 @@ def in_post_order(
     rule: Rule,
     max_depth: int,
 ) -> Iterator[Visit]:
-    """All nodes that a walk meets which ends at none before the root. It computes as far as it is asked.
+    """All nodes that a walk meets if it ends at none before the root. It computes as far as it is asked.
 
     log_target, log_draft: log2 of a node's distribution up to a constant; None for point masses.
     """
     shares = _held_shares if rule.method == "held_traversal" else _shares
 
     def visit(equal: list[int], weight: float, depth: int) -> Iterator[Visit | Iterator]:
-        """The first of siblings of equal context, behind those who visit what is below them all."""
+        """The first of siblings of equal context, after those who visit what is below them all."""
         children = tree.below(equal) if depth < max_depth and weight > 0 else []
         if not children:
             yield Visit(equal[0], weight, None)

@@ -1,9 +1,9 @@
 """One node of traversal verification in a kernel: the weights of its children, and the chance to end at the node.
 
-`traversal` has the formulas and the reference. Here all children are offered, since nodes are visited side by side:
-what is computed for those behind the accepted node is not used. As soon as a child's weight is known, its own chain may
-begin. A child takes a pass over both rows, which is shared by programs that are free (see `sharing`); so does the last
-one, unless nothing leaves the subtree or is held: then the node ends what is left whatever it is, as at the root.
+`traversal` has the formulas and the reference. Here all children are offered, since nodes are visited side by side;
+results for those after the accepted node are not used. As soon as a child's weight is known, its own chain may begin. A
+child takes a pass over both rows, which is shared by programs that are free (see `sharing`). So does the last one,
+unless nothing leaves the subtree or is held. In that case the node ends all that is left, as at the root.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

@@ -1,19 +1,19 @@
 """Traversal verification on a GPU: `traversal` has the formulas and the reference.
 
-A node's chain needs its weight, which its parent's chain gives; the eldest child's after a few loads, each later one's
-after the passes of those before it. So chains begin when their weights are known, in four launches whatever the depth,
-behind one that sets their counters to zero:
+A node's chain needs its weight, which its parent's chain gives: the eldest child's after a few loads, each later one's
+after the passes of those before it. So chains begin when their weights are known, in four launches for any depth, after
+one that sets their counters to zero:
 
     normalize   programs share each row in one pass, as in `decision`; every row of the tree is read once
     chains      each multiprocessor has a program, which takes part in open passes, or leads a chain whose weight is
                 known, until no chain is left (see `sharing`). The root's is open from the start
     choose      a program for each tree finds the first node in post-order that its coin accepts, and marks the way
-    walk        as for the other methods: along the marks, and the token behind the last node (see `walk`)
+    walk        as for the other methods: along the marks, and the token after the last node (see `walk`)
 
-Nodes that no weight reaches have no chain: those below a child that cannot be accepted, and behind one that is accepted
-for certain. What takes time is the longest way down, where a step to the j-th child costs the j - 1 passes before it.
-A walk that stops at the accepted node would need fewer passes, but one after the other; and a launch for each level the
-sum of the most passes of each level. `python bench/predict.py verification` has the figures.
+Nodes that no weight reaches have no chain: those below a child that cannot be accepted, and those after one that is
+accepted for certain. The longest way down takes most time; a step to the j-th child costs the j - 1 passes before it. A
+walk that stops at the accepted node would need fewer passes, but one after the other. A launch for each level would
+need the sum of the most passes of each level. `python bench/predict.py verification` has the figures.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

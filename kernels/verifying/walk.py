@@ -1,11 +1,11 @@
-"""Walk down every tree along what was decided for its nodes, and draw the token behind the last accepted node.
+"""Walk down every tree along the decisions for its nodes, and draw the token after the last accepted node.
 
 Either a choice or a token is known for each node (see `decision` and `verification`):
 
     choice    the accepted child, or none; where the walk ends, the token is drawn by P - share * min(P, l Q)
     token     what the target chose; the walk goes to a child that carries it, and ends with the token where none does
 
-One launch does it. Programs share the vocabulary of each sequence: every one of them walks, which takes a few loads,
+One launch does it. Programs share the vocabulary of each sequence. Every one of them walks, which takes a few loads,
 and finds the best token of its chunk; the last of them to finish stores the best of all. As in `sampling_kernel`, a
 token's key is computed exactly only where an upper bound of it is above the best key so far.
 """

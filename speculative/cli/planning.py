@@ -199,7 +199,7 @@ NOTES = (
 
 
 def _limit(profile: Profile, method: str, filters: Filters) -> dict:
-    """What limits the plan of a method under some sampling."""
+    """The limit on the plan of a method under some sampling."""
     planned = profile.plan(method, filters)
     return {
         "temperature": filters.temperature,
@@ -267,7 +267,7 @@ def _table(rows: list[dict], key: str = "method") -> Table:
 
 
 def _costs_in_words(costs: Costs, batch: int) -> str:
-    """What steps of a batch take, with errors, in milliseconds."""
+    """The costs of steps of a batch, with errors, in milliseconds."""
     steps = ", ".join(
         f"{size}: {_milliseconds(seconds, costs.step_error.get(size, 0.0))}" for size, seconds in costs.step.items()
     )

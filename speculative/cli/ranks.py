@@ -16,12 +16,12 @@ LIMIT = timedelta(minutes=10)  # how long a rank waits for another one; the othe
 
 
 def rank_count() -> int:
-    """How many processes torchrun has started, 1 without it."""
+    """The number of processes that torchrun has started, 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def this_rank() -> int:
-    """Which of them this process is, from 0."""
+    """The number of this process among them, from 0."""
     return int(os.environ.get("RANK", "0")) if rank_count() > 1 else 0
 
 

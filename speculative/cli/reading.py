@@ -1,4 +1,4 @@
-"""What a target whose weights are streamed does before the first token: the longest wait, and a status line for it."""
+"""Reading of a streamed target's weights before the first token: the longest wait, and a status line for it."""
 
 import time
 from collections.abc import Callable, Iterator

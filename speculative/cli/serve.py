@@ -151,7 +151,7 @@ def _key(variable: str) -> str:
 
 
 def _name_of(target: str | None) -> str:
-    """What requests call the model, unless the server was told."""
+    """The name by which requests call the model, unless the server was told."""
     if target is None:
         return DEMO_NAME
     folder = Path(target).expanduser()
@@ -159,7 +159,7 @@ def _name_of(target: str | None) -> str:
 
 
 def _default_temperature(pair: Pair) -> float:
-    """Where a request has none: the model's own if it samples, else OpenAI's."""
+    """The temperature of a request that has none: the model's own if it samples, else OpenAI's."""
     config = pair.target.generation_config
     own = config.temperature if config is not None and config.do_sample else None
     return 1.0 if own is None else own

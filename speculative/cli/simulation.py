@@ -162,7 +162,7 @@ def _by_ranks(found: dict[int, tuple[Setting, Simulated]]) -> Table:
 
 
 def _headed(*headings: str) -> Table:
-    """Columns of figures, and of words behind the first that has them."""
+    """Columns of figures, and of words after the first that has them."""
     table = Table(box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("longest", "limited by") else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What the commands share: options, loading, a status line, log lines, and the facts about this installation."""
+"""Parts that the commands share: options, loading, a status line, log lines, and facts about this installation."""
 
 import importlib.metadata
 import json
@@ -129,8 +129,8 @@ def load(
 ) -> Pair:
     """Load the models without the libraries' warnings and progress bars; what matters is raised as an error.
 
-    On a CPU the shipped pair gets one thread, unless the environment says how many: on a busy machine a second one
-    of so small a model takes more than it brings.
+    On a CPU the shipped pair gets one thread, unless the environment says how many. On a busy machine a second thread
+    takes more time than it saves for so small a model.
     """
     if target is None and not torch.cuda.is_available() and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}:
         torch.set_num_threads(1)
@@ -154,7 +154,7 @@ def say_if_busy() -> None:
 
 
 def current_load() -> Load:
-    """How busy the machine is now."""
+    """The load of the machine now."""
     return Load(os.getloadavg()[0], usable_cores(), torch.get_num_threads())
 
 

@@ -1,1 +1,1 @@
-"""What a step of decoding costs: estimated from the models and the kind of device, or measured."""
+"""Costs of a step of decoding: estimated from the models and the kind of device, or measured."""

@@ -25,7 +25,7 @@ def estimates(target: Forward, drafting: Sequence[Drafting], batch: int = 1, siz
 
 
 def estimated_for(target: Forward) -> str:
-    """What they are estimated for, in words."""
+    """The models and device of the estimate, in words."""
     if target.stream is not None:
         return f"{streamed_bytes(target.stream) / 1e9:.3g} GB that each pass reads"
     return torch.cuda.get_device_name(target.device)

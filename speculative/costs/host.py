@@ -1,4 +1,4 @@
-"""What a step costs on a CPU, estimated from the models, for the trees of a decoder without a profile.
+"""Costs of a step on a CPU, estimated from the models, for the trees of a decoder without a profile.
 
 A compiled pass reads each weight once, and multiplies it with all rows: B n of them, for trees of n nodes in a batch of
 B. Up to FREE rows the products take no longer than reading; from there on each MORE rows take as long as reading again

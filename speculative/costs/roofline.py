@@ -1,4 +1,4 @@
-"""What a step costs on a GPU, estimated from the device and the models, for the trees of a decoder without a profile.
+"""Costs of a step on a GPU, estimated from the device and the models, for trees of a decoder without a profile.
 
 A forward pass over n tokens reads all weights once and multiplies them with n rows. The longer of the two decides, and
 the other one delays it where they are alike, for which the root of their squares stands. Besides, kernels follow each
@@ -8,8 +8,8 @@ other one by one:
 
 A step adds the time of verifying, in which the logits of n nodes are read a few times, and of its own small kernels. A
 level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. Where B
-sequences are decoded together, all of these are over B times as many tokens. What attention reads of the caches is left
-out, in any batch: it is the same for trees of all sizes, and in long texts hides some of the products of larger ones.
+sequences are decoded together, all of these are over B times as many tokens. Reads of the caches by attention are left
+out: they are the same for trees of all sizes. In long texts they hide some of the products of larger trees.
 
 An estimate, and no measurement: so the tree follows from the models and the kind of GPU alone, and the same seed gives
 the same text on every run. `heavypath calibrate` measures.
@@ -31,7 +31,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose co
 LEVEL_NODES = 8  # that a level has, about
 REACHED = 0.85  # of the bandwidth, by products of few rows
 REACHED_PEAK = 0.6  # of the tensor cores' peak
-SMALL_KERNEL = 2e-6  # seconds of one that does little, behind another one in a CUDA graph
+SMALL_KERNEL = 2e-6  # seconds of one that does little, after another one in a CUDA graph
 LAYER_KERNELS = 6  # of a layer, beside the four products of its weights
 STEP_KERNELS = 30  # of a step, beside the models and its levels
 LEVEL_KERNELS = 6
@@ -51,7 +51,7 @@ class Device(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
-        """What CUDA says of a device."""
+        """The facts that CUDA gives of a device."""
         facts: Any = torch.cuda.get_device_properties(device)
         cycles = facts.multi_processor_count * facts.clock_rate * 1e3  # of all multiprocessors in a second
         tensor = TENSOR_CORES.get((facts.major, facts.minor), OTHER_TENSOR_CORES)
@@ -62,7 +62,8 @@ class Device(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a forward pass reads and computes: bytes and elements of its weights, its layers, bytes of an activation."""
+    """Reads and computations of a forward pass: bytes and elements of its weights, its layers, bytes of an
+    activation."""
 
     weight_bytes: int
     weights: int
@@ -71,8 +72,8 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, model: Drafting) -> "Work":
-        """That of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
-        Of ranks that hold a model together each has its part; what they tell each other is not counted.
+        """The work of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
+        Of ranks that hold a model together each has its part; their messages to each other are not counted.
 
         Of Medusa heads a level takes one, and the step computes them side by side: no level has layers of its own.
         """

@@ -48,7 +48,7 @@ class ModelSize:
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> "ModelSize":
-        """That of a model in a folder, by its config.json alone: weights need not be there.
+        """The shape of a model in a folder, by its config.json alone: weights need not be there.
 
         Every weight is taken to be multiplied in each pass; of a mixture of experts that are all experts. Raises
         OSError or ValueError for a folder without a config of a causal language model.

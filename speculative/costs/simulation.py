@@ -1,4 +1,4 @@
-"""What decoding should cost where a target is larger than a device: read through a link in each pass, or split.
+"""Costs of decoding where a target is larger than a device: it is read through a link in each pass, or split.
 
 The target has P weights in W bytes and l layers. Each of R ranks has 1/R of it, room for m bytes of that, and reads the
 other S = max(0, W/R - m) bytes through its link in each pass. A pass over n nodes takes
@@ -9,15 +9,15 @@ other S = max(0, W/R - m) bytes through its link in each pass. A pass over n nod
     telling     K(n) = (2 l + 1) (a log2 R + 2 (R-1)/R x n h / wire) + (a log2 R + (R-1)/R x n V / wire)
     device      D(n) = hypot(M, C(n)) + K(n) + F
 
-with (2 l + 1) all-reduces of n x h activations of x bytes and one all-gather of the logits (see `ranks.shards`), a the
-latency of a collective, and F the small kernels between the products. hypot is `roofline`'s: memory and products delay
-each other where they are alike. A level of drafting is a pass of the draft, on every rank, and a draw:
+with (2 l + 1) all-reduces of n x h activations of x bytes and one all-gather of the logits (see `ranks.shards`). Here a
+is the latency of a collective, and F the small kernels between the products. hypot is `roofline`'s: memory and products
+delay each other where they are alike. A level of drafting is a pass of the draft, on every rank, and a draw:
 
     drafting    Q(n, d) = d (M_draft + F_draft + draw) + C_draft(n)
 
-A step with a tree of n nodes and d levels is one pass of the target behind d levels of drafting. An engine that reads
-*ahead* has the link busy while layers compute, and while a tree is drafted as far as its `AHEAD` places for layers are
-free, A = AHEAD S / (l link). One that does not does one after the other:
+A step with a tree of n nodes and d levels is one pass of the target after d levels of drafting. An engine that reads
+*ahead* has the link busy while layers compute. It also reads while a tree is drafted, as far as its `AHEAD` places for
+layers are free, A = AHEAD S / (l link). An engine without it does one after the other:
 
     T(n, d) = max(Q + D(n),  L + max(0, Q - A))     ahead
     T(n, d) = L + D(n) + Q                          else
@@ -28,11 +28,11 @@ Plain decoding takes T(1, 0), so G tokens a step make decoding G T(1, 0) / T(n, 
 
     N* = sqrt((L - F)^2 - M^2) / (2 P/R / peak)  ~  (bytes of a weight / 2) (peak / link) (S / (W/R))
 
-So it does not depend on the model but for the share of it that is read: in fp16 it is peak / link, 3700 nodes on an RTX
-4090 (0.6 of 165.2 TFLOP/s, 0.85 of 31.5 GB/s), and in fp32 240 nodes on two threads of a CPU before a disk of 2 GB/s.
-Where nothing is read, the device's own bandwidth takes the place of the link, and N* is where products take as long as
-reading that: 115 nodes on the RTX 4090. One after the other no node is free, and N* is where the products take as long
-as the reading.
+So it does not depend on the model except for the share of it that is read. In fp16 it is peak / link: 3700 nodes on an
+RTX 4090 (0.6 of 165.2 TFLOP/s, 0.85 of 31.5 GB/s). In fp32 it is 240 nodes on two threads of a CPU before a disk of 2
+GB/s. Where nothing is read, the device's own bandwidth takes the place of the link. N* is then where products take as
+long as reading the weights: 115 nodes on the RTX 4090. One after the other no node is free, and N* is where the
+products take as long as the reading.
 """
 
 import math
@@ -168,7 +168,7 @@ class Setting:
         return max(drafting + device, self.reading + max(0.0, drafting - self.read_ahead))
 
     def parts(self, nodes: int, depth: int) -> StepSeconds:
-        """What a step does, each by itself."""
+        """The times of a step's parts, each by itself."""
         return StepSeconds(
             self.reading,
             self.fetching(self.target) / self.ranks,

@@ -1,13 +1,13 @@
-"""What a step costs where layers of the target are streamed, estimated from the models, for decoders without a profile.
+"""Costs of a step where layers of the target are streamed, estimated from the models, for decoders without a profile.
 
 A pass reads S bytes of weights anew, while its layers compute and while trees are drafted. So it takes the longer of
-reading them and of what the same pass takes with all weights in memory (`host`, `roofline`):
+two times: that of reading, and that of the same pass with all weights in memory (`host`, `roofline`):
 
     t(n) = max(S / LINK, t_resident(n)) + t_draft(n) - t_draft(1)
 
-A tree costs nothing as long as its products are hidden, and as much as they do from there on, which is beyond N* nodes
-of `simulation`: 240 in fp32 on a CPU before its disk if little of the target stays in memory, and in proportion fewer
-if more of it does. Besides, the draft multiplies as many rows: its levels together have n.
+A tree costs nothing as long as its products are hidden. Beyond N* nodes of `simulation` it costs as much as they do. N*
+is 240 in fp32 on a CPU before its disk if little of the target stays in memory, and in proportion fewer if more of it
+does. Besides, the draft multiplies as many rows: its levels together have n.
 
 An estimate, and no measurement: LINK is a constant for each kind of device. So the trees follow from the models and the
 memory that the target was given, and the same call does the same on every machine. `heavypath calibrate` measures.
@@ -30,7 +30,7 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # nod
 
 
 class StreamFacts(Protocol):
-    """What has to be known of a stream: its layers, those that stay, and the tensors of each."""
+    """The facts about a stream: its layers, those that stay, and the tensors of each."""
 
     layers: int
     resident: frozenset[int]

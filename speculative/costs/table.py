@@ -1,8 +1,8 @@
-"""What steps of decoding cost, by the nodes of their trees and by how many sequences are decoded together.
+"""Costs of steps of decoding, by the nodes of their trees and by the number of sequences decoded together.
 
 A step over trees of n nodes verifies B n rows where B sequences are decoded together, and drafting a level is a pass of
 the draft for all B. While a pass only reads weights, further rows cost little; later each row costs its products. So
-what a tree costs, in steps of plain decoding, depends on B, and the tree that pays most is smaller in a larger batch.
+the cost of a tree, in steps of plain decoding, depends on B, and the tree that pays most is smaller in a larger batch.
 """
 
 import math
@@ -38,7 +38,7 @@ class Costs:
         return self._between(self.step, min(size, most)) * max(1.0, size / most) + depth * self.level
 
     def relative_error(self, size: int, depth: int) -> float:
-        """How far the cost of a step with a tree of so many nodes and levels may be off, as a share of that cost."""
+        """The error of the cost of a step with a tree of so many nodes and levels, as a share of that cost, at most."""
         error = math.hypot(self._between(self.step_error, size), depth * self.level_error)
         return error / (self._between(self.step, size) + depth * self.level)
 

@@ -1,20 +1,20 @@
-"""What steps cost on this machine, from timings that whatever else runs on it disturbs.
+"""Costs of steps on this machine, from timings that are disturbed by anything else that runs on it.
 
-Trees of all sizes are timed in turn, in rounds. Planning needs no seconds but ratios, so each time is divided by that
-of the step of one node in the same round: what slows both alike leaves their ratio as it was. With x[r, n] the seconds
-of a step over n nodes in round r,
+Trees of all sizes are timed in turn, in rounds. Planning needs ratios, not seconds. So each time is divided by that of
+the step of one node in the same round: a disturbance that slows both alike leaves their ratio as it was. With x[r, n]
+the seconds of a step over n nodes in round r,
 
     ratio(n) = median over r of x[r, n] / x[r, 1]        error(n) = 0.93 (upper - lower quartile) / sqrt(rounds)
 
-Here the median is better than the least, which single programs are usually timed by: beside a busy process a short step
-is sometimes left alone and a long one never, so that the ratio of the least times is too large. A median does not care
-what fewer than half of the rounds met. 0.93 is the factor of a median's standard error where errors are nearly normal
+Here the median is better than the least, by which single programs are usually timed. Beside a busy process a short step
+is sometimes left alone and a long one never, so that the ratio of the least times is too large. A median does not
+depend on fewer than half of the rounds. 0.93 is the factor of a median's standard error where errors are nearly normal
 (1.253 / 1.349).
 
 A larger tree should not cost less. So the ratios are replaced by the rising sequence nearest to them, with weights of
-1 / error^2 (isotonic regression, by pooling adjacent violators). How far a ratio had to be moved counts as error, too:
-some of it is real, since a BLAS may multiply 6 rows a fifth faster than 2; much of it says that the timings contradict
-each other. One node alone is not part of the sequence: products with one row have routines of their own.
+1 / error^2 (isotonic regression, by pooling adjacent violators). The distance that a ratio was moved counts as error,
+too. Some of it is real, since a BLAS may multiply 6 rows a fifth faster than 2. Much of it says that the timings
+contradict each other. A single node is not part of the sequence: products with one row have routines of their own.
 """
 
 import math
@@ -41,7 +41,7 @@ class Timed(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How many rounds are timed of each size at least; and `least` of them, where the time is over after fewer."""
+    """The least number of rounds for each size; and `least` of them, where the time is over after fewer."""
 
     rounds: int = ROUNDS
     least: int = LEAST_ROUNDS
@@ -58,7 +58,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Ratio":
-        """That of the values of some rounds; of a single one the error is not known, which is infinite."""
+        """The estimate of the values of some rounds; of a single one the error is not known, which is infinite."""
         if len(values) < 2:
             return cls(values[0], math.inf)
         low, middle, high = quantiles(values, n=4, method="inclusive")
@@ -76,7 +76,7 @@ class Timings:
         return Ratio.of([found[size].step / found[1].step for found in self.rounds if size in found])
 
     def rounds_of(self, size: int) -> int:
-        """How many rounds have timed this size."""
+        """The number of rounds that have timed this size."""
         return sum(size in found for found in self.rounds)
 
     @property

@@ -17,7 +17,7 @@ class TreeLevel:
     mask:         bool [n, N], which of the tree's nodes they see
     laws:         LongTensor[l], where the distributions that are drawn from go among the tree's: one after each of the
                   n nodes, but after the root one of each of several drafts
-    picked:       LongTensor[l], where these are among what several drafts say of the n nodes, one draft behind the
+    picked:       LongTensor[l], where these are among what several drafts say of the n nodes, one draft after the
                   other; None for one draft, whose distributions they all are
     children:     LongTensor[m]
     most_children: that any of these distributions has
@@ -39,9 +39,9 @@ class DeviceTree:
 
     every:         all nodes, with parents and depths
     ranks, subtree_end: LongTensor[N], as `TokenTree`'s
-    whole_numbers: LongTensor[M], the nodes' numbers in the whole tree, which their noise rows are made of; and behind
-                   them, where D drafts draft a tree, M - N = D - 1 numbers above all of these, for the distributions
-                   after the root of all drafts but the first
+    whole_numbers: LongTensor[M], the nodes' numbers in the whole tree, which their noise rows are made of. Where D
+                   drafts draft a tree, M - N = D - 1 numbers follow, above all of these, for the distributions after
+                   the root of all drafts but the first
     levels:        what is drafted at each depth, the root's children first
     laws:          LongTensor[N], which of the M distributions each node is drawn from; None for a single draft, where
                    it is the one after its parent

@@ -24,7 +24,7 @@ def no_lap(phase: str) -> None:
 
 
 class Reach(NamedTuple):
-    """What the host knows of how far a batch's texts reach, where it does not know their lengths.
+    """The host's knowledge of how far a batch's texts reach, where it does not know their lengths.
 
     visible_rows: cache rows that hold the longest prefix, or more
     news:         how many of a text's last tokens may be new since the last step, the root among them
@@ -42,10 +42,10 @@ class Drafted(NamedTuple):
     tokens:      LongTensor[B, N], -1 for an absent node
     parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as `TokenTree`'s
     fed:         the nodes as the target is given them
-    draft_rows:  LongTensor[B, N], the node's row in the draft's cache behind the prefix; None where it is the node's
+    draft_rows:  LongTensor[B, N], the node's row in the draft's cache after the prefix; None where it is the node's
                  own number
     logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone. Of several
-                 drafts [B, M, V]: behind them those after the root of all drafts but the first
+                 drafts [B, M, V]: after them those after the root of all drafts but the first
     laws:        LongTensor[N], which of the M each node was drawn from; None where it is that of its parent
     """
 
@@ -66,7 +66,7 @@ class Drafted(NamedTuple):
 
     @property
     def drawn_from(self) -> Tensor | Laws | None:
-        """What a verification is told of the logits that nodes were drawn from."""
+        """The logits that nodes were drawn from, as a verification is given them."""
         return self.logits if self.logits is None or self.laws is None else Laws(self.logits, self.laws)
 
     @property
@@ -85,7 +85,7 @@ class Given(NamedTuple):
 
 
 def given_to_target(drafted: Drafted, extra: ExtraNodes | None, lengths: Tensor) -> Given:
-    """The nodes of a drafted tree, and behind them those that the draft adds: more subtrees of the root.
+    """The nodes of a drafted tree, and after them those that the draft adds: more subtrees of the root.
 
     lengths: LongTensor[B], tokens before the root
     """

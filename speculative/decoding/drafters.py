@@ -1,4 +1,4 @@
-"""What drafts the trees of a step: the kinds of trees plug in here.
+"""Drafters of the trees of a step: the kinds of trees plug in here.
 
 A kind of tree has `depth`, `branching`, `cache_rows` and a length, and a function that says who drafts it:
 
@@ -20,7 +20,7 @@ from heavypath.speculative.models.caches import RowCache
 
 
 class Shape(Protocol):
-    """What trees a method drafts: one static tree, or how trees grow; it is hashable.
+    """The trees that a method drafts: one static tree, or how trees grow; it is hashable.
 
     depth: its levels; branching: the most children of a node; cache_rows: that it takes; its length: nodes, at most
     grows: whether its nodes depend on what is drafted
@@ -46,13 +46,13 @@ class Drafter(Protocol):
     def __call__(
         self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
     ) -> Drafted:
-        """The trees. A node is absent where its draft proposes nothing more, and behind the end of its text."""
+        """The trees. A node is absent where its draft proposes nothing more, and after the end of its text."""
         ...
 
 
 @singledispatch
 def drafter_of(tree: Any, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> Drafter:
-    """Who drafts the top `depth` levels of a tree, at least one: fewer than all near the end of a text."""
+    """The drafter of the top `depth` levels of a tree, at least one: fewer than all near the end of a text."""
     if getattr(tree, "grows", False):
         from heavypath.speculative.decoding.growing import growing_drafter
 

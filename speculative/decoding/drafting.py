@@ -114,7 +114,7 @@ def _placed(trees: Trees, tokens: Tensor, tree: DeviceTree, depth: int) -> Fed:
 
 
 def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) -> Drafted:
-    """What was drafted of a static tree, whose shape all sequences share."""
+    """The drafted nodes of a static tree, whose shape all sequences share."""
     return Drafted(
         tokens=tokens,
         parents=tree.every.parents,
@@ -130,5 +130,5 @@ def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) 
 
 @drafter_of.register
 def static(tree: TokenTree, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> StaticDrafter:
-    """What drafts the top of a static tree, or its root alone."""
+    """The drafter of the top of a static tree, or of its root alone."""
     return StaticDrafter(device_tree(tree, depth, device, (draft or NO_DRAFT).laws), rules)

@@ -35,7 +35,7 @@ class SlotNumbers(NamedTuple):
     noise: int
 
     def error(self, where: str) -> ValueError:
-        """What is to be raised where a step has left a `left` below 0; where: in whose text, for the message."""
+        """The error to be raised where a step has left a `left` below 0; where: in whose text, for the message."""
         return ValueError(
             "the target's logits hold NaN or +inf, or nothing but -inf, within a step after position "
             f"{self.lengths}{where}"
@@ -43,7 +43,7 @@ class SlotNumbers(NamedTuple):
 
 
 class Watcher:
-    """What is done around the steps of a generation; here nothing.
+    """Hooks around the steps of a generation; here they do nothing.
 
     waits: whether the host waits for each step, so that it knows what the last one did, and not the one before
     """
@@ -73,7 +73,7 @@ class Watcher:
 
 
 class Outcome(NamedTuple, Generic[Who]):
-    """What the host knows after a step: who was in it, the numbers of their slots, and what it looked at.
+    """The host's knowledge after a step: the sequences in it, the numbers of their slots, and the values it looked at.
 
     stepped: what the last step did, which is this one if the host waits for steps
     """
@@ -113,8 +113,8 @@ class Engine(Generic[Who]):
 class Snapshots(Generic[What]):
     """Copies of small tensors on the host: as they are after this step or, if `late`, as they were one step before.
 
-    If the host waited for the step that a GPU is working at, the GPU would then have nothing to do until the host had
-    looked and launched the next step. So the host looks at the step before the one under way.
+    If the host waited for the step that a GPU is working at, the GPU would have nothing to do until the host had looked
+    and launched the next step. So the host looks at the step before the one under way.
     """
 
     def __init__(self, tensors: list[Tensor], late: bool):

@@ -4,12 +4,12 @@ A graph is bound to the memory that it was captured with, so it lives as long as
 workspace share one pool for what a step needs between its own operations, since no two of them run at the same time. A
 capture that is only tried out has a pool of its own.
 
-All captures of a process on a device are on one stream: torch has 32 streams and gives them out in turn, so a new one
+All captures of a process on a device are on one stream. torch has 32 streams and gives them out in turn, so a new one
 for each workspace would soon be one that somebody else uses meanwhile.
 
-torch.cuda.graph is not used, because it empties torch's caches of memory before each capture, which takes longer than
-the capture; because its stream belongs to the device that was current when it was first used; and because it does not
-leave that stream where a capture fails.
+torch.cuda.graph is not used, for three reasons. It empties torch's caches of memory before each capture, which takes
+longer than the capture. Its stream belongs to the device that was current when it was first used. And it does not leave
+that stream where a capture fails.
 """
 
 import logging
@@ -48,7 +48,7 @@ class Pool:
         self._handle: Any = None
 
     def handle(self) -> Any:
-        """What torch knows the pool by, for a capture."""
+        """The handle by which torch knows the pool, for a capture."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
@@ -71,7 +71,7 @@ class Graph(Generic[Result]):
 
     @property
     def is_captured(self) -> bool:
-        """Whether `replay` can run."""
+        """True if `replay` can run."""
         return self._graph is not None
 
     def capture(self, function: Callable[[], Result]) -> None:
@@ -143,7 +143,7 @@ class CudaGraphs(Launcher):
         """Compile what a step launches, side by side.
 
         A capture tells what would be launched, and nothing runs in it. It ends where rows of a cache are first moved:
-        the few kernels behind that are compiled when they are launched. Code that is not ours may keep what its first
+        the few kernels after that are compiled when they are launched. Code that is not ours may keep what its first
         call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
         with ranks, whose first collective makes their connections.
         """

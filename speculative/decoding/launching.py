@@ -1,4 +1,4 @@
-"""How a step runs: call by call, from a recording on a CPU, or as a CUDA graph, see `graphs`.
+"""Ways to run a step: call by call, from a recording on a CPU, or as a CUDA graph, see `graphs`.
 
 A recording and a graph are bound to the memory that they were made with, so a launcher belongs to one workspace.
 """
@@ -20,7 +20,7 @@ Launch = Callable[[Lap], Stepped]  # runs a step in a workspace
 
 
 def has_graphs(given: bool | None, target: Forward) -> bool:
-    """Whether a decoder's steps are graphs: as it was told, or else wherever they can be.
+    """True if a decoder's steps are graphs: as it was told, or else wherever they can be.
 
     Raises ValueError for graphs on a CPU, and of a target that the host reads from disk in each step.
     """

@@ -29,7 +29,7 @@ def decode(
     stats: Statistics,
     watchers: Sequence[Watcher] = (),
 ) -> Tensor:
-    """The new tokens of each sequence, LongTensor[B, most new tokens of a sequence], with padding behind them.
+    """The new tokens of each sequence, LongTensor[B, most new tokens of a sequence], with padding after them.
 
     workspace: holds the prompts already
     watchers: of which one may choose the plan of later steps, among those whose trees `plan` names

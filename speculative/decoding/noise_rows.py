@@ -1,4 +1,4 @@
-"""Which row of random numbers belongs to which node: the layout of `rows` that drawing and verifying take.
+"""The row of random numbers of each node: the layout of `rows` that drawing and verifying take.
 
     row  =  | sequence id, 27 bits | position of the root, 24 bits | node, 12 bits |
 

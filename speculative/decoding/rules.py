@@ -22,8 +22,8 @@ OWN = "own"  # the name of a user's verification, beside the methods of `verify_
 class Verifier(Protocol):
     """Decides which drafted nodes are accepted, and which token follows them.
 
-    It is the verifier alone that makes the text follow the target's law: whatever the tree, the token after each
-    accepted one must be a sample of the target's filtered distribution there. `verify_tree` has the built-in rules,
+    The verifier alone makes the text follow the target's law. With any tree, the token after each accepted one must be
+    a sample of the target's filtered distribution there. `verify_tree` has the built-in rules,
     `heavypath.speculative.examples.own_verifier` is one in plain PyTorch, and `top_down` makes one of a rule for one
     node.
     """
@@ -63,7 +63,7 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """How a step draws and verifies.
+    """The rules by which a step draws and verifies.
 
     replacement:       whether children are independent draws; else they are successive draws without replacement
     fill:              whether children are drawn uniformly once the draft's support is used up
@@ -88,7 +88,7 @@ class Rules:
 
     @property
     def law_changed_by(self) -> str:
-        """What gives the text another law than the target's, in words; "" for nothing."""
+        """The reason why the text has another law than the target's, in words; "" for none."""
         return getattr(self.verifier, "law_changed_by", "")
 
     @property
@@ -99,7 +99,7 @@ class Rules:
     def verify(
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | Laws | None, max_depth: int, noise: Noise
     ) -> Verified:
-        """What is accepted of trees that were drawn by these rules; arguments as of `Verifier`.
+        """The accepted nodes of trees that were drawn by these rules; arguments as of `Verifier`.
 
         draft_logits may be `Laws` for the built-in verifiers.
         """

@@ -117,5 +117,5 @@ class Sequences:
             own[slot] = other[of]
 
     def _of_slots(self) -> list[Tensor]:
-        """What there is of each slot, [b, ...]."""
+        """The values of each slot, [b, ...]."""
         return [self.numbers.T, self.seen, self.settings]

@@ -1,4 +1,4 @@
-"""What a generation did: counts, acceptance and seconds by phase."""
+"""Statistics of a generation: counts, acceptance and seconds by phase."""
 
 import math
 import time
@@ -104,7 +104,7 @@ class Statistics:
 
     @property
     def gain_at_most(self) -> float:
-        """How much sooner the text was written than by plain decoding, at most.
+        """The most by which the text was written sooner than by plain decoding, as a factor.
 
         A step of plain decoding does, for one node, all that a step here does but drafting; so it takes no longer than
         that does for a whole tree.
@@ -113,7 +113,7 @@ class Statistics:
 
     @property
     def does_not_pay(self) -> str:
-        """That speculation costs more than it brings, in words; "" where it pays, or after too few steps to tell."""
+        """A message that speculation costs more than it brings; "" where it pays, or after too few steps to tell."""
         if self.streaming and self.nodes > self.steps > 7 and self.waiting_share < LEAST_WAITING:
             return (
                 f"the target waited for its weights in {self.waiting_share:.0%} of the time: its trees of "

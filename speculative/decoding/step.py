@@ -29,7 +29,7 @@ from heavypath.speculative.trees.tree import TokenTree
 
 
 class Stepped(NamedTuple):
-    """What a step did: the trees, the target's logits after their nodes, and what was accepted of them.
+    """The result of a step: the trees, the target's logits after their nodes, and the nodes that were accepted.
 
     raw_logits, logits: [B, N, V], as the model gave them, in its own dtype, and after the changes of logits
     """
@@ -42,7 +42,7 @@ class Stepped(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all steps of a generation have in common: whose text, who drafts (or None), which trees, what rules.
+    """The common part of all steps of a generation: whose text, the drafter (or None), the trees, the rules.
 
     tree:   what the next steps draft
     others: what other steps of the same texts may draft
@@ -67,7 +67,7 @@ class StepPlan:
 
     @property
     def drafts_always(self) -> bool:
-        """Whether each of the trees has drafted nodes."""
+        """True if each of the trees has drafted nodes."""
         return min(map(len, self.trees)) > 1
 
     @property
@@ -88,7 +88,7 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a step does, with any batch.
+    """The work of a step, with any batch.
 
     drafter:   drafts the trees; near the end of a text only their top levels
     branching: the most children that a node has in any tree of the text, which is how `commit` numbers its counts
@@ -143,7 +143,7 @@ class Step:
         return draft
 
     def _of_draft(self, cache: RowCache | None, state: Sequences) -> tuple[Taps | None, ExtraNodes | None]:
-        """What the draft reads of the target's pass, and the nodes that it adds to that.
+        """The part of the target's pass that the draft reads, and the nodes that it adds to that pass.
 
         A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
         """
@@ -153,7 +153,7 @@ class Step:
         return self.draft.taps(cache), extra
 
     def _verified(self, drafted: Drafted, logits: Tensor, state: Sequences) -> Verified:
-        """What is accepted."""
+        """The verified trees of the step."""
         depth, noise = min(self.drafter.depth, drafted.tokens.shape[1] - 1), Noise(state.seed, drafted.noise_rows)
         return self.rules.verify(drafted.nodes, logits, drafted.drawn_from, depth, noise)
 

@@ -47,7 +47,7 @@ class OwnVerifier:
         draft_filters: Filters,
         noise: Noise,
     ) -> Verified:
-        """What the verifier returns, given logits in fp32, of whatever dtype the models are."""
+        """The verifier's answer, given logits in fp32, of whatever dtype the models are."""
         nodes = nodes.per_sequence()
         answer = self._verifier(
             nodes,

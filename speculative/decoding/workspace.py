@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Size(NamedTuple):
-    """What a generation needs.
+    """The sizes that a generation needs.
 
     sequences:   of the batch
     cache_rows:  of each cache
@@ -42,7 +42,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, plan: StepPlan) -> "Size":
-        """What a request needs that is decoded by a plan."""
+        """The size for a request that is decoded by a plan."""
         batch, width = request.prompt.shape
         return cls(
             sequences=batch,
@@ -54,7 +54,7 @@ class Size(NamedTuple):
         )
 
     def covers(self, other: "Size") -> bool:
-        """Whether a workspace of this size has room for another size."""
+        """True if a workspace of this size has room for another size."""
         return all(have >= need for have, need in zip(self, other, strict=True))
 
     def rounded(self) -> "Size":
@@ -97,7 +97,7 @@ class Workspace:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Use the workspace on the current stream, for the block, behind whoever used it before on another one.
+        """Use the workspace on the current stream, for the block, after whoever used it before on another one.
 
         A generation ends while its last step is still running. So the stream that takes the workspace next waits for
         that step, and so does the stream that the memory was allocated on, which may get it back.
@@ -121,7 +121,7 @@ class Workspace:
         return self.size.cache_rows - tree_rows(plan)
 
     def fits(self, size: Size, plan: StepPlan) -> bool:
-        """Whether a generation of this size, by this plan, can use it."""
+        """True if a generation of this size, by this plan, can use it."""
         same_models = self._target is plan.target and (plan.draft is None or plan.draft is self._draft)
         return self.size.covers(size) and same_models
 
@@ -202,8 +202,9 @@ class Workspace:
     def turn(self, request: Request, before: StepPlan, after: StepPlan, slots: int) -> None:
         """Have the draft rest or catch up, between steps by one plan and steps by another; waits for the device.
 
-        A step that drafts nothing gives the draft nothing to read. So what it had read of each text is noted before the
-        first of such steps, and before the next one that drafts it reads what was written since, in one pass.
+        A step that drafts nothing gives the draft nothing to read. So the length that it had read of each text is noted
+        before the first of such steps. Before the next step that drafts, it reads the tokens written since, in one
+        pass.
 
         slots: the first of them, which go on
         """
@@ -235,14 +236,14 @@ class Workspace:
         logger.debug("the draft has caught up with %d texts", slots)
 
     def _texts(self, request: Request) -> Tensor:
-        """The tokens of all texts so far, LongTensor[B, T + M]; what is behind a text's end is undefined."""
+        """The tokens of all texts so far, LongTensor[B, T + M]; what is after a text's end is undefined."""
         batch, width = request.prompt.shape
         texts = pad(request.prompt, (0, self.state.output.shape[1]))
         after = request.lengths[:, None] + torch.arange(texts.shape[1] - width, device=texts.device)
         return texts.scatter(1, after, self.state.output[:batch])
 
     def _text_lengths(self, request: Request, numbers: Tensor) -> Tensor:
-        """How many tokens are before the roots in some slots, LongTensor[b] on the CPU.
+        """The numbers of tokens before the roots in some slots, LongTensor[b] on the CPU.
 
         They are those of the target's cache; where a text has ended, more may have been accepted than it has tokens.
 
@@ -296,9 +297,9 @@ class Workspace:
 
 
 def _starts(ends: list[int], cached: list[int]) -> list[int]:
-    """Where each text begins that is to be cached: all get as many tokens as the one that lacks most.
+    """The beginning of each text that is to be cached: all get as many tokens as the one that lacks most.
 
-    Where another lacks fewer, some of its rows are computed again, so that no padding lies behind the end of the cache.
+    Where another lacks fewer, some of its rows are computed again, so that no padding lies after the end of the cache.
     """
     width = max(end - have for end, have in zip(ends, cached, strict=True))
     return [max(0, end - width) for end in ends]
@@ -307,7 +308,7 @@ def _starts(ends: list[int], cached: list[int]) -> list[int]:
 def _pieces(
     tokens: Tensor, ends: list[int], cached: list[int], chunk: int | None, shared: int = 0
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """What is missing of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
+    """The missing parts of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
 
     Pieces of at most `chunk` tokens of each text and the first `shared` ones of the next piece, LongTensor[B, any], and
     where each of them begins.

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Distillation(Schedule):
-    """What learning from the target takes, be it a draft or a head that learns."""
+    """Settings for learning from the target, for a draft or a head."""
 
     tokens_per_step: int
     seed: int
@@ -193,7 +193,7 @@ def write_text(target: LlamaForCausalLM, documents: list[torch.Tensor], settings
 
 
 def cached(path: Path, resume: bool, compute: Callable[[], Result]) -> Result:
-    """What an earlier run left at `path` when resuming, else computed anew and left there."""
+    """The result that an earlier run left at `path` when resuming, else computed anew and left there."""
     if resume and path.exists():
         return torch.load(path, weights_only=True)
     result = compute()

@@ -1,7 +1,7 @@
 """An EAGLE-3 head for the demo's target, by the training-time test: its settings, its rows and its rounds.
 
-The target runs once; its hidden states are kept, and the last of them, behind its final norm, is both one of the head's
-taps and what P is recomputed from.
+The target runs once, and its hidden states are kept. The last of them, after its final norm, is one of the head's taps,
+and P is recomputed from it.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the pair and the head reach, on text that neither the tokenizer nor the models saw."""
+"""Acceptance of the pair and the head, on text that neither the tokenizer nor the models saw."""
 
 from itertools import pairwise
 

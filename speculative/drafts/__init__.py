@@ -1,1 +1,1 @@
-"""What can propose tokens: a draft model, the target's own first layers, the text so far, a corpus, or one's own."""
+"""Drafts, which propose tokens: a model, the target's own first layers, the text so far, a corpus, or one's own."""

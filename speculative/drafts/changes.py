@@ -1,7 +1,7 @@
-"""What is done to logits in a step, between the models and the verification.
+"""Changes of logits in a step, between the models and the verification.
 
-A step has a list of changes. Each is told when the step begins, may stand between the draft and who draws from it, may
-change the target's logits, and is told what was accepted. What is here changes nothing.
+A step has a list of changes. Each is told when the step begins, may stand between the draft and the draw of its tokens,
+may change the target's logits, and is told which nodes were accepted. The changes in this file do nothing.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Drafts made of drafts: a cascade, where each drafts some levels of a tree, and a mixture, where all draft each level.
 
 Text follows the target's law with any logits, so that these two are but two ways to make logits out of those of others.
-What a part remembers is in its own cache. A part without a model is fed all nodes, because that costs nothing. A model
-of a cascade is fed the nodes above its last level, and what was accepted below it when the next tree begins: a chain of
-the text's last tokens in the place of the root alone.
+A part remembers its texts in its own cache. A part without a model is fed all nodes, because that costs nothing. A
+model of a cascade is fed the nodes above its last level, and when the next tree begins, the nodes accepted below it.
+These are a chain of the text's last tokens in the place of the root alone.
 """
 
 import math
@@ -128,7 +128,7 @@ class CompositeCache(RowCache):
 
 
 class CompositeDraft(Draft, ABC):
-    """What cascades, mixtures and merges have in common.
+    """The common part of cascades, mixtures and merges.
 
     Raises ValueError for two trained heads, or two lookaheads: of those that take part in the target's pass one can.
     """
@@ -161,11 +161,11 @@ class CompositeDraft(Draft, ABC):
 
     @property
     def leaves(self) -> list[Draft]:
-        """Those of all parts."""
+        """The leaves of all parts."""
         return [leaf for part in self.drafts for leaf in part.leaves]
 
     def taps(self, cache: CompositeCache) -> Taps | None:
-        """Those of the one part that has any."""
+        """The taps of the one part that has any."""
         found = [part.taps(own) for part, own in zip(self.drafts, cache.parts, strict=True)]
         return next((taps for taps in found if taps is not None), None)
 

@@ -71,30 +71,30 @@ class Feed:
 class Draft:
     """Gives the logits of the token after each node of a growing tree: the three methods, which each draft has.
 
-    An object of yours need not be of this class, and only its three methods are called. The package's own drafts say
-    more of themselves by what follows the methods, where they differ from what stands here.
+    An object of yours need not be of this class, and only its three methods are called. The package's own drafts also
+    set the attributes that follow the methods, where they differ from the defaults here.
 
-    For each step of the decoder a draft is called once for each level of the tree: first with the root (and the token
-    before it), then with the nodes drafted below it, and so on. Tokens are drawn from the logits that it returns, and
-    verified by the same numbers.
+    For each step of the decoder a draft is called once for each level of the tree. The first call has the root (and the
+    token before it), the next one the nodes drafted below it, and so on. Tokens are drawn from the logits that it
+    returns, and verified by the same numbers.
 
-    What a draft remembers of a text belongs into its cache, which has a row for each token. When the target has
-    accepted some of the drafted nodes, the decoder moves their rows behind the text's, and when a sequence has ended it
-    moves those of others into its place. State anywhere else is not moved.
+    A draft remembers a text in its cache, which has a row for each token. When the target has accepted some of the
+    drafted nodes, the decoder moves their rows after the text's. When a sequence has ended, it moves those of others
+    into its place. State anywhere else is not moved.
 
-    On a GPU all that a call does is captured in a CUDA graph, after one call without: so a call's shapes depend on
-    those of its arguments alone, and it must not read tensors on the host (no .item(), .cpu(), .tolist(), nor a Python
-    `if` on a tensor). With `SpeculativeDecoder(..., cuda_graphs=False)`, and on a CPU, it may.
+    On a GPU all that a call does is captured in a CUDA graph, after one call without a graph. So the shapes in a call
+    depend on those of its arguments alone. It must not read tensors on the host: no .item(), .cpu(), .tolist(), nor a
+    Python `if` on a tensor. With `SpeculativeDecoder(..., cuda_graphs=False)`, and on a CPU, it may.
 
     name:     for messages, of a draft without a model
     levels:   how many levels of a tree it can draft; None for any number
     laws:     how many distributions the root's children are drawn from: of a merge one of each of its drafts
     extra_nodes: how many nodes of its own it adds to each pass of the target
-    forward:  what it drafts with that has weights; None for nothing
+    forward:  its forward pass, where it has weights; None for nothing
     reads_target: whether its cache is filled by passes of the target, see `taps`
     overlap:  None where `prefill` takes a text at once. Else it takes pieces, with `starts` as `Forward.prefill` does,
               and this many tokens are the last ones of a piece and the first ones of the next
-    can_rest: whether it may leave steps out, and read later, by `prefill`, what was written meanwhile
+    can_rest: whether it may leave steps out, and read the text written meanwhile later, by `prefill`
     foreign:  the names of code in it that is not the package's
     """
 
@@ -144,7 +144,7 @@ class Draft:
         return [self]
 
     def taps(self, cache: Any) -> Taps | None:
-        """What it reads of the target's passes; None for nothing."""
+        """The hidden states of the target's passes that it reads; None for nothing."""
         return None
 
     def beside(self, cache: Any, root: Tensor, lengths: Tensor) -> "ExtraNodes | None":
@@ -152,7 +152,7 @@ class Draft:
         return None
 
     def unsure_rows(self, levels: int) -> int:
-        """How many of a text's last rows may not have been computed, after steps that draft so many levels.
+        """The most of a text's last rows that may not have been computed, after steps that draft so many levels.
 
         It may lack the last root, below which nothing was drafted, and an accepted leaf before it.
         """
@@ -165,12 +165,12 @@ class Draft:
 
     @property
     def proposes_every_token(self) -> bool:
-        """Whether it has logits for all tokens, as models have: then more may be drawn than it finds likely."""
+        """True if it has logits for all tokens, as models have: then more may be drawn than it finds likely."""
         return all(leaf.forward is not None for leaf in self.leaves)
 
     @property
     def why_not_measured(self) -> str:
-        """Why its acceptance cannot be counted token by token, in words; "" where it can."""
+        """The reason why its acceptance cannot be counted token by token, in words; "" where it can."""
         if self.extra_nodes:
             return "the n-grams of a lookahead come of a decoder's steps"
         if self.laws > 1:
@@ -200,7 +200,7 @@ class ExtraNodes(NamedTuple):
 
 
 class Draftable:
-    """What a user gives as a draft that is neither a model nor a `Draft`: settings, or a module, that make one.
+    """A draft as a user gives it that is neither a model nor a `Draft`: settings, or a module, that make one.
 
     `kinds.as_draft` has a function for each of its classes, in the file of the draft that it makes.
     """

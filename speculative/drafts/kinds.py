@@ -46,7 +46,7 @@ def is_own(given: object) -> TypeGuard[Draft]:
 
 
 def has_methods(draft: object) -> bool:
-    """Whether an object has a method that drafts have, and models of transformers have not."""
+    """True if an object has a method that drafts have, and models of transformers have not."""
     return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
 
 

@@ -1,7 +1,7 @@
 """Lookahead decoding: a draft without a model, made of n-grams that the target itself computes beside each tree.
 
-With a root at position L, the target's pass of each step has, beside the drafted tree, a window of W columns and N - 1
-levels of guesses (Fu et al. 2024, sec. 3; N is `ngram`, W is `window`). Guess (i, l) is for position L + i + l:
+Let the root be at position L. Beside the drafted tree, the target's pass of each step has a window of W columns and
+N - 1 levels of guesses (Fu et al. 2024, sec. 3; N is `ngram`, W is `window`). Guess (i, l) is for position L + i + l:
 
     level 0      root - (1, 0) - (2, 0) - ..  - (W-1, 0)            column 0 hangs below the root itself,
                   |       |        |               |               column i below the guess (i, 0);
@@ -42,11 +42,12 @@ class Lookahead(Draftable):
     """A draft without a model: n-grams that the target computes ahead of the text, and those of the text itself.
 
     Each pass of the target has window * (ngram - 1) - 1 nodes more than the drafted tree, and gives `window` n-grams of
-    `ngram` tokens. What followed the longest suffix of at most ngram - 1 tokens is proposed: the latest occurrence gets
-    half of the probability, the one before it half of the rest, and so on; the text's are later than the pool's. Give
-    it to SpeculativeDecoder in place of a draft model. Source: Fu, Bailis, Stoica and Zhang 2024, "Break the Sequential
-    Dependency of LLM Inference Using Lookahead Decoding" (arXiv 2402.02057). There, n-grams that begin with the last
-    token are verified beside the window, each by itself; here they make a tree, which any method draws and verifies.
+    `ngram` tokens. The tokens that followed the longest suffix of at most ngram - 1 tokens are proposed. The latest
+    occurrence gets half of the probability, the one before it half of the rest, and so on; the text's are later than
+    the pool's. Give it to SpeculativeDecoder in place of a draft model. Source: Fu, Bailis, Stoica and Zhang 2024,
+    "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding" (arXiv 2402.02057). There, n-grams that
+    begin with the last token are verified beside the window, each by itself. Here they make a tree, which any method
+    draws and verifies.
 
     window: columns of the window, W
     ngram:  tokens of an n-gram, N; at least 3, so that every column has guesses of its own
@@ -109,7 +110,7 @@ class LookaheadDraft(LookupDraft):
         self._columns = torch.arange(columns, device=device)
         self._depths = (self._columns[:, None] + torch.arange(levels, device=device)).flatten()  # with the root's
         ends = ((self._columns[:, None] + 1) * levels).repeat(1, levels)
-        ends[:, 0] = columns * levels  # below (i, 0) are its own column and all columns behind it
+        ends[:, 0] = columns * levels  # below (i, 0) are its own column and all columns after it
         self._ends = ends.flatten()[1:] - 1
 
     def new_cache(self, batch: int, rows: int) -> LookaheadCache:
@@ -117,7 +118,7 @@ class LookaheadDraft(LookupDraft):
         return LookaheadCache(batch, rows, self._lookahead, self._columns.device)
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
-        """Where the last tokens of a node are looked for: in the pool, and then in the text."""
+        """The occurrences of a node's last tokens: in the pool, and then in the text."""
         text, pool = super().occurrences(feed, cache), cache.pool
         length = pool.shape[2] - 1
         keys = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]

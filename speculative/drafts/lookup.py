@@ -61,7 +61,7 @@ class LookupDraft(Draft):
         return NgramCache(batch, rows, self._options.max_ngram, self._device)
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Cache right-padded texts LongTensor[B, T]; rows behind a text are overwritten before they are read."""
+        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read."""
         length, width = self._options.max_ngram, tokens.shape[1]
         windows = pad(tokens, (length, 0), value=-1).unfold(1, length, 1)  # [B, T + 1, M]
         cache.keys[:, 0, :width], cache.values[:, 0, :width] = windows[:, :-1], windows[:, 1:]
@@ -89,7 +89,7 @@ class LookupDraft(Draft):
         return weight.new_zeros(batch, nodes, self._vocab_size).scatter_add_(2, followed, weight).log()
 
     def occurrences(self, feed: Feed, cache: Any) -> "Occurrences":
-        """Where the last tokens of a node are looked for: in the text, of which the root is the last token."""
+        """The occurrences of a node's last tokens: in the text, of which the root is the last token."""
         rows = feed.visible_rows
         is_text = torch.arange(rows, device=feed.tokens.device) <= feed.prefix_lengths[:, None]
         return Occurrences(cache.keys[:, 0, :rows], cache.values[:, 0, :rows, -1], is_text)

@@ -81,13 +81,13 @@ class OwnDraft(Draft):
 
 
 def _has(draft: object, name: str) -> bool:
-    """Whether it has a method of its own; those of `Draft` itself do nothing."""
+    """True if it has a method of its own; those of `Draft` itself do nothing."""
     method = getattr(draft, name, None)
     return callable(method) and getattr(method, "__func__", None) is not getattr(Draft, name)
 
 
 def _call(name: str) -> str:
-    """How a method is called, in words."""
+    """The call of a method, in words."""
     return f"{name}({', '.join(_METHODS[name])})"
 
 

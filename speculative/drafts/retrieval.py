@@ -26,10 +26,10 @@ MOST_NGRAM = 64
 
 
 class Retrieval(Draftable):
-    """A draft without a model: what followed the last tokens in texts of your own, and earlier in the text itself.
+    """A draft without a model: tokens that followed the last tokens in texts of yours, and earlier in the text itself.
 
-    What followed the longest suffix of at most max_ngram tokens, and shorter suffixes for what that leaves open, is
-    proposed in proportion to how often it followed; `kernels/retrieval/followers.py` has the law. Give it to
+    It proposes the tokens that followed the longest suffix of at most max_ngram tokens, and those of shorter suffixes
+    for the rest, in proportion to their counts. `kernels/retrieval/followers.py` has the law. Give it to
     SpeculativeDecoder in place of a draft model. Source: He et al. 2024, "REST: Retrieval-Based Speculative Decoding".
 
         Retrieval([Path("src"), Path("notes.txt")], tokenizer).save("mine.safetensors")     # a few seconds a million
@@ -37,7 +37,7 @@ class Retrieval(Draftable):
 
     texts: each a str (the text itself), a Path (a file, or a folder: every file of text in it), or its tokens, a list
         of integers or a LongTensor[any]
-    tokenizer: the target's, for texts that are not tokens. Behind each of them comes its end-of-text token, if any
+    tokenizer: the target's, for texts that are not tokens. After each of them comes its end-of-text token, if any
 
     It takes 12 bytes for each token, on a GPU there; a loaded one is mapped into memory. Raises ValueError or TypeError
     for texts without tokens, other tokens than 0 .. 2**31 - 3, and files that are not UTF-8.
@@ -69,7 +69,7 @@ class Retrieval(Draftable):
 
     @classmethod
     def load(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> "Retrieval":
-        """What `save` wrote, mapped into memory: what is not asked for is not read.
+        """Load the file that `save` wrote, mapped into memory: parts that are not asked for are not read.
 
         tokenizer: the target's; a corpus of another vocabulary is refused
 
@@ -139,7 +139,7 @@ class RetrievalDraft(Draft):
         return RowCache(keys, torch.full_like(keys, -1))
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Cache right-padded texts LongTensor[B, T]; rows behind a text are overwritten before they are read."""
+        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read."""
         store_texts(self._copy.corpus, tokens, cache.keys, cache.values)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
@@ -157,7 +157,7 @@ def _(given: Retrieval, target: Forward, model: PreTrainedModel) -> Draft:
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells a vocabulary from others."""
+    """A digest that tells a vocabulary from others."""
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{index} {token}\n".encode())

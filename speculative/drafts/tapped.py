@@ -1,4 +1,4 @@
-"""What trained heads have in common as drafts: a module of their own, which reads the target's hidden states."""
+"""The common part of trained heads as drafts: a module of their own, which reads the target's hidden states."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -71,7 +71,7 @@ class TappedDraft(Draft, ABC):
         check_finite(self.name, self.weights())
 
     def is_current(self) -> bool:
-        """Whether the module still consists of what it did when it was taken."""
+        """True if the module's parts are those that it had when it was taken."""
         return structure_of(self.model) == self._structure
 
     def state(self) -> int:
@@ -88,7 +88,7 @@ class TappedDraft(Draft, ABC):
 
     @abstractmethod
     def taps(self, cache: Any) -> Taps:
-        """What is read of the target's passes, to be kept in a cache."""
+        """The hidden states that are read of the target's passes, to be kept in a cache."""
 
     @abstractmethod
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
@@ -100,4 +100,4 @@ class TappedDraft(Draft, ABC):
 
     @abstractmethod
     def unsure_rows(self, levels: int) -> int:
-        """How many of a text's last rows may not have been computed, behind steps that draft so many levels."""
+        """The most of a text's last rows that may not have been computed, after steps that draft so many levels."""

@@ -14,7 +14,7 @@ _LARGEST = 2**31 - 3  # token, of which the sorted corpus makes an int32 above 0
 
 
 def tokens_of(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None) -> list[np.ndarray]:
-    """The tokens of each text, int64 [any]; with the end-of-text token behind those that the tokenizer encoded.
+    """The tokens of each text, int64 [any]; with the end-of-text token after those that the tokenizer encoded.
 
     A folder has the texts of all files below it, but for hidden ones and those that are not UTF-8. Raises ValueError or
     TypeError for what is no text, for one file that is not UTF-8, and for tokens out of range; FileNotFoundError for a

@@ -20,7 +20,7 @@ TrainedHead = EagleHead | MedusaHeads
 
 
 def is_trained_head(path_or_name: str | Path) -> bool:
-    """Whether a folder, or a model in the Hugging Face cache, is an EAGLE head or has Medusa heads."""
+    """True if a folder, or a model in the Hugging Face cache, is an EAGLE head or has Medusa heads."""
     return is_medusa(path_or_name) or is_head(path_or_name)
 
 
@@ -65,6 +65,6 @@ def _(given: MedusaHeads) -> str:
 
 @draft_parameter_count.register
 def _(given: MedusaHeads, target: PreTrainedModel) -> int:
-    """Those of one head, which is what a level takes, with the target's lm_head where it has none of its own."""
+    """The weights of one head, which a level takes, with the target's lm_head where it has none of its own."""
     lm_head: Any = target.get_output_embeddings()
     return parameter_count(given) // given.config.heads + (lm_head.weight.numel() if given.lm_heads is None else 0)

@@ -11,7 +11,7 @@ SHAPE = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 8, "num_attenti
 
 
 def assisted(prompt, seed):
-    """What transformers writes with the draft as its assistant: LongTensor[3]."""
+    """The text of transformers with the draft as its assistant: LongTensor[3]."""
     torch.manual_seed(seed)
     return target.generate(prompt[None], assistant_model=draft, max_new_tokens=3, do_sample=True, top_k=0)[0, 3:]
 

@@ -1,7 +1,7 @@
-"""Read JSON that others wrote, and check it by types, so that whatever is wrong is a ValueError that says where.
+"""Read JSON from others, and check it by types, so that any mistake is a ValueError that says where it is.
 
-A type says what is expected: the fields of a dataclass, a NamedTuple or a TypedDict, and for these int, float, str,
-bool, None, Any, list[T], tuple[T, ...], dict[str, T], dict[int, T], and what may be one of these or None.
+A type says what is expected: the fields of a dataclass, a NamedTuple or a TypedDict. Fields may be int, float, str,
+bool, None, Any, list[T], tuple[T, ...], dict[str, T], dict[int, T], and unions of one of these and None.
 """
 
 import json
@@ -23,7 +23,7 @@ class _Index(TypedDict):
 
 
 def parsed(text: str) -> Any:
-    """What a text of JSON says. Raises ValueError for any other text, and for one that is nested too deeply."""
+    """The value of a text of JSON. Raises ValueError for any other text, and for one that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -31,7 +31,7 @@ def parsed(text: str) -> Any:
 
 
 def read_json(path: str | Path, kind: Any = dict[str, Any]) -> Any:
-    """What is in a JSON file, of that type; ValueError with the file's name if something else is."""
+    """The value in a JSON file, of that type; ValueError with the file's name if something else is."""
     try:
         return typed(parsed(Path(path).read_text(encoding="utf-8")), kind)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What clients get: the objects of OpenAI's API, whole or as the events of a stream."""
+"""Answers to clients: the objects of OpenAI's API, whole or as the events of a stream."""
 
 import time
 import uuid
@@ -27,7 +27,7 @@ class Finished(NamedTuple):
 
 
 class _Answer:
-    """What both kinds of answers have in common."""
+    """The common fields of both kinds of answers."""
 
     prefix, whole_kind, event_kind = "", "", ""
 

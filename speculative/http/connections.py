@@ -1,4 +1,4 @@
-"""What a connection may cost: its time until a request is there, how many there are, and what the log has of them."""
+"""Limits of a connection: its time until a request is there, the number of connections, and their lines in the log."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ class Pieces(h11.Connection):
     _count = _size = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """What comes next."""
+        """The next event."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._count = self._size = 0
@@ -51,8 +51,8 @@ class Pieces(h11.Connection):
 class Connection(H11Protocol):
     """A connection that is closed when no request is under way on it and the next one's head takes too long.
 
-    Where there are too many, a new one takes the place of the one that has been silent longest, or that reads nothing
-    of its answer; only where all have work it is closed itself.
+    Where there are too many, a new one takes the place of the one that has been silent longest, or that does not read
+    its answer. Only where all have work the new one itself is closed.
 
     head_seconds: from the first byte of a head, on a new connection from its beginning, to the last
     most:         connections at a time
@@ -87,12 +87,12 @@ class Connection(H11Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is under way: from the end of its head to the end of its answer."""
+        """True if a request is under way: from the end of its head to the end of its answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def can_go(self) -> bool:
-        """Whether nobody loses by its end: it is silent, or its client does not read."""
+        """True if nobody loses by its end: it is silent, or its client does not read."""
         return not self.is_busy or self.flow.write_paused
 
     def _watch(self) -> None:
@@ -107,7 +107,7 @@ class Connection(H11Protocol):
 
 
 class AcceptErrors:
-    """What an event loop does with errors that nobody caught: those of `accept` are one line a minute.
+    """An event loop's handler of errors that nobody caught: those of `accept` are one line a minute.
 
     Where a process has no files left, asyncio says it for each connection that waits, with a traceback.
     """

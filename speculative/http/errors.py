@@ -28,7 +28,7 @@ class Answer(JSONResponse):
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, too
-    """Why a request gets no text, or no more of it.
+    """The reason why a request gets no text, or no more of it.
 
     status: of HTTP; param: the field of the request that is to blame; code: for programs
     """
@@ -56,7 +56,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, too
 
 
 def failed(error: Exception) -> Refusal:
-    """What a client is told of an error that is ours; the log has the rest."""
+    """The refusal that tells a client of an error that is ours; the log has the rest."""
     logger.error("a request failed", exc_info=error)
     return Refusal(500, "the server failed; its log says why", code="internal_error")
 

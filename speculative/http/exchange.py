@@ -27,7 +27,7 @@ APART = 48_271_337  # between the noise of the texts of one request; odd, so tha
 
 @dataclass(frozen=True)
 class Served:
-    """What a server serves.
+    """The model that a server serves.
 
     name:        of the model, as requests have it
     temperature: where a request has none
@@ -127,8 +127,8 @@ class Exchange:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Each text's pieces as they come, to be read once.
 
-        No more than one piece waits here: what a slow reader has not read yet waits as tokens in the completions, which
-        have as many as they may have at most, and no step waits for it. Raises Refusal if a text fails.
+        No more than one piece waits here. Text that a slow reader has not read yet waits as tokens in the completions,
+        which have as many as they may have at most, and no step waits for it. Raises Refusal if a text fails.
         """
         arrived: asyncio.Queue[Piece | Refusal] = asyncio.Queue(maxsize=1)
         readers = [asyncio.create_task(self._read(text, arrived.put)) for text in self._texts]
@@ -235,7 +235,7 @@ async def until_gone(receive: Receive, exchange: Exchange) -> AsyncGenerator[Non
 
 
 def overdue(limits: Limits) -> Refusal:
-    """Why a request that takes too long gets no text."""
+    """The reason why a request that takes too long gets no text."""
     return Refusal(504, f"the text was not complete within the server's {limits.seconds:g} seconds", code="deadline")
 
 
@@ -251,7 +251,7 @@ def _check_stops(request: Sampling, limits: Limits) -> None:
 
 
 def _options(served: Served, request: Sampling, grammar: Grammar | None, ends: float | None) -> dict[str, Any]:
-    """What all texts of a request are submitted with."""
+    """The options with which all texts of a request are submitted."""
     asked = {
         "temperature": served.temperature if request.temperature is None else request.temperature,
         "top_k": request.top_k,
@@ -267,7 +267,7 @@ def _options(served: Served, request: Sampling, grammar: Grammar | None, ends: f
 
 
 def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
-    """How many tokens a text may have; None asks for as many as there is room for."""
+    """The number of tokens that a text may have; None asks for as many as there is room for."""
     room = limits.max_tokens - len(prompt.tokens)
     if room < 1 or (asked or 1) > room:
         have = f"the prompt has {len(prompt.tokens)} tokens" + (f" and {asked} more are asked for" if asked else "")

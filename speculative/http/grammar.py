@@ -69,7 +69,7 @@ class Grammars:
 
 
 def source_of(request: Sampling) -> str | None:
-    """What holds the texts of a request to their format, as a source; None where any text will do.
+    """The grammar that holds the texts of a request to their format, as a source; None where any text will do.
 
     Raises Refusal for a schema that is beyond the limits, and where the server has no grammars.
     """

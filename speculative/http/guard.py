@@ -1,4 +1,4 @@
-"""What stands before every route: host, key, a body's size and its time to arrive, and a count of the answers."""
+"""Checks before every route: host, key, a body's size and its time to arrive, and a count of the answers."""
 
 import asyncio
 import hmac
@@ -105,7 +105,7 @@ def host_of(address: str) -> str:
 
 
 def client_of(scope: Scope) -> str | None:
-    """Who sent a request, for those who share what there is: an IPv4 address or an IPv6 network of one customer, /64.
+    """The sender of a request, for sharing between clients: an IPv4 address or an IPv6 network of one customer, /64.
 
     What is no address, as of servers that listen elsewhere, stands for itself; None where the server does not say.
     """

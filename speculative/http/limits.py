@@ -1,11 +1,11 @@
-"""How much a request may ask for."""
+"""Limits of what a request may ask for."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is more than this is refused before anything is decoded.
+    """The limits of a request. More than this is refused before anything is decoded.
 
     max_tokens:      of prompt and new tokens together: the room of a slot
     choices:         texts of one request: prompts times n

@@ -1,6 +1,6 @@
-"""What /metrics says, in Prometheus' format.
+"""The answer of /metrics, in Prometheus' format.
 
-Counts of requests and times are taken here, as clients see them; what the service counts is asked for when somebody
+Counts of requests and times are taken here, as clients see them. The service's own counts are asked for when somebody
 looks.
 """
 

@@ -18,7 +18,7 @@ class Prompt(NamedTuple):
 
 
 class PromptTokens:
-    """What a tokenizer makes of requests. What is too many or too long is refused before it is tokenized."""
+    """Prompts of requests, as tokens. Too many or too long ones are refused before they are tokenized."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits):
         self._tokenizer, self._limits = tokenizer, limits

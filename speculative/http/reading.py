@@ -1,4 +1,4 @@
-"""What a request says: its body, its prompts in tokens and its grammar, read in threads beside the event loop."""
+"""Reading of requests: the body, its prompts in tokens and its grammar, in threads beside the event loop."""
 
 import asyncio
 import time
@@ -82,7 +82,8 @@ def _check_type(given: str) -> None:
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What work comes to. Where the client goes away before, work is cancelled: what waits for a thread takes none."""
+    """The result of work. Where the client goes away before, work is cancelled: if it waits for a thread it takes
+    none."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":

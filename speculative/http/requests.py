@@ -1,8 +1,8 @@
-"""What clients may ask for: the bodies of /v1/completions and /v1/chat/completions.
+"""Bodies of requests that clients may send to /v1/completions and /v1/chat/completions.
 
 A field that the server does not know is refused, and so is one that it knows and does not have, unless it asks for
-nothing: a text that ignores what it was asked for is worse than an error. Fields of OpenAI's API that change no text
-are taken and not looked at.
+nothing. A text that ignores a wish is worse than an error. Fields of OpenAI's API that change no text are taken and not
+looked at.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -79,7 +79,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer has to be: any text, an object of JSON, or JSON of a schema."""
+    """The form that an answer must have: any text, an object of JSON, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -92,11 +92,11 @@ class ResponseFormat(Body):
 
 
 class Sampling(Body):
-    """What both ways to ask have in common.
+    """The common fields of both ways to ask.
 
     top_k, min_p, repetition_penalty, min_tokens and ignore_eos (the text goes on to its full length) are beyond
-    OpenAI's API. What is left out of the sampling is as the target's generation_config has it; a temperature that is
-    not there, either, is 1.
+    OpenAI's API. A setting of the sampling that is left out is as in the target's generation_config; a temperature that
+    is not there, either, is 1.
     """
 
     model: str
@@ -144,7 +144,7 @@ class Sampling(Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream's last event has the numbers of tokens."""
+        """True if a stream's last event has the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 

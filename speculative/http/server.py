@@ -13,7 +13,7 @@ from heavypath.speculative.http.connections import BACKLOG, AcceptErrors, Connec
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches the address."""
+    """True if nobody but this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -84,4 +84,4 @@ class Server(uvicorn.Server):
 
 
 def _obeyed(number: int, frame: object) -> None:
-    """What uvicorn calls with the signals that it has obeyed."""
+    """A function that uvicorn calls with the signals that it has obeyed."""

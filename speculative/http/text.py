@@ -60,7 +60,7 @@ class StoppedText:
         return text
 
     def _beginning(self) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
+        """The number of the last characters that may be the beginning of a stop string."""
         longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):

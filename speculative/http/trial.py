@@ -14,7 +14,7 @@ STARTING = 60.0  # seconds that the process may take until it is ready
 
 
 class Trial:
-    """Compiles a source in a process, which starts with the first one, and anew behind one that ended it.
+    """Compiles a source in a process, which starts with the first one, and anew after one that ended it.
 
     seconds: that compiling may take; memory: bytes that it may take, more than the process had
 
@@ -65,7 +65,7 @@ def _started(memory: int) -> subprocess.Popen[str]:
 
 
 def _answer(process: subprocess.Popen[str], source: str | None, seconds: float) -> str | None:
-    """What the process says, of a source or at its beginning; None where it has ended, or had to be."""
+    """The answer of the process, of a source or at its beginning; None where it has ended, or had to be ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     late = threading.Event()

@@ -5,9 +5,9 @@ Of N outcomes drawn independently x came O(x) times, E(x) = N law(x) times being
     statistic = sum_x (O(x) - E(x))^2 / E(x),     p = P(chi-square with (cells - 1) degrees of freedom >= statistic).
 
 Outcomes that expect fewer than 5 are one cell. If all of them together expect fewer than 5, they count in the least
-likely other cell: one outcome where 0.001 are expected would else be an alarm once in a thousand runs. An outcome that
-the law excludes has p = 0. Chi-square is an approximation: where few cells expect little more than 5, a p of 1e-6 means
-up to 7e-5.
+likely other cell. Otherwise one outcome where 0.001 are expected would be an alarm once in a thousand runs. An outcome
+that the law excludes has p = 0. Chi-square is an approximation: where few cells expect little more than 5, a p of 1e-6
+means up to 7e-5.
 
 Power. A law at total variation d from this one, the largest difference in the probability of any event, moves the
 statistic by 4 N d^2 or more. By the bounds of Birge 2001 (lemma 8.1) it is found with probability 1 - b if
@@ -28,7 +28,7 @@ LEAST_EXPECTED = 5  # outcomes of a cell
 
 
 def joint_counts(tokens: Tensor, vocab_size: int) -> Tensor:
-    """How often each of the vocab_size ** T texts occurs among tokens LongTensor[B, T]."""
+    """The counts of each of the vocab_size ** T texts among tokens LongTensor[B, T]."""
     index = torch.zeros_like(tokens[:, 0])
     for column in tokens.unbind(1):
         index = index * vocab_size + column

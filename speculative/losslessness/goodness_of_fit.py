@@ -1,9 +1,9 @@
 """Do sampled texts follow a law, and which tokens depart from it.
 
-Texts of T tokens are counted whole, and Pearson's chi-square (`chi_square.py`) compares the counts with the joint law:
-noise that is used twice, or that two steps share, may leave the law of every single token as it is.
+Texts of T tokens are counted whole, and Pearson's chi-square (`chi_square.py`) compares the counts with the joint law.
+Noise that is used twice, or that two steps share, may leave the law of every single token as it is.
 
-Which token departs is asked after each prefix that came: of n texts with that prefix, k go on with a token whose
+The test asks which token departs after each prefix that came. Of n texts with that prefix, k go on with a token whose
 probability there is a, and with q = k / n
 
     P(so far off, or farther) <= 2 exp(-n (q ln(q / a) + (1 - q) ln((1 - q) / (1 - a))))       (Chernoff 1952)
@@ -13,10 +13,10 @@ of them is so far off. A departure is named where it arises: tokens that follow 
 
 The p-value is that of both tests: twice the lesser.
 
-What a good fit does not show: a total variation below the one that is detectable; other prompts, settings and models;
-what comes after T tokens, as trees that reach farther and caches that wrap around do; draws that are too even, which
-are not independent; and that a seed gives the same text again. Where logits are equal, or nearly, two right programs
-may cut top-p or top-k at other tokens.
+A good fit does not show some things. A total variation below the detectable one is not seen, nor other prompts,
+settings and models, nor tokens after the first T, as of trees that reach farther and caches that wrap around. Draws
+that are too even, which are not independent, are not seen, and not that a seed gives the same text again. Where logits
+are equal, or nearly, two right programs may cut top-p or top-k at other tokens.
 """
 
 import math
@@ -41,7 +41,7 @@ NAMED_BELOW = 0.01  # p-values of departures that are printed
 
 
 class Departure(NamedTuple):
-    """How often tokens came after a prefix of new tokens, and how often they should have."""
+    """The count of tokens after a prefix of new tokens, and the count that was expected."""
 
     prefix: tuple[int, ...]  # empty for the first token and for whole texts
     tokens: tuple[int, ...]  # one, or a whole text
@@ -66,7 +66,7 @@ class Departure(NamedTuple):
 
 
 class GoodnessOfFit(NamedTuple):
-    """How well sampled texts fit a law, and where they do not. Printed, it says so in words."""
+    """The fit of sampled texts to a law, and where they depart. Printed, it says so in words."""
 
     p_value: float
     sequences: int
@@ -77,7 +77,7 @@ class GoodnessOfFit(NamedTuple):
     texts: list[Departure]  # the same of whole texts
 
     def is_lossless(self, significance: float = SIGNIFICANCE) -> bool:
-        """Whether no departure was found. A right sampler fails so often, as far as chi-square is exact."""
+        """True if no departure was found. A right sampler fails so often, as far as chi-square is exact."""
         return self.p_value >= significance
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def check_losslessness(
     seed: int = 0,
     batch_size: int | None = None,
 ) -> GoodnessOfFit:
-    """Draw texts by `sample` and see whether they follow the law.
+    """Draw texts by `sample` and test if they follow the law.
 
     sample(prompt LongTensor[P], seed) -> the T new tokens LongTensor[T], without the prompt. It is called once for each
     sequence, with seed, seed + 1, ... With a batch_size it is called as sample(prompts LongTensor[B, P], seed) and
@@ -111,8 +111,8 @@ def check_losslessness(
 
     law: probabilities [V, ..., V] with T dimensions, as `joint_law` gives them.
 
-    Raises TypeError and ValueError for what is no such law, prompt or number, and for what sample returns if it is no
-    LongTensor, has another shape, or has tokens outside the vocabulary.
+    Raises TypeError and ValueError for an argument that is no such law, prompt or number. It does so, too, if sample
+    returns no LongTensor, another shape, or tokens outside the vocabulary.
     """
     law = _checked_law(law, sequences)
     if not isinstance(prompt, Tensor) or prompt.dtype != torch.long or prompt.ndim != 1:
@@ -136,10 +136,10 @@ def check_losslessness(
 
 
 def goodness_of_fit(texts: Tensor, law: Tensor) -> GoodnessOfFit:
-    """How well texts LongTensor[N, T] fit a law [V, ..., V] with T dimensions, and which of their tokens do not.
+    """The fit of texts LongTensor[N, T] to a law [V, ..., V] with T dimensions, and the tokens that depart from it.
 
-    Raises TypeError and ValueError for texts and laws of other types and shapes, for tokens outside the vocabulary, for
-    what is no distribution, and for too few texts to tell.
+    Raises TypeError and ValueError for texts and laws of other types and shapes, for tokens outside the vocabulary, and
+    for laws that are no distribution. Also for too few texts to tell.
     """
     if not isinstance(texts, Tensor) or texts.dtype != torch.long or texts.ndim != 2:
         raise TypeError(f"texts must be a LongTensor [N, T], got {_described(texts)}")

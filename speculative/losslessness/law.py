@@ -4,7 +4,7 @@ Over a vocabulary of V tokens there are V ** T texts of T tokens, and
 
     law(x_1, ..., x_T) = prod_t P(x_t | prompt, x_1, ..., x_{t-1}),
 
-where P are the model's logits behind temperature, top-k, top-p and min-p (`heavypath.kernels.filtering`). Over a toy
+where P are the model's logits after temperature, top-k, top-p and min-p (`heavypath.kernels.filtering`). Over a toy
 vocabulary they are few: a model of random weights over 7 tokens has 343 texts of three. A decoder does not know how
 small the vocabulary is, so its mistakes show there.
 """
@@ -39,11 +39,11 @@ def joint_law(
     The element at [x_1, ..., x_T] is that of the text x_1, ..., x_T. model: a causal LM of transformers, or whatever
     takes `input_ids` [B, T] and `use_cache` and answers with `.logits` [B, T, V]; in evaluation mode.
 
-    Behind an eos_token_id the law is certain: the text is filled up with that token, with the first if there are
+    After an eos_token_id the law is certain: the text is filled up with that token, with the first if there are
     several. A sampler must pad what ends early so. None: no token ends a text.
 
-    Raises ValueError for a prompt of another shape, a length below 1, filters out of range, tokens outside the
-    vocabulary, a model in training mode, and more than 2 ** 20 texts.
+    Raises ValueError for a prompt of another shape, a length below 1, filters out of range, and tokens outside the
+    vocabulary. Also for a model in training mode, and more than 2 ** 20 texts.
     """
     filters = Filters(temperature, top_k, top_p, min_p).check()
     if not isinstance(prompt, Tensor) or prompt.dtype != torch.long or prompt.ndim != 1 or not len(prompt):

@@ -1,1 +1,1 @@
-"""What decoding asks of a model: a forward pass over the nodes of a tree, and the caches that it fills."""
+"""Models as decoding sees them: a forward pass over the nodes of a tree, and the caches that it fills."""

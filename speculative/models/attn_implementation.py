@@ -1,22 +1,22 @@
-"""attn_implementation="heavypath": tree attention inside a transformers model, for whatever the model asks of it.
+"""attn_implementation="heavypath": tree attention inside a transformers model, for anything the model asks of it.
 
-A causal model asks its attention for three things, and each is a tree in depth-first order behind a prefix of cached
+A causal model asks its attention for three things, and each is a tree in depth-first order after a prefix of cached
 rows:
 
     prefill        a chain of N nodes, without a prefix
-    decoding       a chain of one node, or of several, behind L rows
-    verification   a tree of N nodes behind L rows
+    decoding       a chain of one node, or of several, after L rows
+    verification   a tree of N nodes after L rows
 
-So a few integers say what is seen, and no mask of N x (L + N) is made. Once heavypath.speculative is imported,
+So a few integers say which rows are seen, and no mask of N x (L + N) is made. Once heavypath.speculative is imported,
 
     model.set_attn_implementation("heavypath")            # or from_pretrained(..., attn_implementation="heavypath")
     model(tokens, position_ids=L + depths, cache=cache, tree_subtree_end=tree.subtree_end)
 
 (before transformers 5.24 the cache is called past_key_values)
 patches a loaded model. `set_attn_implementation("sdpa")` takes the patch off again. A tree is an argument of the call:
-see `attention_forward`. Calls that the kernel would not speed up go to transformers' own sdpa: those that need
-gradients or dropout, those without a tree on a CPU, and those whose mask is not a prefix and a tree (bidirectional or
-custom masks, packed sequences, zeros between ones). What neither can do is refused, with the name of what can.
+see `attention_forward`. Calls that the kernel would not speed up go to transformers' own sdpa. These are calls that
+need gradients or dropout, calls without a tree on a CPU, and calls whose mask is not a prefix and a tree. Such masks
+are bidirectional or custom ones, packed sequences, zeros between ones. A call that neither can do is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,7 +83,7 @@ def attention_forward(
     tree_ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where node j is node i or its ancestor, or that mask
                         packed by `pack_ancestors`. A tree of M nodes whose last N are new has [N, M] or [B, N, M].
     tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for every cache of
-                        transformers; one that stores each sequence's tree behind its own prefix must say where.
+                        transformers; one that stores each sequence's tree after its own prefix must say where.
 
     tree_attend:        instead of all these, a function of query, key, value, scaling and sliding_window that does the
                         attention
@@ -92,8 +92,9 @@ def attention_forward(
     transformers numbers the nodes one after the other. The call's attention_mask, if any, has a column for each row of
     the cache and for each node.
 
-    Raises ValueError for what "heavypath" does not have: attention sinks, position biases; trees under
-    masks other than causal or sliding-window ones with left padding; soft caps under bidirectional or additive masks.
+    Raises ValueError for features that "heavypath" does not have: attention sinks and position biases. So it does for
+    trees under masks other than causal or sliding-window ones with left padding, and for soft caps under bidirectional
+    or additive masks.
     """
     if not kwargs.keys() <= _USUAL:
         _check_served(kwargs)
@@ -170,12 +171,12 @@ def visible_rows(
 
     None where a token sees everything before it: there is no padding, the window reaches over all, and the new tokens
     are the last in the cache. Otherwise LongTensor [B, 1, 1, 2]: the first row that is not padding, and the number of
-    rows before the new tokens; or [B, 1, 1, 3], with the sliding window as well. These numbers count the rows that the
-    layer's cache returns, which begin at token `kv_offset` where a sliding window dropped earlier ones. transformers
+    rows before the new tokens. Or it is [B, 1, 1, 3], with the sliding window. These numbers count the rows that the
+    layer's cache returns. They begin at token `kv_offset` where a sliding window dropped earlier ones. transformers
     passes masks of four dimensions on unchanged.
 
-    In all other cases the mask is sdpa's, bool [B, 1, N, S]: for another mask function, and for a 2-D attention_mask
-    that is not zeros, then ones up to the last token. To know that, the mask's values are looked at, but not where it
+    In all other cases the mask is sdpa's, bool [B, 1, N, S]. These are another mask function, and a 2-D attention_mask
+    that is not zeros, then ones up to the last token. To know that, the mask's values are looked at, except where it
     would stall a GPU: in graph capture or under torch.compile. A compiler for CPUs, where sdpa does everything but
     trees, gets sdpa's mask.
     """
@@ -253,7 +254,7 @@ def _as_tree(mask: Tensor | None, batch: int) -> Tensor:
 def _is_plain(
     mask_function: Callable, window: int | None, config: PreTrainedConfig | None, may_be_custom: bool
 ) -> bool:
-    """Whether transformers' mask_function is the causal one, with or without a sliding window, and nothing else."""
+    """True if transformers' mask_function is the causal one, with or without a sliding window, and nothing else."""
     if window is None:
         return mask_function is causal_mask_function
     sliding = sliding_window_causal_mask_function(window)
@@ -265,7 +266,7 @@ def _is_plain(
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two functions are the same code over the same values."""
+    """True if two functions are the same code over the same values."""
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
         cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
         return one.__code__ is other.__code__ and all(_same(a.cell_contents, b.cell_contents) for a, b in cells)
@@ -275,7 +276,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> tuple[bool, Tensor | None]:
-    """Whether each sequence has ones from its first one to the end; and LongTensor[B], the column of its first one.
+    """A bool that each sequence has ones from its first one to the end; and LongTensor[B], the column of its first one.
 
     The column is None where it is 0 for all sequences. Without `check` the values are not looked at, and ones assumed.
 
@@ -307,7 +308,7 @@ def _has_kernel(tensor: Tensor) -> bool:
 def _dense_mask(
     queries: int, rows: int, first_row: Tensor | None, prefix: int | Tensor, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """bool [B or 1, 1, N, S], what a chain behind the prefix sees; None where sdpa needs no mask for it."""
+    """bool [B or 1, 1, N, S], what a chain after the prefix sees; None where sdpa needs no mask for it."""
     if first_row is None and queries in (1, rows):
         return None
     start = prefix.reshape(-1, 1, 1, 1) if isinstance(prefix, Tensor) else prefix
@@ -324,7 +325,7 @@ def _dense_mask(
 def _long_chain(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, prefix: int | Tensor
 ) -> Tensor:
-    """Attention of a chain that is too long for the kernel: in pieces, each behind the former."""
+    """Attention of a chain that is too long for the kernel: in pieces, each after the former."""
     size = _longest_chain(query)
     starts = range(0, query.shape[2], size)
     return torch.cat([attend(query[:, :, at : at + size], key, value, prefix + at) for at in starts], 1)

@@ -1,7 +1,7 @@
 """Caches that are allocated once, with a row for each token of a text.
 
-Rows may be written in any order, and a cache does not count them: where a token's row is, and how many rows of a
-sequence are in use, is said by whoever calls.
+Rows may be written in any order, and a cache does not count them. The caller knows where a token's row is, and how many
+rows of a sequence are in use.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from heavypath.kernels.layers.rotary import store_rows
 class RowCache:
     """keys and values [B, heads, rows, D], with a row for each token of a text.
 
-    All that is remembered of a text is in these two tensors: the decoder moves rows of both when a path is accepted,
-    and whole sequences of both when another one has ended. D may be 0, for a draft that remembers nothing.
+    A text is remembered in these two tensors alone. The decoder moves rows of both when a path is accepted, and whole
+    sequences of both when another one has ended. D may be 0, for a draft that remembers nothing.
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -52,7 +52,7 @@ class RowCache:
     def receive(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
         """Remember as `sequence` what another cache of the same draft or model, or this one, remembers of `of`.
 
-        rows: how many rows of it are in use. Nothing is said of those behind them.
+        rows: how many rows of it are in use. Nothing is said of those after them.
         """
         for own, other in zip(self.remembered(), source.remembered(), strict=True):
             if own.dim() == 4:
@@ -67,11 +67,11 @@ class RowCache:
         """
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path behind the prefix, see `kernels.cache_compaction`.
+        """Move the rows of an accepted path after the prefix, see `kernels.cache_compaction`.
 
         path: LongTensor[B, P], the root, accepted nodes, then anything; length: LongTensor[B], accepted nodes
         prefix_length: LongTensor[B], rows before the tree
-        node_rows: LongTensor[B, N], the row of each node behind the prefix, where it is not the node's own number
+        node_rows: LongTensor[B, N], the row of each node after the prefix, where it is not the node's own number
         """
         if node_rows is not None:
             path = node_rows.gather(1, path.clamp(min=0))
@@ -164,11 +164,11 @@ class KeyValueCache(RowCache, Cache):
         return self._visible_rows - (0 if self._new_rows is None else self._new_rows.shape[1])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many rows `update` returns, and the first of them."""
+        """The number of rows that `update` returns, and the first of them."""
         return self._visible_rows, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return self.keys.shape[2]
 
     def __len__(self) -> int:

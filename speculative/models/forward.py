@@ -1,4 +1,4 @@
-"""What decoding asks of a model: a forward pass over tree nodes, in which each node sees its own ancestors alone.
+"""The forward pass that decoding asks of a model: over tree nodes, where each node sees its own ancestors alone.
 
 `llama` does it for Llama and its nearest relatives, with their own modules; `generic` does it for other models, by
 transformers' own forward pass; `forward_of` chooses between the two.
@@ -25,7 +25,7 @@ from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 # The same for a model whose weights are read anew for each chunk: by kind of device about as many tokens as have their
-# products hidden by that, and more on a CPU (N* of `costs.simulation`: 240 before a disk in fp32, 3700 behind PCIe).
+# products hidden by that. On a CPU it is more (N* of `costs.simulation`: 240 with a disk in fp32, 3700 with PCIe).
 STREAMED_CHUNK = {"cpu": 2048, "cuda": 4096}
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """What N nodes of each sequence see: the prefix, themselves, and their ancestors in the tree behind the prefix.
+    """The view of N nodes of each sequence: the prefix, themselves, and their ancestors in the tree after the prefix.
 
     prefix_length: LongTensor[B], or [] where all sequences have the same
     visible_rows:  how many cache rows to look at: enough to hold the longest prefix and its tree
@@ -84,7 +84,7 @@ class TreeMask:
         return first_row_seen(self.prefix_length, window)
 
     def _by_window(self, make: Callable[[int | None], T], windows: Iterable[int | None]) -> dict[int | None, T]:
-        """What `make` makes for each window; one that holds all visible rows is none."""
+        """The results of `make` for each window; a window that holds all visible rows is none."""
         made: dict[int | None, T] = {}
         for window in windows:
             effective = None if window is None or window >= self.visible_rows else window
@@ -95,7 +95,7 @@ class TreeMask:
 
 
 def chain_mask(prefix_length: Tensor, nodes: int, visible_rows: int) -> TreeMask:
-    """What the nodes of a chain see behind prefixes, LongTensor[B] or []; visible_rows as in `TreeMask`."""
+    """The view of a chain's nodes after prefixes, LongTensor[B] or []; visible_rows as in `TreeMask`."""
     end = torch.full((nodes,), nodes, device=prefix_length.device)
     return TreeMask(prefix_length=prefix_length, visible_rows=visible_rows, subtree_end=end)
 
@@ -104,7 +104,7 @@ class Taps(NamedTuple):
     """Hidden states of a forward pass that somebody reads.
 
     numbers: which, by transformers' numbers: 0 is the embedding, i what layer i gets, and the last, with as many layers
-             before it, is behind the final norm
+             before it, is after the final norm
     read:    called with these states [B, N, H], the tokens LongTensor[B, N] and their cache rows LongTensor[B, N]
     """
 
@@ -176,7 +176,7 @@ class Forward(ABC):
         self._watched, self._structure = model, structure_of(model)
 
     def is_current(self) -> bool:
-        """Whether the model still consists of what it did when it was tried; values of weights may have changed."""
+        """True if the model's parts are those that it had when it was tried; values of weights may have changed."""
         return structure_of(self._watched) == self._structure
 
     def state(self) -> int:
@@ -185,12 +185,12 @@ class Forward(ABC):
 
     @property
     def alone(self) -> AbstractContextManager[object]:
-        """What a pass over streamed layers enters, so that passes of other threads wait instead of disturbing it."""
+        """A block for a pass over streamed layers, in which passes of other threads wait instead of disturbing it."""
         return nullcontext() if self.stream is None else self.stream.one_pass()
 
     @property
     def reading_ahead(self) -> AbstractContextManager[object]:
-        """What a step enters before it drafts: a GPU then copies the first of streamed layers meanwhile."""
+        """A block for a step before it drafts: a GPU then copies the first of streamed layers meanwhile."""
         return nullcontext() if self.stream is None else self.stream.ahead()
 
     @property
@@ -260,7 +260,7 @@ class Forward(ABC):
         starts: the position of each sequence's first token here, if the cache holds the rows before it (default: 0)
         taps:   who reads hidden states of each chunk
 
-        Padding is cached too. It lies behind the sequence's length, where each row is overwritten before it is read.
+        Padding is cached too. It lies after the sequence's length, where each row is overwritten before it is read.
         """
         batch, width = tokens.shape
         starts = [0] * batch if starts is None else starts
@@ -275,7 +275,7 @@ class Forward(ABC):
             positions, chunk = rows, tokens[:, begin:end]
             if limit is not None and is_long and min(starts) + end <= limit:
                 # A piece of a long text, too short to be known as one. One more token, which none of the others sees,
-                # has the position that tells; it lies behind the piece, as padding does.
+                # has the position that tells; it lies after the piece, as padding does.
                 rows, positions = torch.cat([rows, rows[:, -1:] + 1], 1), pad(rows, (0, 1), value=limit)
                 chunk = pad(chunk, (0, 1))
             mask = chain_mask(first + begin, rows.shape[1], visible_rows=max(starts) + begin + rows.shape[1])
@@ -294,7 +294,7 @@ class Forward(ABC):
 
 
 def parts_of(model: nn.Module, name: str) -> Parts:
-    """What this process has of a model. Raises ValueError for weights that are split in more than one way."""
+    """The part of a model in this process. Raises ValueError for weights that are split in more than one way."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # which may have gathered what is split
     is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
     if is_sharded or any(map(is_split, model.modules())):
@@ -327,7 +327,7 @@ def check_finite(whose: str, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether a weight is an ordinary floating-point tensor; a quantised weight has a class or a dtype of its own."""
+    """True if a weight is an ordinary floating-point tensor; a quantised weight has a class or a dtype of its own."""
     return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 

@@ -2,9 +2,9 @@
 
     model(tokens, position_ids=prefix + depths, cache=KeyValueCache.at(rows, ...), attention_mask=4-D)
 
-With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees, one for each kind of layer if they see
-differently far; with "heavypath" our attention function is an argument of the call. A model's type does not tell
-whether it really follows the mask, the positions and the cache; `probe` does.
+With attn_implementation "sdpa" or "eager" a 4-D mask says which rows each node sees. There is one mask for each kind of
+layer if they see differently far. With "heavypath" our attention function is an argument of the call. A model's type
+does not tell if it really follows the mask, the positions and the cache; `probe` does.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ _ATTENTION = ("sdpa", "eager", NAME)
 class TransformersForward(Forward):
     """A transformers causal language model, by its own forward pass.
 
-    Raises TypeError for a model without a language-model head, or with an encoder; ValueError for one that keeps a
-    state besides keys and values, and for attention that takes no mask of nodes.
+    Raises TypeError for a model without a language-model head, or with an encoder. Raises ValueError for one that keeps
+    a state besides keys and values, and for attention that takes no mask of nodes.
     """
 
     is_foreign = True
@@ -147,7 +147,7 @@ class TransformersForward(Forward):
 
 
 def _has_alibi(config: Any) -> bool:
-    """Whether a model's attention has biases by distance in place of position embeddings."""
+    """True if a model's attention has biases by distance in place of position embeddings."""
     return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 

@@ -1,4 +1,4 @@
-"""What the host may ask of a device while steps run there, and the memory that the host has."""
+"""Facts about the host: which of a device's tensors it may read while steps run there, and its memory."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its 
 
 
 def host_can_read(device: torch.device) -> bool:
-    """Whether the host may read a device's tensors at any time, as on a CPU; for a GPU's tensors it would wait."""
+    """True if the host may read a device's tensors at any time, as on a CPU; for a GPU's tensors it would wait."""
     return device.type == "cpu"
 
 

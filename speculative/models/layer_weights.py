@@ -1,6 +1,6 @@
 """The link between a module that is a layer and the stream that has its weights.
 
-It is a pair of hooks on the module, which take the weights before its forward pass and release them behind it. So
+It is a pair of hooks on the module, which take the weights before its forward pass and release them after it. So
 transformers' own code runs as it is, `generate` included. Who calls parts of the layer instead of the layer itself
 enters the same object: `with weights_of(layer): ...`. Passes of a GPU begin and end: there the module that has the
 layers gets a pair of hooks, too.
@@ -17,7 +17,7 @@ _ALWAYS_THERE = nullcontext()
 
 
 class StreamCounts(NamedTuple):
-    """What a stream has done.
+    """Counts of a stream.
 
     bytes_read: from files; or, to a GPU, from the host's memory
     reading:    seconds in which at least one read was under way
@@ -31,7 +31,7 @@ class StreamCounts(NamedTuple):
     untimed: int = 0
 
     def since(self, before: "StreamCounts") -> "StreamCounts":
-        """What has been done since it was `before`."""
+        """The counts since they were `before`."""
         return StreamCounts(
             bytes_read=self.bytes_read - before.bytes_read,
             reading=self.reading - before.reading,
@@ -46,7 +46,7 @@ class StreamCounts(NamedTuple):
 
 
 class WeightStream(ABC):
-    """What brings the weights of layers when they are needed; `streaming` has one for a CPU and one for a GPU.
+    """A stream that brings the weights of layers when they are needed; `streaming` has one for a CPU and one for a GPU.
 
     layers: how many; resident: those of them that stay; on_take: called with each layer that is taken
     """
@@ -57,7 +57,7 @@ class WeightStream(ABC):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a pass asks the host for nothing, so that it may be captured in a CUDA graph."""
+        """True if a pass asks the host for nothing, so that it may be captured in a CUDA graph."""
         return True
 
     @abstractmethod
@@ -77,16 +77,17 @@ class WeightStream(ABC):
         """Have passes of other threads wait."""
 
     def ahead(self) -> AbstractContextManager[None]:
-        """What a step enters before it drafts: the first layers may be brought meanwhile."""
+        """A block for a step before it drafts: the first layers may be brought meanwhile."""
         return nullcontext()
 
     def replay(self) -> AbstractContextManager[None]:
-        """What a CUDA graph that takes its layers is launched in: it overwrites their places, whoever uses them."""
+        """A block in which a CUDA graph that takes its layers is launched: it overwrites their places, whoever uses
+        them."""
         return nullcontext()
 
     @abstractmethod
     def counts(self) -> StreamCounts:
-        """What it has done so far."""
+        """The counts so far."""
 
 
 class LayerWeights:
@@ -136,7 +137,7 @@ class WholePass:
 
 
 def is_own(hook: object) -> bool:
-    """Whether a hook of a module does no more than to have its weights there."""
+    """True if a hook of a module does no more than to bring its weights."""
     return isinstance(getattr(hook, "__self__", None), LayerWeights | WholePass)
 
 
@@ -152,7 +153,7 @@ def _owner(hook: object) -> LayerWeights | None:
 
 
 def weights_of(layer: nn.Module) -> AbstractContextManager[None]:
-    """What has to be entered before a layer's weights are read."""
+    """A context to be entered before a layer's weights are read."""
     return streamed(layer) or _ALWAYS_THERE
 
 

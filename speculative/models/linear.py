@@ -3,16 +3,16 @@
     [x W1' + b1, x W2' + b2, ...] = x [W1; W2; ...]' + [b1, b2, ...]
 
 A step multiplies few rows by every weight, so its time is that of reading the weights. PyTorch hands such a product to
-MKL, which reads at a third of the memory's speed from 2 rows on; `heavypath.kernels.native`, from a weight that lies in
-blocks of as many outputs as its sums take registers, at four fifths (bench/kernels/bench_linear.py). These blocks are a
-second copy of the weights, which a log line names with its size. Where there is no memory for it, or no compiler for
-the kernels, a warning says so, and weights are multiplied as they lie, those of fp32 by oneDNN: it takes a third
-to nine tenths of MKL's time.
+MKL, which reads at a third of the memory's speed from 2 rows on. `heavypath.kernels.native` reads at four fifths, from
+a weight that lies in blocks of as many outputs as its sums take registers (bench/kernels/bench_linear.py). These blocks
+are a second copy of the weights, which a log line names with its size. Where there is no memory for it, or no compiler
+for the kernels, a warning says so, and weights are multiplied as they lie. Those of fp32 are multiplied by oneDNN,
+which takes a third to nine tenths of MKL's time.
 
-A copy does not see what is written into a weight later. So before each text a weight is compared with what it was: its
-place, its version, which rises with every change in place, and, since a change through `.data` leaves that as it is,
-SAMPLE numbers of each row, along a diagonal, such that rows and columns are all met. A change through `.data` of single
-elements off that diagonal is not noticed.
+A copy does not see a later change of a weight. So before each text a weight is compared with its former look: its place
+and its version, which rises with every change in place. A change through `.data` leaves the version as it is. So
+SAMPLE numbers of each row are compared, too, along a diagonal, such that rows and columns are all met. A change through
+`.data` of single elements off that diagonal is not noticed.
 """
 
 import logging
@@ -81,7 +81,7 @@ class Linears:
         return lambda hidden: product(hidden, copied.blocks)
 
     def is_current(self) -> bool:
-        """Whether all copies are still those of the weights."""
+        """True if all copies are still those of the weights."""
         return all(copied.is_current() for copied in self._copied)
 
     def copy_of(self, layers: Sequence[nn.Linear], paired: bool = False) -> "Packed":
@@ -117,12 +117,13 @@ class Packed:
         self.blocks = Blocks.of([layer.weight for layer in layers], [layer.bias for layer in layers], paired)
 
     def is_current(self) -> bool:
-        """Whether the parameters still look as they did."""
+        """True if the parameters still look as they did."""
         return all(map(_is_as_before, self.parameters, self._looks))
 
 
 def are_plain(layers: Sequence[Any]) -> bool:
-    """Whether the kernels can do what layers do: linear ones of one type that they have, without hooks, on a CPU."""
+    """True if the kernels can do the work of layers: linear ones of one type that they have, without hooks, on a
+    CPU."""
     plain = all(
         type(layer) is nn.Linear
         and not has_hooks(layer)
@@ -135,7 +136,7 @@ def are_plain(layers: Sequence[Any]) -> bool:
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
-    """Where a parameter [N] or [N, K] lies, its version, and some of its bits in each row."""
+    """The look of a parameter [N] or [N, K]: where it lies, its version, and some of its bits in each row."""
     bits = parameter.detach().view(torch.int32 if parameter.dtype.itemsize == 4 else torch.int16)
     if bits.ndim == 1:
         bits = bits.clone()

@@ -1,16 +1,16 @@
 """The forward pass of a Llama-family model over tree nodes, from the modules of the transformers model itself.
 
 transformers' own forward pass spends a fifth of a small model's time on masks, cache objects and passing keywords
-along, and it asks the host questions that a CUDA graph can't answer. This is the same arithmetic on the same modules:
+along. It also asks the host questions that a CUDA graph can't answer. This is the same arithmetic on the same modules:
 
     x = embed(tokens)
     for each layer:  x += o_proj(attention(rotary(q), rotary(k), v));  x += down(act(gate(x)) * up(x))
     logits = lm_head(norm(x))
 
 Keys and values are written to given rows of a cache that was allocated before, and attention follows the caller's mask.
-On a GPU a layer is nine launches, for any batch: sum and norm; q, k and v in one product (see `joined`); rotary and the
-cache's new rows; attention; o_proj; sum and norm; gate and up; act and product; down. On a CPU all of it is
-one call of compiled code (`native`), for which what is here is the reference.
+On a GPU a layer is nine launches, for any batch. They are sum and norm; q, k and v in one product (see `joined`);
+rotary and the cache's new rows; attention; o_proj; sum and norm; gate and up; act and product; down. On a CPU all of it
+is one call of compiled code (`native`), for which this module is the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,10 +68,10 @@ class _LlamaLayer:
 
 
 def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
-    """Whether a model is of one of the `MODEL_TYPES`, made of transformers' own modules, without any hook or patch.
+    """True if a model is of one of the `MODEL_TYPES`, made of transformers' own modules, without any hook or patch.
 
-    `LlamaForward` does not call most of them, so what somebody put there would be left out. What transformers puts
-    there to split a model over ranks in its usual way is known.
+    `LlamaForward` does not call most of them, so it would leave out anything that somebody put there. transformers puts
+    its own hooks there to split a model over ranks; these are known.
     """
     kind = model.config.model_type
     hooked = [module for module in model.modules() if has_hooks(module)] if kind in MODEL_TYPES else []
@@ -165,7 +165,7 @@ class LlamaForward(Forward):
         self._embed = self.parts.embedded(self.embedding)
 
     def is_current(self) -> bool:
-        """Whether the model still consists of what it did, and copies of its weights are what these are now."""
+        """True if the model's parts are the same, and copies of its weights are still up to date."""
         return super().is_current() and self._linears.is_current()
 
     def state(self) -> int:
@@ -286,7 +286,7 @@ def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
 
 
 def norm_of(module: Any) -> Norm:
-    """What an RMS norm of transformers' Llama does."""
+    """The settings of an RMS norm of transformers' Llama."""
     return Norm(module.weight, module.variance_epsilon)
 
 

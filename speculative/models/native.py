@@ -106,7 +106,7 @@ class NativePass:
         self._dtype = embedding.dtype
 
     def takes(self, rows: int) -> bool:
-        """Whether so many rows are faster by the compiled pass; for 16 bits processors may have instructions."""
+        """True if so many rows are faster by the compiled pass; for 16 bits processors may have instructions."""
         return self._dtype == torch.float32 or rows <= FEW_ROWS
 
     def _norm(self, norm: Norm) -> _Norm:

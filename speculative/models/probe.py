@@ -1,8 +1,8 @@
 """Try a forward pass over tree nodes on a small tree: it must give the logits that the model gives for each path.
 
-A model's type does not tell what it computes: its attention may be patched, its layers quantised, adapted or hooked, or
-it may not follow the mask, the positions and the cache that it is called with. So the logits after the nodes of a tree
-behind a prefix are compared with those after the same tokens as plain texts, by the model's own forward pass.
+A model's type does not tell what it computes. Its attention may be patched, its layers quantised, adapted or hooked, or
+it may not follow the mask, the positions and the cache that it is called with. So a tree is drafted after a prefix. The
+logits after its nodes are compared with those after the same tokens as plain texts, by the model's own forward pass.
 """
 
 import torch
@@ -13,16 +13,16 @@ from heavypath.speculative.models.forward import Forward, TreeMask
 
 @torch.no_grad()
 def gap(forward: Forward, model: nn.Module) -> float:
-    """How far the logits of a small tree are from those of its paths as texts, in standard deviations of the logits.
+    """The largest distance of a small tree's logits from those of its paths as texts, in their standard deviations.
 
-    model: what the forward pass stands for, which may be a wrapper around `forward.model`
+    model: the model that the forward pass stands for, which may be a wrapper around `forward.model`
 
-    Raises ValueError for logits of another shape than the vocabulary's, and whatever the model raises.
+    Raises ValueError for logits of another shape than the vocabulary's, and any error of the model.
     """
     device, vocab_size = forward.device, forward.vocab_size
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
     prefix, nodes = torch.randint(vocab_size, (2, 11), generator=noise).to(device).split([3, 8], 1)
-    lengths, depths, ends, paths = (  # a chain of six nodes, and below its root two more, in rows far behind it
+    lengths, depths, ends, paths = (  # a chain of six nodes, and below its root two more, in rows far after it
         torch.tensor(numbers, device=device)
         for numbers in ([3, 2], [0, 1, 2, 3, 4, 5, 1, 2], [8, 6, 6, 6, 6, 6, 8, 8], [[0, 1, 2], [0, 6, 7]])
     )

@@ -1,9 +1,10 @@
-"""What a model consists of, to notice between two calls of `generate` that it has changed.
+"""The structure of a model, to notice between two calls of `generate` that it has changed.
 
-A forward pass is chosen, and tried, for the model as it is when a decoder is made. Later somebody may replace a module,
-register a hook, add or switch an adapter, quantise a layer, move the model to another device, ask for another
-attention, or set a number in its config or in a module. Each of these shows in the structure, which takes a few
-microseconds a module to look up. Values of weights are no part of it: forward passes read them when they are called.
+A forward pass is chosen, and tried, for the model as it is when a decoder is made. Later somebody may change it. They
+may replace a module, register a hook, add or switch an adapter, or quantise a layer. They may move the model to another
+device, ask for another attention, or set a number in its config or in a module. Each of these shows in the structure,
+which takes a few microseconds a module to look up. Values of weights are no part of it: forward passes read them when
+they are called.
 """
 
 from collections.abc import Iterator
@@ -71,14 +72,14 @@ def weight_versions(model: nn.Module) -> int:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module does more, or other, than what its class says, but to have its weights there."""
+    """True if a call of the module does more, or other, than its class, except that it brings its weights."""
     own = module.__dict__
     hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS)
     return "forward" in own or not all(is_own(hook) or _captures(hook) for each in hooks for hook in each.values())
 
 
 def _captures(hook: object) -> bool:
-    """Whether a hook is one of those that transformers registers for good when it is first asked for hidden states.
+    """True if a hook is one of those that transformers registers for good when it is first asked for hidden states.
 
     They do nothing but in a call that asks for these, so that they are no change of a model.
     """
@@ -95,7 +96,7 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _changes_by_itself(own: dict[str, Any]) -> bool:
-    """Whether a module is a rotary embedding that exchanges its factors by the length of each text."""
+    """True if a module is a rotary embedding that exchanges its factors by the length of each text."""
     rope_type = own.get("rope_type")  # a word, or one for each kind of layer
     return rope_type is not None and any(kind in str(rope_type) for kind in ("longrope", "dynamic"))
 
@@ -113,7 +114,7 @@ def _buffers(own: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _place_of(tensor: Tensor) -> int:
-    """What tells one tensor from another: its memory if it has one of its own, else the object."""
+    """The value that tells one tensor from another: its memory if it has one of its own, else the object."""
     tensor = local_of(tensor)
     return tensor.data_ptr() if type(tensor) in (nn.Parameter, Tensor) else id(tensor)
 

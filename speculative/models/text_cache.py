@@ -1,7 +1,7 @@
 """`TextCache`: what models computed of finished texts, for later texts that begin alike.
 
 Row r of a cache belongs to token r of its text and depends on tokens 0 .. r alone. So the rows of the longest common
-prefix serve a later text, whatever comes behind it in either of the two.
+prefix serve a later text, whatever comes after it in either of the two.
 """
 
 import weakref
@@ -50,7 +50,7 @@ class ModelRows:
         self._model, self._layers, self._state = weakref.ref(forward.model), forward.layers, forward.state()
 
     def are_of(self, forward: Caching) -> bool:
-        """Whether the model of `forward`, as it is now, would compute the same rows."""
+        """True if the model of `forward`, as it is now, would compute the same rows."""
         same_model = self._model() is forward.model and self._layers == forward.layers
         return same_model and self._state == forward.state()
 
@@ -58,15 +58,15 @@ class ModelRows:
 class TextCache(Cache):
     """The cached texts of one generation: `out.cache`, for `decoder.generate(..., past=out.cache)`.
 
-    A later prompt takes over the rows of its longest common prefix with any of the texts; they are copied, so that one
-    cache serves as many continuations as one likes. `len()` is the number of texts, `nbytes` the memory it takes.
+    A later prompt takes over the rows of its longest common prefix with any of the texts. They are copied, so that one
+    cache serves any number of continuations. `len()` is the number of texts, `nbytes` the memory it takes.
 
     For transformers it is a `Cache`, so that its own generate takes it as cache= for a decoder. No model can
     be called with it.
     """
 
     def __init__(self, texts: Tensor, slots: list[int], models: list[ModelRows]):
-        """texts:  LongTensor[B, L] on the CPU, the tokens whose rows the target computed, -1 behind each text
+        """texts:  LongTensor[B, L] on the CPU, the tokens whose rows the target computed, -1 after each text
         slots:  where text b is in the models' caches
         models: the rows of the target and, if it is a model, of the draft
         """
@@ -77,7 +77,7 @@ class TextCache(Cache):
     def tokens(self) -> list[Tensor]:
         """The tokens whose rows are cached, a LongTensor[any] on the CPU for each text.
 
-        They are the prompt and the new tokens but for the last; and what was accepted behind the end of a text.
+        They are the prompt and the new tokens but for the last; and what was accepted after the end of a text.
         """
         return [text[text >= 0] for text in self._texts]
 
@@ -96,7 +96,8 @@ class TextCache(Cache):
             )
 
     def shared(self, prompts: Tensor, most: list[int]) -> "SharedPrefixes":
-        """What right-padded prompts LongTensor[B, T] have in common with the texts, at most so many tokens of each."""
+        """The common prefixes of right-padded prompts LongTensor[B, T] and the texts, at most so many tokens of
+        each."""
         width = min(prompts.shape[1], self._texts.shape[1])
         texts, lengths = [], []
         for prompt, limit in zip(prompts.cpu(), most, strict=True):

@@ -1,9 +1,9 @@
-"""Does a model see as far as we think? A trial at the edge of its sliding windows, cheap for a window of any size.
+"""Test how far a model sees: a trial at the edge of its sliding windows, cheap for a window of any size.
 
-How far each layer sees is read from the model's config, and not every model does what its config says. A text longer
-than a window of 4,096 tokens would tell, at the price of that text. This is a trial of three tokens instead, behind a
-prefix that is made up: all keys are zero, so that all rows get equal weight; all values are zero, but for those few
-rows that come into or leave the window of the three tokens, whose values are as large as the window is long. One row
+The distance that each layer sees is read from the model's config, and not every model follows its config. A text longer
+than a window of 4,096 tokens would tell, at the price of that text. This is a trial of three tokens instead, after a
+prefix that is made up. All keys are zero, so that all rows get equal weight. All values are zero, but for those few
+rows that come into or leave the window of the three tokens; their values are as large as the window is long. One row
 too many or too few then changes the logits by as much as a token does. All layers share these rows.
 """
 

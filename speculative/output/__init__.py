@@ -1,1 +1,1 @@
-"""What people look at: text while it arrives, and the trace of a generation as a page."""
+"""Output for people: text while it arrives, and the trace of a generation as a page."""

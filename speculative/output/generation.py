@@ -1,4 +1,4 @@
-"""What `SpeculativeDecoder.generate` returns."""
+"""The result of `SpeculativeDecoder.generate`."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from heavypath.speculative.models.text_cache import TextCache
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """What `generate` returns.
+    """The result of `generate`.
 
     sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
     stats:     counts, acceptance and times, see `Statistics`
@@ -31,7 +31,7 @@ class Generation:
 
     @property
     def cache(self) -> TextCache:
-        """What the models computed of the texts, for `generate(..., past=out.cache)`.
+        """The models' rows of the texts, for `generate(..., past=out.cache)`.
 
         The decoder keeps the caches of its last two generations (in each thread that calls it); to have one for longer,
         hold on to out.cache. Raises RuntimeError if it is gone.

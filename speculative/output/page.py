@@ -161,7 +161,7 @@ def _heights(step: Mapping[str, Any], tall: list[int]) -> list[int]:
 
 
 def _facts(header: Mapping[str, Any]) -> str:
-    """What stands below the heading, in HTML."""
+    """The part below the heading, in HTML."""
     facts = {"target": _model(header["target"])}
     if header["draft"] is not None:
         facts["draft"] = _model(header["draft"])
@@ -191,7 +191,7 @@ def sampling_in_words(filters: Mapping[str, Any]) -> str:
 
 
 def _notes(header: Mapping[str, Any]) -> str:
-    """What stands at the foot of the page, in HTML."""
+    """The part at the foot of the page, in HTML."""
     notes = [
         "The draft proposes the tree, the target scores all of it at once, and the path in green is kept. One more "
         "token of the target's own follows it: <em>recovered</em> where drafts were refused, a <em>bonus</em> below a "

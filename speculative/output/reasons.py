@@ -1,17 +1,17 @@
-"""Why each node of a verified tree is on the accepted path, or is not.
+"""Reasons why each node of a verified tree is on the accepted path, or is not.
 
 `verify_tree` says which path it accepted. This module walks down that path again for one sequence, in fp64 and by the
-references in `residual`, `traversal` and `k_seq` of `heavypath.kernels.verifying`, so that it can tell the coin of
-every node that was tried, and the threshold that the coin had to be below. What was accepted is always taken from
+references in `residual`, `traversal` and `k_seq` of `heavypath.kernels.verifying`. So it can tell the coin of every
+node that was tried, and the threshold that the coin had to be below. The accepted path is always taken from
 `verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
 
 Traversal goes through all nodes before the accepted one in post-order, so it is walked again in that order. Nodes above
 the accepted one had no coin: something below them was accepted before their turn.
 
 Held siblings have one coin together, and each a share of its range: the thresholds are the ends of these shares, one
-behind the other in draw order, and the child is accepted in whose share the coin lies.
+after the other in draw order. The accepted child is the one in whose share the coin lies.
 
-Typical acceptance has no coins: a child's threshold is what the target's probability of its token must be above.
+Typical acceptance has no coins: the target's probability of a child's token must be above the child's threshold.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class VerifiedTree(NamedTuple):
 
 
 class VerifyOptions(NamedTuple):
-    """What verified: `method` of `verify_tree`, "typical", or `rules.OWN`, a user's own verifier; and its options.
+    """The verifier: `method` of `verify_tree`, "typical", or `rules.OWN`, a user's own verifier; and its options.
 
     typical:     the limits of typical acceptance
     replacement: as in `verify_tree`
@@ -87,7 +87,7 @@ class VerifyOptions(NamedTuple):
 
 
 class Reasons(NamedTuple):
-    """What became of N nodes, and of the token after the accepted ones.
+    """The fate of N nodes, and of the token after the accepted ones.
 
     fates:       one of FATES for each node
     coins, thresholds: of the nodes that were tried against a coin; None for the others. Typical acceptance has
@@ -298,7 +298,7 @@ def _traverse_again(
 
 
 def _shares(chain: Chain, drawn: list[int]) -> list[float | None]:
-    """Where the shares of held siblings end, in the range of their coin; None for a child that is skipped."""
+    """The ends of the shares of held siblings, in the range of their coin; None for a child that is skipped."""
     held = dict(chain.hold([*range(len(drawn))], drawn))
     ends = np.cumsum([held.get(place, 0.0) for place in range(len(drawn))]).tolist()
     return [end if place in held else None for place, end in enumerate(ends)]

@@ -194,7 +194,7 @@ class Recorder:
             sequence = int(before.member[slot])
             tokens = drafted.tokens[slot]
             nodes = len(tokens)
-            if drafted.parents.dim() == 2:  # the absent nodes of a tree that grew are behind all others, and nowhere
+            if drafted.parents.dim() == 2:  # the absent nodes of a tree that grew are after all others, and nowhere
                 nodes = int((tokens >= 0).sum())
             tree = VerifiedTree(
                 tokens=tokens[:nodes],
@@ -239,7 +239,7 @@ class Recorder:
         return text
 
     def _piece(self, sequence: int, token: int) -> str:
-        """What a token adds to the text. A character of several tokens comes with the last of them."""
+        """The text that a token adds. A character of several tokens comes with the last of them."""
         pieces = self._pieces[sequence]
         pieces.clear()
         self._streams[sequence].put(torch.tensor([token]))
@@ -316,13 +316,13 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _described_draft(draft: Draft) -> dict[str, Any]:
-    """What a draft is; one without a model has a name alone, and one made of drafts those of its parts."""
+    """The description of a draft; one without a model has a name alone, and one made of drafts those of its parts."""
     facts = [{"name": leaf.name} if leaf.forward is None else _described(leaf.forward) for leaf in draft.leaves]
     return facts[0] if len(facts) == 1 else {"name": " and ".join(each["name"] or "model" for each in facts)}
 
 
 def _described(model: Drafting) -> dict[str, Any]:
-    """What a model is."""
+    """The description of a model."""
     return {
         "name": Path(str(getattr(model.config, "name_or_path", ""))).name,
         "type": model.config.model_type,

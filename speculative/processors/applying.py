@@ -19,10 +19,10 @@ class AskedText(NamedTuple):
 
 
 def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, twice: bool) -> Tensor:
-    """What processors make of scores fp32 [R, V] after the texts LongTensor[R, T'].
+    """The result of processors on scores fp32 [R, V] after the texts LongTensor[R, T'].
 
     rows:  whose processors are the same, but for grammars, of which each text has its own in the same place
-    twice: whether those of unknown kind are asked again, in another order, to find out whether they answer alike
+    twice: whether those of unknown kind are asked again, in another order, to see if they answer alike
 
     Raises TypeError for an answer that is none, ValueError for a processor whose answers depend on earlier calls.
     """

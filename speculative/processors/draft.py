@@ -2,7 +2,7 @@
 
 What is drawn, and what a verification weighs it by, is the processed distribution: so little is drafted that the
 processed target would refuse. Static and growing trees are drafted through the same call, a level at a time, whose
-`Feed` tells the tree: a node's number is its cache row behind the prefix.
+`Feed` tells the tree: a node's number is its cache row after the prefix.
 """
 
 from collections.abc import Callable
@@ -61,17 +61,17 @@ class ProcessedDraft(Draft):
 
     def __init__(self, draft: Draft, step: StepProcessors, lap: Callable[[str], object]):
         self._draft, self._step, self._lap = draft, step, lap
-        self.laws = draft.laws  # a Merge gives the logits of each draft, one behind the other
+        self.laws = draft.laws  # a Merge gives the logits of each draft, one after the other
         self._paths: list[dict[int, Path | None]] = []  # of each sequence, by the numbers of nodes
         self._columns: dict[int, int] = {}  # of nodes of the level above, in its logits
         self._above = torch.empty(0)
 
     def new_cache(self, batch: int, rows: int) -> Any:
-        """That of the draft."""
+        """A new cache of the draft."""
         return self._draft.new_cache(batch, rows)
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """That of the draft."""
+        """The prefill of the draft."""
         self._draft.prefill(tokens, cache)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:

@@ -22,7 +22,8 @@ _tokenizers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDic
 
 
 class Grammar:
-    """What the new text may be. Given to `generate(logits_processor=[...])`, it masks what cannot go on in it.
+    """A language for the new text. Given to `generate(logits_processor=[...])`, it masks tokens that cannot go on in
+    it.
 
         Grammar.json_schema({"type": "array", "items": {"type": "integer"}}, tokenizer)
         Grammar.regex("[0-9]{4}-[0-9]{2}-[0-9]{2}", tokenizer)
@@ -74,8 +75,8 @@ class Grammar:
         schema:     as a dictionary, or as JSON text
         whitespace: whether there may be any between JSON's tokens; without it, a small model cannot lose itself in it
 
-        Raises ValueError for a schema that is no JSON, for one that cannot be followed, by the name of what is
-        unknown, impossible or not implemented in it, and for one beyond the limits of grammar_limits.py.
+        Raises ValueError for a schema that is no JSON, and for one beyond the limits of grammar_limits.py. Also for one
+        that cannot be followed, by the name of the part that is unknown, impossible or not implemented.
         """
         source = schema_source(schema, whitespace=whitespace)
         return cls(source, tokenizer, eos_token_id=eos_token_id, what="JSON schema")

@@ -1,8 +1,8 @@
-"""What of a grammar is refused before llguidance reads it, since to compile it could end the process or take minutes.
+"""Refuse grammars before llguidance reads them that could end the process or take minutes to compile.
 
-llguidance follows references and nested schemas by calling itself, so that a long chain of either overflows the stack
-(at 8 MiB behind 2,000 containers or more); and its automaton for the multiples of N has N states, for those of several
-numbers as many as their least common multiple. Nothing here calls itself.
+llguidance follows references and nested schemas by calling itself. So a long chain of either overflows the stack (at
+8 MiB after 2,000 containers or more). Its automaton for the multiples of N has N states, for those of several numbers
+as many as their least common multiple. Nothing here calls itself.
 """
 
 import math
@@ -57,7 +57,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 
 
 def _containers(schema: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
-    """All objects and arrays, each behind the one that it is in, and how many are nested in each, itself included."""
+    """All objects and arrays, each after the one that it is in, and how many are nested in each, itself included."""
     containers, parents = [], []
     values, waiting = 0, [(schema, -1)]
     while waiting:
@@ -80,7 +80,7 @@ def _values(container: Mapping[str, Any] | Sequence[Any]) -> Iterator[Any]:
 
 
 def _target(schema: Mapping[str, Any], name: str) -> Any:
-    """What a reference means, if it is a path from the schema's beginning (RFC 6901), else None."""
+    """The meaning of a reference, if it is a path from the schema's beginning (RFC 6901), else None."""
     address, _, path = name.partition("#")
     if address or (path and not path.startswith("/")):
         return None

@@ -1,8 +1,8 @@
-"""Which processors can be asked along a tree, which of them about many nodes at once, and which are refused.
+"""Kinds of processors: those that can be asked along a tree, those that take many nodes at once, those refused.
 
 A processor is asked about nodes in the order in which they are drafted, twice for each node, and about nodes that are
-never accepted. So what it answers must depend on its arguments alone. Classes of transformers whose rows do not depend
-on each other are given all nodes of one depth in a call; whatever else can be called is given one row at a time.
+never accepted. So its answers must depend on its arguments alone. Classes of transformers whose rows do not depend on
+each other are given all nodes of one depth in a call. Any other callable is given one row at a time.
 """
 
 import inspect
@@ -69,7 +69,7 @@ _REFUSED_PACKAGES = {"xgrammar": _OWN_GRAMMARS, "outlines": _OWN_GRAMMARS, "outl
 
 
 def name_of(processor: object) -> str:
-    """What messages call a processor."""
+    """The name of a processor in messages."""
     return getattr(processor, "__name__", type(processor).__name__)
 
 

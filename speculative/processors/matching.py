@@ -1,4 +1,4 @@
-"""Follow a grammar along a text, and along the paths of the trees that are drafted behind it.
+"""Follow a grammar along a text, and along the paths of the trees that are drafted after it.
 
 One matcher goes from node to node: back to where the two paths part, then forward by the tokens of the other. Neither
 depends on how long the text is, and nothing of it is read again. What may follow a node is kept until the next step, so
@@ -20,7 +20,7 @@ class GrammarText:
     def __init__(self, grammar: Grammar):
         self._matcher, self._ends = grammar.matcher(), grammar.eos_token_ids
         self._size = len(words_of(self._matcher))
-        self._at: Path = ()  # what the matcher has read behind the root
+        self._at: Path = ()  # what the matcher has read after the root
         self._ended = False
         self._words: dict[Path, Tensor] = {}  # what may follow the nodes of this step
 
@@ -48,7 +48,7 @@ class GrammarText:
         return self._words[path]
 
     def _go_to(self, path: Path) -> bool:
-        """Move the matcher behind a path; whether it is one of the grammar, and if not, as far as it goes."""
+        """Move the matcher after a path; whether it is one of the grammar, and if not, as far as it goes."""
         common = 0
         while common < min(len(path), len(self._at)) and path[common] == self._at[common]:
             common += 1

@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class GivenProcessors:
-    """What `generate` was given.
+    """The processors and settings that `generate` was given.
 
     config:   a model's, where its settings are asked, else None
     always:   whether penalties are processors where there are no others, too: in a batch of requests that differ
@@ -40,7 +40,7 @@ class GivenProcessors:
 
 
 class Texts(NamedTuple):
-    """What processors are made for.
+    """The texts that processors are made for.
 
     input_ids: LongTensor[B, T], the prompts as they were given
     lengths:   LongTensor[B], without padding
@@ -62,7 +62,7 @@ class Penalties(NamedTuple):
 
 
 class ProcessorChain(NamedTuple):
-    """What is done to logits: by a list of processors for each sequence, or None; then by the filters."""
+    """The changes of logits: by a list of processors for each sequence, or None; then by the filters."""
 
     lists: list[list[Processor]] | None
     filters: Filters
@@ -89,7 +89,7 @@ def chain_of(given: GivenProcessors, texts: Texts, penalties: Penalties, filters
 
 
 def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
-    """Those that settings stand for, and a user's own: what `GenerationMixin._merge_criteria_processor_list` does."""
+    """The processors of settings, and a user's own: as `GenerationMixin._merge_criteria_processor_list` makes them."""
     first = {type(each): each for each in reversed(own)}
     for each in settings:
         if type(each) in first:
@@ -119,7 +119,7 @@ def _penalties(penalties: Penalties, texts: Texts) -> list[list[Any]]:
 
 
 def _biases(config: GenerationConfig) -> list[Any]:
-    """What transformers asks before the penalties."""
+    """The processors that transformers asks before the penalties."""
     bias = getattr(config, "sequence_bias", None)
     return [] if bias is None else [theirs.SequenceBiasLogitsProcessor(bias)]
 
@@ -127,7 +127,7 @@ def _biases(config: GenerationConfig) -> list[Any]:
 def _others(
     config: GenerationConfig, allowed: Callable[[int, Tensor], list[int]] | None, texts: Texts, min_new_tokens: int
 ) -> list[Any]:
-    """What transformers asks behind the penalties and before a user's processors, in its order."""
+    """The processors that transformers asks after the penalties and before a user's processors, in its order."""
     width, device = texts.input_ids.shape[1], str(texts.input_ids.device)
     eos = torch.tensor(list(texts.eos), dtype=torch.long, device=device)
 
@@ -193,7 +193,7 @@ def _in_order(filters: Filters, warpers: list[Any]) -> list[Any]:
 
 
 def _watermarks(config: GenerationConfig, texts: Texts) -> list[Any]:
-    """What transformers asks last."""
+    """The processors that transformers asks last."""
     watermark = getattr(config, "watermarking_config", None)
     if watermark is None:
         return []

@@ -2,8 +2,8 @@
 
 The tokens that a step accepts are cut where plain decoding would have stopped: after the first token at which a
 criterion says so. Criteria are called as transformers calls them, with the text up to that token and the prompt as it
-was given, left padding included; but with one sequence at a time, LongTensor[1, T + new], so that the end of a sequence
-does not depend on the rest of the batch.
+was given, left padding included. But they get one sequence at a time, LongTensor[1, T + new], so that the end of a
+sequence does not depend on the rest of the batch.
 """
 
 from collections.abc import Sequence

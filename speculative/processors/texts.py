@@ -71,7 +71,7 @@ class BatchProcessors:
     def begin(
         self, member: int, prompt: Tensor, processors: Sequence[Processor], stops: Iterable[int], number: int
     ) -> None:
-        """The sequence `member` begins a text behind its prompt LongTensor[T], as it was given.
+        """The sequence `member` begins a text after its prompt LongTensor[T], as it was given.
 
         stops: the tokens that end it; number: of the sequence in its request
 
@@ -118,7 +118,7 @@ def _of_sequence(processor: Any, number: int) -> "Processor | GrammarText":
 
 
 class StepProcessors:
-    """What is asked about the nodes of one step's trees.
+    """The processors' answers about the nodes of one step's trees.
 
     texts: of each slot, None where nothing is asked; left: tokens that each may still write
     """
@@ -187,7 +187,7 @@ class StepProcessors:
         return out
 
     def _goes_on(self, text: _Text, slot: int, path: Path) -> bool:
-        """Whether a token can follow a node at all."""
+        """True if any token can follow a node."""
         return len(path) < self._left[slot] and text.stops.isdisjoint(path)
 
     def _check(self, whose: str, out: Tensor, paths: PathsOf) -> Tensor:

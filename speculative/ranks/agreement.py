@@ -2,17 +2,18 @@
 
 Each rank drafts and verifies for itself. It comes to the same as the others because random numbers are a function of
 seed and place, because a draft is the same everywhere, and because a sum over ranks is the same bits on all of them.
-What breaks that, another seed or a weight that differs, must not mix texts silently. So a step ends with one small
-collective, whatever the sizes of its tensors: with the words w of a rank, which are digests of what it did,
+Another seed, or a weight that differs, breaks this, and must not mix texts silently. So a step ends with one small
+collective, whatever the sizes of its tensors: with the words w of a rank, which are digests of its results,
 
     largest(w), largest(-w)        over all ranks;        they agree iff  largest(w) = -largest(-w)
 
-A rank that is to end, by Ctrl-C or because its streamer has raised, says so by one more number. What came out stands
-in the state, where the host finds it with all else of the step: no sequence goes on, and `LEFT` is DIFFERENT or ENDED.
-So all ranks raise after the same step. A step in a CUDA graph does the same without the host.
+A rank that is to end, by Ctrl-C or because its streamer has raised, says so by one more number. The result is kept in
+the state, where the host finds it with the rest of the step: no sequence goes on, and `LEFT` is DIFFERENT or ENDED. So
+all ranks raise after the same step. A step in a CUDA graph does the same without the host.
 
-Not seen by it: a weight that is split exists once, so that nothing differs if it is wrong; all ranks then decode one
-text by another model. Weights that each rank has for itself are compared when a decoder is made and before each text.
+It does not see a wrong weight that is split, because such a weight exists once, and nothing differs. All ranks then
+decode one text by another model. Weights that each rank has for itself are compared when a decoder is made and before
+each text.
 """
 
 import logging
@@ -86,7 +87,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 class Agreement(Peers):
-    """What the ranks of a decoder tell each other while they decode. One generation at a time."""
+    """The messages between the ranks of a decoder while they decode. One generation at a time."""
 
     is_alone = False
 
@@ -101,7 +102,7 @@ class Agreement(Peers):
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which decides, writes and streams."""
+        """True if this is rank 0, which decides, writes and streams."""
         return self.ranks.rank == 0
 
     def begin(self, facts: Mapping[str, object]) -> None:
@@ -147,9 +148,9 @@ class Agreement(Peers):
         left.copy_(torch.where(self._differ, DIFFERENT, torch.where(most[-1] > 0, ENDED, left)))
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """What all ranks are to raise where `LEFT` is DIFFERENT or ENDED after a step; None where it is neither.
+        """The error that all ranks raise where `LEFT` is DIFFERENT or ENDED after a step; None where it is neither.
 
-        step: which one of the text, for the message. All ranks must ask alike.
+        step: its number in the text, for the message. All ranks must ask alike.
         """
         if left == DIFFERENT:
             every = self.ranks.all_of(self._words).T.tolist()
@@ -208,19 +209,19 @@ class Agreement(Peers):
             signal.signal(signal.SIGINT, before)
 
     def decided(self, by: Callable[[], Any]) -> Any:
-        """What rank 0 answers, see `Ranks.decided`."""
+        """The answer of rank 0, see `Ranks.decided`."""
         return self.ranks.decided(by)
 
     def any(self, fact: bool) -> bool:
-        """Whether something holds on any of the ranks."""
+        """True if something holds on any of the ranks."""
         return any(self.ranks.told(fact))
 
 
 def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement:
-    """How the ranks agree that some models' weights are split over.
+    """The agreement of the ranks that some models' weights are split over.
 
     models: as of `peers.peers_of`. Checks their weights: those that each rank has for itself must be the same. Raises
-    what the checks raise, on all ranks, and RankMismatchError; ValueError where one is split and another streamed.
+    the checks' errors, on all ranks, and RankMismatchError; ValueError where one is split and another streamed.
     """
     ranks = whole_ranks([model.ranks for model in models])
     assert ranks is not None
@@ -240,7 +241,7 @@ def own_weights(model: Any) -> dict[str, object]:
 
 
 def _drawn(drafted: Any) -> list[Tensor]:
-    """What is equal where the same was drafted: tokens, parents, and of the logits those that were drawn from."""
+    """The values that are equal where the same was drafted: tokens, parents, and of the logits those drawn from."""
     if drafted.logits is None:
         return [drafted.tokens, drafted.parents]
     sources = drafted.parents if drafted.laws is None else drafted.laws

@@ -35,12 +35,12 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Which of the processes this one is, from 0."""
+        """The number of this process, from 0."""
         return self.group.rank()
 
     @property
     def count(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.group.size()
 
     def add(self, part: Tensor) -> Tensor:
@@ -73,15 +73,15 @@ class Ranks:
         return torch.stack(every)
 
     def told(self, what: T) -> list[T]:
-        """What every rank tells the others: any object that can be pickled."""
+        """The messages of all ranks to each other: any objects that can be pickled."""
         every: list[T] = [what] * self.count
         dist.all_gather_object(every, what, group=self.group)
         return every
 
     def decided(self, by: Callable[[], T]) -> T:
-        """What rank 0 answers; the others do not call the function.
+        """The answer of rank 0; the others do not call the function.
 
-        Raises what it raises on rank 0, and RankFailedError with its message on the others.
+        Raises rank 0's exception there, and RankFailedError with its message on the others.
         """
         answer: list[T | None] = [None]
         problem: BaseException | None = None
@@ -99,7 +99,7 @@ class Ranks:
         return told[1]  # pyright: ignore[reportReturnType]
 
     def together(self, function: Callable[[], T]) -> T:
-        """What a function without collectives returns on each rank; if it raises on one, it raises on all.
+        """The result of a function without collectives on each rank; if it raises on one, it raises on all.
 
         Raises the rank's own exception, and on those that have none RankFailedError, with the message of another's.
         """
@@ -130,7 +130,7 @@ def ranks_of(model: nn.Module, name: str) -> Ranks | None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # it leaves the outermost module's weights gathered behind a pass
+            module.reshard()  # it leaves the outermost module's weights gathered after a pass
     meshes = {weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)}
     if not meshes:
         return None

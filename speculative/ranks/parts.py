@@ -1,4 +1,4 @@
-"""What this process has of a model's weights, as forward passes and drafts see it.
+"""Parts of a model's weights in this process, as forward passes and drafts see them.
 
 Where the weights are whole, `Parts` changes nothing. `ranks.shards` has those of a model that is split.
 """
@@ -21,15 +21,15 @@ class Parts:
     ranks: Any = None
 
     def knows_hook_of(self, module: nn.Module) -> bool:
-        """Whether a module's hook or patch is known as what splits it."""
+        """True if a module's hook or patch is known as one that splits it."""
         return False
 
     def are_usual(self, model: Any) -> bool:
-        """Whether a Llama is split in a way that its forward pass knows."""
+        """True if a Llama is split in a way that its forward pass knows."""
         return True
 
     def heads(self, count: int) -> int:
-        """How many of so many heads of attention there are here."""
+        """The number of heads of attention in this process, of so many in all."""
         return count
 
     def of(self, module: Any) -> Any:
@@ -53,7 +53,7 @@ WHOLE = Parts()
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor: all of it, unless it is a DTensor."""
+    """The part of a tensor in this process: all of it, unless it is a DTensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -63,5 +63,5 @@ def part_owned(tensor: Tensor) -> float:
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether the module's own weights are split over ranks."""
+    """True if the module's own weights are split over ranks."""
     return any(isinstance(weight, DTensor) for weight in module.parameters(recurse=False))

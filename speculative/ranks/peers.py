@@ -41,7 +41,7 @@ class Peers:
         """
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """What is to be raised where `LEFT` says so after a step, which is number `step` of the text."""
+        """The error to be raised where `LEFT` says so after a step, which is number `step` of the text."""
         return None
 
     def end(self) -> None:
@@ -56,11 +56,11 @@ class Peers:
         return nullcontext()
 
     def decided(self, by: Callable[[], Answer]) -> Answer:
-        """What a function says that processes may answer differently."""
+        """The result of a function whose answers may differ between processes."""
         return by()
 
     def any(self, fact: bool) -> bool:
-        """Whether something holds for any of them."""
+        """True if something holds for any of them."""
         return fact
 
 

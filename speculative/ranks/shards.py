@@ -1,4 +1,4 @@
-"""What a rank has of a Llama that transformers has split by its tensor-parallel plan, and how the parts make a whole.
+"""Parts of a Llama that transformers has split by its tensor-parallel plan, and how they make a whole.
 
 With n ranks, and the parts of rank r as transformers cuts them:
 
@@ -30,7 +30,7 @@ _parts: "weakref.WeakKeyDictionary[nn.Module, nn.Linear]" = weakref.WeakKeyDicti
 
 
 def is_split_by_transformers(module: nn.Module) -> bool:
-    """Whether a module's forward was replaced by transformers' tensor parallelism, and it has no hooks besides."""
+    """True if a module's forward was replaced by transformers' tensor parallelism, and it has no hooks besides."""
     own = module.__dict__
     place, name = (getattr(own.get("forward"), part, "") for part in ("__module__", "__qualname__"))
     replaced = place == "transformers.distributed.tensor_parallel" and name.endswith(".<locals>.tp_forward")
@@ -38,7 +38,7 @@ def is_split_by_transformers(module: nn.Module) -> bool:
 
 
 def is_split_as_usual(model: Any) -> bool:
-    """Whether a Llama is split in the way that is described above; embedding and lm_head may be whole."""
+    """True if a Llama is split in the way that is described above; embedding and lm_head may be whole."""
     for layer in model.model.layers:
         rows = [layer.get_submodule(name) for name in _LAYER]
         columns = [layer.self_attn.o_proj, layer.mlp.down_proj]

@@ -70,13 +70,13 @@ class Arrival:
         return self.request.max_new_tokens - len(self.tokens)
 
     def settings(self) -> Tensor:
-        """How target and draft are sampled, fp64 [2, 4], as `kernels.sequence_scores` has it."""
+        """The sampling of target and draft, fp64 [2, 4], as `kernels.sequence_scores` has it."""
         draft = self.draft_filters if self.draft_filters.temperature > 0 else GREEDY_DRAFT
         rows = [settings_of(self.request.filters), settings_of(draft)]
         return torch.tensor(rows, dtype=torch.float64, device=self.request.prompt.device)
 
     def interrupted(self) -> Reason | None:
-        """Why it is to end at once; None if it is not."""
+        """The reason why it is to end at once; None if there is none."""
         if self.progress.is_cancelled:
             return "cancelled"
         if self.deadline is not None and self.clock() >= self.deadline:
@@ -140,7 +140,7 @@ class Arrivals:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may still come."""
+        """True if requests may still come."""
         return self._is_open
 
     def check_open(self) -> None:
@@ -172,7 +172,7 @@ class Arrivals:
             client = next((each for each in self._waiting if may(each, self._waiting)), _NOBODY)
             if client is _NOBODY:
                 return None
-            requests = self._waiting.pop(client)  # to be put back behind the others
+            requests = self._waiting.pop(client)  # to be put back after the others
             group, texts = next(iter(requests.items()))
             del requests[group]
             arrival = texts.popleft()
@@ -184,7 +184,7 @@ class Arrivals:
             return arrival
 
     def interrupted(self) -> list[tuple[Arrival, Reason]]:
-        """Those that are to end while they wait, which wait no more."""
+        """The requests that are to end while they wait, which wait no more."""
         with self._changed:
             found: list[tuple[Arrival, Reason]] = []
             for each in self._all():
@@ -224,5 +224,6 @@ _NOBODY = object()
 
 
 def _going_on(arrivals: Iterator[Arrival]) -> int:
-    """How many are not cancelled: the others' places are free, also before the thread that decodes has seen them."""
+    """The number that are not cancelled: the others' places are free, also before the thread that decodes has seen
+    them."""
     return sum(not each.progress.is_cancelled for each in arrivals)

@@ -28,7 +28,7 @@ class Completion:
         self._wake()
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self._progress.since(0)[1] is not None
 
     def result(self, timeout: float | None = None) -> Completed:

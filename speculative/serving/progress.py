@@ -1,7 +1,7 @@
-"""What a request has brought so far: the thread that decodes writes it, and any number of others read it.
+"""Progress of a request: the thread that decodes writes it, and any number of others read it.
 
-The tokens are kept until nobody has the completion any more. So who reads slowly, or not at all, holds up no one, and
-takes no more memory than the tokens that the request may have.
+The tokens are kept until nobody has the completion any more. So a slow reader holds up no one, and takes no more memory
+than the tokens that the request may have.
 """
 
 import threading
@@ -13,7 +13,7 @@ Reason = Literal["stop", "length", "cancelled", "deadline"]
 
 
 class Completed(NamedTuple):
-    """What became of a request.
+    """The outcome of a request.
 
     tokens:           its new tokens, with the end-of-sequence token or the stop string that ended it
     reason:           "stop", by an end-of-sequence token, a stop string or a criterion; "length", with all the tokens

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServiceStatistics:
-    """What a service does and has done; the numbers of requests since it began, by their outcome.
+    """State and counts of a service; the numbers of requests since it began, by their outcome.
 
     running, waiting: requests in slots, one whose prompt is under way among them, and requests in the queue
-    submitted:  that were taken; completed, by the end of their text; cancelled; expired, past their deadline; failed,
-                by an error; refused: that were not taken, because the queue was full, or their client's share of it
+    submitted:  requests that were taken; completed, by the end of their text; cancelled; expired, past their deadline;
+                failed, by an error. refused: requests not taken, because the queue, or their client's share, was full
     steps:      sums over the requests, as new_tokens and prompt_tokens
     batch_steps: steps of all that ran then, side by side
     cache_bytes: of all caches, which are allocated when the service begins
@@ -74,10 +74,10 @@ class Service:
                 ...
 
     Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in
-    each step; up to `queue` more wait, first come, first served; where `submit` says whose a request is, clients take
-    turns, and none takes everything (see `Arrivals` and `ServiceSlots`). A prompt goes through the models in pieces of
-    `prefill_tokens`, between steps, so that no running request waits for more than one piece. All memory is taken at
-    the beginning.
+    each step. Up to `queue` more wait, first come, first served. Where `submit` names the client of a request, clients
+    take turns, and none takes everything (see `Arrivals` and `ServiceSlots`). A prompt goes through the models in
+    pieces of `prefill_tokens`, between steps, so that no running request waits for more than one piece. All memory is
+    taken at the beginning.
 
     A request's text is the one that it has alone, whatever else runs (in float32; in 16 bits up to ties of rounding).
     With method "ersd", and for greedy text with any method, it is that of
@@ -137,13 +137,13 @@ class Service:
         input_ids: the prompt's tokens, a list or a LongTensor [T]
         seed: 0 .. 2**27 - 1, names the request's noise; None takes a number that no other request has been given so
         deadline: seconds from now, after which it ends with what it has
-        client: whose it is: clients take turns, one may fill half of the queue, and the last free slot is kept for a
-            client that has none. None, as for a program alone, is bound by nothing but the queue
+        client: the client whose request it is: clients take turns, one may fill half of the queue, and the last free
+            slot is kept for a client that has none. None, as for a program alone, is bound by nothing but the queue
         group: texts of a client that belong together; its groups take turns
         options: `RequestOptions`, and all else that `SpeculativeDecoder.generate` has, too, with the same defaults
 
-        Raises TypeError or ValueError for arguments that do not fit, QueueFull where as many requests wait as may, of
-        all or of this client, and Closed behind `close`, or from the error that has ended the service.
+        Raises TypeError or ValueError for arguments that do not fit. Raises QueueFull where as many requests wait as
+        may, of all or of this client, and Closed after `close`, or from the error that has ended the service.
         """
         self._arrivals.check_open()
         check_options("submit", options, RequestOptions)
@@ -190,11 +190,11 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests: until it is closed, or has ended by an error."""
+        """True if it takes requests: until it is closed, or has ended by an error."""
         return self._arrivals.is_open
 
     def stats(self) -> ServiceStatistics:
-        """What it does now, and what it has done so far."""
+        """The state now, and the counts so far."""
         running = len(self._slots.running) + (self._entering is not None)
         with self._lock:
             return replace(self._counts, running=running, waiting=len(self._arrivals))
@@ -219,7 +219,7 @@ class Service:
         self.close(graceful=kind is None)
 
     def _run(self) -> None:
-        """What the thread does."""
+        """The work of the thread."""
         with torch.inference_mode(), self._in_device():  # also for what an error leaves behind: slots are emptied
             try:
                 while self._is_busy() or self._arrivals.is_open:
@@ -242,7 +242,7 @@ class Service:
         return bool(self._slots.running) or self._entering is not None or len(self._arrivals) > 0
 
     def _end_interrupted(self) -> None:
-        """End what was cancelled, or is past its deadline; all that there is, behind a close that is not graceful."""
+        """End what was cancelled, or is past its deadline; all that there is, after a close that is not graceful."""
         if not self._is_graceful:
             self._end_all("cancelled")
             return
@@ -296,7 +296,7 @@ class Service:
             arrival, self._entering = self._entering[0], None
             self._end(arrival, outcome)
         for member in [*self._slots.running]:
-            if not isinstance(outcome, Exception):  # behind an error there may be no device that could empty slots
+            if not isinstance(outcome, Exception):  # after an error there may be no device that could empty slots
                 self._slots.leave(member)
             self._end(member.arrival, outcome)
 
@@ -315,7 +315,7 @@ class Service:
 
 
 class TreesOfSlots(Protocol):
-    """What `TreesByBatch` is."""
+    """The part of `TreesByBatch` that slots call."""
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]: ...  # noqa: D102

@@ -3,11 +3,11 @@
 Those that run are in the first slots, so that a step does no work for empty ones. Where one leaves, the last one takes
 its slot: its rows are copied, and nothing else moves.
 
-A prompt goes through the models in an anteroom, the memory of one sequence, piece by piece between the steps of those
-that run, so that none of these waits for more than one piece. Then its rows are copied into a slot.
+A prompt goes through the models in an anteroom, the memory of one sequence. It goes piece by piece between the steps of
+the running sequences, so that none of these waits for more than one piece. Then its rows are copied into a slot.
 
 Two rules keep one client's texts from holding up another's. The last free slot is for a client that has none, so that
-nobody waits for the end of a stranger's text. And on a CPU, where a step takes the longer the more texts are in it, no
+nobody waits for the end of a stranger's text. On a CPU a step takes the longer the more texts are in it. There no
 client has more than `BESIDE` of them in a step while others have any: its further ones pause in the last slots, and go
 on when a text ends. A client that is alone has all the time and all slots but one.
 """
@@ -65,10 +65,10 @@ class Member:
 def serving_plan(plan: StepPlan) -> StepPlan:
     """The plan for sequences that are sampled each in its own way, of one for temperature 1 without filters.
 
-    The filters are then those of what `kernels.sequence_scores` makes of the logits: temperature 1, and none; or
-    temperature 0 for draws of the draft's likeliest tokens.
+    The filters are then those of the scores that `kernels.sequence_scores` makes of the logits: temperature 1, and
+    none; or temperature 0 for draws of the draft's likeliest tokens.
 
-    Children are not drawn uniformly where a draft's support is used up: a request's processors may leave tokens out on
+    Children are not drawn uniformly where a draft's support is used up. A request's processors may leave tokens out on
     purpose, all of them after the end of a text, and there a node must stay absent.
     """
     likeliest = plan.rules.drawing_filters.temperature == 0
@@ -81,7 +81,7 @@ def serving_plan(plan: StepPlan) -> StepPlan:
 
 
 class ServiceLimits(NamedTuple):
-    """How much a service takes on.
+    """The limits of a service.
 
     slots:          sequences in a step
     max_tokens:     of a sequence, its prompt with its new tokens
@@ -142,11 +142,11 @@ class ServiceSlots:
 
     @property
     def is_full(self) -> bool:
-        """Whether no other sequence can join."""
+        """True if no other sequence can join."""
         return len(self.running) == self.limits.slots
 
     def may_join(self, client: Hashable, waiting: Collection[Hashable]) -> bool:
-        """Whether a client may have one more slot; waiting: the clients who wait for any."""
+        """True if a client may have one more slot; waiting: the clients who wait for any."""
         if client is None:
             return True
         clients = [member.arrival.client for member in self.running]
@@ -156,7 +156,7 @@ class ServiceSlots:
         return has == 0 or len(clients) + 1 < self.limits.slots
 
     def check_device(self, error: Exception) -> None:
-        """Raise an error that came from a fault of the GPU, behind which nothing can be computed in this process."""
+        """Raise an error that came from a fault of the GPU, after which nothing can be computed in this process."""
         if self._on_host:
             return
         try:
@@ -165,7 +165,7 @@ class ServiceSlots:
             raise error from None
 
     def entering(self, arrival: Arrival) -> Iterator[None]:
-        """Bring a request's prompt into the anteroom, a piece at a time; behind the last piece it may `join`."""
+        """Bring a request's prompt into the anteroom, a piece at a time; after the last piece it may `join`."""
         # Its end is found by `Arrival.take`: what ends one text does not end the others.
         request = replace(arrival.request, stops=arrival.request.stops[:0], processors=None)
         for _ in self._anteroom.beginning(request, self.plan, self.limits.prefill_tokens):
@@ -193,7 +193,7 @@ class ServiceSlots:
     def step(self) -> list[tuple[Member, Reason | Exception]]:
         """Run a step and pass its new tokens on; those who ended by it, and why. They have to leave.
 
-        An error ends those alone without whom the step runs. Raises one behind which no step can run.
+        An error ends those alone without whom the step runs. Raises one after which no step can run.
         """
         count = self._arrange()
         try:
@@ -228,7 +228,7 @@ class ServiceSlots:
         return member.arrival.prompt_length + len(member.arrival.tokens) + 2 * (self.plan.depth + 1)
 
     def _one_by_one(self, count: int) -> list[tuple[Member, Reason | Exception]]:
-        """What `step` does, for one member after the other: a step that fails has committed nothing."""
+        """The work of `step`, for one member after the other: a step that fails has committed nothing."""
         ended = []
         for slot, member in enumerate(self.running[:count]):
             self._exchange(0, slot)

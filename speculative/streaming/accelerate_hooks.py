@@ -1,8 +1,8 @@
-"""What accelerate's hooks bring: the tensors that a model's modules lack, and where they lie.
+"""Hooks of accelerate: the tensors that they bring to a model's modules, and where these lie.
 
 `from_pretrained(folder, device_map=..., offload_folder=...)` leaves weights that the map puts on "disk" where they are,
 and those that it puts on "cpu" beside a GPU in the host's memory. Hooks bring each one when its module is called, and
-drop it behind. They know where every weight is: in memory, in the files of the model itself, or in `offload_folder` if
+drop it after. They know where every weight is: in memory, in the files of the model itself, or in `offload_folder` if
 it was converted.
 """
 
@@ -31,7 +31,7 @@ class Offloaded(NamedTuple):
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether it is one of these."""
+        """True if it is one of these."""
         return self.key in self.in_memory
 
     def value(self) -> Tensor:
@@ -63,7 +63,7 @@ def offloaded(model: nn.Module) -> Iterator[Offloaded]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether accelerate's hooks bring weights of the model when they are needed."""
+    """True if accelerate's hooks bring weights of the model when they are needed."""
     return any(True for _ in offloaded(model))
 
 
@@ -93,7 +93,7 @@ def check_plain(tensor: Offloaded) -> None:
 
 
 def place_of(tensor: Offloaded, headers: dict[str, dict[str, Place]]) -> Place:
-    """Where a tensor lies, by accelerate's index. Raises ValueError if it would have to be converted."""
+    """The place of a tensor, by accelerate's index. Raises ValueError if it would have to be converted."""
     facts, own = tensor.weights.index[tensor.key], getattr(tensor.module, tensor.name)
     path = facts.get("safetensors_file")
     if path is None:

@@ -11,8 +11,8 @@ stream that computes, "current". This is the order of a pass, in which each line
 
 So a pass leaves nothing open and needs nothing from before: captured in a CUDA graph it forks and joins within that. It
 may begin early, with `one_pass(ahead=True)`: then the first S layers are copied while a draft computes. Passes of
-several threads take turns (`turn`), on the host by a lock, and on the GPU, where they may be on different streams, by
-an event that is noted behind each turn and never within a capture.
+several threads take turns (`turn`). On the host they do so by a lock. On the GPU, where they may be on different
+streams, they do so by an event that is noted after each turn and never within a capture.
 
 Layers that the host reads from files while it decodes are copied when they are taken, not before: the host would wait
 for the file instead of launching what can compute meanwhile. Such passes cannot be captured.
@@ -43,8 +43,8 @@ class _DeviceSlot:
     """Memory of the GPU for one layer at a time, within a pass.
 
     layer: what was copied there last in this pass; None for nothing
-    there: the event behind that copy
-    free:  the event behind which it may be overwritten; None for all that current has been given
+    there: the event after that copy
+    free:  the event after which it may be overwritten; None for all that current has been given
     """
 
     memory: Tensor
@@ -91,13 +91,13 @@ class DeviceStream(WeightStream):
         self.on_take: Callable[[int], None] | None = None
         self.copy: Copy = copy_layer
         self._copies = torch.cuda.Stream(device)
-        # behind the last turn, and behind whoever had this memory before
+        # after the last turn, and after whoever had this memory before
         self._left = torch.cuda.current_stream(device).record_event()
         self._tally = DeviceTally()
         self._alone = threading.RLock()
         self._in_turn = self._in_pass = self._forked = self._closed = False  # the first three of who is alone
         self._hooked: ExitStack | None = None  # the pass that a call of the model has begun
-        self._leaving: tuple[int, Any] | None = None  # the layer of a file that is copied, and the event behind that
+        self._leaving: tuple[int, Any] | None = None  # the layer of a file that is copied, and the event after that
         self._unchecked = {*range(self.layers)}
         weakref.finalize(self, self._left.synchronize).atexit = False  # memory that is copied from must not go
 
@@ -108,7 +108,7 @@ class DeviceStream(WeightStream):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all layers stay in the host's memory, so that a pass may be captured in a CUDA graph."""
+        """True if all layers stay in the host's memory, so that a pass may be captured in a CUDA graph."""
         return not self.host.passing
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
@@ -216,7 +216,7 @@ class DeviceStream(WeightStream):
                 self._check(layer)
 
     def release(self, layer: int) -> None:
-        """Allow a layer's memory to be overwritten behind what this thread has launched, and copy the next one."""
+        """Allow a layer's memory to be overwritten after what this thread has launched, and copy the next one."""
         with self._alone:
             if not self._in_pass or self._slot(layer).layer != layer:  # taking it has failed
                 return
@@ -278,7 +278,7 @@ class DeviceStream(WeightStream):
             self._copy(layer)
 
     def _copy(self, layer: int) -> None:
-        """Launch the copy of a layer, behind what still computes with what is in its slot."""
+        """Launch the copy of a layer, after what still computes with what is in its slot."""
         self._release_host()
         self.host.take(layer)
         slot, current = self._slot(layer), torch.cuda.current_stream(self.device)

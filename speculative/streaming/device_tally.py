@@ -1,6 +1,6 @@
-"""How long a GPU copied weights, and waited for them: by CUDA events, which the host reads when they have passed.
+"""Times in which a GPU copied weights, and waited for them: by CUDA events, which the host reads when they have passed.
 
-Events that a CUDA graph records tell no times, so of what is copied by graphs only the bytes are known.
+Events that a CUDA graph records tell no times, so for copies by graphs only the bytes are known.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ class _Spans:
 
 
 class DeviceTally:
-    """What has been copied so far."""
+    """The copies so far."""
 
     def __init__(self) -> None:
         self._bytes = self._untimed = 0

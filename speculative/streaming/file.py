@@ -1,8 +1,9 @@
 """Read a file at the disk's own speed, into memory that is aligned to blocks.
 
-Reads go past the system's page cache, by O_DIRECT: weights that are read in a circle would push each other, and
-everything else, out of it before they are needed again, and the copy out of it takes a core half of its time. To ask
-what is in the cache (RWF_NOWAIT) has the system read ahead, so that the disk would read everything twice.
+Reads go past the system's page cache, by O_DIRECT. Weights that are read in a circle would push each other, and
+everything else, out of it before they are needed again. The copy out of it also takes a core half of its time. A
+question about the cache's contents (RWF_NOWAIT) has the system read ahead, so that the disk would read everything
+twice.
 """
 
 import logging

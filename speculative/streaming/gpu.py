@@ -1,8 +1,7 @@
 """A model on a GPU some of whose layers transformers left in the host's memory or on disk: these get a stream.
 
-What lies in the host's memory is moved, layer by layer, to memory that is pinned; what lies on disk stays there, or
-goes to pinned memory as far as that may be taken. All beside the layers goes to the GPU, and the layers that are to
-stay.
+Layers in the host's memory are moved, one by one, to memory that is pinned. Layers on disk stay there, or go to pinned
+memory as far as that may be taken. All other weights go to the GPU, and so do the layers that are to stay.
 """
 
 import logging

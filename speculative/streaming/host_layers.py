@@ -23,7 +23,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 class HostLayers:
     """The layers that a GPU copies, pinned.
 
-    layers: of each its tensors, or where they lie in files. Tensors are moved: the mapping is empty behind it, and what
+    layers: of each its tensors, or where they lie in files. Tensors are moved: the mapping is empty after it, and what
             nobody else holds has gone, layer by layer
     stay:   the layers in files that stay in memory once they have been read
 
@@ -69,7 +69,7 @@ class HostLayers:
     def take(self, layer: int) -> None:
         """Wait until a layer is in memory. One that passes stays until this thread releases it or takes another one.
 
-        Raises OSError, with the reason, if it cannot be read, and RuntimeError behind `close`.
+        Raises OSError, with the reason, if it cannot be read, and RuntimeError after `close`.
         """
         if self.reader is not None and layer in self._number:
             self.reader.slots.take(self._number[layer])
@@ -85,7 +85,7 @@ class HostLayers:
             self.reader.slots.let_go()
 
     def counts(self) -> StreamCounts:
-        """What was read from files, and how long passes waited for that."""
+        """The reads from files, and how long passes waited for them."""
         return StreamCounts() if self.reader is None else self.reader.counts()
 
     def close(self) -> None:

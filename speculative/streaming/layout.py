@@ -1,4 +1,4 @@
-"""How a layer lies in memory: as its bytes lie in the files, in runs of whole blocks, which can be read directly.
+"""Layout of a layer in memory: as its bytes lie in the files, in runs of whole blocks, which can be read directly.
 
 A tensor is a view of that memory. So nothing is converted or copied, and a layer is read in few long runs.
 """
@@ -35,7 +35,7 @@ class _Run(NamedTuple):
 
 
 class Layout:
-    """Where the tensors of a layer lie in its memory of `nbytes` bytes.
+    """The places of a layer's tensors in its memory of `nbytes` bytes.
 
     Raises ValueError for a tensor whose address in the file is no multiple of its type's size.
     """
@@ -59,7 +59,7 @@ class Layout:
         self.nbytes = sum(run.end - run.begin for run in self._runs)
 
     def chunks(self) -> Iterator[Chunk]:
-        """What has to be read."""
+        """The chunks that have to be read."""
         for run in self._runs:
             for begin in range(run.begin, run.end, CHUNK):
                 yield Chunk(run.path, begin, run.offset + begin - run.begin, min(CHUNK, run.end - begin))

@@ -24,21 +24,21 @@ def load_streamed(
     """A causal language model whose weights take no more than `memory` of a device, however many there are.
 
     folder:   a model with safetensors, as `save_pretrained` or `hf download` made it; its files are read as they are
-    memory:   bytes, or a text such as "8G", for all weights: the layers that fit in stay, the others pass through two
+    memory:   bytes, or a text such as "8G", for all weights. The layers that fit in stay, the others pass through two
               places and are read anew in each forward pass. Caches and activations are not counted
     resident: layers that are to stay in any case, those of an `EarlyExit` for one
     offload_folder: where transformers may write weights anew that it converts, as those of some mixtures of experts
     device:   where the model computes, the CPU or a CUDA GPU
-    host_memory: beside a GPU, bytes or a text for what layers that pass may take of the host's memory, pinned; those
-              that it has no room for are read from disk in each pass. Default: all of them, which are read once, and
+    host_memory: beside a GPU, bytes or a text for the host's memory, pinned, that layers that pass may take. Those that
+              it has no room for are read from disk in each pass. Default: all of them, which are read once, and
               then steps are CUDA graphs
 
     The model is transformers' own: give it to SpeculativeDecoder, or call `generate`. `stream_of(model).close()` ends
     it before it goes by itself. Needs accelerate (pip install 'heavypath[offload]').
 
-    Raises ImportError without accelerate, ValueError for too little memory, for a device that is not there, for a model
-    that has no list of layers and for files that do not fit it, OSError for files that cannot be read, RuntimeError for
-    memory that cannot be pinned.
+    Raises ImportError without accelerate, and ValueError for too little memory, or for a device that is not there. It
+    raises ValueError, too, for a model that has no list of layers and for files that do not fit it. Raises OSError for
+    files that cannot be read, and RuntimeError for memory that cannot be pinned.
     """
     where = with_index(device)
     if where.type not in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""How many layers stay in a given amount of memory, and which; and how much memory there is."""
+"""Division of memory: how many layers stay in a given amount of it, and which; and how much memory there is."""
 
 import re
 from collections.abc import Collection, Sequence

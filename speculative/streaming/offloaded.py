@@ -50,9 +50,9 @@ def stream_layers(
     while it computes. `model.generate` goes through the same stream. It lasts as long as the model, or until `close`.
     Returns None, and the model is as any other, where a GPU has memory for all of it.
 
-    Raises ValueError for a model that is not offloaded, or to several devices; for weights that have to be converted
-    when they are read; for layers or memory that do not fit the model. Raises RuntimeError for memory that cannot be
-    pinned.
+    Raises ValueError for a model that is not offloaded, or to several devices, and for weights that have to be
+    converted when they are read. Also for layers or memory that do not fit the model. Raises RuntimeError for memory
+    that cannot be pinned.
     """
     tensors = [*offloaded(model)]
     if not tensors:

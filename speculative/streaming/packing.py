@@ -1,4 +1,4 @@
-"""How a layer's tensors lie one behind another in one memory: each begins where matrix products like it best.
+"""Packing of a layer's tensors one after another in one memory: each begins where matrix products like it best.
 
 In files tensors begin at multiples of 8 bytes; the products of a GPU are faster, and some only run, at multiples of 16.
 """
@@ -13,7 +13,7 @@ ALIGNMENT = 256  # bytes, as torch's own memory on a GPU is aligned
 
 
 class Packing:
-    """Where tensors, given themselves or by where they lie in files, have their bytes in memory of `nbytes` bytes."""
+    """The places of tensors, given themselves or by their places in files, in memory of `nbytes` bytes."""
 
     def __init__(self, tensors: Mapping[str, Tensor | Place]):
         self._facts = {name: (one.dtype, (*one.shape,), one.nbytes) for name, one in tensors.items()}

@@ -1,16 +1,16 @@
-"""Which layer is in which memory, and what is read next.
+"""Memory for layers: which layer is in which slot, and what is read next.
 
 Some layers have memory of their own and stay: they are resident. The others pass in turn through few slots, each layer
 always through the same one, so that addresses never change: streamed layer number j through slot j mod S. A pass takes
 each layer and releases it. While one is held, the slots of others are filled, in this order:
 
     1. layers that somebody waits for, in the order in which they asked
-    2. the streamed layers behind the one last taken, in a circle: behind the last comes the first of the next pass
+    2. the streamed layers after the one last taken, in a circle: after the last comes the first of the next pass
     3. resident layers, once
 
-That is all the state there is. Whoever takes another layer than the next, after an aborted pass say, waits for it, and
-reading goes on from there. A slot is given to another layer only when nobody holds what is in it and no read of it is
-under way; a layer can be taken when all of it has been read without an error.
+That is all the state there is. A pass that takes another layer than the next, for example after an aborted pass, waits
+for it, and reading goes on from there. A slot is given to another layer only when nobody holds its layer and no read of
+it is under way. A layer can be taken when all of it has been read without an error.
 """
 
 import threading
@@ -137,7 +137,7 @@ class LayerSlots:
             self._fill()
 
     def _is_there(self, slot: _Slot, layer: int) -> bool:
-        """Whether a layer has been read; raises the error if it cannot be."""
+        """True if a layer has been read; raises the error if it cannot be."""
         if self.closed:
             raise RuntimeError("the stream of this model's weights is closed; load the model anew")
         if slot.layer != layer or slot.running:
@@ -222,7 +222,7 @@ class LayerSlots:
                 self._changed.notify_all()
 
     def counts(self) -> StreamCounts:
-        """What has been done so far."""
+        """The counts so far."""
         with self._changed:
             tally = self._tally
             now = time.perf_counter() - tally.since if tally.running else 0.0

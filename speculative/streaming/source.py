@@ -1,7 +1,7 @@
-"""Where the bytes of a model's layers are: which file, from which byte on, of which type and shape.
+"""Sources of a model's layers: which file has their bytes, from which byte on, of which type and shape.
 
-Files are read as they are: safetensors (https://github.com/huggingface/safetensors) have a header of JSON behind its
-length in 8 bytes, then the tensors one behind another; the .dat files of accelerate have one tensor and nothing else.
+Files are read as they are. safetensors (https://github.com/huggingface/safetensors) have a header of JSON after its
+length in 8 bytes, then the tensors one after another. The .dat files of accelerate have one tensor and nothing else.
 """
 
 import math
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: `nbytes` bytes of a file from `begin` on."""
+    """The place of a tensor: `nbytes` bytes of a file from `begin` on."""
 
     path: str
     begin: int
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind the tensor."""
+        """The byte after the tensor."""
         return self.begin + self.nbytes
 
 
@@ -49,7 +49,7 @@ def places_in(path: str | Path) -> dict[str, Place]:
     """The tensors of a safetensors file by their names.
 
     Raises FileNotFoundError, and ValueError for a file that is no such file, is shorter than its header says, or has
-    tensors that lie elsewhere than one behind another.
+    tensors that lie elsewhere than one after another.
     """
     path = Path(path)
     try:

@@ -4,7 +4,7 @@
     with stream.layer(3):
         ... stream.tensors(3)["mlp.up_proj.weight"] ...
 
-Reading goes on in threads of the stream's own, ahead of the layers and in a circle: behind the last layer comes the
+Reading goes on in threads of the stream's own, ahead of the layers and in a circle. After the last layer comes the
 first one of the next pass, which is read while a text's next tree is drafted and verified. `slots` has the order.
 """
 
@@ -100,7 +100,7 @@ class LayerStream(WeightStream):
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Have passes of other threads wait. Behind it this thread holds no layer, even if Ctrl-C has ended it."""
+        """Have passes of other threads wait. After it this thread holds no layer, even if Ctrl-C has ended it."""
         with self._alone:
             try:
                 yield
@@ -136,7 +136,7 @@ class LayerStream(WeightStream):
 
 
 def _work(slots: LayerSlots) -> None:
-    """What a reader does until it is told to end. It knows the slots, not the stream, so that this can go."""
+    """The work of a reader until it is told to end. It knows the slots, not the stream, so that this can go."""
     while (job := slots.jobs.get()) is not None:
         slots.do(job)
 

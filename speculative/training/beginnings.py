@@ -20,8 +20,8 @@ def new_head(target: PreTrainedModel, tokens: Tensor | None = None, taps: tuple[
 
     tokens: LongTensor[Vd] in ascending order, those of the target that it is to propose; default all. Its lm_head then
             has the target's rows of these tokens
-    taps:   the hidden states that it reads, by transformers' numbers; default those of the official heads, 2, half of
-            the layers, and the last but two, or for a target of fewer than 7 layers each third, up to the last
+    taps:   the hidden states that it reads, by transformers' numbers. Default: those of the official heads, 2, half of
+            the layers, and the last but two. For a target of fewer than 7 layers: each third, up to the last
 
     Raises ValueError for a target whose layers cannot be found.
     """

@@ -1,9 +1,9 @@
 """A head's outputs at every depth of every text: training-time test (EAGLE-3, Li et al. 2025, section 3.2).
 
 Entry i of a row pairs the target's hidden states at token i with token i + 1. Step k of the test, from 0, feeds the
-outputs of step k - 1 in the place of the features, with tokens k further to the left and rotary positions i + k, so
-that step k of entry i is the node at depth k + 1 below it. It sees what it will see in decoding: the entries j <= i
-with the target's own features, and the nodes above it, entry i of steps 1 to k.
+outputs of step k - 1 in the place of the features. Its tokens are k further to the left, with rotary positions i + k.
+So step k of entry i is the node at depth k + 1 below it. It sees the same as in decoding: the entries j <= i with the
+target's own features, and the nodes above it, entry i of steps 1 to k.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class ChainAttention:
 
 
 def masked_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """That attention, of query [B, H, N, D] and each step's keys and values [B, H, N, D]: one product under a mask."""
+    """Attention of query [B, H, N, D] to each step's keys and values [B, H, N, D]: one product under a mask."""
     entries = query.shape[2]
     own = torch.eye(entries, dtype=torch.bool, device=query.device)
     mask = torch.cat([own.new_ones(entries, entries).tril(), own.repeat(1, len(keys) - 1)], 1)

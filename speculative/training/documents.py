@@ -35,7 +35,7 @@ def read_documents(paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBa
                                                                prompt ends before the assistant's last message
         {"prompt": "text"}                                     a prompt alone
 
-    Any other file is one text. Behind a text comes the end-of-text token. A folder has all files below it, but for
+    Any other file is one text. After a text comes the end-of-text token. A folder has all files below it, but for
     hidden ones and those that are not UTF-8.
 
     Raises OSError for what cannot be read; ValueError, naming file and line, for what is none of these, for

@@ -17,7 +17,7 @@ Batch = TypeVar("Batch")
 
 @dataclass
 class Checkpoints:
-    """Where a training leaves its state, every so many steps, and whether it goes on from there.
+    """The checkpoints of a training: where it leaves its state, every so many steps, and whether it goes on from there.
 
     state: whatever else there is to go on from; saved as it is then, and restored in place
     """
@@ -38,7 +38,7 @@ def train(
 ) -> float:
     """Take the schedule's steps; return the seconds they took, those before an interruption included.
 
-    batches:           the same ones in every run; those behind the checkpoint's are left out
+    batches:           the same ones in every run; those after the checkpoint's are left out
     gradients:         adds those of a batch to the parameters
     before_checkpoint: called with the steps done and what the last one learnt
 

@@ -1,4 +1,4 @@
-"""How far a draft is from its target at one position, as losses that a draft learns from.
+"""Losses that a draft learns from: its distance from its target at one position.
 
 With P the target's distribution and Q the draft's, a drafted token is accepted with probability
 
@@ -8,11 +8,11 @@ With P the target's distribution and Q the draft's, a drafted token is accepted 
     lk       lambda KL(P || Q) + (1 - lambda) TV, lambda = exp(-3 alpha), through which no gradient goes
              (LK losses, arXiv 2602.23881, the hybrid with eta = 3)
 
-TV is what acceptance is made of, but has hardly a gradient where P and Q hardly overlap: there KL leads. In `tv_kl` its
+Acceptance is made of TV, but TV has hardly a gradient where P and Q hardly overlap: there KL leads. In `tv_kl` its
 share is the same everywhere, in `lk` it goes from 1 to 0.05 as alpha goes from 0 to 1.
 
-A draft of fewer tokens than the target has Q = 0 for the others: they count in TV, and KL is that of P given that its
-token is one of the draft's, as it would be infinite otherwise.
+A draft of fewer tokens than the target has Q = 0 for the others. They count in TV. KL is that of P given that its token
+is one of the draft's, as it would be infinite otherwise.
 """
 
 from collections.abc import Callable

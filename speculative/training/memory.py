@@ -24,7 +24,7 @@ class RowsAtATime:
     def run(
         self, batch: Tensor, function: Callable[[Tensor], Result], start_again: Callable[[], object] = lambda: None
     ) -> list[Result]:
-        """What the function returns for each part of a batch [R, ..].
+        """The results of the function for each part of a batch [R, ..].
 
         start_again: called where memory ran out, before the whole batch is done again in smaller parts: what was
                      computed of it so far is to be forgotten
@@ -39,7 +39,7 @@ class RowsAtATime:
                     raise
                 if self.rows == 1:
                     raise torch.OutOfMemoryError(f"out of memory with one row; {self.at_one_row}") from error
-            # Behind the except clause, since the error's traceback holds the tensors of the failed pass.
+            # After the except clause, since the error's traceback holds the tensors of the failed pass.
             start_again()
             gc.collect()
             if torch.cuda.is_available():
@@ -49,5 +49,5 @@ class RowsAtATime:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a GPU or the CPU's allocator had no memory left."""
+    """True if a GPU or the CPU's allocator had no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

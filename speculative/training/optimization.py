@@ -1,4 +1,4 @@
-"""What trainings share: the optimizers and their schedule, checkpoints, and a line of progress now and then."""
+"""Common parts of trainings: the optimizers and their schedule, checkpoints, and a line of progress now and then."""
 
 import time
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Optimization:
         self.model.zero_grad(set_to_none=True)
 
     def save(self, path: Path, steps: int, seconds: float, **more: Any) -> None:
-        """Leave model and optimizers at `path`, with the steps and seconds behind them, and whatever more is given."""
+        """Leave model and optimizers at `path`, with the steps and seconds so far, and whatever more is given."""
         optimizers = [self.muon.state_dict(), self.adamw.state_dict()]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": steps, "seconds": seconds, **more}
         save_whole(state, path)
@@ -97,7 +97,7 @@ class TrainingProgress:
         self.go_on(0, 0.0)
 
     def go_on(self, steps: int, seconds: float) -> None:
-        """Begin behind so many steps, which took so many seconds."""
+        """Begin after so many steps, which took so many seconds."""
         self.seconds_before = seconds
         self.started = self.last_time = time.monotonic()
         self.last_step = steps
@@ -108,7 +108,8 @@ class TrainingProgress:
         return self.seconds_before + time.monotonic() - self.started
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time for a line; `step` counts the steps done. What a line says may have to wait for a GPU."""
+        """True if it is time for a line; `step` counts the steps done. The text of a line may have to wait for a
+        GPU."""
         return time.monotonic() - self.last_time >= 20 or step == self.steps
 
     def report(self, step: int, text: str) -> None:

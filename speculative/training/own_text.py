@@ -23,7 +23,7 @@ def write_texts(
     seed: int,
     say: Callable[[str], object],
 ) -> list[Tensor]:
-    """Each prompt, int32 [m], with what the target writes behind it, at most new_tokens: int32 [n].
+    """Each prompt, int32 [m], with what the target writes after it, at most new_tokens: int32 [n].
 
     generate: of the target by plain decoding
 

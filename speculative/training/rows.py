@@ -10,7 +10,7 @@ from heavypath.speculative.training.documents import Document
 
 MOST_HELD_OUT = 128  # rows; more would say no more, and take time to measure
 LONGEST_SHARE, LONGEST_ROWS = 1 / 20, 32  # longer texts are cut into sections, to be held out in part
-Write = Callable[[list[Tensor]], list[Tensor]]  # texts int32 [n] of the target's own behind prompts int32 [m]
+Write = Callable[[list[Tensor]], list[Tensor]]  # texts int32 [n] of the target's own after prompts int32 [m]
 
 
 class Rows(NamedTuple):
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 
 class RowSettings(NamedTuple):
-    """How rows are made: see `DistilSettings`."""
+    """Settings for making rows: see `DistilSettings`."""
 
     length: int
     held_out: float
@@ -85,7 +85,7 @@ def _sections(document: Document, longest: int) -> list[Document]:
 
 
 def _prompts(section: Document, settings: RowSettings) -> list[Tensor]:
-    """What the target goes on from: the prompt, or the beginnings of the pieces of a text."""
+    """The texts that the target goes on from: the prompt, or the beginnings of the pieces of a text."""
     if len(section.prompt):
         return [section.prompt]
     return [piece[: settings.prompt_tokens] for piece in section.tokens.split(settings.length)]

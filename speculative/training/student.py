@@ -1,4 +1,4 @@
-"""What learns: a head or a plain draft, as the functions that training and measuring call."""
+"""Students: a head or a plain draft that learns, as the functions that training and measuring call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from heavypath.speculative.training.teacher import Taught, logits_behind
 class Student:
     """A draft that learns from a target.
 
-    outputs: its hidden states [R, N, H] at each of so many depths: entry i at depth k, from 0, predicts the token that
+    outputs: its hidden states [R, N, H] at each of so many depths. Entry i at depth k, from 0, predicts the token that
              the target predicts from its hidden state i + k + first
     logits:  [R, N, Vd] of such hidden states
     tokens:  LongTensor[Vd], those of the target that it can propose; None for all

@@ -1,4 +1,4 @@
-"""What a target teaches about rows of text: hidden states for a head to read, and the distribution after each token.
+"""A target as a teacher of rows of text: hidden states for a head to read, and the distribution after each token.
 
 A distribution is kept as the last hidden state, which is V / H times smaller, and made from it a piece at a time.
 """
@@ -18,8 +18,8 @@ class Taught(NamedTuple):
     """Rows of text, and what the target says about them.
 
     tokens: integers [R, L]
-    taps:   [R, L, T, H], the hidden states that a head reads, by transformers' numbers: number i is what layer i gets,
-            the last one, with as many layers before it, is behind the final norm
+    taps:   [R, L, T, H], the hidden states that a head reads, by transformers' numbers. Number i is the input of layer
+            i; the last one, with as many layers before it, is after the final norm
     hidden: [R, L, H], the last of them, from which P of the next token is made
     """
 
@@ -75,7 +75,7 @@ class Teacher:
 def logits_behind(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """A causal language model's logits [R, N, V] of its last hidden states [R, N, H].
 
-    That is its own forward pass without its layers. The lm_head alone would not do: Gemma caps logits behind it, Cohere
+    That is its own forward pass without its layers. The lm_head alone would not do: Gemma caps logits after it, Cohere
     and Granite scale them, and no module does that.
     """
     layers = model.base_model

@@ -1,8 +1,8 @@
-"""How often the target accepts each child that the draft proposes: the acceptance vector that tree planning takes.
+"""Probability that the target accepts each child that the draft proposes: the acceptance vector for tree planning.
 
 At one position let P be the target's distribution, Q the draft's, and x_1, x_2, ... the draft's children in the order
-in which they are drawn, without replacement. With F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0 and R_k the mass of Q
-outside the k - 1 children before x_k, sequential rejection (Sequoia's algorithm 2, RSD's recursive rejection sampling)
+in which they are drawn, without replacement. Let F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0 and R_k the mass of Q
+outside the k - 1 children before x_k. Sequential rejection (Sequoia's algorithm 2, RSD's recursive rejection sampling)
 accepts x_k with probability
 
     c_k = min(1, max(P(x_k) - l_k Q(x_k), 0) / F(l_k) * R_k / Q(x_k)),        l_{k+1} = l_k + F(l_k) / R_k,

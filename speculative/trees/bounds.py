@@ -50,25 +50,25 @@ class TreeBounds(NamedTuple):
 def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
     """Upper bounds on expected_tokens(tree, acceptance) of every tree of `size` nodes, root included.
 
-    acceptance: [child], in [0, 1], with a sum of at most 1. What is missing from 1 is the outcome "no child".
-    `leaves` and `renewal` count it as one more child that the tree may have, which can only raise what the tree yields.
+    acceptance: [child], in [0, 1], with a sum of at most 1. The rest to 1 is the outcome "no child". `leaves` and
+    `renewal` count it as one more child that the tree may have, which can only raise the yield of the tree.
 
     leaves (a form of ERSD's theorem 4.1 and lemma 4.2). The indices R_1 .. R_T from the root to the first one that
     leaves the tree are a word, and the step emits T tokens. No word is the beginning of another, so the entropy of the
-    word is E[T] H (as for Tunstall's code), and it is at most the logarithm of the number of words. A tree of n nodes
-    has n m places for children, of which n - 1 are taken. In the paper's (log |vocabulary| + log n) / H the number is
-    n m; the form here is ours.
+    word is E[T] H (as for Tunstall's code). It is at most the logarithm of the number of words. A tree of n nodes has
+    n m places for children, of which n - 1 are taken. In the paper's (log |vocabulary| + log n) / H the number is n m;
+    the form here is ours.
 
-    merged (ERSD's lemma 4.2). Of the best tree's nodes no one is a child of index above some I, so the outcomes above I
-    need not be told apart: with their sum r, H_I = -sum_{i<=I} a[i] log a[i] - r log r. What the tree yields does not
-    change either if they are v outcomes of r / v each, which has the entropy H_I + r log v, at n (I + v - 1) + 1 words.
-    That holds for every integer v >= 1. I is counted in a tree of at most COUNTED nodes; larger ones have all children.
+    merged (ERSD's lemma 4.2). Of the best tree's nodes no one is a child of index above some I. So the outcomes above I
+    need not be told apart: with their sum r, H_I = -sum_{i<=I} a[i] log a[i] - r log r. The yield does not change
+    either if they are v outcomes of r / v each. These have the entropy H_I + r log v, at n (I + v - 1) + 1 words. That
+    holds for every integer v >= 1. I is counted in a tree of at most COUNTED nodes; larger ones have all children.
 
     renewal (ours, for the same statement, without a vocabulary). For any t, the n largest P sum to at most n e^-t plus
-    the sum of max(P - e^-t, 0) over all nodes. A walk down random indices meets each node with probability P, so that
+    the sum of max(P - e^-t, 0) over all nodes. A walk down random indices meets each node with probability P. So that
     sum is the mean over walks of sum_d max(1 - e^(S_d - t), 0), where S_d = -log P is a sum of d independent X. It is
-    the integral over s in [0, t] of e^(s - t) U(s), with U(s) = E #{d: S_d <= s}, and U(s) <= (s + c) / H by Wald's
-    equation and Lorden's bound on the excess. So S(n) <= n e^-t + (t - 1 + e^-t + c (1 - e^-t)) / H, which is least at
+    the integral over s in [0, t] of e^(s - t) U(s), with U(s) = E #{d: S_d <= s}. By Wald's equation and Lorden's bound
+    on the excess, U(s) <= (s + c) / H. So S(n) <= n e^-t + (t - 1 + e^-t + c (1 - e^-t)) / H. This is least at
     e^t = n H + 1 - c.
 
     moments (ours; good for few nodes, and where acceptance sums to less than 1). By Hölder's inequality n numbers sum

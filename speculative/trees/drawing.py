@@ -1,9 +1,9 @@
 """Draw a token tree: levels from left to right, siblings in draw order from top to bottom.
 
 The area of a node and the width of the edge that leads to it grow with the node's probability of being accepted; its
-colour shows the logarithm of that. Subtrees stand as close to each other as they can: the layout keeps how far each
-subtree reaches up and down on every level below its root (its contours, Reingold and Tilford 1981), puts each sibling
-just below the contours of those before it, and the parent between its first and its last child. This takes
+colour shows the logarithm of that. Subtrees stand as close to each other as they can. The layout keeps how far each
+subtree reaches up and down on every level below its root (its contours, Reingold and Tilford 1981). It puts each
+sibling just below the contours of those before it, and the parent between its first and its last child. This takes
 O(nodes * depth) time and memory.
 
 The colours and the grey of the text are neither light nor dark, so that they can be read on both backgrounds.

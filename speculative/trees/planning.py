@@ -1,6 +1,6 @@
 """Choose the shape of a static tree from measured acceptance.
 
-With a[j] the unconditional probability that child j of an accepted node is the one accepted, a path of child indices
+Let a[j] be the unconditional probability that child j of an accepted node is the one accepted. A path of child indices
 (c_1, c_2, ...) is accepted with probability a[c_1] a[c_2] ..., and a tree yields on average
 
     expected tokens = 1 + sum over nodes below the root of the product of a along the node's path
@@ -13,18 +13,18 @@ its parent or its elder sibling, both are there before it.
 
 `sequoia_tree`. Elsewhere a dynamic programme finds the best tree. F_d(n) is the most that a subtree of n nodes and at
 most d levels below its root can yield. G_{d,j}(m) is the most that m nodes can add to that root, as its children of
-ranks j, j + 1, ... and their subtrees:
+sibling indices j, j + 1, ... and their subtrees:
 
     F_d(n) = 1 + G_{d,0}(n - 1),    F_0(1) = 1
     G_{d,j}(m) = max_{1 <= s <= m}  a[j] F_{d-1}(s) + G_{d,j+1}(m - s),    G_{d,j}(0) = 0
 
-The right sides have fewer nodes than the left ones. So all d and j are found together, for m = 1, 2, ...: there are as
+The right sides have fewer nodes than the left ones. So all d and j are found together, for m = 1, 2, ... This takes as
 many steps as nodes, each an operation on arrays, which is O(depth * children * size^2) in all. Without a bound on the
 depth one F stands for every F_d, and the same steps take O(children * size^2).
 
-`select_tree`. Let G(n, d) be the tokens that the best tree of n nodes and depth d yields, t(n) the cost of verifying it
-and c the cost of drafting a level, both in units of the target's forward pass over one token. Then decoding gets
-faster by
+`select_tree`. Let G(n, d) be the tokens that the best tree of n nodes and depth d yields. Let t(n) be the cost of
+verifying it and c the cost of drafting a level, both in units of the target's forward pass over one token. Then
+decoding gets faster by
 
     speed-up(n, d) = G(n, d) / (t(n) + d c)
 
@@ -70,7 +70,7 @@ class Plan:
 def expected_tokens(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> float:
     """The tokens that a step yields on average: the accepted nodes and the token after them.
 
-    acceptance: [child], or [depth, child], where row d is for nodes at depth d + 1, or a function that takes a path of
+    acceptance: [child], or [depth, child], where row d is for nodes at depth d + 1. Or a function that takes a path of
     child indices and gives the row [child] of the node it leads to. A child beyond the end of its row is never
     accepted, and neither is a node deeper than a 2-D acceptance has rows.
     """
@@ -107,7 +107,7 @@ def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: i
     acceptance: [child] or [depth, child], entries in [0, 1] that fall with the child index. The number of children
     bounds the branching, and the number of rows, if there are any, the depth. Or a function: acceptance(path) is the
     row [child] of the node that the child indices of `path` lead to, () being the root (ERSD's higher-order Markov
-    form); it is called at most once for each node. max_depth: in edges. Of equally probable nodes the shallower is
+    form). It is called at most once for each node. max_depth: in edges. Of equally probable nodes the shallower is
     taken first. The result is in heavy-path order.
 
     Raises ValueError if acceptance rises with the child index, or if no such tree has `size` nodes.
@@ -128,8 +128,8 @@ def sequoia_tree(
     """The tree of `size` nodes, root included, that yields most tokens, by Sequoia's dynamic programme.
 
     acceptance: [child] or [depth, child], entries in [0, 1], which need not fall with the child index. The number of
-    children and max_branching bound the branching; the number of rows, if there are any, and max_depth, in edges, bound
-    the depth. A child of rank j comes with its siblings of ranks 0 .. j - 1. The tree has `size` nodes even if the last
+    children and max_branching bound the branching. The number of rows, if there are any, and max_depth, in edges, bound
+    the depth. A child of sibling index j comes with its siblings 0 .. j - 1. The tree has `size` nodes even if the last
     of them are worth nothing.
 
     Takes O(children * size^2), times the depth where acceptance is 2-D or max_depth is less than the best tree's. If
@@ -233,11 +233,11 @@ class Rates:
 
     @property
     def fall(self) -> bool:
-        """Whether they fall with the child's index."""
+        """True if they fall with the child's index."""
         return bool((np.diff(self.matrix) <= 0).all())
 
     def narrowed(self, children: int | None) -> "Rates":
-        """Those of the first children only."""
+        """The acceptance of the first children only."""
         return Rates(self.matrix[:, :children], self.by_depth)
 
     def rows(self, depth: int) -> np.ndarray:
@@ -245,7 +245,7 @@ class Rates:
         return self.matrix[:depth] if self.by_depth else self.matrix.repeat(depth, axis=0)
 
     def depth_bound(self, size: int, max_depth: int | None) -> int:
-        """How deep a tree of `size` nodes may be, in edges."""
+        """The most depth of a tree of `size` nodes, in edges."""
         bounds = size - 1, max_depth, len(self.matrix) if self.by_depth else None
         return min(bound for bound in bounds if bound is not None)
 
@@ -387,7 +387,7 @@ class _Programme:
 
 
 class _Planner(NamedTuple):
-    """What `select_tree` needs to know of the best trees of up to `size` nodes.
+    """The facts about the best trees of up to `size` nodes that `select_tree` needs.
 
     deepest:     the depth, in edges, beyond which trees yield no more
     most_tokens: a function of a depth, which gives G(0 .. size, depth), -inf where there is no such tree

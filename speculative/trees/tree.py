@@ -27,8 +27,8 @@ class TokenTree:
     """An immutable tree of N nodes. Node 0 is the root, the last committed token; parents come before children.
 
     parents: N integers, with parents[0] = -1 and 0 <= parents[i] < i.
-    ranks:   N integers, each node's place among its siblings in the order in which they are drawn: the children of a
-             node have ranks 0, 1, 2, ..., and the root has rank 0. Default: the order of their indices.
+    ranks:   N integers, each node's index among its siblings in the order in which they are drawn. The children of a
+             node have 0, 1, 2, ..., and the root has 0. Default: the order of their indices.
 
     Both may be sequences, arrays or tensors. The tree's properties are LongTensors on the CPU. Raises ValueError for
     parents or ranks that are no such integers.
@@ -154,7 +154,7 @@ class TokenTree:
 
     @property
     def is_depth_first(self) -> bool:
-        """Whether every subtree is an interval of node numbers."""
+        """True if every subtree is an interval of node numbers."""
         return not self._strays.any()
 
     @property
@@ -278,7 +278,7 @@ class TokenTree:
 
     @property
     def grows(self) -> bool:
-        """Whether its nodes depend on what is drafted."""
+        """True if its nodes depend on what is drafted."""
         return False
 
     def __eq__(self, other: object) -> bool:

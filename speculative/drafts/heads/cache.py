@@ -1,4 +1,4 @@
-"""What an EAGLE head remembers of its texts: entries in the place of tokens, and what the target saw in each token.
+"""The cache of an EAGLE head: entries in the place of tokens, and the target's features of each token.
 
 Row i of the keys and values belongs to entry i, which is made of the target's features of token i and of token i + 1.
 So the root of a tree, token L, is in row L - 1, and a node in the row before that of the target's cache. Row i of the

@@ -73,7 +73,7 @@ def load_head(
 
 
 def is_head(path_or_name: str | Path, revision: str | None = None) -> bool:
-    """Whether a folder, or a model in the Hugging Face cache, is an EAGLE head. Nothing is downloaded."""
+    """True if a folder, or a model in the Hugging Face cache, is an EAGLE head. Nothing is downloaded."""
     try:
         files = find_files(path_or_name, revision, local_files_only=True)
     except FileNotFoundError:
@@ -175,7 +175,7 @@ def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrai
 
 
 def _could_be_tied(config: HeadConfig, tensors: dict[str, Tensor]) -> bool:
-    """Whether the lm_head may have been left out as a copy of the head's own embedding."""
+    """True if the lm_head may have been left out as a copy of the head's own embedding."""
     all_tokens = config.draft_vocab_size == config.vocab_size
     return all_tokens and "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
 
@@ -241,7 +241,7 @@ def _list(names: list[str]) -> str:
 
 
 def _in_its_place(config: HeadConfig, missing: list[str]) -> str:
-    """Why the target's own cannot stand in for what is missing."""
+    """The reason why the target's own cannot stand in for a missing tensor."""
     if not {"lm_head.weight", "embed_tokens.weight"} & {*missing}:
         return "; fetch the checkpoint again"
     return (

@@ -1,4 +1,4 @@
-"""What an EAGLE head consists of, whichever checkpoint it came from and whatever that calls it."""
+"""The parts of an EAGLE head, from any checkpoint, by one set of names."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,16 +9,16 @@ class HeadConfig:
     """Shapes and variants of a head.
 
     generation:          1 for EAGLE-1 and EAGLE-2, whose heads are the same; 3 for EAGLE-3 and 3.1
-    taps:                which hidden states of the target it reads, by transformers' numbers: number i is what layer i
-                         gets, the last one, with as many layers before it, is behind the final norm
+    taps:                the hidden states of the target that it reads, by transformers' numbers. Number i is the input
+                         of layer i; the last one, with as many layers before it, is after the final norm
     vocab_size:          of the target, draft_vocab_size of the tokens that the head can propose
     rope_parameters:     as transformers has them
     biases:              the linear layers that have one, by name: "fc", "q_proj", ...
     head_norms:          queries and keys are normed by head, as in Qwen3
     tap_norms:           each tap is normed before `fc` (EAGLE-3.1)
     norm_before_fc:      all taps are normed together before `fc`
-    norm_before_residual: the residual stream begins behind the norm of the features
-    feeds_back_normed:   the next level gets what is behind the final norm (EAGLE-3.1)
+    norm_before_residual: the residual stream begins after the norm of the features
+    feeds_back_normed:   the next level gets the output of the final norm (EAGLE-3.1)
     owns_embedding, owns_lm_head: whether it has its own, or takes the target's
     """
 
@@ -47,5 +47,5 @@ class HeadConfig:
 
     @property
     def model_type(self) -> str:
-        """What a trace calls it."""
+        """The name of its kind in a trace."""
         return f"eagle-{self.generation}"

@@ -1,8 +1,8 @@
-"""An EAGLE head at work: it drafts a tree level by level out of what the target saw in the text.
+"""An EAGLE head at work: it drafts a tree level by level from the target's features of the text.
 
-A step's first feed makes the entries of all tokens that are new since the last step, of the target's features, and the
-last of them, the root's, says what may follow it. The entries of drafted nodes are made of the head's own outputs, and
-not kept: an accepted node gets its entry anew. So the keys and values behind a root are those of a pass over the text.
+A step's first feed makes the entries of all tokens that are new since the last step, of the target's features. The last
+of them, the root's, predicts the token after it. The entries of drafted nodes are made of the head's own outputs, and
+not kept: an accepted node gets its entry anew. So the keys and values before a root are those of a pass over the text.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class HeadDraft(TappedDraft):
         self._rotary = self._rotary_table(1)
 
     def is_current(self) -> bool:
-        """Whether the head still consists of what it did, and copies of its weights are what these are now."""
+        """True if the head's modules are the same, and copies of its weights are still up to date."""
         return super().is_current() and self._linears.is_current()
 
     @property
@@ -111,7 +111,7 @@ class HeadDraft(TappedDraft):
         )
 
     def taps(self, cache: HeadCache) -> Taps:
-        """What the head reads of the target's passes, to be kept in a cache."""
+        """The hidden states of the target's passes that the head reads, to be kept in a cache."""
 
         def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
             cache.keep(self._features(states), tokens, cache_rows)
@@ -245,7 +245,7 @@ class HeadDraft(TappedDraft):
 
 
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
-    """Those rows LongTensor[B, N] of [B, S, ..]."""
+    """The rows LongTensor[B, N] of [B, S, ..]."""
     return field[torch.arange(len(field), device=rows.device)[:, None], rows]
 
 

@@ -1,7 +1,7 @@
 """An EAGLE head, as PyTorch: what its checkpoints hold, what training goes through, and what decoding must agree with.
 
 Entry i of a text x_0 x_1 .. pairs the target's features f_i, which it had computed when x_i was read, with the token
-after it, and predicts the token behind that:
+after it, and predicts the token after that:
 
     (f_i, x_{i+1})  ->  logits of x_{i+2},  at rotary position i
 
@@ -10,7 +10,7 @@ target yet: a node's entry has its parent's output h in their place. With e the 
 
     EAGLE-1 (Li et al. 2024, sec. 3; EAGLE-2 has the same head)    EAGLE-3 (Li et al. 2025, sec. 3)
 
-    f_i    behind the target's final norm                          g_i = fc[three hidden states of the target]
+    f_i    after the target's final norm                          g_i = fc[three hidden states of the target]
     x      fc[e; f]                                                g
     layer  h = x + attention(x)                                    h = g + attention([norm(e); norm(g)])
            h = h + mlp(norm(h))                                    h = h + mlp(norm(h))
@@ -144,7 +144,7 @@ class EagleHead(nn.Module, Draftable):
         )
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """What is kept of the target's hidden states [.., Ht], of `config.taps`: [.., H], or of EAGLE-1 [.., Ht]."""
+        """The kept part of the target's hidden states [.., Ht], of `config.taps`: [.., H], or of EAGLE-1 [.., Ht]."""
         if self.config.generation == 1:
             return taps[0]
         if self.fc_norm is not None:
@@ -168,11 +168,11 @@ class EagleHead(nn.Module, Draftable):
         return hidden
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """What the entries below get in the place of features, [.., H] of outputs [.., H]."""
+        """The input of the entries below in the place of features, [.., H] of outputs [.., H]."""
         return self.norm(hidden) if self.norm is not None and self.config.feeds_back_normed else hidden
 
     def before_lm_head(self, hidden: Tensor) -> Tensor:
-        """What the lm_head is applied to, [.., H] of outputs [.., H]."""
+        """The input of the lm_head, [.., H] of outputs [.., H]."""
         return hidden if self.norm is None else self.norm(hidden)
 
 

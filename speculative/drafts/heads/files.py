@@ -25,7 +25,7 @@ WEIGHTS = (
 
 
 class CheckpointFiles(NamedTuple):
-    """Where the files of a checkpoint are. folder: the folder or name that was asked for, as messages call it."""
+    """The files of a checkpoint. folder: the folder or name that was asked for, as messages call it."""
 
     folder: str
     config: Path

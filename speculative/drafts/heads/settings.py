@@ -1,4 +1,4 @@
-"""Which head a checkpoint holds: its `HeadConfig`, from config.json, its tensors and the target.
+"""The head that a checkpoint holds: its `HeadConfig`, from config.json, its tensors and the target.
 
 Tensors are believed before config.json. Where checkpoints that look alike mean different things, this is decided so:
 
@@ -26,7 +26,7 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 
 
 class ModelSettings(TypedDict, total=False):
-    """What is read of the config.json of any model."""
+    """The fields that are read of the config.json of any model."""
 
     architectures: list[str] | None
 
@@ -75,7 +75,7 @@ class _OwnSettings(TypedDict, total=False):
 
 
 class HeadSettings(ModelSettings, _LayerSettings, _Options, total=False):
-    """What is read of a head's config.json."""
+    """The fields that are read of a head's config.json."""
 
     transformer_layer_config: _LayerSettings | None
     eagle_config: _Options | None
@@ -84,13 +84,13 @@ class HeadSettings(ModelSettings, _LayerSettings, _Options, total=False):
 
 
 def is_settings_of_head(settings: Mapping[str, Any]) -> bool:
-    """Whether a config.json says by itself that it is of an EAGLE head."""
+    """True if a config.json says by itself that it is of an EAGLE head."""
     told = settings.get("speculators_model_type") in ("eagle", "eagle3") or "eagle_config" in settings
     return told or any("CausalLMEagle" in kind for kind in settings.get("architectures") or ())
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> HeadConfig:
-    """What the tensors, by the names of `EagleHead`, make up for this target; ValueError if nothing does.
+    """The config of the head that the tensors, by the names of `EagleHead`, make up for this target; else ValueError.
 
     It has an embedding or an lm_head of its own where the checkpoint does, and where the target's would not fit.
     """
@@ -140,12 +140,12 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
 
 
 def _together(*parts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is set in any of them, to something; the last one counts."""
+    """The fields that any of them sets, to something; the last one counts."""
     return {key: value for part in parts for key, value in (part or {}).items() if value is not None}
 
 
 def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether it is a head of EAGLE-3: its first layer attends over embedding and features side by side."""
+    """True if it is a head of EAGLE-3: its first layer attends over embedding and features side by side."""
     query = tensors.get(f"{_FIRST}self_attn.q_proj.weight")
     twice = query is not None and query.shape[-1] == 2 * tensors["fc.weight"].shape[0]
     return twice or f"{_FIRST}hidden_norm.weight" in tensors or "d2t" in tensors
@@ -154,7 +154,7 @@ def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
 def _drafted_tokens(
     layer: Mapping[str, Any], options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int
 ) -> int:
-    """How many tokens a head of EAGLE-3 can propose."""
+    """The number of tokens that a head of EAGLE-3 can propose."""
     if "lm_head.weight" in tensors:
         drafted = len(tensors["lm_head.weight"])
     elif "d2t" in tensors:

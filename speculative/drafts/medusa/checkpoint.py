@@ -52,7 +52,7 @@ def load_medusa(
 
 
 def is_medusa(path_or_name: str | Path, revision: str | None = None) -> bool:
-    """Whether a folder, or a model in the Hugging Face cache, has Medusa heads. Nothing is downloaded."""
+    """True if a folder, or a model in the Hugging Face cache, has Medusa heads. Nothing is downloaded."""
     try:
         find_files(path_or_name, revision, local_files_only=True, weights=WEIGHTS)
     except FileNotFoundError:

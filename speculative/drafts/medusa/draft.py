@@ -21,8 +21,8 @@ from heavypath.speculative.models.forward import Forward, Taps, as_logits
 class MedusaCache(RowCache):
     """Row i of the keys [B, 1, rows, H] is the target's hidden state of token i; values have no columns.
 
-    logits: [B, K + 1, V], what the K heads said in the first feed of the step, which the other feeds of that step take;
-            -inf behind them, for nodes deeper than there are heads
+    logits: [B, K + 1, V], the logits of the K heads in the first feed of the step, which its other feeds use. After
+            them -inf, for nodes deeper than there are heads
     """
 
     def __init__(self, states: Tensor, logits: Tensor):
@@ -73,7 +73,7 @@ class MedusaDraft(TappedDraft):
         return MedusaCache(like.new_zeros(batch, 1, rows, config.hidden_size), logits)
 
     def taps(self, cache: MedusaCache) -> Taps:
-        """The target's hidden states behind its final norm, to be kept in a cache."""
+        """The target's hidden states after its final norm, to be kept in a cache."""
 
         def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
             store_rows(cache.keys, states[0][:, :, None], cache_rows)
@@ -95,7 +95,7 @@ class MedusaDraft(TappedDraft):
         return cache.logits[sequence, feed.drafted.clamp(max=heads)][:, None]
 
     def level_weights(self) -> list[Tensor]:
-        """Those of one head."""
+        """The weights of one head."""
         heads = self.heads
         lm_head = self.target_lm_head.weight if heads.lm_heads is None else heads.lm_heads[0]
         return [heads.weight[:, 0], heads.bias[:, 0], lm_head]

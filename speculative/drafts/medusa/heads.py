@@ -1,10 +1,10 @@
-"""Medusa heads, as PyTorch: what their checkpoints hold, and what decoding must agree with.
+"""Medusa heads, as PyTorch: the tensors of their checkpoints, and the reference that decoding must agree with.
 
-From what the target had computed when x_i was read, its own lm_head predicts x_{i+1}, and head k, counted from 0,
-predicts the token k + 1 places behind that (Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with
-Multiple Decoding Heads", arXiv 2401.10774, sec. 2.1.1):
+The target has read x_i. From its hidden state its own lm_head predicts x_{i+1}, and head k, counted from 0, predicts
+the token k + 1 places after that. Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with
+Multiple Decoding Heads", arXiv 2401.10774, sec. 2.1.1.
 
-    x       the target's hidden state of x_i, behind its final norm
+    x       the target's hidden state of x_i, after its final norm
     x       x + SiLU(W_kj x + b_kj)        for each of the layers j
     logits  U_k x                          of x_{i+2+k}
 
@@ -40,7 +40,7 @@ class MedusaConfig:
 
     @property
     def model_type(self) -> str:
-        """What a trace calls it."""
+        """The name of its kind in a trace."""
         return "medusa"
 
 
