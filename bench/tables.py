@@ -405,6 +405,17 @@ def offloading() -> None:
     source("offloading")
 
 
+def published_tokens() -> None:
+    """Tokens per step in DySpec's own table 4, as far as they are in the file of results."""
+    rows = [row for row in results("offloading")["rows"] if row["source"].endswith("table 4")]
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        what, _, temperature = row["what"].split(", ")
+        found.setdefault((temperature, what), []).append(row["tokens"])
+    shown = [[temperature, what, f"{min(own):.1f} to {max(own):.1f}"] for (temperature, what), own in found.items()]
+    table(["", "published by DySpec", "tokens per step, three texts"], sorted(shown, reverse=True))
+
+
 PAPERS_COLUMNS = {"own": "own", "held": "held", "traversal": "traversal", "held_traversal": "held traversal"}
 
 
