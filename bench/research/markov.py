@@ -16,7 +16,7 @@ is left have been taken. Where a row rises this is no longer so: a younger sibli
 without its elders. Counted rows rise by chance among children that are seldom accepted, so those of `markov_table` are
 made to fall.
 
-Profiles count acceptance by depth instead. bench/README.md has which model predicts and plans better: on the shipped
+Profiles count acceptance by depth instead. The history of this file has which model predicts and plans better: on the shipped
 pair one vector for all nodes does as well as any.
 """
 
