@@ -94,7 +94,9 @@ def test_files_named_in_readmes_exist_and_the_first_one_is_short_and_begins_with
 def test_the_page_for_researchers_has_all_methods_verifiers_and_papers_and_the_tests_that_it_names():
     text = RESEARCH.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
-    rows = {words[1] for words in (line.split("`") for line in text.splitlines()) if words[0] == "| " and len(words) > 2}
+    rows = {
+        words[1] for words in (line.split("`") for line in text.splitlines()) if words[0] == "| " and len(words) > 2
+    }
     assert {*METHODS, *LOSSLESS_FOR, *VERIFIERS, "typical"} - {"without_replacement", "with_replacement"} <= rows
     assert all(f"`rejection` (`{draw}`)" in text for draw in REJECTION)
     sources = [inspect.getsource(module) for module in (methods, traversal, acceptance)]
