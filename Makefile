@@ -120,7 +120,7 @@ record: setup
 	$(BIN)/python bench/compile_report.py --record
 
 pictures: setup
-	$(BIN)/python bench/pictures.py --plot bench/results
+	$(BIN)/python bench/pictures.py --plot docs/images
 
 clean:
 	rm -rf .venv .venv-* .editable build dist *.egg-info .pytest_cache .ruff_cache .benchmarks

@@ -4,10 +4,13 @@ import argparse
 import json
 import platform
 import re
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -25,6 +28,7 @@ from heavypath.speculative import METHODS, TokenTree, load_demo_pair
 from heavypath.speculative.demo import DemoPair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROOT = Path(__file__).parents[1]
 PICTURE = "draw a picture to this file, a .png or .svg (needs matplotlib)"
 Run = Callable[[], object]
 Row = dict[str, Any]
@@ -82,12 +86,24 @@ def processor() -> str:
 def write_results(path: Path | None, facts: dict, **results: object) -> None:
     """Write a file of results: the environment first, then the results by name. Nothing is written without a path.
 
-    A list or an object that holds no other stands on one line.
+    The environment also gets the command and the date, which docs/results.md prints below each table. A list or an
+    object that holds no other stands on one line.
     """
     if path is not None:
+        facts = facts | {"command": command(), "date": date.today().isoformat()}
         text = json.dumps({"environment": facts, **results}, indent=1)
         text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda innermost: _on_one_line(innermost[0]), text)
         made(path).write_text(text + "\n")
+
+
+def command() -> str:
+    """The command line of this process, from the repository's root on. The file of results is left out."""
+    script, given = Path(sys.argv[0]).resolve(), sys.argv[1:]
+    if "--json" in given:
+        place = given.index("--json")
+        given = given[:place] + given[place + 2 :]
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return shlex.join(["python", str(name), *given])
 
 
 def made(path: Path) -> Path:

@@ -14,7 +14,6 @@
 #              what that costs by trees of all sizes, beside accelerate's way
 #   more       calibrate, plan, and decoding.py with the shipped pair: methods, phases, and verifiers (one of which may
 #              then be the default on a GPU); ranks where there are two GPUs; soak; compute-sanitizer, where it is there
-#   tiles      tiles.py: what if a kernel had other tiles
 #
 # Logs, JSON and pictures are in OUTDIR, and all of them in OUTDIR/PART.tar.gz, for where only few files can be fetched
 # (all.tar.gz is written behind each part). Tables are printed as they come. A step that takes too long gets SIGINT, and
@@ -22,7 +21,7 @@
 # is, and ends. This checkout need not be installed. Without a GPU, or with MINIATURE=1, each script does the least that
 # runs all its lines.
 set -uo pipefail
-parts=(first tests large kernels stream more tiles)
+parts=(first tests large kernels stream more)
 usage() { echo "usage: bash bench/gpu.sh OUTDIR [$(IFS='|'; echo "${parts[*]}") | all] [PYTHON]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 part=${2:-all}
@@ -196,7 +195,6 @@ run_more() {
     fi
 }
 
-run_tiles() { step tiles 500 "$python" bench/tiles.py "${mini[@]}" --json "$out/tiles.json"; }
 
 for each in "${parts[@]}"; do
     if [ "$part" = all ] || [ "$part" = "$each" ]; then

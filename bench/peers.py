@@ -21,6 +21,9 @@ llama-speculative-simple k  what it has "decoded", in all the time after the pro
 llama-speculative k         the same; it has one branch, its default, with which it is fastest
 transformers                a call of generate less such a call for one token; the tokens less one
 a method of ours            a call less its prefill, which leaves the prompt's last token to the first step
+METHOD+head                 the same with the shipped EAGLE head as the draft, which fits the shipped target alone
+METHOD*8                    the prompt and the seven after it as one batch; tokens of all. It is compared with plain
+                            decoding and transformers' generate of the same batch, which are tried with it
 
 llama.cpp's cache is in fp16, its default, which is faster. Flash attention is off where it drafts: several tokens a
 forward pass take a fifth less time so. Neither llama.cpp nor ours stops at an end of text. Of greedy texts the table
@@ -39,6 +42,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from batches import Texts, batch_of
 from common import (
     Spread,
     argument_parser,
@@ -70,7 +74,7 @@ from transformers import LlamaForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
-from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.demo import demo_prompts, load_demo_head
 
 DRAFTINGS = [Drafting(2), Drafting(3), Drafting(5), Drafting(5, 0.5)]  # the last by llama-speculative-simple alone
 TOLERANCE = 1e-3  # of logits of the widened model, which are about 10
@@ -99,13 +103,21 @@ def llama_ways(folder: Path, target: Path, draft: Path, lacking: list[str]) -> d
     return ways
 
 
-def our_runner(decoder: SpeculativeDecoder) -> Runner:
+Batches = Callable[[list[int]], Texts]  # the batch that a prompt is the first one of
+
+
+def batches_of(prompts: list[list[int]], size: int) -> Batches:
+    """A prompt and those after it, after the last one the first again."""
+    twice = [torch.tensor([prompt]) for prompt in prompts * (1 + -(-size // len(prompts)))]
+    return lambda prompt: batch_of(twice[prompts.index(prompt) :][:size])
+
+
+def our_runner(decoder: SpeculativeDecoder, batches: Batches) -> Runner:
     def run(prompt: list[int], asked: Asked) -> Timed:
-        out = decoder.generate(
-            torch.tensor([prompt]), asked.new_tokens, asked.temperature, seed=asked.seed, eos_token_id=None
-        )
+        texts = batches(prompt)
+        out = decoder.generate(texts.tokens, asked.new_tokens, asked.temperature, seed=asked.seed, **texts.options)
         seconds = out.stats.total_seconds - out.stats.seconds["prefill"]
-        return Timed(out.stats.new_tokens, seconds, out.sequences[0, len(prompt) :].tolist())
+        return Timed(out.stats.new_tokens, seconds, out.sequences[0, texts.tokens.shape[1] :].tolist())
 
     return run
 
@@ -127,14 +139,50 @@ def their_runner(target: LlamaForCausalLM, draft: LlamaForCausalLM | None) -> Ru
     return run
 
 
-def ways_in_python(target: LlamaForCausalLM, draft: LlamaForCausalLM, methods: Sequence[str]) -> dict[str, Way]:
+def their_batch_runner(target: LlamaForCausalLM, batches: Batches) -> Runner:
+    """transformers' generate of a batch: each sequence has all tokens that are asked for."""
+
+    def run(prompt: list[int], asked: Asked) -> Timed:
+        texts, seconds = batches(prompt), []
+        options: dict[str, Any] = {"attention_mask": texts.mask, "pad_token_id": 0, "do_sample": asked.temperature > 0}
+        if asked.temperature > 0:
+            options |= {"temperature": asked.temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(asked.seed)
+        for new in (1, asked.new_tokens):
+            begin = time.perf_counter()
+            sequences: Any = target.generate(texts.tokens, max_new_tokens=new, min_new_tokens=new, **options)
+            seconds.append(time.perf_counter() - begin)
+        text = sequences[0, texts.tokens.shape[1] :].tolist()
+        return Timed(len(sequences) * max(len(text) - 1, 1), max(seconds[1] - seconds[0], 1e-6), text)
+
+    return run
+
+
+def batch_size(name: str) -> int:
+    """Of a way to decode: 8 of "sequoia*8"."""
+    return int(name.partition("*")[2] or 1)
+
+
+def of_size(name: str, size: int) -> str:
+    return name if size == 1 else f"{name}*{size}"
+
+
+def ways_in_python(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, methods: Sequence[str], prompts: list[list[int]]
+) -> dict[str, Way]:
+    """Those of transformers, and each of ours; for a batch also plain decoding of it."""
     ways = {
         PLAIN: Way(TRANSFORMERS, their_runner(target, None)),
         ASSISTED: Way(TRANSFORMERS, their_runner(target, draft)),
     }
-    for method in methods:
-        decoder = SpeculativeDecoder(target, None if method == "autoregressive" else draft, method)
-        ways[method] = Way(OURS, our_runner(decoder))
+    sizes = sorted({batch_size(name) for name in methods} - {1})
+    for size in sizes:
+        ways[of_size(PLAIN, size)] = Way(TRANSFORMERS, their_batch_runner(target, batches_of(prompts, size)))
+    for name in dict.fromkeys([*methods, *(of_size("autoregressive", size) for size in sizes)]):
+        method, _, kind = name.partition("*")[0].partition("+")
+        proposes = None if method == "autoregressive" else load_demo_head(target) if kind == "head" else draft
+        decoder = SpeculativeDecoder(target, proposes, method)
+        ways[name] = Way(OURS, our_runner(decoder, batches_of(prompts, batch_size(name))))
     return ways
 
 
@@ -154,7 +202,10 @@ def measured(ways: dict[Turn, Way], prompts: list[list[int]], asked: Asked, roun
 
 
 def summary(ways: dict[Turn, Way], groups: list[dict[Turn, Timed]], greedy: bool) -> dict[str, Any]:
-    """A row for each way to decode, with the threads it is fastest with; and the best of each that keep the law."""
+    """A row for each way to decode, with the threads it is fastest with; and the best of each that keep the law.
+
+    Of a batch the first text is compared.
+    """
     speeds = {turn: [group[turn].tokens / group[turn].seconds for group in groups] for turn in ways}
     fastest: dict[str, Turn] = {}
     for turn in sorted(ways, key=lambda turn: median(speeds[turn])):
@@ -162,10 +213,17 @@ def summary(ways: dict[Turn, Way], groups: list[dict[Turn, Timed]], greedy: bool
 
     def best(whose: str) -> Turn | None:
         own = [turn for turn in fastest.values() if ways[turn].whose == whose and (greedy or ways[turn].keeps_law)]
-        return max(own, key=lambda turn: median(speeds[turn]), default=None)
+        alone = [turn for turn in own if batch_size(turn[0]) == 1]
+        return max(alone, key=lambda turn: median(speeds[turn]), default=None)
 
-    def ratio(turn: Turn | None, to: Turn | None) -> Spread | None:
-        if turn is None or to is None:
+    def ratio(turn: Turn, to: Turn | None) -> Spread | None:
+        """Over the other one, which for a batch is what it does of the same batch."""
+        size = batch_size(turn[0])
+        if size > 1:
+            same = {PLAIN: TRANSFORMERS, "autoregressive": OURS}
+            to = next((fastest.get(of_size(each, size)) for each, whose in same.items()
+                       if to is not None and ways[to].whose == whose), None)  # fmt: skip
+        if to is None:
             return None
         return Spread.of([a / b for a, b in zip(speeds[turn], speeds[to], strict=True)])
 
@@ -239,7 +297,8 @@ def main(given: Sequence[str] | None = None) -> None:
     if lacking:
         print(how_to_get(lacking, folder))
     target, draft, tokenizer = quiet_demo_pair()
-    prompts = [ids[0].tolist() for ids in token_ids(tokenizer, demo_prompts()[: arguments.prompts])]
+    every = [ids[0].tolist() for ids in token_ids(tokenizer, demo_prompts())]
+    prompts = every[: arguments.prompts]
     results = []
     facts = environment("cpu") | {
         name: getattr(arguments, name) for name in ("prompts", "max_new_tokens", "rounds", "factor", "threads")
@@ -257,7 +316,8 @@ def main(given: Sequence[str] | None = None) -> None:
             ways = {}
             for threads in arguments.threads:
                 torch.set_num_threads(threads)
-                for name, way in (llama | ways_in_python(models[0], models[1], arguments.methods)).items():
+                methods = [name for name in arguments.methods if pair == "shipped" or "+head" not in name]
+                for name, way in (llama | ways_in_python(models[0], models[1], methods, every)).items():
                     ways[name, threads] = way
             for temperature in arguments.temperature:
                 asked = Asked(arguments.max_new_tokens, temperature, threads=1, seed=0)

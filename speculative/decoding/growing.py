@@ -18,8 +18,7 @@ beam search (RSD-S, Jeon et al. 2024, algorithms 7 to 9): the keys that it keeps
 them.
 
 A slot's value by DySpec takes the draft's probability of a token for its chance of being accepted. A drawn token is
-accepted more often than that where the draft is flat: on the shipped pair at temperature 0.6 at a rate of 0.42 where it
-has 0.03, and of 0.91 where it has 0.97 (bench/research/theory.py). So DySpec's trees are too wide there.
+accepted more often than that where the draft is flat, so DySpec's trees are too wide there.
 `trees.growth.Confidence` has the line as it is measured, and a slot's value is then what it is expected to add to the
 tokens of a step: `kernels.growing` has the formulas.
 """

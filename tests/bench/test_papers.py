@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_scripts import BENCH, script
+from bench_scripts import script
 from tiny_models import tiny_llama
 
 from heavypath.speculative import PromptLookup, SpeculativeDecoder
@@ -141,11 +141,3 @@ def test_no_winner_is_bold_whose_lead_over_any_other_is_within_the_noise():
     assert shown.best_of([first, second, third], "own") is None
     assert shown.best_of([first, row("", "d", own=3.0)], "own") is None, "a tie"
     assert shown.best_of([first, row("", "d", held=1.0)], "own") is None, "the only one"
-
-
-def test_the_readmes_tables_are_those_of_the_file_of_results(capsys):
-    """Figure by figure, bold ones included."""
-    script("papers").main(["--results", str(BENCH / "results" / "papers-cpu.json")])
-    readme = (BENCH / "README.md").read_text(encoding="utf-8")
-    section = readme.split("\n## The papers' comparisons\n")[1].split("\n## ")[0]
-    assert lines_of(section) == lines_of(capsys.readouterr().out)

@@ -152,7 +152,7 @@ def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):
 
 
 def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
-    """The figures are bench/README.md's: five nodes alone, two for four to sixteen, plain decoding beyond."""
+    """The figures are those of docs/results.md: five nodes alone, two for four to sixteen, plain decoding beyond."""
     target, draft, _ = demo_pair
     decoder = SpeculativeDecoder(target, draft)
     assert [len(decoder.tree_for(Filters(0.0), batch)) for batch in (1, 2, 4, 8, 16, 32, 64)] == [5, 3, 2, 2, 2, 1, 1]

@@ -1,0 +1,446 @@
+"""The tables and figures of the documentation, from bench/results/*.json, for cog.
+
+    cog -r -I bench README.md docs/*.md            # writes them again after a measurement
+    cog --check -I bench README.md docs/*.md       # fails where a page differs from the results
+
+In Markdown a block names a function of this file:
+
+    <!-- [[[cog import tables; tables.headline() ]]] -->
+    <!-- [[[end]]] -->
+
+Each function writes a table, and below it the command, the machine and the date of the measurement.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import cog
+
+BENCH = Path(__file__).parent
+GREEDY, SAMPLED = 0.0, 0.6
+Row = dict[str, Any]
+
+
+def results(name: str) -> Row:
+    return json.loads((BENCH / "results" / f"{name}-cpu.json").read_text(encoding="utf-8"))
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """All columns but the first are right-aligned; None is an empty cell."""
+    cog.outl(f"| {' | '.join(heads)} |")
+    cog.outl(f"|{'|'.join(['---'] + ['---:'] * (len(heads) - 1))}|")
+    for row in rows:
+        cog.outl(f"| {' | '.join('' if each is None else str(each) for each in row)} |")
+
+
+def source(*names: str) -> None:
+    """Where the figures come from."""
+    cog.outl()
+    for name in names:
+        facts = results(name)["environment"]
+        threads = facts.get("threads", 1)
+        ran = f"{threads} thread{'s' * (threads != 1)}" if isinstance(threads, int) else "1 and 2 threads"
+        cog.outl(f"*`{facts['command']}`; {facts['device']}, {ran}; {facts['date']}*" + "  " * (name != names[-1]))
+
+
+def spread(values: Sequence[float] | None, digits: int = 2) -> str | None:
+    """A median and its quartiles."""
+    if values is None:
+        return None
+    middle, low, high = (f"{value:,.{digits}f}" for value in values)
+    return f"{middle} ({low} - {high})"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:+.1f}%"
+
+
+def code(name: str) -> str:
+    return f"`{name}`"
+
+
+def cells(name: str, pair: str = "shipped") -> dict[float, dict[str, Row]]:
+    """Rows of peers.py by temperature and name."""
+    found = [cell for cell in results(name)["cells"] if cell["pair"] == pair]
+    return {cell["temperature"]: {row["name"]: row for row in cell["rows"]} for cell in found}
+
+
+def best(cell: dict[str, Row], *names: str) -> Row | None:
+    """The fastest row whose name begins so; only rows of one sequence that keep the target's law count."""
+    own = [row for row in cell.values() if row["name"].startswith(names) and "*" not in row["name"] and row["lossless"]]
+    return max(own, key=lambda row: row["tokens_per_second"][0], default=None)
+
+
+def headline() -> None:
+    """For the README: peers, plain decoding, a chain, a tree; a tree with the head and a batch where measured."""
+    found = cells("peers")
+
+    def peer(name: str, start: str) -> list[Any]:
+        line: list[Any] = [name]
+        for temperature in (GREEDY, SAMPLED):
+            row = best(found[temperature], start)
+            line += [spread(row and row["tokens_per_second"], 0) or "-", None, None]
+        return line
+
+    def ours(name: str, method: str) -> list[Any]:
+        line: list[Any] = [name]
+        for temperature in (GREEDY, SAMPLED):
+            row = found[temperature][method]
+            plain = method.startswith("autoregressive")
+            line.append(spread(row["tokens_per_second"], 0))
+            line.append(spread(row["over_transformers"]) if plain else None)
+            line.append(None if plain else spread(row["over_plain"]))
+        return line
+
+    wanted = {
+        "plain decoding": "autoregressive", "chain": "chain", "tree": "sequoia", "tree, EAGLE head": "sequoia+head",
+        "tree, batch of 8": "sequoia*8",
+    }  # fmt: skip
+    rows = [ours(f"{name}, `{method}`", method) for name, method in wanted.items() if method in found[GREEDY]]
+    peers = [peer("transformers, its best", "transformers"), peer("llama.cpp, its best", "llama-")]
+    if len(rows) + len(peers) > 6:  # one row for both
+        both = zip(*peers, strict=True)
+        peers = [[None if pair == (None, None) else " / ".join(map(str, pair)) for pair in both]]
+    heads = [f"tokens/s, T = {temperature:g}" for temperature in (GREEDY, SAMPLED)]
+    table(["", heads[0], "compiled code", "speculation", heads[1], "compiled code", "speculation"], [*peers, *rows])
+    source("peers")
+
+
+def sampled_speed(method: str) -> None:
+    """One line: the speed of a method over plain decoding at T = 0.6."""
+    cog.outl(spread(cells("peers")[SAMPLED][method]["over_plain"]) or "")
+
+
+def speculation() -> None:
+    """Each method's speed over plain decoding, without a draft, for the table of methods."""
+    found = cells("peers")
+    names = [name for name, row in found[GREEDY].items() if row["over_plain"] and not {*"+*"} & {*name}]
+    rows = [[code(name), *(spread(found[each][name]["over_plain"]) for each in (GREEDY, SAMPLED))] for name in names]
+    table(["`method=`", "T = 0", "T = 0.6"], rows)
+    source("peers")
+
+
+def peers() -> None:
+    """Everything beside llama.cpp and transformers, for the shipped pair and for the enlarged one."""
+    found, enlarged = cells("peers"), cells("peers-enlarged", "enlarged")[GREEDY]
+    columns = [found[GREEDY], found[SAMPLED], enlarged]
+
+    def line(name: str, rows: Sequence[Row | None]) -> list[Any]:
+        cells = [name]
+        for row in rows:
+            speed = row and f"{row['tokens_per_second'][0]:,.0f}"
+            over = row and (row["over_plain"] or row["over_transformers"])
+            shown = None if row is None or row["name"].startswith(("trans", "llama")) else over
+            if row and row["name"] == "autoregressive":
+                text = f"{row['over_transformers'][0]:.2f}"
+                text += f" / {row['over_llama_cpp'][0]:.2f}" if row["over_llama_cpp"] else ""
+            else:
+                text = spread(shown) or ""
+            cells += [speed or "-", text]
+        return cells
+
+    rows = [
+        line("llama.cpp, plain", [best(each, "llama-completion") for each in columns]),
+        line("llama.cpp, with a draft", [best(each, "llama-speculative") for each in columns]),
+        line("transformers, `generate`", [each.get("transformers generate") for each in columns]),
+        line("transformers, assisted", [each.get("transformers assisted") for each in columns]),
+    ]
+    names = [name for name, row in found[GREEDY].items() if row["over_plain"]]
+    rows += [line(code(name), [each.get(name) for each in columns]) for name in names]
+    heads = [head for each in ("T = 0", "T = 0.6", "enlarged, T = 0") for head in (f"{each}: tokens/s", "ratio")]
+    table(["", *heads], rows)
+    source("peers", "peers-enlarged")
+
+
+def slower_than_plain() -> None:
+    """One sentence: the methods that lose against plain decoding."""
+    found = cells("peers")
+    for temperature in (GREEDY, SAMPLED):
+        rows = [row for row in found[temperature].values() if row["over_plain"] and row["over_plain"][0] < 1]
+        names = ", ".join(f"`{row['name']}` ({row['over_plain'][0]:.2f})" for row in rows)
+        cog.outl(f"Slower than plain decoding at T = {temperature:g}: {names or 'none'}.")
+
+
+def decoding() -> None:
+    """Every method beside transformers' own generate, prompt by prompt."""
+    found = results("decoding")["temperature"]
+    both = {temperature: {row["method"]: row for row in found[temperature]} for temperature in ("0.0", "0.6")}
+    rows = []
+    for name in both["0.0"]:
+        line = [name if name.startswith("transformers") else code(name)]
+        for each in both.values():
+            row = each[name]
+            ratio = spread([row["ratio"], *row["ratio_quartiles"]])
+            line += [f"{row['tokens_per_forward']:.2f}", f"{row['tokens_per_second']:.0f}", ratio]
+        rows.append(line)
+    heads = [head for each in ("0", "0.6") for head in (f"T = {each}: tokens/forward", "tokens/s", "ratio")]
+    table(["", *heads], rows)
+    source("decoding")
+
+
+def drafts() -> None:
+    """Tokens per forward pass by kind of draft, at T = 0.6."""
+    found = results("drafts-kinds")["rows"]
+    chain, tree = ({r["draft"]: r for r in found if r["method"] == method} for method in ("chain", "dyspec"))
+    rows = [
+        [draft, f"{row['overlap']:.2f}", f"{row['tokens_per_forward']:.2f}", f"{tree[draft]['tokens_per_forward']:.2f}"]
+        for draft, row in chain.items()
+    ]
+    table(["draft", "first token accepted", "tokens/forward, `chain` of 5", "`dyspec`, 64 nodes"], rows)
+    source("drafts-kinds")
+
+
+def retrieval() -> None:
+    found = results("retrieval")
+    names = ("prompt lookup", "retrieval", "draft model")
+    rows = [[f"`{row['method']}`, T = {row['temperature']:g}", *(f"{row[name]:.2f}" for name in names)]
+            for row in found["tokens_per_step"]]  # fmt: skip
+    table(["tokens/forward", *names], rows)
+    source("retrieval")
+
+
+def nodes() -> None:
+    """Tokens per forward pass for an equal budget of nodes, and what planning expected."""
+    found: dict[str, dict[tuple, str]] = {}
+    places = [(temperature, size) for temperature in (0.0, 0.6, 1.0) for size in (32, 64)]
+    kept: dict[tuple, Row] = {}
+    for row in results("efficiency")["rows"]:  # of the numbers of sequences the better one
+        name, _, _ = row["method"].partition(", ")
+        published = name.endswith(" as published")
+        name = name.removesuffix(" as published")
+        name = f'{code(name)}, `confidence="draft"`' if published else code(name)
+        place = (name, row["temperature"], row["size"])
+        if place not in kept or kept[place]["block_efficiency"] < row["block_efficiency"]:
+            kept[place] = row
+    for (name, temperature, size), row in kept.items():
+        expected = f" ({row['expected']:.2f})" if row.get("expected") else ""
+        found.setdefault(name, {})[temperature, size] = f"{row['block_efficiency']:.2f}{expected}"
+    heads = [f"T = {temperature:g}, {size} nodes" for temperature, size in places]
+    table(["", *heads], [[name, *(row.get(place) for place in places)] for name, row in found.items()])
+    source("efficiency")
+
+
+def verifiers() -> None:
+    """More tokens per forward pass than recursive rejection has, with the standard error."""
+    found: dict[str, dict[tuple, Row]] = {}
+    for row in results("verifiers")["rows"]:
+        found.setdefault(row["tree"], {})[row["temperature"], row["verifier"]] = row
+    rows = []
+    for tree, cells in found.items():
+        line = [tree]
+        for temperature in (0.6, 1.0):
+            line.append(f"{cells[temperature, 'rejection']['tokens_per_forward']:.2f}")
+            for name in ("held", "traversal", "held_traversal"):
+                row = cells.get((temperature, name))
+                line.append("refused" if row is None else f"{percent(row['gain'])} ({100 * row['gain_error']:.1f})")
+        rows.append(line)
+    names = ["rejection", "`held`", "`traversal`", "`held_traversal`"]
+    table(["tree", *(f"T = {each}: {names[0]}" if name == names[0] else name for each in (0.6, 1)
+                     for name in names)], rows)  # fmt: skip
+    source("verifiers")
+
+
+def default_verifiers() -> None:
+    """What the defaults of a CPU bring over the papers' rules for the default trees."""
+    found = {(row["tree"], row["temperature"], row["verifier"]): row for row in results("verifiers-default")["rows"]}
+    rows = []
+    for tree in dict.fromkeys(tree for tree, *_ in found):
+        default = "held_traversal" if (tree, 0.6, "held_traversal") in found and tree != "chain" else "traversal"
+        line = [code(tree), code(default)]
+        for temperature in (0.6, 1.0):
+            row = found[tree, temperature, default]
+            line += [f"{percent(row['gain'])} ({100 * row['gain_error']:.1f})", f"{row['speed']:.2f}"]
+        rows.append(line)
+    table(["", "default", "T = 0.6: tokens", "speed", "T = 1: tokens", "speed"], rows)
+    source("verifiers-default")
+
+
+def batches() -> None:
+    """Over transformers' generate of the same batch; for mixed lengths over plain decoding of the same batch."""
+    found: dict[tuple, dict[str, Row]] = {}
+    for row in results("batch_sizes")["rows"]:
+        found.setdefault((row["batch"], row["temperature"]), {})[row["way"] + row.get("lengths", "")] = row
+    rows = []
+    for (batch, temperature), ways in found.items():
+        line = [f"{batch}, T = {temperature:g}"]
+        for way in ("default", "5 nodes", "2 nodes", "plain"):
+            mixed = ways.get(f"{way}mixed")
+            line.append(f"{ways[way]['median']:.1f}" + (f" / {mixed['median']:.2f}" if mixed else ""))
+        rows.append(line)
+    table(["batch", "default trees", "5 nodes", "2 nodes", "no draft"], rows)
+    source("batch_sizes")
+
+
+def ragged() -> None:
+    found = results("ragged")
+    ratios = ", ".join(f"{row['ratio']:.2f} times for `{name}`" for name, row in found["methods"].items())
+    cog.outl(f"A batch whose finished sequences are removed takes less time: {ratios} as fast.")
+    source("ragged")
+
+
+def products() -> None:
+    """GB/s at which a weight is read while rows are multiplied by it: PyTorch, and this package."""
+    found = {(row["dtype"], tuple(row["weight"]), row["rows"]): row for row in results("linear")["rows"]}
+    counts = [1, 2, 5, 8, 16, 64]
+    rows = []
+    for dtype, weight in dict.fromkeys((dtype, weight) for dtype, weight, _ in found):
+        if weight not in ((320, 320), (3456, 1280), (11008, 4096)):
+            continue
+        own = [found[dtype, weight, count] for count in counts]
+        line = [f"{dtype}, {weight[0]:,} x {weight[1]:,}"]
+        rows.append(line + [f"{row['linear']:.1f} / {row['native']:.1f}" for row in own] + [f"{own[0]['read']:.1f}"])
+    table(["weight", *(f"{count} row{'s' * (count > 1)}" for count in counts), "reading"], rows)
+    source("linear")
+
+
+def kernels() -> None:
+    """The references on a CPU: how many times as fast as the usual way."""
+    rows: list[Sequence[object]] = []
+    for name, kernel, peers in (
+        ("attention", "kernel_attention", ("sdpa, dense mask",)),
+        ("sampling", "kernel_sampling", ("softmax, noise, topk", "softmax, noise, sort")),
+        ("verification", "kernel_verification", ("loop", "lazy loop")),
+    ):
+        for peer in peers:
+            ratios = sorted(row["ratio"][peer] for row in results(kernel)["rows"] if peer in row.get("ratio", {}))
+            rows.append([name, peer, f"{ratios[0]:.2f}", f"{ratios[len(ratios) // 2]:.2f}", f"{ratios[-1]:.2f}"])
+    table(["kernel", "beside", "least", "median", "most"], rows)
+    source("kernel_attention", "kernel_sampling", "kernel_verification")
+
+
+def attention_function() -> None:
+    rows = [[f"{row['work']}, {row['threads']} thread{'s' * (row['threads'] > 1)}", f"{row['sdpa']:.0f}",
+             f"{row['heavypath']:.0f}", spread([row["ratio"], *row["quartiles"]])]
+            for row in results("dropin")["milliseconds"]]  # fmt: skip
+    table(["work", "sdpa, ms", "heavypath, ms", "ratio"], rows)
+    source("dropin")
+
+
+def disk() -> None:
+    """Targets on disk: this package's stream beside accelerate's offloading."""
+    rows: list[Sequence[object]] = []
+    for size, name in (("8 GB", "scale-stream"), ("26 GB", "scale-stream-26"), ("0.6 GB", "scale-stream-slow")):
+        for row in results(name)["rows"]:
+            if "seconds_per_token" in row:
+                speed = row.get("bandwidth") and f"{row['bandwidth'] / 1e9:.2f}"
+                waited = None if row.get("waited") is None else f"{100 * row['waited']:.0f}%"
+                step = f"{row['tokens_per_step']:.2f}"
+                rows.append([f"{size}: {row['way']}", f"{row['seconds_per_token']:.2f}", step, speed, waited])
+    table(["target", "s/token", "tokens/step", "GB/s", "waited"], rows)
+    source("scale-stream", "scale-stream-26", "scale-stream-slow")
+
+
+def serving() -> None:
+    rows = [[row["way"], row["load"], f"{row['tokens_per_second']:,.0f}", f"{row['requests_per_second']:.1f}",
+             f"{row['first_p50_ms']:,.0f} / {row['first_p99_ms']:,.0f}",
+             f"{row['between_p50_ms']:.1f} / {row['between_p99_ms']:.1f}"]
+            for row in results("serving")["rows"]]  # fmt: skip
+    heads = ["tokens/s", "requests/s", "first token, ms (p50 / p99)", "between tokens, ms (p50 / p99)"]
+    table(["way", "load", *heads], rows)
+    source("serving")
+
+
+def soak() -> None:
+    found = results("soak")
+    asked, memory = found["requests"], found["resident_mb"]
+    early, late = memory[len(memory) // 6][1], memory[-1][1]
+    cog.outl(
+        f"In {found['environment']['minutes']:g} minutes {asked['answered']:,} requests were answered, "
+        f"{asked['dropped']:,} were dropped by their clients and {asked['refused']:,} were refused. "
+        f"{len(found['wrong']) or 'None'} had a wrong text. "
+        f"Memory was {early:.0f} MB after {memory[len(memory) // 6][0]} s and {late:.0f} MB at the end."
+    )
+    source("soak")
+
+
+def chat() -> None:
+    rows = [[code(row["method"]), f"{row['ms']:.0f}", f"{row['ms_with_past']:.0f}"]
+            for row in results("chat")["first_token"]]  # fmt: skip
+    table(["second turn, first token", "without `past=`, ms", "with `past=`, ms"], rows)
+    source("chat")
+
+
+def predictions() -> None:
+    """What was predicted for a GPU, where nothing has been measured yet."""
+    rows = []
+    for each in json.loads((BENCH / "predictions.json").read_text(encoding="utf-8"))["figures"]:
+        where, unit = each["where"], each["unit"]
+        place = ", ".join(str(value) for name, value in where.items() if name not in ("batch", "temperature", "way"))
+        measured = each.get("field") or "sum of its kernels"
+        if (each["file"] == "large" and "kernels" not in each) or "64 x 128256" in place:
+            predicted = each["predicted"]
+            name = f"{each['file']}: {place}, {measured}".replace("_", " ")
+            rows.append([name, *(f"{predicted[gpu]:g} {unit}".strip() for gpu in ("H100", "H200"))])
+    table(["figure", "H100", "H200"], rows)
+    cog.outl()
+    cog.outl("*Predicted, not measured: `bench/predictions.json`, by `python bench/predict.py step` and its siblings*")
+
+
+def offloading() -> None:
+    """The papers' seconds per token for large targets: published, and simulated."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in results("offloading")["rows"]:
+        if row["ratio"] is not None:
+            groups.setdefault((row["source"], row["what"].split(",")[0].split(" T=")[0]), []).append(row)
+    rows = []
+    for (paper, what), own in groups.items():
+        paper = paper.replace("this repository: python bench/scale.py stream", "our stream on a CPU").split("; ")[0]
+        times, ratios = [row["published"] for row in own], [row["ratio"] for row in own]
+        span = [f"{min(values):.2f} to {max(values):.2f}" for values in (times, ratios)]
+        rows.append([paper, what, len(own), *span])
+    table(["published in", "system", "rows", "published, s/token", "simulated / published"], rows)
+    own = [row for (paper, _), each in groups.items() for row in each if "this repository" not in paper]
+    off = [abs(row["ratio"] - 1) for row in own]
+    flat = [abs(row["flat"] - 1) for row in own]
+    cog.outl()
+    cog.outl(
+        f"Simulation is within 15% in {sum(each <= 0.15 for each in off)} of {len(own)} rows, "
+        f"{100 * fmean(off):.1f}% off on average. "
+        f"Baseline over tokens per step is within 15% in {sum(each <= 0.15 for each in flat)}, "
+        f"{100 * fmean(flat):.1f}% off on average."
+    )
+    source("offloading")
+
+
+def published_tokens() -> None:
+    """Tokens per step in DySpec's own table 4, as far as they are in the file of results."""
+    rows = [row for row in results("offloading")["rows"] if row["source"].endswith("table 4")]
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        what, _, temperature = row["what"].split(", ")
+        found.setdefault((temperature, what), []).append(row["tokens"])
+    shown = [[temperature, what, f"{min(own):.1f} to {max(own):.1f}"] for (temperature, what), own in found.items()]
+    table(["", "published by DySpec", "tokens per step, three texts"], sorted(shown, reverse=True))
+
+
+PAPERS_COLUMNS = {"own": "own", "held": "held", "traversal": "traversal", "held_traversal": "held traversal"}
+
+
+def papers(name: str, groups: Sequence[str] | None = None) -> None:
+    """A table of research/papers.py: tokens per forward pass, with standard errors over the prompts."""
+    found = [row for row in results("papers")[name] if groups is None or row["group"] in groups]
+
+    def cell(row: Row, column: str) -> str:
+        if column not in row["tokens"]:
+            return "-"
+        return f"{row['tokens'][column]:.2f} ± {row['standard_error'][column]:.2f}"
+
+    rows, last = [], None
+    for row in found:
+        group, last = "" if row["group"] == last else row["group"], row["group"]
+        figures = [cell(row, column) for column in PAPERS_COLUMNS]
+        rows.append([group, row["label"], f"{row['nodes']:.0f}", row["levels"], *figures, f"{row['mbsu']:.2f}"])
+    table(["", "", "nodes", "levels", *PAPERS_COLUMNS.values(), "MBSU"], rows)
+    source("papers")
+
+
+def rejection(children: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> None:
+    """How often none of k children is accepted, at T = 0.6."""
+    found = results("rejection")["temperature"]["0.6"]["methods"]
+    rows = [[name, *(f"{row['rejection'][k - 1]:.3f}" for k in children), f"{row['power_law']['exponent']:.2f}"]
+            for name, row in found.items() if len(row["rejection"]) >= max(children)]  # fmt: skip
+    table(["", *(f"k = {k}" for k in children), "exponent"], rows)
+    source("rejection")
