@@ -1,6 +1,6 @@
-"""The pictures of the READMEs: a step, what the order of nodes does to attention, and the page of a trace.
+"""The pictures of docs/: a step, what the order of nodes does to attention, and the page of a trace.
 
-    python bench/pictures.py --plot bench/results [--only step]
+    python bench/pictures.py --plot docs/images [--only step]
 
 step   pictures-step.svg: draft, target forward, verification and caches, drawn from a real step of the shipped pair
 order  pictures-order.svg: one tree, its ancestor mask and its blocks, in insertion order and in heavy-path order
