@@ -29,9 +29,15 @@ def test_results_are_written_into_a_folder_that_is_made_as_by_every_script(tmp_p
 
 
 def test_every_command_of_this_folder_that_a_text_names_is_there():
-    """Of the READMEs, the list of changes, the Makefile and the package; what is gone is named by its commit."""
+    """Of the documentation, the list of changes, the Makefile and the package; what is gone is named by its commit."""
     root, sweeps = BENCH.parent, script("decoding").SWEEPS
-    texts = [*root.glob("*.md"), *root.glob("*/*.md"), root / "Makefile", root / "pyproject.toml", BENCH / "gpu.sh"]
+    texts = [
+        *root.glob("*.md"),
+        *(root / "docs").rglob("*.md"),
+        root / "Makefile",
+        root / "pyproject.toml",
+        BENCH / "gpu.sh",
+    ]
     for path in [*texts, *(root / "kernels").rglob("*.py"), *(root / "speculative").rglob("*.py")]:
         text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
         for name in re.findall(r"(?<!:)\bbench/[\w/]+\.(?:py|sh)\b", text):

@@ -101,7 +101,9 @@ def test_the_tests_of_a_source_distribution_run(source, tmp_path):
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert (unpacked / path.relative_to(ROOT)).is_file(), path
-    assert all((unpacked / name).is_file() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "mkdocs.yml"))
+    assert all(
+        (unpacked / name).is_file() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "mkdocs.yml")
+    )
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/core/test_tree.py"]
     done = subprocess.run(run, cwd=unpacked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
