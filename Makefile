@@ -33,7 +33,7 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	core/test_decoder.py::test_statistics_add_up)
 
 .PHONY: help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature test-oldest test-newest test-libraries \
-	check report record pictures clean requirements
+	check docs docs-serve docs-tables report record pictures clean requirements
 
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
@@ -41,6 +41,9 @@ help:
 	@echo "make test         run the tests (about 5 minutes on two cores; TESTS=tests/core/test_tree.py runs some of them)"
 	@echo "make integration  run the tests that start processes or install something, and some with the oldest versions"
 	@echo "make check        run ruff and pyright"
+	@echo "make docs         check that generated tables are up to date, and build the site into build/docs"
+	@echo "make docs-serve   show the site at http://127.0.0.1:8000 while pages are written"
+	@echo "make docs-tables  write the tables of README.md and docs/ from bench/results again"
 	@echo "make report       say what changed kernels compile to for three generations of GPUs, and fail on spills"
 	@echo "make nightly      run everything else, which takes hours: slow tests, every triple of options, mutants, races,"
 	@echo "                  a GPU that is played, all of bench/gpu.sh in miniature, other libraries. Its parts:"
@@ -53,7 +56,7 @@ help:
 	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
 	@echo "make durations    write how long each test file takes into tests/durations.json"
 	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
-	@echo "make pictures     draw the pictures of the READMEs again; one of them needs Chromium"
+	@echo "make pictures     draw the pictures of docs/images again; one of them needs Chromium"
 	@echo "make clean        remove what was built and installed here"
 
 demo: setup
@@ -112,6 +115,19 @@ check: $(VENV)/.checkers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+COG = $(BIN)/cog -I bench
+PAGES = README.md $(shell find docs -name '*.md')
+
+docs: setup
+	$(COG) --check $(PAGES)
+	$(BIN)/mkdocs build --strict --site-dir build/docs
+
+docs-serve: setup
+	$(BIN)/mkdocs serve
+
+docs-tables: setup
+	$(COG) -r $(PAGES)
 
 report: setup
 	$(BIN)/python bench/compile_report.py

@@ -1,4 +1,4 @@
-"""The pictures of the READMEs: a step, what the order of nodes does to attention, and the page of a trace.
+"""The pictures of docs/: a step, what the order of nodes does to attention, and the page of a trace.
 
     python bench/pictures.py --plot docs/images [--only step]
 

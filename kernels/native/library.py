@@ -35,7 +35,7 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get(SWITCH) == "0":
         logger.info("%s=0: no compiled kernels, PyTorch's operations instead", SWITCH)
         return None
-    compiler = _compiler()
+    compiler = compiler_path()
     if compiler is None:
         logger.warning(
             "no C++ compiler: decoding on this CPU takes PyTorch's operations, which are several times slower; "
@@ -70,9 +70,15 @@ def thread_count(bytes_read: int | None = None) -> int:
     return threads if bytes_read is None else max(1, min(threads, bytes_read // SHARE))
 
 
-def _compiler() -> str | None:
+def compiler_path() -> str | None:
+    """The C++ compiler that kernels are compiled by: that of CXX, or the first that is found; None for none."""
     given = os.environ.get("CXX")
     return next(filter(None, map(shutil.which, [given] if given else ["g++", "c++", "clang++"])), None)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept. RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
 
 
 def _run(arguments: list[str], seconds: float | None = None) -> str:
@@ -92,7 +98,7 @@ def _file(compiler: str) -> int:
         key.update(source.read_bytes())
     name = f"native-{key.hexdigest()[:20]}.so"
     try:
-        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
+        place = cache_folder()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = _own(place, os.O_DIRECTORY)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home

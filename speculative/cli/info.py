@@ -1,7 +1,10 @@
 """`heavypath info`: what is installed, what the machine is like, and what would make decoding faster here."""
 
+import logging
 import os
+import platform
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,18 @@ from typing import Any
 import torch
 import typer
 
-from heavypath.kernels.native.library import library
+from heavypath.kernels.native.library import cache_folder, compiler_path, library
 from heavypath.speculative.cli.support import AsJson, current_load, installation, print_json
 from heavypath.speculative.threads import Load, waiting
 
 MAPS = Path("/proc/self/maps")  # the files that this process has in its memory
 DRIVER = Path("/proc/driver/nvidia/version")
+PROCESSOR = Path("/proc/cpuinfo")
+# What changes how decoding runs, of the environment. Only these are shown, since a user may post what is shown.
+VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY",
+    "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "HEAVYPATH_NATIVE", "CXX", "XDG_CACHE_HOME",
+)  # fmt: skip
 OPENMP = {"libgomp": "GNU", "libiomp5": "Intel", "libomp": "LLVM"}
 
 
@@ -42,7 +51,10 @@ def info(as_json: AsJson = False) -> None:
 def machine(load: Load) -> dict[str, Any]:
     """The processor, its load, the libraries that compute on it, and the GPUs."""
     blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    native, reason = _native()
     return {
+        "system": platform.platform(),
+        "processor": _processor(),
         "cores": load.cores,
         "load": round(load.average, 2),
         "waiting": ", ".join(f"{name}={value}" for name, value in waiting(os.environ).items()) or "OpenMP's default",
@@ -50,7 +62,12 @@ def machine(load: Load) -> dict[str, Any]:
         "blas": blas[1] if blas else "unknown",
         "onednn": torch.backends.mkldnn.is_available(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_kernels": "PyTorch's operations" if library() is None else "compiled",
+        "cpu_kernels": native,
+        "cpu_kernels_lack": reason,
+        "compiler": _compiler(),
+        "cache": _cache(),
+        "environment": " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+        or "nothing set",
         "torch_cuda": torch.version.cuda,
         "nvidia_driver": _driver(),
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
@@ -89,6 +106,64 @@ def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
     if facts["cpu_capability"] == "DEFAULT" and not facts["gpus"]:
         advice.append("torch uses no vector instructions beyond the basic ones: the processor has none that it knows.")
     return advice
+
+
+class _Kept(logging.Handler):
+    """Keeps log lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        self.lines.append(record.getMessage())
+
+
+def _native() -> tuple[str, str | None]:
+    """What computes on a CPU, and if it is not compiled kernels, why not; None where that was said before."""
+    logger, kept = logging.getLogger("heavypath.kernels.native.library"), _Kept()
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        if library() is not None:
+            return "compiled", None
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(level)
+        logger.propagate = propagates
+    return "PyTorch's operations", "; ".join(kept.lines) or None
+
+
+def _compiler() -> str:
+    """Where the C++ compiler is, and its version."""
+    path = compiler_path()
+    if path is None:
+        return "none"
+    try:
+        done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{path} ({error})"
+    return f"{path} ({done.stdout.partition(chr(10))[0]})"
+
+
+def _cache() -> str:
+    """Where compiled kernels are kept."""
+    try:
+        return str(cache_folder())
+    except RuntimeError as error:
+        return f"none ({error})"
+
+
+def _processor() -> str:
+    """Its name."""
+    try:
+        named = re.search(r"^model name\s*: (.+)$", PROCESSOR.read_text(encoding="utf-8"), re.M)
+    except OSError:
+        named = None
+    return named[1] if named else platform.machine()
 
 
 def _openmp() -> str:

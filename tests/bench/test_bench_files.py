@@ -33,12 +33,11 @@ def test_results_are_written_into_a_folder_that_is_made_as_by_every_script(tmp_p
 
 
 def test_every_command_of_this_folder_that_a_text_names_is_there():
-    """Of the READMEs, the list of changes, the Makefile and the package; what is gone is named by its commit."""
+    """Of the documentation, the list of changes, the Makefile and the package; what is gone is named by its commit."""
     root, sweeps = BENCH.parent, script("decoding").SWEEPS
     texts = [
         *root.glob("*.md"),
-        *root.glob("*/*.md"),
-        *root.glob("docs/*/*.md"),
+        *(root / "docs").rglob("*.md"),
         root / "Makefile",
         root / "pyproject.toml",
         BENCH / "gpu.sh",

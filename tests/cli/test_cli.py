@@ -18,6 +18,7 @@ import transformers
 from command_line import WORDS, assert_refused, save_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from heavypath.kernels.native import library as native_library
 from heavypath.speculative import LOSSLESS_METHODS, load_demo_pair
 from heavypath.speculative.cli import app as cli_app
 from heavypath.speculative.cli import layers, support
@@ -239,6 +240,7 @@ def test_info_reports_what_is_installed(heavypath):
     assert facts["kernels"]["verify_tree"] == facts["kernels"]["tree_attention"]
     assert facts["openmp"] in ("GNU", "Intel", "LLVM")
     assert facts["cores"] >= 1
+    assert {"system", "processor", "compiler", "cache", "environment"} <= facts.keys(), "what a report of a bug needs"
     assert isinstance(facts["advice"], list)
     assert heavypath("--version") == (0, f"heavypath {importlib.metadata.version('heavypath')}\n", "")
     rows, _, advice = heavypath("info")[1].partition("\n\n")
@@ -246,6 +248,20 @@ def test_info_reports_what_is_installed(heavypath):
     assert all(re.fullmatch(r"\S.* {2,}\S.*", line) for line in rows.splitlines()), "a space behind every name"
     assert "kernel heavy_path_order  " in rows
     assert advice.startswith("* ")
+
+
+def test_info_says_why_kernels_are_not_compiled_and_shows_no_other_variables(heavypath, monkeypatch):
+    native_library.library.cache_clear()
+    monkeypatch.setenv("HEAVYPATH_NATIVE", "0")
+    monkeypatch.setenv("HEAVYPATH_KEY", "secret")
+    try:
+        code, output, _ = heavypath("info", "--json")
+    finally:
+        native_library.library.cache_clear()
+    assert code == 0
+    assert json.loads(output)["cpu_kernels_lack"].startswith("HEAVYPATH_NATIVE=0")
+    assert "HEAVYPATH_NATIVE=0" in json.loads(output)["environment"]
+    assert "secret" not in output
 
 
 def test_info_says_what_would_make_it_faster_here():

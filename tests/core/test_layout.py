@@ -238,12 +238,12 @@ def test_few_functions_stand_between_generate_and_the_targets_first_operation(de
     decoder.generate(tokenizer("import os\n", return_tensors="pt").input_ids, max_new_tokens=4)
     step = ["decoder.generate", "loop.decode", "engine.step", "runner.run", "launching.run", "step.__call__"]
     step.append("llama.__call__")
-    assert stacks[-1] == step, "the way of a step is README's"
+    assert stacks[-1] == step, "the way of a step"
 
 
-def test_a_step_enters_what_the_readme_says_that_it_enters(demo_pair):
+def test_a_step_enters_what_the_page_of_a_step_says_that_it_enters(demo_pair):
     """And that is few files; those of a step whose forward pass is in PyTorch."""
-    block = (ROOT / "README.md").read_text(encoding="utf-8").split("## How a step works")[1].split("```")[1]
+    block = (ROOT / "docs" / "step.md").read_text(encoding="utf-8").split("```")[1]
     listed, folder = [], ""
     for name in re.findall(r"[\w/]+(?:\.py|/)(?=[\s,])", block):
         folder = name[: name.rstrip("/").rindex("/") + 1] if "/" in name.rstrip("/") else folder

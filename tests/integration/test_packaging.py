@@ -49,7 +49,7 @@ def source(tmp_path_factory):
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy(path, folder)
-    for name in ("kernels", "speculative", "tests", "bench", ".ci"):
+    for name in ("kernels", "speculative", "tests", "bench", "docs", ".ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     return folder
 
@@ -86,7 +86,7 @@ def test_a_package_index_shows_where_the_project_is(wheel):
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len(links) >= 8
     assert all(link.startswith(("https://", "#")) for link in links)
-    assert f"({home}/raw/main/bench/results/pictures-step.svg)" in text
+    assert f"({home}/raw/main/docs/images/pictures-step.svg)" in text
     assert f"({home}/blob/main/CHANGELOG.md)" in text
 
 
@@ -97,11 +97,13 @@ def test_the_tests_of_a_source_distribution_run(source, tmp_path):
     with tarfile.open(tmp_path / done.stdout.split()[-1]) as archive:
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    for folder in ("kernels", "speculative", "tests", "bench", ".ci"):
+    for folder in ("kernels", "speculative", "tests", "bench", "docs", ".ci"):
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert (unpacked / path.relative_to(ROOT)).is_file(), path
-    assert all((unpacked / name).is_file() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile"))
+    assert all(
+        (unpacked / name).is_file() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "mkdocs.yml")
+    )
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/core/test_tree.py"]
     done = subprocess.run(run, cwd=unpacked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

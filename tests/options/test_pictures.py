@@ -1,4 +1,4 @@
-"""The pictures of the READMEs: they show what the package computes."""
+"""The pictures of docs/: they show what the package computes."""
 
 import shutil
 import xml.etree.ElementTree as ElementTree

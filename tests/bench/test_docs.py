@@ -1,0 +1,62 @@
+"""The documentation is short, and its figures are measured: outside what cog writes, no page states one."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GENERATED = re.compile(r"<!-- \[\[\[cog.*?<!-- \[\[\[end\]\]\] -->", re.S)
+NOT_PROSE = re.compile(
+    r"<!--.*?-->|^```.*?^```$|^(?:    |\t).*?$|`[^`\n]*`|\]\([^)]*\)",  # comments, blocks, code, addresses of links
+    re.S | re.M,
+)
+FIGURE = re.compile(
+    r"\d[\d,.]*(?:\s*(?:%|x\b|×|us\b|µs\b|ms\b|s\b|[KMG]i?B/s)|\s+(?:times|fold|tokens?/s|tokens? per second|"
+    r"percent|(?:milli|micro)?seconds?|minutes?|hours?|tokens? (?:a|per|each) step)\b)"
+)
+# Figures that are no measurements, by page.
+DESIGN = {
+    "docs/security.md": "limits of the server",
+    "docs/guides/batches.md": "limits of the server",
+    "docs/guides/constraints.md": "limits of a grammar's compiler",
+    "docs/contributing.md": "how long commands take",
+}
+
+
+def words(text: str) -> int:
+    """Signs alone, as in tables, are no words."""
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+def test_the_readme_is_one_page():
+    text = PAGES[0].read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    assert words(text) <= 700
+
+
+def test_the_documentation_can_be_read_to_its_end():
+    """Without what is generated: tables, and the reference from docstrings."""
+    counts = {page.name: words(GENERATED.sub("", page.read_text(encoding="utf-8"))) for page in PAGES[1:]}
+    assert sum(counts.values()) <= 14_000, counts
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_measured_figure_stands_in_prose(page):
+    """Such a figure would grow old unnoticed. A table, or a sentence of bench/tables.py, has it."""
+    prose = NOT_PROSE.sub(" ", GENERATED.sub(" ", page.read_text(encoding="utf-8")))
+    found = [prose[max(0, each.start() - 40) : each.end()].replace("\n", " ") for each in FIGURE.finditer(prose)]
+    assert not found or page.relative_to(ROOT).as_posix() in DESIGN, found
+
+
+@pytest.mark.parametrize("sentence", ["it is 1.4 times faster", "takes 3.5 ms", "36% more", "at 26.8 GB/s", "2.1x"])
+def test_such_figures_are_found(sentence):
+    assert FIGURE.search(NOT_PROSE.sub(" ", sentence))
+    assert not FIGURE.search(NOT_PROSE.sub(" ", f"`{sentence}`"))
+
+
+def test_who_cites_the_software_cites_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
