@@ -112,9 +112,8 @@ def test_the_tables_are_those_of_the_results():
 
 def test_the_page_for_researchers_has_all_methods_verifiers_and_papers_and_the_tests_that_it_names():
     text = (DOCS / "research.md").read_text(encoding="utf-8")
-    rows = {
-        words[1] for words in (line.split("`") for line in text.splitlines()) if words[0] == "| " and len(words) > 2
-    }
+    named = [line.split("`") for line in text.splitlines()]
+    rows = {words[1] for words in named if words[0] == "| " and len(words) > 2}
     assert {*METHODS, *LOSSLESS_FOR, *VERIFIERS, "typical"} - {"without_replacement", "with_replacement"} <= rows
     assert all(f"`rejection` (`{draw}`)" in text for draw in REJECTION)
     sources = [inspect.getsource(module) for module in (methods, traversal, acceptance)]
