@@ -9,7 +9,7 @@ each node; here a level is drafted in one call:
     at the end:   the best size - 1 of all of them stay
 
 That is the heap's tree whenever no level of it is wider than `width` and it is no deeper than `depth`. Ties go to the
-shallower slot, then to the lower rank, then to the parent drafted earlier.
+shallower slot, then to the lower sibling index, then to the parent drafted earlier.
 
 What is lossless: slots may be left out by value, because a value is known before the slot's token is drawn. To leave
 out nodes by their token would change the distribution of the text. By "node" the value is the node's own worth, which
@@ -18,8 +18,8 @@ beam search (RSD-S, Jeon et al. 2024, algorithms 7 to 9): the keys that it keeps
 them.
 
 A slot's value by DySpec takes the draft's probability of a token for its chance of being accepted. A drawn token is
-accepted more often than that where the draft is flat: on the shipped pair at temperature 0.6 at a rate of 0.42 where it
-has 0.03, and of 0.91 where it has 0.97 (bench/research/theory.py). So DySpec's trees are too wide there.
+accepted more often than that where the draft is flat. On the shipped pair at temperature 0.6 the rate is 0.42 where it
+has 0.03, and 0.91 where it has 0.97 (bench/research/theory.py). So DySpec's trees are too wide there.
 `Confidence` has the line as it is measured, and a slot's value is then what it is expected to add to the tokens of a
 step: `kernels.growing` has the formulas.
 """
@@ -46,7 +46,7 @@ from heavypath.speculative.models.host import host_can_read
 
 @dataclass(frozen=True)
 class Confidence:
-    """How the draft's probabilities tell acceptance: c_k = base[k] + slope[k] q.
+    """The relation of the draft's probabilities to acceptance: c_k = base[k] + slope[k] q.
 
     c_k is the chance that child k is accepted once its elder siblings are rejected, where q is the draft's probability
     of the child among the tokens not yet drawn. The last entries serve all further children too.
@@ -83,15 +83,15 @@ VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tok
 
 @dataclass(frozen=True)
 class Growth:
-    """How trees grow.
+    """The way in which trees grow.
 
-    by:         what decides which nodes are kept: the value of their "slot", the worth of the "node" itself, or their
+    by:         the measure by which nodes are kept: the value of their "slot", the worth of the "node" itself, or their
                 key in a stochastic "beam"
     size:       nodes of a tree, root included, at most
     width:      nodes drafted on a level, at most
     depth:      levels
     threshold:  slots of less value stay empty; with one node a level this is a chain that ends early
-    confidence: what values are made of, by "slot" and where the text is sampled; None for DySpec's own
+    confidence: the line for values by "slot" where the text is sampled; None for DySpec's own
     """
 
     by: Literal["slot", "node", "beam"]
@@ -134,7 +134,7 @@ class Growth:
 
     @property
     def grows(self) -> bool:
-        """Whether its nodes depend on what is drafted."""
+        """True: its nodes depend on what is drafted."""
         return True
 
 
@@ -207,7 +207,7 @@ def _(tree: Growth, depth: int, draft: Draft | None, rules: Rules, device: torch
 
 
 def _policy(growth: Growth, rules: Rules, device: torch.device) -> Policy:
-    """How slots are chosen."""
+    """The way in which slots are chosen."""
     noisy = (rules.draft_filters if growth.by == "beam" else rules.drawing_filters).temperature > 0
     return Policy(
         by=growth.by,

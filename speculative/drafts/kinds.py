@@ -1,4 +1,4 @@
-"""Which draft a user's argument stands for, and what is said of it.
+"""Kinds of drafts: the draft that a user's argument stands for, and its description.
 
 A new kind of draft is a file with a class of `Draftable`, the `Draft` that it makes, and a function that says so:
 
@@ -40,13 +40,14 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
 
 
 def is_own(given: object) -> TypeGuard[Draft]:
-    """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
+    """True if it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
     return not isinstance(given, Draftable) and (not isinstance(given, nn.Module) or has_methods(given))
 
 
 @singledispatch
 def describe(given: Any) -> str:
-    """What a user gave, in words, by which a profile knows it again: a model's type and size, or a draft's settings."""
+    """The user's argument, in words, by which a profile knows it again: a model's type and size, or a draft's
+    settings."""
     if isinstance(given, Draftable):
         return repr(given)
     if is_own(given):

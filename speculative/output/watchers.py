@@ -1,4 +1,4 @@
-"""What watches the steps of a text: streamers, stopping criteria, and functions that look at each step."""
+"""Watchers of the steps of a text: streamers, stopping criteria, and functions that look at each step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,8 @@ OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, 
 
 
 class Streamer(Protocol):
-    """What transformers' streamers have: `put` is given the prompt, then new tokens; `end` comes after the last."""
+    """The methods of transformers' streamers: `put` is given the prompt, then new tokens; `end` comes after the
+    last."""
 
     def put(self, value: Tensor) -> None: ...  # noqa: D102
     def end(self) -> None: ...  # noqa: D102
@@ -107,7 +108,7 @@ def watching(
     request: Request, plan: StepPlan, method: str, draft: Draft | None, streamers: Sequence[Streamer],
     options: Mapping[str, Any], lap: Callable[[str], object],
 ) -> Iterator[tuple[list[Watcher], Chosen]]:  # fmt: skip
-    """What a call of `generate` asks to be done around the steps, for the block; and what collects the logits.
+    """The watcher that a call of `generate` asks for, for the block; and the object that collects the logits.
 
     options: of `GenerateOptions`; lap: of the time that looking at a step takes
     """
