@@ -46,8 +46,7 @@ def is_own(given: object) -> TypeGuard[Draft]:
 
 @singledispatch
 def describe(given: Any) -> str:
-    """The user's argument, in words, by which a profile knows it again: a model's type and size, or a draft's
-    settings."""
+    """The user's argument in words, by which a profile knows it again: a model's type and size, a draft's settings."""
     if isinstance(given, Draftable):
         return repr(given)
     if is_own(given):

@@ -15,8 +15,8 @@ The p-value is that of both tests: twice the lesser.
 
 A good fit does not show some things. A total variation below the detectable one is not seen, nor other prompts,
 settings and models. Nor are tokens after the first T, as of trees that reach farther and caches that wrap around. Draws
-that are too even, and so not independent, are not seen. The fit does not show that a seed gives the same text again. Where
-logits are equal, or nearly, two right programs may cut top-p or top-k at other tokens.
+that are too even, and so not independent, are not seen. The fit does not show that a seed gives the same text again.
+Where logits are equal, or nearly, two right programs may cut top-p or top-k at other tokens.
 """
 
 import math

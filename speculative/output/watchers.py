@@ -20,8 +20,7 @@ OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, 
 
 
 class Streamer(Protocol):
-    """The methods of transformers' streamers: `put` is given the prompt, then new tokens; `end` comes after the
-    last."""
+    """The methods of transformers' streamers: `put` gets the prompt, then new tokens; `end` comes last."""
 
     def put(self, value: Tensor) -> None: ...  # noqa: D102
     def end(self) -> None: ...  # noqa: D102
