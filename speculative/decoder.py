@@ -49,20 +49,20 @@ class SpeculativeDecoder:
     """Generates a target model's own text, through trees that a draft model proposes.
 
     target: a causal language model of transformers, in eval mode
-    draft: another one with the target's vocabulary, on its device; or a trained head (`load_draft`); `PromptLookup()`,
-        `Lookahead()`, `Retrieval(texts, tokenizer)` or `EarlyExit(layers)`, which need no second model; or an object of
-        your own that has the methods of `Draft`; None only for method "autoregressive"
+    draft: another one with the target's vocabulary, on its device; or a trained head (`load_draft`). `PromptLookup()`,
+        `Lookahead()`, `Retrieval(texts, tokenizer)` and `EarlyExit(layers)` need no second model. Or an object of your
+        own that has the methods of `Draft`; None only for method "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
         top-k, naive, naive-distinct, which keep the target's law; and typical-lossy, which does not
-    options: what trees are drafted, how they are drawn, verified and run, see `DecoderOptions`
+    options: the trees that are drafted, how they are drawn, verified and run, see `DecoderOptions`
 
-    The text follows the target's distribution exactly, whatever the method, the tree and the draft; but for
-    typical-lossy where it samples, and then `out.stats.law_changed_by` says so. A decoder is also a function for
-    transformers' own generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError for
-    models or options that do not fit.
+    The text follows the target's distribution exactly, for any method, tree and draft. The exception is typical-lossy
+    where it samples; then `out.stats.law_changed_by` says so. A decoder is also a function for transformers' own
+    generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError for models or options
+    that do not fit.
 
-    `trees` has the trees for any number of sequences; `runner` runs the steps, and may be replaced by an object that
-    observes them; `runner.kept` are the caches of the last two generations, for `past`: runner.kept.clear() frees them.
+    `trees` has the trees for any number of sequences. `runner` runs the steps, and may be replaced by an object that
+    observes them. `runner.kept` are the caches of the last two generations, for `past`: its clear() frees them.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class SpeculativeDecoder:
         return request_of(prompts, self._target, self._models[1:], max_new_tokens, temperature, options, **more)
 
     def _plan(self, request: Request) -> StepPlan:
-        """What the steps of a request have in common; ValueError where the method cannot sample so."""
+        """The plan of all steps of a request; ValueError where the method cannot sample so."""
         masked = request.processors is not None
         rules = self._rules.of(request.filters, self._draft, request.processing, masked=masked)
         tree, trees = self.trees.first(request.filters, len(request.prompt))
@@ -241,7 +241,7 @@ class SpeculativeDecoder:
         stop_strings: str | Sequence[str] | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
         trace: str | Path | None = None, **call: Any,
     ) -> "Tensor | SpeculativeOutput":  # fmt: skip
-        """What `model.generate(**inputs, custom_generate=decoder, ...)` calls, see `custom_generate`."""
+        """Answer `model.generate(**inputs, custom_generate=decoder, ...)`, see `custom_generate`."""
         from heavypath.speculative.custom_generate import GenerateCall
 
         made = GenerateCall.of(model, input_ids, seed, call)

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class TreeOptions(TypedDict, total=False):
-    """What trees a decoder drafts. All but tree_size are options of some methods, which the others refuse.
+    """Options for the trees of a decoder. All but tree_size are options of some methods, which the others refuse.
 
     tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
         smaller one. Default: 5 on a CPU; where weights are streamed by what a pass reads and computes, see
-        `costs.streamed`; on a GPU the size and the levels that pay by costs which `costs.roofline` estimates from the
-        device and the models, for one sequence. At temperature 0, and for ersd, whose texts do not depend on trees,
-        the default follows the batch: several sequences have smaller trees by estimated costs, down to plain decoding,
-        and larger ones again while the batch shrinks
+        `costs.streamed`. On a GPU it is the size and the levels that pay for one sequence, by costs which
+        `costs.roofline` estimates from the device and the models. At temperature 0, and for ersd, the default follows
+        the batch, because texts do not depend on trees. By estimated costs, several sequences have smaller trees, down
+        to plain decoding, and larger ones while the batch shrinks
     tree: a TokenTree to use instead, for methods whose trees do not grow
     acceptance: [child] or [depth, child], the chance that child j of an accepted node is accepted, for planned trees
     max_depth:  at most so many levels of planned and grown trees (default: log2 of the nodes)
@@ -30,11 +30,11 @@ class TreeOptions(TypedDict, total=False):
     threshold:  for chain, dyspec, eagle-2: slots of less value stay empty; see `decoding.growing`
     confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
         the shipped pair), or "draft" for the paper's, where they are the acceptance
-    profile: what `heavypath calibrate` measured, as a file or a `Profile`, instead of all these: each step takes
-        the tree with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text,
-        other than by ersd, is another sample of the same law in another batch, for the same seed and id; where that
-        must not be, calibrate with batch_sizes=[1]
-    replan: with a profile, change the tree every few steps by what was accepted of this text so far, see `replanning`
+    profile: the measurements of `heavypath calibrate`, as a file or a `Profile`, instead of all these. Each step takes
+        the tree with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text
+        is another sample of the same law in another batch, for the same seed and id, except with ersd. Where that must
+        not be, calibrate with batch_sizes=[1]
+    replan: with a profile, change the tree every few steps by the acceptance in this text so far, see `replanning`
     """
 
     tree: TokenTree | None
@@ -50,14 +50,15 @@ class TreeOptions(TypedDict, total=False):
 
 
 class RuleOptions(TypedDict, total=False):
-    """How a draft is sampled and its nodes are verified, and what a lossy method accepts.
+    """Rules by which a draft is sampled and its nodes are verified, and by which a lossy method accepts.
 
-    verifier: what decides about drafted nodes. For methods whose papers have recursive rejection (chain, specinfer,
-        sequoia, dyspec, rsd-c, rsd-s) "rejection", or what accepts more of the same trees: "held" holds siblings back
-        (`heavypath.kernels.verifying.held`), "traversal" tries leaves before what is above them (`.traversal`),
-        "held_traversal" does both, for trees that do not grow; default: `methods.DEFAULT_VERIFIERS`. Or, for any method
-        and also at temperature 0, a callable as `Verifier` describes it, such as `top_down(rule)`: then the promise
-        of the same law is yours to keep, and there can be no profile, which measures the built-in ones
+    verifier: the rule that decides about drafted nodes. Methods whose papers have recursive rejection are chain,
+        specinfer, sequoia, dyspec, rsd-c and rsd-s. They take "rejection", or a rule that accepts more of the same
+        trees. "held" holds siblings back (`heavypath.kernels.verifying.held`), "traversal" tries leaves before the
+        nodes above them (`.traversal`), "held_traversal" does both, for trees that do not grow; default:
+        `methods.DEFAULT_VERIFIERS`. Or, for any method and also at temperature 0, a callable as `Verifier` describes
+        it, such as `top_down(rule)`. You must then keep the target's law yourself, and there is no profile, since one
+        measures the built-in rules
     draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft is sampled; None takes the target's setting.
         Where the draft takes its likeliest tokens, draft_temperature is that of the probabilities by which trees grow
         (default: 0.6)
@@ -75,7 +76,7 @@ class RuleOptions(TypedDict, total=False):
 
 
 class DecoderOptions(TreeOptions, RuleOptions, total=False):
-    """Which trees are drafted, how they are drawn and verified, and how steps run.
+    """Options for the drafted trees, the rules that draw and verify them, and how steps run.
 
     cuda_graphs: replay each step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a
         debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call

@@ -1,4 +1,4 @@
-"""How a decoder's method draws and verifies: its row of the table, with the options that the decoder was given."""
+"""Rules of a decoder's method: its row of the table, with the options that the decoder was given."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ class MethodRules:
 
 
 def verifier_of(given: Any) -> Any:
-    """What is called in the place of `verify_tree`, of a user's own verifier or a `Typical`."""
+    """The function that is called in the place of `verify_tree`, of a user's own verifier or a `Typical`."""
     from heavypath.kernels.typical.acceptance import Typical
     from heavypath.speculative.decoding.verifiers import OwnVerifier, TypicalVerifier
 

@@ -58,7 +58,7 @@ OPTIONS = ("acceptance", "max_depth", "width", "branching", "threshold", "confid
 
 
 class Kind(NamedTuple):
-    """How children are drawn and verified at some temperature. Methods of one kind have the same acceptance.
+    """A way to draw and verify children at some temperature. Methods of one kind have the same acceptance.
 
     draw:                  "without_replacement", "with_replacement" or "top_k", see `Method`
     verification:          `method` of heavypath.kernels.verification.verify_tree, or "typical"
@@ -71,7 +71,7 @@ class Kind(NamedTuple):
 
     @property
     def replacement(self) -> bool:
-        """Whether siblings are independent draws, so that several of them may carry the same token."""
+        """True if siblings are independent draws, so that several of them may carry the same token."""
         return self.draw == "with_replacement"
 
     @property
@@ -97,8 +97,8 @@ class Method:
     fill:         whether children are drawn uniformly once a draft model's support is used up
 
     A row of one's own is one more entry: METHODS["mine"] = Method("without_replacement", "target_sample", tree_of).
-    Raises ValueError for a word that is none of these, for a verification that is not lossless for children so drawn,
-    and for a parameter of tree_of that no option has the name of.
+    Raises ValueError for a word that is none of these, and for a verification that is not lossless for children so
+    drawn. Also for a parameter of tree_of that no option has the name of.
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
@@ -125,7 +125,7 @@ class Method:
             _check_word("a parameter of tree_of behind the size", option, OPTIONS)
 
     def kind(self, temperature: float, draft_temperature: float | None = None) -> Kind:
-        """How children are drawn and verified where the target and the draft are sampled at these temperatures.
+        """The kind of drawing and verifying where target and draft are sampled at these temperatures.
 
         At temperature 0 every method draws the draft's likeliest tokens and follows the target's argmax. A draft at
         temperature 0 gives its likeliest tokens to a target that samples, too. draft_temperature: default the target's.
@@ -157,7 +157,7 @@ class Method:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the text keeps the target's law, at any temperature."""
+        """True if the text keeps the target's law, at any temperature."""
         return self.verification in LOSSLESS_FOR
 
     def typical(self, epsilon: float | None, delta: float | None) -> "Typical | None":
@@ -176,12 +176,12 @@ class Method:
 
     @property
     def independent_sequences(self) -> bool:
-        """Whether the tree is a few sequences that are drawn independently, from the root on."""
+        """True if the tree is a few sequences that are drawn independently, from the root on."""
         return self.tree_of is _sequences
 
     @property
     def takes_several_laws(self) -> bool:
-        """Whether siblings may be drawn from different distributions, as those of a `Merge` are.
+        """True if siblings may be drawn from different distributions, as those of a `Merge` are.
 
         They are weighed each against its own, or against none; and which draft draws a node is known beforehand.
         """
@@ -338,9 +338,9 @@ METHODS = {
     # position, so that the text is that of "autoregressive" under the same seed.
     "ersd": Method("without_replacement", "race", _planned),
     # Li, Wei, Zhang and Zhang 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (arXiv
-    # 2406.16858): its tree policy alone, to expand the likeliest nodes and to keep the likeliest of all. The draft is
-    # any draft, not an EAGLE head; the nodes to keep are chosen among the `width` best of each level, where the paper
-    # chooses among all children of the expanded nodes; the tree is verified by a sample of the target.
+    # 2406.16858). This is its tree policy alone, to expand the likeliest nodes and to keep the likeliest of all. The
+    # draft is any draft, not an EAGLE head. The nodes to keep are chosen among the `width` best of each level, where
+    # the paper chooses among all children of the expanded nodes. The tree is verified by a sample of the target.
     "eagle-2": Method("top_k", "target_sample", _by_nodes),
     # The draft's likeliest tokens against a sample of the target: the top-k sampling that Sequoia's paper compares
     # itself with.

@@ -3,7 +3,7 @@
 A profile says how much is accepted on average. Some texts are easier for the draft and some harder, and one text may
 change half way. So every EVERY steps the host looks at the counts; a count is worth half after HALF_LIFE steps. Child j
 of a node at depth d was offered O[d, j] times, accepted A[d, j] times, and tried, its elders being refused, T[d, j]
-times. c[d, j] is the share of T that the profile expects, and W = WEIGHT counts stand for the unknown yet:
+times. c[d, j] is the share of T that the profile expects, and W = WEIGHT counts stand for shares still unknown:
 
     T[d, j] = O[d, j] (1 - sum_{i<j} A[d, i] / O[d, i])
     s = (sum A + W) / (sum T c + W)                       how much more is accepted of this text than of others
@@ -60,8 +60,7 @@ class ValuedShape(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """The shapes that may be drafted, the best for the profile's acceptance first; and that acceptance, fp64 [depth,
-    child]."""
+    """Shapes that may be drafted, the best for the profile's acceptance first; and that acceptance [depth, child]."""
 
     shapes: tuple[ValuedShape, ...]
     rates: Tensor
@@ -117,7 +116,7 @@ class Replanner(Watcher):
         self._counts = torch.zeros_like(self._before)
 
     def looks_at(self, state: Sequences) -> Tensor:
-        """Look at the counts of all steps."""
+        """The counts of all steps."""
         return state.counts
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:

@@ -1,4 +1,4 @@
-"""Which tree a decoder drafts: the one that it was given, the one of the options given, or the best one by costs.
+"""Choose the tree of a decoder: the one that it was given, the one of the options given, or the best one by costs.
 
 The best one has the largest
 
@@ -107,8 +107,8 @@ def default_tree(method: str, costs: "Costs", levels: int | None = None, batch: 
 
     levels: that the draft can draft; None for any
     batch: sequences that the costs are for
-    Where no tree is expected to pay, several sequences have the root alone, which is plain decoding, and a single one
-    drafts one token all the same: how well these models agree is not known.
+    Where no tree is expected to pay, several sequences have the root alone, which is plain decoding. A single one
+    drafts one token all the same, because it is not known how well these models agree.
     """
     if method == "autoregressive":
         return TokenTree([-1])

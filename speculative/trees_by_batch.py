@@ -41,7 +41,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # for which costs are estimated
 
 
 class TreesByBatch:
-    """What steps draft at each number of running sequences.
+    """The trees of steps at each number of running sequences.
 
     by_batch: {sequences: the tree, or how trees grow}; a number between these takes the nearest's, see `standing_for`
     """
@@ -55,7 +55,7 @@ class TreesByBatch:
         return tuple(dict.fromkeys(self._by_batch.values()))
 
     def of(self, running: int) -> TokenTree | Growth:
-        """What is drafted while so many sequences run."""
+        """The tree or growth that is drafted while so many sequences run."""
         return self._by_batch[standing_for(running, self._by_batch)]
 
 
@@ -89,8 +89,8 @@ class EstimatedTrees:
     def up_to(self, most: int, rests: bool = True) -> TreesByBatch:
         """The trees for 1 to `most` running sequences; rests: whether the draft may rest, if it can catch up.
 
-        A lookahead adds nodes of its own to each pass, and the trees of a merge have a child of the root for each of
-        its drafts: theirs are the same in all batches.
+        A lookahead adds nodes of its own to each pass. The trees of a merge have a child of the root for each of its
+        drafts. So their trees are the same in all batches.
         """
         draft = self._draft or NO_DRAFT
         fixed, rests = draft.extra_nodes > 0 or draft.laws > 1, rests and draft.can_rest
@@ -104,7 +104,7 @@ class EstimatedTrees:
 
 
 class ProfileTrees:
-    """What a decoder drafts by a profile, for each way to sample and each number of sequences, computed once."""
+    """The trees of a decoder with a profile, for each way to sample and each number of sequences, computed once."""
 
     def __init__(self, profile: "Profile", method: str, draft: Draft | None):
         self._profile, self._method, self._draft = profile, method, draft
@@ -117,7 +117,7 @@ class ProfileTrees:
         return trees_up_to(most, batches, partial(self._tree, filters), self._method, rests=rests)
 
     def shapes(self, filters: Filters, most: int = 1) -> "Shapes":
-        """What may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
+        """The shapes that may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
         key = filters, standing_for(most, self._profile.costs.batches)
         if key not in self._shapes:
             from heavypath.speculative.replanning import Shapes
@@ -216,16 +216,16 @@ class TreeSource:
 
     @property
     def replans(self) -> bool:
-        """Whether trees are chosen anew by what was accepted."""
+        """True if trees are chosen anew by the tokens that were accepted."""
         return self._replan and self._by_profile is not None and self.tree is None
 
     def ignored_by_texts(self, filters: Filters) -> bool:
-        """Whether a text is the same by all trees: where the target's likeliest tokens are taken, and by races."""
+        """True if a text is the same by all trees: where the target's likeliest tokens are taken, and by races."""
         raced = self._row.kind(filters.temperature).verification == "race"
         return not self._is_own_verifier and (filters.temperature == 0 or raced)
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
-        """What steps draft while 1 to `most` sequences are decoded together, where the target is sampled so.
+        """The trees of steps while 1 to `most` sequences are decoded together, where the target is sampled so.
 
         It is one tree where that was given by options; and where a sampled text would be another one in another batch,
         unless a profile was given. rests: whether steps may draft nothing, which asks for `Workspace.turn`
@@ -238,7 +238,7 @@ class TreeSource:
         return TreesByBatch({1: self.tree})
 
     def for_serving(self, slots: int) -> TreesByBatch:
-        """What is drafted for requests that come and go, each sampled in its own way.
+        """The trees for requests that come and go, each sampled in its own way.
 
         Where their texts depend on the tree it is always the one for all slots: a text is not to depend on the others.
         """
@@ -247,7 +247,7 @@ class TreeSource:
         return trees if self.ignored_by_texts(plain) else TreesByBatch({1: trees.of(slots)})
 
     def first(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, TreesByBatch]:
-        """What the first steps of a batch draft, and all that later ones may."""
+        """The tree of the first steps of a batch, and all that later ones may draft."""
         if not self.replans:
             trees = self.by_batch(filters, batch)
             return trees.of(batch), trees
@@ -256,7 +256,7 @@ class TreeSource:
         return shapes[0], TreesByBatch(dict(enumerate(shapes, 1)))
 
     def changing(self, plan: StepPlan, filters: Filters, batch: int) -> list[Watcher]:
-        """What chooses the trees of a batch's later steps; nothing where they are all the same."""
+        """The object that chooses the trees of a batch's later steps; nothing where they are all the same."""
         if self.replans:
             from heavypath.speculative.replanning import Replanner
 

@@ -1,7 +1,7 @@
 """Time the steps of real decoding, for a calibration: with trees of some sizes, and for some sizes of the batch.
 
-Decoding is run for a few steps with each tree, in turn and for several rounds, and the phases of its steps are timed
-(`costs.timing` says how figures follow from that). A single sequence comes first. A larger batch wants no larger trees
+Decoding is run for a few steps with each tree, in turn and for several rounds, and the phases of its steps are timed.
+`costs.timing` says how figures follow from that. A single sequence comes first. A larger batch wants no larger trees
 than a single sequence does, and so needs few sizes.
 """
 

@@ -24,8 +24,7 @@ class Variant:
 
         the GPU;
         the arguments that are None, and the types of the others (integers from 2**31 on are of another type);
-        that pointers are aligned to 16 bytes, unless they are in the kernel's do_not_specialize_on_alignment;
-        the constants.
+        the constants; and that pointers are aligned to 16 bytes, but those in do_not_specialize_on_alignment.
 
     All integers are in the kernel's do_not_specialize.
 

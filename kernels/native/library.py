@@ -77,7 +77,7 @@ def compiler_path() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept. RuntimeError for a user without a home."""
+    """The folder of compiled kernels. RuntimeError for a user without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
 
 

@@ -121,7 +121,7 @@ class _Kept(logging.Handler):
 
 
 def _native() -> tuple[str, str | None]:
-    """What computes on a CPU, and if it is not compiled kernels, why not; None where that was said before."""
+    """The code that computes on a CPU, and if it is not compiled kernels, why not; None where that was said before."""
     logger, kept = logging.getLogger("heavypath.kernels.native.library"), _Kept()
     level, propagates = logger.level, logger.propagate
     logger.addHandler(kept)
@@ -138,7 +138,7 @@ def _native() -> tuple[str, str | None]:
 
 
 def _compiler() -> str:
-    """Where the C++ compiler is, and its version."""
+    """The path of the C++ compiler, and its version."""
     path = compiler_path()
     if path is None:
         return "none"
@@ -150,7 +150,7 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
-    """Where compiled kernels are kept."""
+    """The folder of compiled kernels."""
     try:
         return str(cache_folder())
     except RuntimeError as error:

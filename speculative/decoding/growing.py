@@ -9,7 +9,7 @@ each node; here a level is drafted in one call:
     at the end:   the best size - 1 of all of them stay
 
 That is the heap's tree whenever no level of it is wider than `width` and it is no deeper than `depth`. Ties go to the
-shallower slot, then to the lower rank, then to the parent drafted earlier.
+shallower slot, then to the lower sibling index, then to the parent drafted earlier.
 
 What is lossless: slots may be left out by value, because a value is known before the slot's token is drawn. To leave
 out nodes by their token would change the distribution of the text. By "node" the value is the node's own worth, which
@@ -111,7 +111,7 @@ def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device
 
 
 def _policy(growth: Growth, rules: Rules, device: torch.device) -> Policy:
-    """How slots are chosen."""
+    """The way in which slots are chosen."""
     noisy = (rules.draft_filters if growth.by == "beam" else rules.drawing_filters).temperature > 0
     return Policy(
         by=growth.by,

@@ -23,7 +23,7 @@ from heavypath.speculative.drafts.changes import LogitChange
 
 @dataclass(frozen=True)
 class Processing(LogitChange):
-    """What is done to the target's logits; min_new_tokens is 0 where no token ends a sequence."""
+    """Changes of the target's logits; min_new_tokens is 0 where no token ends a sequence."""
 
     repetition_penalty: float
     min_new_tokens: int

@@ -1,4 +1,4 @@
-"""What `generate` was asked for, checked before any work."""
+"""Requests: the arguments of `generate`, checked before any work."""
 
 import math
 import operator
@@ -35,7 +35,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends a text, as it was given; see `SpeculativeDecoder.generate`."""
+    """The ends of a text, as they were given; see `SpeculativeDecoder.generate`."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -76,7 +76,7 @@ class Request:
     past: TextCache | None
 
     def to_compare(self) -> dict[str, object]:
-        """What all ranks of a generation must have alike, by name."""
+        """The values that all ranks of a generation must have alike, by name."""
         return {
             "prompt": self.prompt,
             "lengths of prompts": self.lengths,
@@ -172,7 +172,7 @@ def _stop_tokens(ending: Ending, vocab_size: int) -> tuple[list[int], int]:
 def _processing(
     repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, has_stops: bool
 ) -> "Processing | None":
-    """What is done to the target's logits; None where it would change nothing."""
+    """The changes of the target's logits; None where there would be none."""
     if not (isinstance(repetition_penalty, int | float) and math.isfinite(repetition_penalty)):
         raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
     if repetition_penalty <= 0:
@@ -219,7 +219,7 @@ def _check_past(past: TextCache | None, target: Forward) -> None:
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """How many tokens each prompt has, LongTensor[B]."""
+    """The number of tokens of each prompt, LongTensor[B]."""
     if attention_mask is None:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
     if not isinstance(attention_mask, Tensor):

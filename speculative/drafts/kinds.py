@@ -1,4 +1,4 @@
-"""Which draft a user's argument stands for, and what is said of it.
+"""Kinds of drafts: the draft that a user's argument stands for, and its description.
 
 A new kind of draft is a file with a class of `Draftable`, the `Draft` that it makes, and a function that says so:
 
@@ -41,7 +41,7 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
 
 
 def is_own(given: object) -> TypeGuard[Draft]:
-    """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
+    """True if it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
     return not isinstance(given, Draftable) and (not isinstance(given, nn.Module) or has_methods(given))
 
 
@@ -52,7 +52,7 @@ def has_methods(draft: object) -> bool:
 
 @singledispatch
 def describe(given: Any) -> str:
-    """What a user gave, in words, by which a profile knows it again: a model's type and size, or a draft's settings."""
+    """The user's argument in words, by which a profile knows it again: a model's type and size, a draft's settings."""
     if isinstance(given, Draftable):
         return repr(given)
     if is_own(given):

@@ -127,8 +127,8 @@ class Exchange:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Each text's pieces as they come, to be read once.
 
-        No more than one piece waits here. Text that a slow reader has not read yet waits as tokens in the completions,
-        which have as many as they may have at most, and no step waits for it. Raises Refusal if a text fails.
+        No more than one piece waits here. Text that a slow reader has not read yet waits as tokens in the
+        completions, whose number is limited. No step waits for it. Raises Refusal if a text fails.
         """
         arrived: asyncio.Queue[Piece | Refusal] = asyncio.Queue(maxsize=1)
         readers = [asyncio.create_task(self._read(text, arrived.put)) for text in self._texts]

@@ -14,9 +14,9 @@ of them is so far off. A departure is named where it arises: tokens that follow 
 The p-value is that of both tests: twice the lesser.
 
 A good fit does not show some things. A total variation below the detectable one is not seen, nor other prompts,
-settings and models, nor tokens after the first T, as of trees that reach farther and caches that wrap around. Draws
-that are too even, which are not independent, are not seen, and not that a seed gives the same text again. Where logits
-are equal, or nearly, two right programs may cut top-p or top-k at other tokens.
+settings and models. Nor are tokens after the first T, as of trees that reach farther and caches that wrap around. Draws
+that are too even, and so not independent, are not seen. The fit does not show that a seed gives the same text again.
+Where logits are equal, or nearly, two right programs may cut top-p or top-k at other tokens.
 """
 
 import math

@@ -92,9 +92,9 @@ def attention_forward(
     transformers numbers the nodes one after the other. The call's attention_mask, if any, has a column for each row of
     the cache and for each node.
 
-    Raises ValueError for features that "heavypath" does not have: attention sinks and position biases. So it does for
-    trees under masks other than causal or sliding-window ones with left padding, and for soft caps under bidirectional
-    or additive masks.
+    Raises ValueError for features that "heavypath" does not have: attention sinks and position biases. Also for trees
+    under masks other than causal or sliding-window ones with left padding, and for soft caps under bidirectional or
+    additive masks.
     """
     if not kwargs.keys() <= _USUAL:
         _check_served(kwargs)

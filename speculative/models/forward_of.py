@@ -1,4 +1,4 @@
-"""Which forward pass a model gets: the leanest that gives the model's own logits, or none.
+"""Choose the forward pass of a model: the leanest that gives the model's own logits, or none.
 
 A model that is a Llama, Mistral, Qwen2 or Qwen3 exactly as transformers has it runs by `LlamaForward`, which calls the
 smallest of its modules directly. Every other model runs by transformers' own forward pass, which hooks, adapters,
@@ -90,7 +90,7 @@ def check_alone(what: str, *models: Any) -> None:
 
 
 def _is_a_llama(model: PreTrainedModel, name: str) -> bool:
-    """Whether `LlamaForward` gives the model's own logits."""
+    """True if `LlamaForward` gives the model's own logits."""
     from heavypath.speculative.models.probe import gap
 
     forward = LlamaForward(model, name)

@@ -2,11 +2,11 @@
 
     [x W1' + b1, x W2' + b2, ...] = x [W1; W2; ...]' + [b1, b2, ...]
 
-A GPU reads a weight at full speed only if many programs share it, and every launch costs microseconds: so queries, keys
+A GPU reads a weight at full speed only if many programs share it, and every launch costs microseconds. So queries, keys
 and values are one product there, and gate and up another. The joined matrix is no second copy of the weights. They are
 moved into it, and each parameter becomes a view of its own rows: the same object with the same name, values and
-version, which may be saved, copied or trained, and what is written into it in place is what is multiplied. Layer by
-layer, so that no more than one layer's weights are there twice at a time. When nobody needs the product any more, each
+version. It may be saved, copied or trained, and a change of it in place changes the product. Weights move layer by
+layer, so that no more than one layer's are there twice at a time. When nobody needs the product any more, each
 parameter gets memory of its own again.
 """
 
@@ -89,7 +89,7 @@ class _Together:
         weakref.finalize(self, _separate, parameters, _storage_of(rows)).atexit = False
 
     def holds(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether it is these parameters that are together, and still are."""
+        """True if it is these parameters that are together, and still are."""
         same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))
         return same and self._is_whole()
 
@@ -121,7 +121,7 @@ def _is(one: object, other: object) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int]:
-    """Where the memory of a tensor, and of all others that share it, begins, and its bytes."""
+    """The beginning of the memory of a tensor, and of all others that share it, and its bytes."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 

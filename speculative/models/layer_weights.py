@@ -81,8 +81,7 @@ class WeightStream(ABC):
         return nullcontext()
 
     def replay(self) -> AbstractContextManager[None]:
-        """A block in which a CUDA graph that takes its layers is launched: it overwrites their places, whoever uses
-        them."""
+        """A block for launching a CUDA graph that takes its layers: it overwrites their places, whoever uses them."""
         return nullcontext()
 
     @abstractmethod

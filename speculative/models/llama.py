@@ -9,8 +9,8 @@ along. It also asks the host questions that a CUDA graph can't answer. This is t
 
 Keys and values are written to given rows of a cache that was allocated before, and attention follows the caller's mask.
 On a GPU a layer is nine launches, for any batch. They are sum and norm; q, k and v in one product (see `joined`);
-rotary and the cache's new rows; attention; o_proj; sum and norm; gate and up; act and product; down. On a CPU all of it
-is one call of compiled code (`native`), for which this module is the reference.
+rotary and the cache's new rows. Then attention; o_proj; sum and norm; gate and up; act and product; down. On a CPU all
+of it is one call of compiled code (`native`), for which this module is the reference.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The structure of a model, to notice between two calls of `generate` that it has changed.
 
 A forward pass is chosen, and tried, for the model as it is when a decoder is made. Later somebody may change it. They
-may replace a module, register a hook, add or switch an adapter, or quantise a layer. They may move the model to another
+may replace a module, register a hook, add or switch an adapter, or quantise a layer. They may move it to another
 device, ask for another attention, or set a number in its config or in a module. Each of these shows in the structure,
 which takes a few microseconds a module to look up. Values of weights are no part of it: forward passes read them when
 they are called.

@@ -96,8 +96,7 @@ class TextCache(Cache):
             )
 
     def shared(self, prompts: Tensor, most: list[int]) -> "SharedPrefixes":
-        """The common prefixes of right-padded prompts LongTensor[B, T] and the texts, at most so many tokens of
-        each."""
+        """The common prefixes of right-padded prompts LongTensor[B, T] and the texts, up to so many tokens each."""
         width = min(prompts.shape[1], self._texts.shape[1])
         texts, lengths = [], []
         for prompt, limit in zip(prompts.cpu(), most, strict=True):

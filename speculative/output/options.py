@@ -54,7 +54,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = UNSERVED | {
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How the target is sampled, beside its temperature, which is 0 for greedy text, without the filters.
+    """The sampling of the target, beside its temperature, which is 0 for greedy text, without the filters.
 
     top_k, top_p, min_p: 0 for top_k and min_p, and 1 for top_p, are off.
     repetition_penalty: 1 is none; more makes tokens of the text so far less likely, prompt included.
@@ -79,14 +79,14 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """What a request has besides: a tokenizer for stop_strings and trace, criteria, and changes of the logits.
+    """Further options of a request: a tokenizer for stop_strings and trace, criteria, and changes of the logits.
 
     stopping_criteria: transformers' or your own, asked after each new token of each sequence, [1, T + new].
     logits_processor: transformers' processors, `Grammar`s and functions of (input_ids LongTensor[R, T'], scores
-        fp32 [R, V]), one after the other on the logits of both models before the filters; in a batch also a list
-        with a list, or None, for each sequence. They are shown the prompt as given and what follows on the path to
-        a node. Other classes than transformers' own have one row at a time, and must answer by their arguments
-        alone. The host takes part in each step, so that on a GPU no CUDA graph is used.
+        fp32 [R, V]), one after the other on the logits of both models before the filters. In a batch also a list
+        with a list, or None, for each sequence. They get the prompt as given and the tokens on the path to a node.
+        Other classes than transformers' own have one row at a time, and must answer by their arguments alone.
+        The host takes part in each step, so that on a GPU no CUDA graph is used.
     prefix_allowed_tokens_fn: of (sequence, its text LongTensor[T']), the tokens that may follow.
     """
 
@@ -97,7 +97,7 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 class GenerateOptions(RequestOptions, total=False):
-    """What `generate` has besides.
+    """Options that `generate` has besides.
 
     seed: the same seed gives the same text, for each sequence on its own (default: 0).
     attention_mask: [B, T], with zeros for left padding.
@@ -158,7 +158,7 @@ def request_of(
 
 
 def _criteria(stop_strings: str | Sequence[str] | None, options: Mapping[str, Any]) -> StoppingCriteriaList:
-    """What stops a text besides its end-of-sequence tokens and its length; nothing where nothing was asked for."""
+    """The criteria that stop a text besides its end-of-sequence tokens and its length; nothing where nothing was asked for."""
     if stop_strings is None and options.get("stopping_criteria") is None:
         return StoppingCriteriaList()
     from heavypath.speculative.processors.stopping import checked_criteria

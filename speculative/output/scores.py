@@ -1,8 +1,8 @@
 """The logits by which each new token was chosen, as transformers' generate returns them.
 
 The token after node i of a step's accepted path was chosen by the target's logits after node i. `logits` are those of
-the model. `scores` are the logits that were sampled from: after repetition penalty and least length and, where the text
-is sampled, divided by the temperature, and -inf where a filter left a token out.
+the model. `scores` are the logits that were sampled from, after repetition penalty and least length. Where the text is
+sampled they are also divided by the temperature, and -inf where a filter left a token out.
 """
 
 import torch

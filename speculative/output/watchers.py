@@ -1,4 +1,4 @@
-"""What watches the steps of a text: streamers, stopping criteria, and functions that look at each step."""
+"""Watchers of the steps of a text: streamers, stopping criteria, and functions that look at each step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +22,7 @@ OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, 
 
 
 class Streamer(Protocol):
-    """What transformers' streamers have: `put` is given the prompt, then new tokens; `end` comes after the last."""
+    """The methods of transformers' streamers: `put` gets the prompt, then new tokens; `end` comes last."""
 
     def put(self, value: Tensor) -> None: ...  # noqa: D102
     def end(self) -> None: ...  # noqa: D102

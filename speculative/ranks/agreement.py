@@ -1,7 +1,7 @@
 """Ranks that decode one text must agree, in every step: on the drafted trees, the target's logits, and the verdict.
 
-Each rank drafts and verifies for itself. It comes to the same as the others because random numbers are a function of
-seed and place, because a draft is the same everywhere, and because a sum over ranks is the same bits on all of them.
+Each rank drafts and verifies for itself. Its result is that of the others, for three reasons. Random numbers are a
+function of seed and place, a draft is the same everywhere, and a sum over ranks has the same bits on all of them.
 Another seed, or a weight that differs, breaks this, and must not mix texts silently. So a step ends with one small
 collective, whatever the sizes of its tensors: with the words w of a rank, which are digests of its results,
 

@@ -224,6 +224,5 @@ _NOBODY = object()
 
 
 def _going_on(arrivals: Iterator[Arrival]) -> int:
-    """The number that are not cancelled: the others' places are free, also before the thread that decodes has seen
-    them."""
+    """The number not cancelled: the others' places are free, also before the thread that decodes has seen them."""
     return sum(not each.progress.is_cancelled for each in arrivals)

@@ -8,7 +8,7 @@ the running sequences, so that none of these waits for more than one piece. Then
 
 Two rules keep one client's texts from holding up another's. The last free slot is for a client that has none, so that
 nobody waits for the end of a stranger's text. On a CPU a step takes the longer the more texts are in it. There no
-client has more than `BESIDE` of them in a step while others have any: its further ones pause in the last slots, and go
+client has more than `BESIDE` of them in a step while others have any. Its further ones pause in the last slots, and go
 on when a text ends. A client that is alone has all the time and all slots but one.
 """
 

@@ -14,8 +14,8 @@ may begin early, with `one_pass(ahead=True)`: then the first S layers are copied
 several threads take turns (`turn`). On the host they do so by a lock. On the GPU, where they may be on different
 streams, they do so by an event that is noted after each turn and never within a capture.
 
-Layers that the host reads from files while it decodes are copied when they are taken, not before: the host would wait
-for the file instead of launching what can compute meanwhile. Such passes cannot be captured.
+Layers that the host reads from files while it decodes are copied when they are taken, not before. Else the host would
+wait for the file instead of launching work that can run meanwhile. Such passes cannot be captured.
 """
 
 import threading

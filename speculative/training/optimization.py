@@ -108,8 +108,7 @@ class TrainingProgress:
         return self.seconds_before + time.monotonic() - self.started
 
     def is_due(self, step: int) -> bool:
-        """True if it is time for a line; `step` counts the steps done. The text of a line may have to wait for a
-        GPU."""
+        """True if it is time for a line; `step` counts the steps done. A line's text may have to wait for a GPU."""
         return time.monotonic() - self.last_time >= 20 or step == self.steps
 
     def report(self, step: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""How trees grow: the settings of DySpec, of EAGLE-2's expansion and of RSD-S's stochastic beam.
+"""Settings of trees that grow: those of DySpec, of EAGLE-2's expansion and of RSD-S's stochastic beam.
 
 `decoding.growing` grows them.
 """
@@ -16,7 +16,7 @@ MAX_SLOTS = 1 << NODE_BITS
 
 @dataclass(frozen=True)
 class Confidence:
-    """How the draft's probabilities tell acceptance: c_k = base[k] + slope[k] q.
+    """The relation of the draft's probabilities to acceptance: c_k = base[k] + slope[k] q.
 
     c_k is the chance that child k is accepted once its elder siblings are rejected, where q is the draft's probability
     of the child among the tokens not yet drawn. The last entries serve all further children too.
@@ -53,15 +53,15 @@ VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tok
 
 @dataclass(frozen=True)
 class Growth:
-    """How trees grow.
+    """The way in which trees grow.
 
-    by:         what decides which nodes are kept: the value of their "slot", the worth of the "node" itself, or their
+    by:         the measure by which nodes are kept: the value of their "slot", the worth of the "node" itself, or their
                 key in a stochastic "beam"
     size:       nodes of a tree, root included, at most
     width:      nodes drafted on a level, at most
     depth:      levels
     threshold:  slots of less value stay empty; with one node a level this is a chain that ends early
-    confidence: what values are made of, by "slot" and where the text is sampled; None for DySpec's own
+    confidence: the line for values by "slot" where the text is sampled; None for DySpec's own
     """
 
     by: Literal["slot", "node", "beam"]
@@ -102,5 +102,5 @@ class Growth:
 
     @property
     def grows(self) -> bool:
-        """Whether its nodes depend on what is drafted."""
+        """True: its nodes depend on what is drafted."""
         return True

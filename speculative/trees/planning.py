@@ -7,8 +7,8 @@ Let a[j] be the unconditional probability that child j of an accepted node is th
 
 (Sequoia, Chen et al. 2024, section 3.1; a[d, j] instead for nodes at depth d + 1, or a function of the path).
 
-`greedy_tree`. Where acceptance falls with the child index, it is optimal at every size and depth to add the most
-probable node next (ERSD, Kobus and Gündüz 2025, algorithm 3; Tunstall coding). Since a node is never more probable than
+`greedy_tree`. Where acceptance falls with the child index, adding the most probable node next is optimal at every
+size and depth (ERSD, Kobus and Gündüz 2025, algorithm 3; Tunstall coding). Since a node is never more probable than
 its parent or its elder sibling, both are there before it.
 
 `sequoia_tree`. Elsewhere a dynamic programme finds the best tree. F_d(n) is the most that a subtree of n nodes and at
@@ -134,7 +134,7 @@ def sequoia_tree(
 
     Takes O(children * size^2), times the depth where acceptance is 2-D or max_depth is less than the best tree's. If
     nodes can be split equally well between a child and its younger siblings, the split with the shallower tree is
-    taken, then the one with most nodes below the elder child. The result is in heavy-path order.
+    taken. Then comes the one with most nodes below the elder child. The result is in heavy-path order.
 
     Raises ValueError for acceptance or bounds out of range, or if no such tree has `size` nodes.
     """

@@ -21,6 +21,7 @@ MOST_WORDS, MOST_WORDS_OF_COMMENTS = 30, 40
 
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ARGUMENT = re.compile(r"^ *(?:[-*]|\*{0,2}`?[\w.\[\]]+`?(?:(?:,| and| or) *\*{0,2}`?[\w.\[\]]+`?)*:|\d+\.) ")
+COLUMN = re.compile(r"^[\w.]+ {2,}\S")  # a name in a list of two columns
 END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!\beq)(?<!\bcf)(?<!\bvs)(?<!\bSec)(?<!\bFig)[.!?][)*\"'`”]*\s+(?=\S)")
 
 
@@ -46,9 +47,7 @@ def sentences(text: str) -> list[str]:
     """Sentences of prose. Code, tables and formulas on lines of their own are none; an argument begins a new one."""
     parts, in_code = [[]], False
     for line in text.split("\n"):
-        shown = line.startswith("    ") and not ARGUMENT.match(
-            line
-        )  # an example, a formula: after an empty line, or ":"
+        shown = line.startswith("    ") and not ARGUMENT.match(line)  # an example or a formula
         if line.lstrip().startswith("```"):
             in_code = not in_code
             parts.append([])
@@ -59,7 +58,7 @@ def sentences(text: str) -> list[str]:
             or (shown and (not parts[-1] or parts[-1][-1].endswith(":")))
         ):
             parts.append([])
-        elif ARGUMENT.match(line):
+        elif ARGUMENT.match(line) or COLUMN.match(line):
             parts.append([line.strip()])
         else:
             parts[-1].append(line.strip())
