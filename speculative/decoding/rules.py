@@ -5,7 +5,7 @@ own one is any callable with the same arguments, and what it returns is checked 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -103,24 +103,10 @@ class Rules:
 
         draft_logits may be `Laws` for the built-in verifiers.
         """
+        options: dict[str, Any] = {"target_filters": self.target_filters, "draft_filters": self.draft_filters}
+        options |= {"max_depth": max_depth, "noise": noise}
         if self.verifier is not None:
             assert not isinstance(draft_logits, Laws)
-            return self.verifier(
-                nodes,
-                target_logits,
-                draft_logits,
-                max_depth=max_depth,
-                target_filters=self.target_filters,
-                draft_filters=self.draft_filters,
-                noise=noise,
-            )
-        return verify_unchecked(
-            nodes,
-            target_logits,
-            draft_logits if self.verification in DRAFT_AWARE else None,
-            rule=self.rule,
-            max_depth=max_depth,
-            target_filters=self.target_filters,
-            draft_filters=self.draft_filters,
-            noise=noise,
-        )
+            return self.verifier(nodes, target_logits, draft_logits, **options)
+        draft_logits = draft_logits if self.verification in DRAFT_AWARE else None
+        return verify_unchecked(nodes, target_logits, draft_logits, rule=self.rule, **options)

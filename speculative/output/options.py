@@ -158,7 +158,7 @@ def request_of(
 
 
 def _criteria(stop_strings: str | Sequence[str] | None, options: Mapping[str, Any]) -> StoppingCriteriaList:
-    """The criteria that stop a text besides its end-of-sequence tokens and its length; nothing where nothing was asked for."""
+    """The criteria that stop a text besides end-of-sequence tokens and length; none where none was asked for."""
     if stop_strings is None and options.get("stopping_criteria") is None:
         return StoppingCriteriaList()
     from heavypath.speculative.processors.stopping import checked_criteria
