@@ -95,11 +95,10 @@ def calibrate(
     tokens, sequences: length of each text that is walked along, and number of these texts. Of a streamed target it is
         the number for all ways together, at least two for each.
     on_progress: called with a line of text that says what is going on and about how long it will take.
-    limit: seconds that it may take. Half of them are for acceptance, and the rest, with the seconds that acceptance
-    left,
-        for costs: half of that for one sequence, the rest for larger batches alike. A few rounds are timed in any case.
+    limit: seconds that it may take. Half of them are for acceptance. The rest, with those that acceptance left, are for
+        costs: half of that for one sequence, the rest for larger batches alike. A few rounds are timed in any case.
         Figures for which the time was short have a larger error in the profile. Default: 90, or the time of 80 passes
-            of a streamed target if that is more.
+        of a streamed target if that is more.
     verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name, and its default.
 
     A streamed target reads its weights in every pass, which may take seconds. So all ways are counted in the same
@@ -223,8 +222,7 @@ def ways_to_draft(temperature: float, device_type: str, verifier: str | None = N
 
 
 def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:
-    """The things that costs depend on besides the models: device, threads, precision, libraries, and what a pass
-    reads."""
+    """Facts that costs depend on besides the models: device, threads, precision, libraries, bytes of a pass."""
     device = target.device
     return streaming_of(target) | {
         "device_type": device.type,

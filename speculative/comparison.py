@@ -46,12 +46,11 @@ class ComparedWay:
     ratio_range:        the smallest and the largest such ratio
     text:               at temperature 0, compared with transformers' greedy text, the "reference". It is "equal",
                         "tie" (the texts part where the target's logits of their two tokens are within 1e-4) or
-                                            "differs". At temperature > 0 the text of "ersd" is compared with that of
-                                            "autoregressive" under the same seed, which is the "reference": "equal" or
-                                            "differs". The other methods draw other tokens from the "same law". This is
-                                            a property of the method and is not measured here. A decoder with a verifier
-                                            of the user's own is "unchecked". A method that is not lossless, as
-                                            "typical-lossy", writes text of an "other law"
+                        "differs". At temperature > 0 the text of "ersd" is compared with that of "autoregressive" under
+                        the same seed, which is the "reference": "equal" or "differs". The other methods draw other
+                        tokens from the "same law". This is a property of the method and is not measured here. A decoder
+                        with a verifier of the user's own is "unchecked". A method that is not lossless, as
+                        "typical-lossy", writes text of an "other law"
     logit_gap:          the largest gap between the target's logits of two tokens at which greedy texts part; None if
                         no texts part, or if they only end at different places
     ratio_quartiles:    a quarter of the prompts have a ratio below the first, a quarter above the second

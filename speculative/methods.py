@@ -353,7 +353,7 @@ METHODS = {
     # Cai, Li, Geng, Peng, Lee, Chen and Dao 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple
     # Decoding Heads" (arXiv 2401.10774), section 2.3.1: typical acceptance. It changes the law of the text: tokens that
     # the draft proposes and that the target finds likely enough are always taken. The paper takes the target's
-    # likeliest token behind the accepted ones, here it is drawn; its trees are tree=TokenTree.from_paths(...), its
+    # likeliest token after the accepted ones, here it is drawn; its trees are tree=TokenTree.from_paths(...), its
     # draft Medusa heads. At temperature 0 it is greedy decoding, as every method.
     "typical-lossy": Method("top_k", "typical", _planned),
 }

@@ -62,8 +62,7 @@ class Device(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Reads and computations of a forward pass: bytes and elements of its weights, its layers, bytes of an
-    activation."""
+    """Reads and computations of a forward pass: bytes and elements of its weights, layers, bytes of an activation."""
 
     weight_bytes: int
     weights: int

@@ -56,7 +56,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, too
 
 
 def failed(error: Exception) -> Refusal:
-    """The refusal that tells a client of an error that is ours; the log has the rest."""
+    """The refusal that a client gets for an error of the server; the log has the rest."""
     logger.error("a request failed", exc_info=error)
     return Refusal(500, "the server failed; its log says why", code="internal_error")
 

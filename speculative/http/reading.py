@@ -82,8 +82,7 @@ def _check_type(given: str) -> None:
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of work. Where the client goes away before, work is cancelled: if it waits for a thread it takes
-    none."""
+    """The result of work. If the client goes away before, work is cancelled, and takes no thread if it waits."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":

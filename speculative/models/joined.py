@@ -73,7 +73,7 @@ class Joining:
 
 
 class _Together:
-    """Parameters [n_i, ...] whose rows lie one behind another in one tensor, for as long as this object is there.
+    """Parameters [n_i, ...] whose rows lie one after another in one tensor, for as long as this object is there.
 
     It does not hold that tensor: its memory is the parameters', and goes when they are moved, to another device say.
     """

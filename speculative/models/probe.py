@@ -1,7 +1,7 @@
 """Try a forward pass over tree nodes on a small tree: it must give the logits that the model gives for each path.
 
 A model's type does not tell what it computes. Its attention may be patched, its layers quantised, adapted or hooked, or
-it may not follow the mask, the positions and the cache that it is called with. So a tree is drafted after a prefix. The
+it may not follow the mask, the positions and the cache that it is called with. So a tree is put after a prefix. The
 logits after its nodes are compared with those after the same tokens as plain texts, by the model's own forward pass.
 """
 

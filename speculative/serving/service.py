@@ -315,7 +315,7 @@ class Service:
 
 
 class TreesOfSlots(Protocol):
-    """The part of `TreesByBatch` that slots call."""
+    """The interface of `TreesByBatch` for a service."""
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]: ...  # noqa: D102
