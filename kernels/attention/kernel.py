@@ -20,8 +20,8 @@ sequence's own length and on the model's shape, never on the rest of the batch. 
 CUDA graph holds for all lengths.
 
 Costs, for G query heads per key head, L >> N and 2-byte numbers: a head's keys and values are 4 L D bytes. They take
-4 G N L D FLOPs, which is G N FLOPs per byte. An H200 has 790 TFLOP/s and 4.3 TB/s, a ratio of 184. Above about 165
-FLOPs per byte tensor cores are the limit, below it memory is.
+4 G N L D FLOPs, which is G N FLOPs per byte. An H200 reaches about 790 TFLOP/s and 4.3 TB/s. So above 184 FLOPs per
+byte tensor cores are the limit, below it memory is.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false

@@ -26,6 +26,7 @@ from heavypath.speculative.methods import METHODS, VERIFIERS, row_of
 from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.threads import Load, usable_cores
 
+COMPILED = ("gumbel_topk", "verify_tree", "commit")  # on a CPU, where there is a compiler
 KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
 
 
@@ -116,8 +117,13 @@ def installation() -> dict:
         "transformers": transformers.__version__,
         "device": f"cuda ({torch.cuda.get_device_name()})" if cuda else "cpu",
         "threads": torch.get_num_threads(),
-        "kernels": dict.fromkeys(KERNELS, "Triton" if cuda else "reference"),
+        "kernels": {name: "Triton" if cuda else _on_cpu(name) for name in KERNELS},
     }
+
+
+def _on_cpu(kernel: str) -> str:
+    """The implementation of a kernel's function for CPU tensors."""
+    return "C++" if kernel in COMPILED and library() is not None else "reference"
 
 
 def load(

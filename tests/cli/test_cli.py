@@ -237,7 +237,8 @@ def test_info_reports_what_is_installed(heavypath):
     assert code == 0
     assert (facts["torch"], facts["transformers"]) == (torch.__version__, transformers.__version__)
     assert facts["kernels"]["tree_attention"] == ("Triton" if torch.cuda.is_available() else "reference")
-    assert facts["kernels"]["verify_tree"] == facts["kernels"]["tree_attention"]
+    compiled = "C++" if facts["cpu_kernels"] == "compiled" else "reference"
+    assert facts["kernels"]["verify_tree"] == ("Triton" if torch.cuda.is_available() else compiled)
     assert facts["openmp"] in ("GNU", "Intel", "LLVM")
     assert facts["cores"] >= 1
     assert {"system", "processor", "compiler", "cache", "environment"} <= facts.keys(), "what a report of a bug needs"
