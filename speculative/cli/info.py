@@ -30,7 +30,8 @@ OPENMP = {"libgomp": "GNU", "libiomp5": "Intel", "libomp": "LLVM"}
 def info(as_json: AsJson = False) -> None:
     """Show versions, processor, threads, load, GPUs and kernels, and what would make decoding faster here."""
     load = current_load()
-    facts = installation() | machine(load)
+    here = machine(load)  # first, since the first look for compiled kernels logs why there are none
+    facts = installation() | here
     advice = advice_of(facts, load)
     if as_json:
         print_json(facts | {"advice": advice})
