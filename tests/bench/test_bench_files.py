@@ -44,7 +44,7 @@ def test_every_command_of_this_folder_that_a_text_names_is_there():
     ]
     for path in [*texts, *(root / "kernels").rglob("*.py"), *(root / "speculative").rglob("*.py")]:
         text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
-        for name in re.findall(r"(?<!:)\bbench/[\w/]+\.(?:py|sh)\b", text):
+        for name in re.findall(r"(?<![:/\w])bench/[\w/]+\.(?:py|sh)\b", text):
             assert (root / name).exists(), f"{path.name}: {name}"
         for sweep in re.findall(r"--sweep ([\w-]+)", text):
             assert sweep in sweeps, f"{path.name}: {sweep}"
