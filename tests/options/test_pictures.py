@@ -61,8 +61,9 @@ def test_without_chromium_the_command_says_what_is_missing(monkeypatch, tmp_path
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="trace: the picture of a trace needs Chromium"):
         script("pictures").main(["--plot", str(tmp_path), "--only", "trace"])
+    (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
-        script("pictures").main(["--plot", str(tmp_path / "no-such-folder")])
+        script("pictures").main(["--plot", str(tmp_path / "file")])
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from bench_scripts import BENCH, script
+from bench_scripts import script
 
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.hardware import DEVICES, Hardware
@@ -182,10 +182,6 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
     offloading.main([])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Of the papers' rows 52 of 54 within 15%, 4.6% off on average; 39 of 54 within 15%, 10.8% off" in printed
-    for readme in (BENCH / "README.md", BENCH.parent / "README.md"):
-        text = readme.read_text(encoding="utf-8")
-        assert "52 of 54" in text
-        assert "39" in text.split("52 of 54")[1][:250], "what a division has, beside it"
 
 
 def simulated(capsys, options):
