@@ -47,7 +47,9 @@ def source(*names: str, texts: bool = False, also: str = "") -> None:
         ran += also
         if texts:
             new = facts.get("max_new_tokens") or facts["tokens"]
-            ran += f"; {min(facts['prompts'], PROMPTS)} prompts of {new} new tokens"
+            known = facts["prompts"] <= PROMPTS
+            prompts = f"{facts['prompts']} prompts" if known else f"{PROMPTS} prompts (there are no more)"
+            ran += f"; {prompts} of {new} new tokens"
             ran += f", {facts['seeds']} seeds" if "seeds" in facts else ""
         cog.outl(f"*`{facts['command']}`; {facts['device']}, {ran}; {facts['date']}*" + "  " * (name != names[-1]))
 
