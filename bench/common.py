@@ -76,11 +76,17 @@ def environment(device: str = DEVICE) -> dict:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """The name of the CPU, with family and model: a virtual machine may hide the rest of the name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    facts: dict[str, str] = {}
+    for name, colon, value in (line.partition(":") for line in lines):
+        if colon:
+            facts.setdefault(name.strip(), value.strip())
+    if "model name" not in facts:
+        return platform.processor()
+    numbers = [f"{name.removeprefix('cpu ')} {facts[name]}" for name in ("cpu family", "model") if name in facts]
+    return facts["model name"] + (f" ({', '.join(numbers)})" if numbers else "")
 
 
 def write_results(path: Path | None, facts: dict, **results: object) -> None:
