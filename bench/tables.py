@@ -172,23 +172,6 @@ def slower_than_plain() -> None:
         cog.outl(f"Slower than plain decoding at T = {temperature:g}: {names or 'none'}.")
 
 
-def decoding() -> None:
-    """Every method beside transformers' own generate, prompt by prompt."""
-    found = results("decoding")["temperature"]
-    both = {temperature: {row["method"]: row for row in found[temperature]} for temperature in ("0.0", "0.6")}
-    rows = []
-    for name in both["0.0"]:
-        line = [name if name.startswith("transformers") else code(name)]
-        for each in both.values():
-            row = each[name]
-            ratio = spread([row["ratio"], *row["ratio_quartiles"]])
-            line += [f"{row['tokens_per_forward']:.2f}", f"{row['tokens_per_second']:.0f}", ratio]
-        rows.append(line)
-    heads = [head for each in ("0", "0.6") for head in (f"T = {each}: tokens/forward", "tokens/s", "ratio")]
-    table(["", *heads], rows)
-    source("decoding", texts=True)
-
-
 def drafts() -> None:
     """Tokens per forward pass by kind of draft, at T = 0.6."""
     found = results("drafts-kinds")["rows"]
