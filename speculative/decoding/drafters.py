@@ -5,6 +5,8 @@ A kind of tree has `depth`, `branching`, `cache_rows` and a length, and a functi
     @drafter_of.register
     def _(tree: Mine, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> Drafter:
         return MyDrafter(tree.top(depth), rules)
+
+That of static trees is in `drafting`. That of a `Growth` is in `growing`, which is loaded for the first one.
 """
 
 from functools import singledispatch
