@@ -26,8 +26,8 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 pytest_plugins = ["command_line", "played_steps"]  # whose fixtures several folders use
 
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file; `make durations` writes it
-LONGEST = 3  # seconds of a processor that a test of the default run may take
-LOOP = 0.02  # seconds that the loop below takes on the machine that LONGEST is meant for
+LONGEST = 3  # seconds of a processor that a test of the default run may take, as `make durations` measures it
+SLOWER = 4  # how many times as long it may take in other runs, which share their machine with other programs
 SELDOM = ("slow", "integration", "gpu", "benchmark")  # marks of what is no such test
 
 
@@ -60,20 +60,11 @@ def pytest_runtest_call(item):
     before = os.times()
     result = yield
     taken = sum(os.times()[:4]) - sum(before[:4])
-    if taken > LONGEST:
-        taken /= max(1.0, seconds_of_a_loop() / LOOP)
-    if taken > LONGEST and not any(item.get_closest_marker(mark) for mark in SELDOM) and is_default(item.config):
-        pytest.fail(f"it took {taken:.1f} s of a processor, and a test of the default run may take {LONGEST}: make it "
+    longest = LONGEST if item.config.getoption("--durations-file") else SLOWER * LONGEST
+    if taken > longest and not any(item.get_closest_marker(mark) for mark in SELDOM) and is_default(item.config):
+        pytest.fail(f"it took {taken:.1f} s of a processor, and a test of the default run may take {longest}: make it "
                     "shorter, or mark it slow and leave a shorter one", pytrace=False)  # fmt: skip
     return result
-
-
-def seconds_of_a_loop():
-    """How fast this machine is now: other programs on its cores make all tests take longer."""
-    begin, total = time.process_time(), 0
-    for number in range(500_000):
-        total += number & 3
-    return time.process_time() - begin
 
 
 def is_default(config):
