@@ -6,6 +6,8 @@ methods      (the default) every method beside transformers' generate and assist
              one after the other, and a ratio is taken within a prompt
 batch        batches of several sizes: trees that follow them, fixed ones, no draft, transformers. Behind that batches
              whose sequences end after a quarter of the tokens to twice as many; their ratio is to plain decoding
+in-vain      defaults beside plain decoding where drafts cannot pay: of random weights, as large as the target, or in a
+             batch of 32; each method at its temperature. After the first round decoders know that
 ragged       the sequences of a batch end after 16, 32, 48, ... tokens: slots that close up, and that are carried along
 draft        tokens per forward pass with each kind of draft, by verifiers of the papers. `overlap`: how often the first
              token drafted after a root is accepted. The corpus to retrieve from is what the models were trained on
@@ -40,6 +42,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -185,6 +188,23 @@ def _ways(
         ratio = times_as_fast(times, name, next(iter(reference), PLAIN))
         row = {"way": name, "tree": trees[name], "median": ratio.median, "quartiles": ratio[1:]}
         yield case | row | {"seconds": median(times[name])}
+
+
+def in_vain(bench: Bench) -> Iterator[Row]:
+    given, copied, random = bench.given, deepcopy(bench.target), deepcopy(bench.draft)
+    for weight in random.parameters():
+        weight.data.normal_(0, 0.02)
+    pairs = {"the shipped draft": (bench.draft, 1), "a draft of random weights": (random, 1), "the target": (copied, 1)}
+    for name, (draft, size) in (pairs | {"the shipped draft, 32 sequences": (bench.draft, 32)}).items():
+        texts = batch_of(bench.few_prompts(size))
+        for method, temperature in zip(given.method, given.temperature, strict=True):
+            decoders = {
+                "default": SpeculativeDecoder(bench.target, draft, method),
+                PLAIN: bench.decoder("autoregressive"),
+            }
+            asked = {"max_new_tokens": given.max_new_tokens, "temperature": temperature, **texts.options}
+            case = {"method": method, "temperature": temperature, "draft": name}
+            yield next(_ways(decoders, texts.tokens, asked, case, given.rounds))
 
 
 def generated(bench: Bench, tokens: Tensor, mask: Tensor, asked: dict, processor: Any = None) -> Tensor:
@@ -616,6 +636,9 @@ SWEEPS = {
     "batch": sweep(
         batch, {"batch": [2], "nodes": [5]}, batch=[1, 4, 8, 16, 24], method=["ersd"], temperature=COLD, nodes=[5, 2],
         max_new_tokens=64, rounds=7,
+    ),
+    "in-vain": sweep(
+        in_vain, {"method": ["ersd"]}, method=["sequoia", "ersd"], temperature=[0.0, 0.6], max_new_tokens=128, rounds=15
     ),
     "ragged": sweep(ragged, {"batch": [2]}, batch=[8], method=FEW, rounds=7),
     "draft": sweep(

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.kinds import AnyDraft
+from heavypath.speculative.files.prompts import Prompt, tokens_of
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, row_of
 from heavypath.speculative.output.options import NOTHING
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.prompts import Prompt, tokens_of
 from heavypath.speculative.trees.tree import TokenTree
 
 PLAIN, ASSISTED = "transformers generate", "transformers assisted"
@@ -109,8 +109,8 @@ def compare(
     draft: any that SpeculativeDecoder takes. Or several things by their names: drafts, each of which is combined with
         each of the methods, and decoders of this target, which are taken as they are. transformers' assisted
         generation is measured, too, for drafts that are models. None is enough for methods=["autoregressive"].
-    prompts: texts, LongTensors [1, T], and Paths of files that `heavypath.speculative.prompts.read_prompts` reads, in
-        any mix; or a single one of them. All but LongTensors need the tokenizer.
+    prompts: texts, LongTensors [1, T], and Paths of files that `speculative.files.prompts.read_prompts` reads, in any
+        mix; or a single one of them. All but LongTensors need the tokenizer.
     methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them;
         default all methods that keep the target's law.
     verifiers: names of verifiers, as SpeculativeDecoder has them: methods that take one are measured with each of them.

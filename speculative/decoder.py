@@ -168,7 +168,8 @@ class SpeculativeDecoder:
             cache = workspace.finish(request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
         self.runner.kept.append(cache)
-        self._remark(stats, self._draft if plan.drafts_always else None)
+        expected = self.trees.expected_gain(stats.tokens_per_step, plan.tree, len(input_ids))
+        self._remark(stats, self._draft if plan.drafts_always else None, expected)
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,

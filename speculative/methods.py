@@ -14,7 +14,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
-from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from heavypath.kernels.typical.acceptance import Typical
@@ -201,7 +201,7 @@ def _check_word(name: str, given: str, expected: Iterable[str]) -> None:
 
 def _root(size: int) -> TokenTree:
     """The root alone, whatever the size."""
-    return TokenTree([-1])
+    return ROOT
 
 
 def _chain(size: int, threshold: float = 0.0) -> TokenTree | Growth:

@@ -23,8 +23,10 @@ tree: in a batch, which shares its trees, it is another sample than alone.
 Source: Sequoia (Chen et al. 2024) plans once; that acceptance is measured while decoding is ours.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -36,11 +38,14 @@ from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.tree_choice import as_drafted, best_plan, top
+from heavypath.speculative.tree_choice import TreesByBatch, as_drafted, best_plan, top, trees_up_to
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.planning import node_probabilities
-from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.trees.tree import ROOT, TokenTree
+
+logger = logging.getLogger(__name__)
 
 EVERY = 4  # steps between two choices
 HALF_LIFE = 8  # steps
@@ -98,6 +103,45 @@ class Shapes(NamedTuple):
     def trees(self) -> tuple[TokenTree | Growth, ...]:
         """The trees."""
         return tuple(shape.tree for shape in self.shapes)
+
+
+class ProfileTrees:
+    """The trees of a decoder with a profile, for each way to sample and each number of sequences, computed once."""
+
+    def __init__(self, profile: Profile, method: str, draft: Draft | None):
+        self._profile, self._method, self._draft = profile, method, draft
+        self._trees: dict[tuple[Filters, int], TokenTree | Growth] = {}
+        self._shapes: dict[tuple[Filters, int], Shapes] = {}
+
+    def up_to(self, most: int, filters: Filters, rests: bool = True) -> TreesByBatch:
+        """The trees that are best on average for 1 to `most` running sequences; rests: as of `EstimatedTrees.up_to`."""
+        batches, rests = self._profile.costs.batches, rests and (self._draft or NO_DRAFT).can_rest
+        return trees_up_to(most, batches, partial(self._tree, filters), self._method, rests=rests)
+
+    def shapes(self, filters: Filters, most: int = 1) -> Shapes:
+        """The shapes that may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
+        key = filters, standing_for(most, self._profile.costs.batches)
+        if key not in self._shapes:
+            levels = (self._draft or NO_DRAFT).levels
+            self._shapes[key] = shapes = Shapes.of(self._profile, self._method, filters, levels, most)
+            logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
+        return self._shapes[key]
+
+    def _tree(self, filters: Filters, batch: int) -> TokenTree | Growth:
+        if self._draft is None:
+            return ROOT  # plain decoding drafts nothing, whatever the profile knows
+        if (filters, batch) not in self._trees:
+            tree = top(self._profile.tree_for(self._method, filters, batch), self._draft.levels)
+            self._trees[filters, batch] = tree
+            logger.debug(
+                "the profile's tree for %s and %d sequences: %d nodes, %d levels", filters, batch, len(tree), tree.depth
+            )
+            if len(tree) == 1 and batch == 1:
+                logger.warning(
+                    "by the profile no tree of %r pays at temperature %g: decoding without the draft",
+                    self._method, filters.temperature,
+                )  # fmt: skip
+        return self._trees[filters, batch]
 
 
 class Replanner(Watcher):

@@ -9,7 +9,7 @@ trees of their kind for the others.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, Confidence, Growth
-from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from heavypath.speculative.costs.table import Costs
@@ -102,6 +103,45 @@ def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: 
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 
 
+class TreesByBatch:
+    """The trees of steps at each number of running sequences.
+
+    by_batch: {sequences: the tree, or how trees grow}; a number between these takes the nearest's, see `standing_for`
+    besides: what may be drafted instead at any number
+    """
+
+    def __init__(self, by_batch: Mapping[int, TokenTree | Growth], *besides: TokenTree | Growth):
+        self.by_batch, self._besides = dict(sorted(by_batch.items())), besides
+
+    @property
+    def trees(self) -> tuple[TokenTree | Growth, ...]:
+        """All trees that may be drafted, each once: `others` of a `StepPlan`."""
+        return tuple(dict.fromkeys((*self.by_batch.values(), *self._besides)))
+
+    def of(self, running: int) -> TokenTree | Growth:
+        """The tree or growth that is drafted while so many sequences run."""
+        return self.by_batch[standing_for(running, self.by_batch)]
+
+
+def trees_up_to(
+    most: int, batches: Iterable[int], tree_at: Callable[[int], TokenTree | Growth], method: str, *, rests: bool
+) -> TreesByBatch:
+    """The trees for 1 to `most` running sequences.
+
+    batches: for which trees can be found; tree_at: finds one for such a number of sequences
+    rests: whether the draft may rest, so that a tree may be the root alone
+    """
+    known = [*batches]
+    needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
+    trees = {batch: tree_at(batch) for batch in needed}
+    if len(trees[needed[0]]) == 1:  # where one sequence does not gain by drafts, several do not either
+        return TreesByBatch({needed[0]: trees[needed[0]]})
+    if not rests:
+        smallest = METHODS[method].tree_of(2)
+        trees = {batch: tree if len(tree) > 1 else smallest for batch, tree in trees.items()}
+    return TreesByBatch(trees)
+
+
 def default_tree(method: str, costs: "Costs", levels: int | None = None, batch: int = 1) -> TokenTree | Growth:
     """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured.
 
@@ -111,7 +151,7 @@ def default_tree(method: str, costs: "Costs", levels: int | None = None, batch: 
     drafts one token all the same, because it is not known how well these models agree.
     """
     if method == "autoregressive":
-        return TokenTree([-1])
+        return ROOT
     steps = costs.steps_of(range(1, max(costs.step) + 1))
     rates = torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64).expand(min(DEPTH, levels or DEPTH), -1)
     sequences = SEQUENCES if METHODS[method].independent_sequences else None

@@ -11,71 +11,31 @@ they do with a profile alone, whose user has asked for the trees that are fastes
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.costs.table import standing_for
+from heavypath.speculative.costs.table import BATCHES
 from heavypath.speculative.decoder_options import TreeOptions
 from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
-from heavypath.speculative.methods import METHODS, Method
+from heavypath.speculative.methods import Method
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.tree_choice import chosen_tree, top, tree_by_estimates
+from heavypath.speculative.tree_choice import TreesByBatch, chosen_tree, tree_by_estimates, trees_up_to
 from heavypath.speculative.trees.growth import Growth
-from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from heavypath.speculative.profile import Profile
-    from heavypath.speculative.replanning import Shapes
+    from heavypath.speculative.resting import Gain
 
 logger = logging.getLogger(__name__)
-
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # for which costs are estimated
-
-
-class TreesByBatch:
-    """The trees of steps at each number of running sequences.
-
-    by_batch: {sequences: the tree, or how trees grow}; a number between these takes the nearest's, see `standing_for`
-    """
-
-    def __init__(self, by_batch: Mapping[int, TokenTree | Growth]):
-        self._by_batch = dict(sorted(by_batch.items()))
-
-    @property
-    def trees(self) -> tuple[TokenTree | Growth, ...]:
-        """All trees that may be drafted, each once: `others` of a `StepPlan`."""
-        return tuple(dict.fromkeys(self._by_batch.values()))
-
-    def of(self, running: int) -> TokenTree | Growth:
-        """The tree or growth that is drafted while so many sequences run."""
-        return self._by_batch[standing_for(running, self._by_batch)]
-
-
-def trees_up_to(
-    most: int, batches: Iterable[int], tree_at: Callable[[int], TokenTree | Growth], method: str, *, rests: bool
-) -> TreesByBatch:
-    """The trees for 1 to `most` running sequences.
-
-    batches: for which trees can be found; tree_at: finds one for such a number of sequences
-    rests: whether the draft may rest, so that a tree may be the root alone
-    """
-    known = [*batches]
-    needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
-    trees = {batch: tree_at(batch) for batch in needed}
-    if len(trees[needed[0]]) == 1:  # where one sequence does not gain by drafts, several do not either
-        return TreesByBatch({needed[0]: trees[needed[0]]})
-    if not rests:
-        smallest = METHODS[method].tree_of(2)
-        trees = {batch: tree if len(tree) > 1 else smallest for batch, tree in trees.items()}
-    return TreesByBatch(trees)
 
 
 class EstimatedTrees:
@@ -84,6 +44,7 @@ class EstimatedTrees:
     def __init__(self, method: str, target: Forward, draft: Draft | None, alone: TokenTree | Growth):
         """alone: the tree of one sequence."""
         self._method, self._target, self._draft, self.alone = method, target, draft, alone
+        self.rests = draft is not None and draft.can_rest
         self._found = {1: alone}
 
     def up_to(self, most: int, rests: bool = True) -> TreesByBatch:
@@ -93,55 +54,21 @@ class EstimatedTrees:
         drafts. So their trees are the same in all batches.
         """
         draft = self._draft or NO_DRAFT
-        fixed, rests = draft.extra_nodes > 0 or draft.laws > 1, rests and draft.can_rest
+        fixed, rests = draft.extra_nodes > 0 or draft.laws > 1, rests and self.rests
         return trees_up_to(most, (1,) if fixed else BATCHES, self._tree, self._method, rests=rests)
+
+    @cached_property
+    def gain(self) -> "Gain":
+        """The gain of the trees."""
+        from heavypath.speculative.resting import Gain
+
+        return Gain(self._target, self._draft or NO_DRAFT)
 
     def _tree(self, batch: int) -> TokenTree | Growth:
         if batch not in self._found:
             self._found[batch] = tree = tree_by_estimates(self._method, self._target, self._draft, batch)
             logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
         return self._found[batch]
-
-
-class ProfileTrees:
-    """The trees of a decoder with a profile, for each way to sample and each number of sequences, computed once."""
-
-    def __init__(self, profile: "Profile", method: str, draft: Draft | None):
-        self._profile, self._method, self._draft = profile, method, draft
-        self._trees: dict[tuple[Filters, int], TokenTree | Growth] = {}
-        self._shapes: dict[tuple[Filters, int], Shapes] = {}
-
-    def up_to(self, most: int, filters: Filters, rests: bool = True) -> TreesByBatch:
-        """The trees that are best on average for 1 to `most` running sequences; rests: as of `EstimatedTrees.up_to`."""
-        batches, rests = self._profile.costs.batches, rests and (self._draft or NO_DRAFT).can_rest
-        return trees_up_to(most, batches, partial(self._tree, filters), self._method, rests=rests)
-
-    def shapes(self, filters: Filters, most: int = 1) -> "Shapes":
-        """The shapes that may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
-        key = filters, standing_for(most, self._profile.costs.batches)
-        if key not in self._shapes:
-            from heavypath.speculative.replanning import Shapes
-
-            levels = (self._draft or NO_DRAFT).levels
-            self._shapes[key] = shapes = Shapes.of(self._profile, self._method, filters, levels, most)
-            logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
-        return self._shapes[key]
-
-    def _tree(self, filters: Filters, batch: int) -> TokenTree | Growth:
-        if self._draft is None:
-            return TokenTree([-1])  # plain decoding drafts nothing, whatever the profile knows
-        if (filters, batch) not in self._trees:
-            tree = top(self._profile.tree_for(self._method, filters, batch), self._draft.levels)
-            self._trees[filters, batch] = tree
-            logger.debug(
-                "the profile's tree for %s and %d sequences: %d nodes, %d levels", filters, batch, len(tree), tree.depth
-            )
-            if len(tree) == 1 and batch == 1:
-                logger.warning(
-                    "by the profile no tree of %r pays at temperature %g: decoding without the draft",
-                    self._method, filters.temperature,
-                )  # fmt: skip
-        return self._trees[filters, batch]
 
 
 class FollowBatch(Watcher):
@@ -208,6 +135,8 @@ class TreeSource:
         self.tree_from, self._replan = "by the profile", options.get("replan", False)
         self._by_profile, self._estimated = None, None
         if profile is not None:
+            from heavypath.speculative.replanning import ProfileTrees
+
             self._by_profile = ProfileTrees(profile, method, draft)
             return
         self.tree, self.tree_from = chosen_tree(method, given, target, draft)
@@ -224,6 +153,19 @@ class TreeSource:
         raced = self._row.kind(filters.temperature).verification == "race"
         return not self._is_own_verifier and (filters.temperature == 0 or raced)
 
+    def _gain_of(self, filters: Filters) -> "Gain | None":
+        """The object that has the draft rest where it does not pay; None where it is not to."""
+        estimated = self._by_default
+        return estimated.gain if estimated and estimated.rests and self.ignored_by_texts(filters) else None
+
+    def expected_gain(self, tokens: float, tree: Shape, batch: int) -> float | None:
+        """The gain of a default tree whose steps bring so many tokens, by estimated costs; None for other trees."""
+        return self._by_default.gain.of(tokens, tree, batch) if self._by_default and len(tree) > 1 else None
+
+    @property
+    def _by_default(self) -> EstimatedTrees | None:
+        return self._estimated if self._estimated is not None and self._estimated.alone is self.tree else None
+
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
         """The trees of steps while 1 to `most` sequences are decoded together, where the target is sampled so.
 
@@ -233,8 +175,8 @@ class TreeSource:
         if self.tree is None:
             assert self._by_profile is not None
             return self._by_profile.up_to(most, filters, rests)
-        if self._estimated is not None and self._estimated.alone is self.tree and self.ignored_by_texts(filters):
-            return self._estimated.up_to(most, rests)
+        if self._by_default is not None and self.ignored_by_texts(filters):
+            return self._by_default.up_to(most, rests)
         return TreesByBatch({1: self.tree})
 
     def for_serving(self, slots: int) -> TreesByBatch:
@@ -250,7 +192,12 @@ class TreeSource:
         """The tree of the first steps of a batch, and all that later ones may draft."""
         if not self.replans:
             trees = self.by_batch(filters, batch)
-            return trees.of(batch), trees
+            gain = self._gain_of(filters)
+            tree = trees.of(batch)
+            if gain is None:
+                return tree, trees
+            first = gain.first(tree, batch)
+            return (ROOT, TreesByBatch({1: ROOT})) if first is None else (first, TreesByBatch(trees.by_batch, ROOT))
         assert self._by_profile is not None
         shapes = self._by_profile.shapes(filters, batch).trees
         return shapes[0], TreesByBatch(dict(enumerate(shapes, 1)))
@@ -262,8 +209,14 @@ class TreeSource:
 
             assert self._by_profile is not None
             return [Replanner(plan, self._by_profile.shapes(filters, batch))]
-        trees = self.by_batch(filters, batch)
-        return [FollowBatch(trees)] if len(trees.trees) > 1 else []
+        trees, gain = self.by_batch(filters, batch), self._gain_of(filters)
+        if len(plan.trees) == 1:
+            return []
+        if gain is None:
+            return [FollowBatch(trees)]
+        from heavypath.speculative.resting import Resting
+
+        return [Resting(gain, trees.of)]
 
     def of_slots(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
         """The tree of so many running sequences; None where any may be drafted in any batch."""
@@ -272,6 +225,6 @@ class TreeSource:
 
     def in_words(self, tree: Shape, batch: int) -> str:
         """The size of a batch's tree, and what it was chosen by."""
-        estimated = self._estimated is not None and batch > 1 and tree != self.tree
-        chosen_by = f"by costs estimated for {batch} sequences" if estimated else self.tree_from
+        estimated, sequences = self._estimated is not None and tree != self.tree, "sequence" + "s" * (batch > 1)
+        chosen_by = f"by costs estimated for {batch} {sequences}" if estimated else self.tree_from
         return f"{len(tree)} nodes, {tree.depth} levels, {chosen_by}"

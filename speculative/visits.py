@@ -22,7 +22,7 @@ from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.output.options import NOTHING
 from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.planning import greedy_tree, select_tree
-from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 BATCH_SIZES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64), "streamed": (1,)}
 VISIT_SECONDS = 0.1  # of decoding, to time the steps with a tree: several time slices of a busy machine
@@ -103,7 +103,7 @@ class Visits:
         return self._decoders[size]
 
     def _tree(self, size: int) -> TokenTree:
-        return greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else TokenTree([-1])
+        return greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else ROOT
 
 
 class StreamedVisits(Visits):

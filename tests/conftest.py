@@ -6,7 +6,6 @@ Without a GPU the kernels run in Triton's interpreter, which must be chosen befo
 import json
 import math
 import os
-import time
 from collections import defaultdict
 from pathlib import Path
 

@@ -26,10 +26,10 @@ from heavypath.speculative.cli.support import (
 )
 from heavypath.speculative.comparison import PLAIN, TIE, ComparedWay, as_table, headline
 from heavypath.speculative.comparison import compare as measure
+from heavypath.speculative.files.prompts import read_prompts
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, VERIFIERS
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.prompts import read_prompts
 from heavypath.speculative.ratio_plot import check_can_plot, plot_ratios
 
 

@@ -10,8 +10,8 @@ from rich.table import Column, Table
 
 from heavypath.speculative.calibration import own_prompts
 from heavypath.speculative.cli.support import AsJson, Dtype, Seed, Target, Verbose, load, print_json, progress
+from heavypath.speculative.files.prompts import tokens_of
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
-from heavypath.speculative.prompts import tokens_of
 
 OWN_PROMPTS, OWN_LENGTH = 8, 32
 

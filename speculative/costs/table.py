@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of sequences for which costs are estimated
+
 
 @dataclass(frozen=True)
 class Costs:

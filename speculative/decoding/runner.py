@@ -97,11 +97,12 @@ class StepRunner:
     ) -> None:
         """Run each step that a batch may take, twice: a step is run once before it is captured.
 
-        longest: as of `run`; tree_of: the tree of so many sequences; None where a batch may take any of the plan's
+        longest: as of `run`
+        tree_of: the tree of so many sequences, or the root alone if the plan has it; None for any of the plan's trees
         """
         sizes = [batch, *(1 << power for power in reversed(range((batch - 1).bit_length())))]
         for each in plan.each():
-            own = [size for size in sizes if tree_of is None or tree_of(size) == each.tree]
+            own = [size for size in sizes if tree_of is None or len(each.tree) == 1 or tree_of(size) == each.tree]
             if own:
                 step = self._step(each, each.tree.depth)
                 launch = partial(step, *workspace.first(own[0]), workspace.most_visible(each))

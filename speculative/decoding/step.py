@@ -25,7 +25,7 @@ from heavypath.speculative.drafts.draft import Draft, ExtraNodes
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask
 from heavypath.speculative.ranks.peers import ALONE, Peers
-from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.trees.tree import ROOT
 
 
 class Stepped(NamedTuple):
@@ -172,7 +172,7 @@ class Step:
 def new_step(plan: StepPlan, depth: int) -> Step:
     """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
     made = drafter_of if depth > 0 else static
-    tree = plan.tree if depth > 0 else TokenTree([-1])
+    tree = plan.tree if depth > 0 else ROOT
     return Step(
         target=plan.target,
         draft=plan.draft,

@@ -159,7 +159,8 @@ class Workspace:
         before_roots = request.prompt[:, :-1]
         batch, width = before_roots.shape
         draft = plan.draft
-        self._behind.clear()
+        rests = draft is not None and plan.tree.depth == 0  # and has read nothing until it drafts
+        self._behind = dict.fromkeys(range(batch), 0) if rests else {}
         _, target_cache, draft_cache = self.first(batch)
         if draft_cache is not None:
             draft_cache.begin(request.lengths - 1)
@@ -186,6 +187,10 @@ class Workspace:
         for texts, starts in _pieces(before_roots, ends, cached, chunk):
             self._target.prefill(texts, target_cache, starts, taps)
             yield reused
+        if rests:
+            self._behind = dict(enumerate(in_parts[0]))
+            yield reused
+            return
         cache: Any  # each part's own kind
         for (part, cache), have in zip(parts, in_parts, strict=True):
             if part.overlap is None:
@@ -195,8 +200,6 @@ class Workspace:
             for texts, starts in _pieces(before_roots, ends, have, chunk, part.overlap):
                 piecewise.prefill(texts, cache, starts)
                 yield reused
-        if draft is not None and plan.tree.depth == 0:
-            self._rest(batch)
         yield reused
 
     def turn(self, request: Request, before: StepPlan, after: StepPlan, slots: int) -> None:

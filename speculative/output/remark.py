@@ -2,7 +2,7 @@
 
 import logging
 
-from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.decoding.statistics import ENOUGH_STEPS, Statistics
 from heavypath.speculative.drafts.draft import Draft
 
 logger = logging.getLogger(__name__)
@@ -14,11 +14,18 @@ class Remark:
     def __init__(self) -> None:
         self._said = False
 
-    def __call__(self, stats: Statistics, draft: Draft | None) -> None:
-        """Look at a generation that has ended."""
-        if self._said or draft is None or not stats.does_not_pay:
+    def __call__(self, stats: Statistics, draft: Draft | None, expected: float | None) -> None:
+        """Look at a generation that has ended; expected: the gain of a default tree by estimated costs."""
+        if self._said or draft is None:
             return
-        self._said = True
-        can_calibrate = draft.extra_nodes == 0
-        hint = "; `heavypath calibrate` finds out which trees pay" if can_calibrate else ""
-        logger.warning("%s%s", stats.does_not_pay, hint)
+        why, batch = stats.does_not_pay, len(stats.tokens_of)
+        if not why and expected is not None and expected < 1 and stats.steps >= ENOUGH_STEPS:
+            why = (
+                f"the draft does not pay: {stats.tokens_per_step:.2f} tokens a step, by costs estimated for a batch of "
+                f"{batch}, are {expected:.2f} times the speed of method 'autoregressive'. Sampled texts would change "
+                "with the tree, so it is that of one text; give tree_size=2, or take method 'ersd', whose texts stay"
+            )
+        if why:
+            self._said = True
+            can_calibrate = draft.extra_nodes == 0
+            logger.warning("%s%s", why, "; `heavypath calibrate` finds out which trees pay" if can_calibrate else "")

@@ -341,3 +341,6 @@ def _integers(name: str, values: Integers) -> np.ndarray:
         return np.array(listed, np.int64)
     except OverflowError:
         raise ValueError(f"{name} must be integers of 64 bits, got {listed[:8]}") from None
+
+
+ROOT = TokenTree([-1])  # of plain decoding, which drafts nothing

@@ -68,7 +68,7 @@ def test_a_head_over_transformers_forward_has_a_past_from_its_first_text_on():
 
 def test_no_token_of_the_past_is_computed_again(tiny_pair, computed):
     target, draft = tiny_pair
-    decoder = SpeculativeDecoder(target, draft)
+    decoder = SpeculativeDecoder(target, draft, tree_size=5)
     out = decoder.generate(IDS, 10)
     assert computed(target) == 8  # all but the last, which is the first root
     assert out.cache.tokens[0].tolist() in (out.sequences[0].tolist(), out.sequences[0, :-1].tolist())
@@ -80,7 +80,7 @@ def test_no_token_of_the_past_is_computed_again(tiny_pair, computed):
     assert computed(draft) == 11  # its last two rows may be missing
     assert decoder.generate(later.sequences, 5, past=later.cache).stats.prefill_tokens == 0
     assert computed(target) == 0
-    early = SpeculativeDecoder(target, EarlyExit(1))  # which shares the target's rows
+    early = SpeculativeDecoder(target, EarlyExit(1), tree_size=5)  # which shares the target's rows
     past = early.generate(IDS, 10).cache
     computed(target)
     early.generate(turn, 5, past=past)

@@ -55,7 +55,7 @@ def take_fp32(monkeypatch):
 def test_text_is_that_of_the_same_logits_in_fp32(method, case, draft, verified, monkeypatch):
     dtype = torch.float16 if method in ("chain", "spectr") else torch.bfloat16
     target, model = models(dtype)
-    decoder, options = SpeculativeDecoder(target, draft or model, method), OPTIONS | CASES[case]
+    decoder, options = SpeculativeDecoder(target, draft or model, method, tree_size=5), OPTIONS | CASES[case]
     out = decoder.generate(PROMPTS, **options)
     assert {each for _, each in verified} == {torch.float32 if case == "penalised" else dtype}
     take_fp32(monkeypatch)

@@ -15,7 +15,7 @@ from heavypath.speculative import PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.comparison import ASSISTED, PLAIN, ComparedWay, as_table, compare, headline
 from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.examples.own_verifier import sample_the_target
-from heavypath.speculative.prompts import read_prompts
+from heavypath.speculative.files.prompts import read_prompts
 from heavypath.speculative.ratio_plot import plot_ratios
 
 PROMPTS = [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 9, 2]])]
@@ -80,7 +80,7 @@ def test_several_drafts_are_combined_with_each_method_and_ready_decoders_are_tak
     target, draft = pair
     wide = SpeculativeDecoder(target, draft, tree=TokenTree.from_branching([4]))
     named = {"small": draft, "lookup": PromptLookup(), "same": target, "wide": wide}
-    options = {"methods": ["chain", "autoregressive", "top-k"], "max_new_tokens": 9}
+    options = {"methods": ["chain", "autoregressive", "top-k"], "max_new_tokens": 9, "tree_size": 5}
     rows = {row.method: row for row in compare(target, named, PROMPTS, **options)}
     chains, stars = ([f"{method}, {draft}" for draft in ("small", "lookup", "same")] for method in ("chain", "top-k"))
     assert [*rows] == [PLAIN, f"{ASSISTED}, small", f"{ASSISTED}, same", *chains, "autoregressive", *stars, "wide"]

@@ -40,7 +40,8 @@ def test_a_penalty_and_a_minimum_by_hand():
 @pytest.mark.parametrize("method", ["autoregressive", "sequoia"])
 def test_a_criterion_is_asked_once_for_each_new_token_and_no_more(method, tiny_pair):
     target, _ = tiny_pair
-    decoder = SpeculativeDecoder(target, target, method)  # accepts whole blocks
+    tree = {} if method == "autoregressive" else {"tree_size": 5}
+    decoder = SpeculativeDecoder(target, target, method, **tree)  # accepts whole blocks
     ours, theirs, ids = Watching(2, 40), Watching(2, 40), torch.tensor([[1, 2]])
     out = decoder.generate(ids, 40, stopping_criteria=[ours])
     expected = target.generate(

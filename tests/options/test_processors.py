@@ -262,7 +262,7 @@ SYNTH_ID = theirs.SynthIDTextWatermarkLogitsProcessor(
 ])  # fmt: skip
 def test_what_cannot_be_asked_along_a_tree_is_refused(given, message, tiny_pair):
     with pytest.raises((TypeError, ValueError), match=message):
-        SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 8, logits_processor=given)
+        SpeculativeDecoder(*tiny_pair, tree_size=5).generate(torch.tensor([[1, 2]]), 8, logits_processor=given)
 
 
 def test_a_dead_end_that_is_never_reached_is_no_error(tiny_pair):

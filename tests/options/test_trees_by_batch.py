@@ -24,7 +24,7 @@ from heavypath.speculative import (
 )
 from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
-from heavypath.speculative.costs.table import Costs, CostsByBatch, standing_for
+from heavypath.speculative.costs.table import BATCHES, Costs, CostsByBatch, standing_for
 from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
@@ -33,9 +33,8 @@ from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.replanning import EVERY, Replanner, Shapes
-from heavypath.speculative.tree_choice import tree_by_estimates
+from heavypath.speculative.tree_choice import TreesByBatch, tree_by_estimates, trees_up_to
 from heavypath.speculative.trees.growth import Growth
-from heavypath.speculative.trees_by_batch import BATCHES, TreesByBatch, trees_up_to
 
 ROOT, CHAIN, STAR, WIDE = TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 1), TokenTree([-1, 0, 1, 1, 0])
 IDS = torch.tensor([4, 0, 7])
@@ -152,10 +151,10 @@ def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):
 
 
 def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
-    """The figures are those of docs/results.md: five nodes alone, two for four to sixteen, plain decoding beyond."""
+    """The figures are those of docs/results.md: five nodes alone, two for two to four, plain decoding beyond."""
     target, draft, _ = demo_pair
     decoder = SpeculativeDecoder(target, draft)
-    assert [len(decoder.tree_for(Filters(0.0), batch)) for batch in (1, 2, 4, 8, 16, 32, 64)] == [5, 3, 2, 2, 2, 1, 1]
+    assert [len(decoder.tree_for(Filters(0.0), batch)) for batch in (1, 2, 4, 8, 16, 32, 64)] == [5, 2, 2, 1, 1, 1, 1]
     assert decoder.tree_for(Filters(0.0)) == SpeculativeDecoder(target, draft, tree_size=5).tree
 
 
@@ -184,8 +183,8 @@ def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
     options = {"temperature": 0.6, "eos_token_id": None, "pad_token_id": 0, "stopping_criteria": [ends]}
     out = SpeculativeDecoder(target, draft, "ersd").generate(prompts, 40, **options)
     sizes = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
-    assert sizes == [2, 3, 5]
-    assert out.stats.tree == "2 nodes, 1 levels, by costs estimated for 8 sequences"
+    assert sizes == [1, 2, 5]
+    assert out.stats.tree == "1 nodes, 0 levels, by costs estimated for 8 sequences"
 
 
 def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(demo_pair, caplog):
@@ -322,4 +321,5 @@ def test_warming_up_makes_the_steps_of_each_size_of_the_batch(monkeypatch):
 
     monkeypatch.setattr(type(decoder.runner), "run", noted)
     decoder.warm_up(batch_size=8, prompt_tokens=4, max_new_tokens=8, temperature=0.9)
-    assert seen == {(slots, len(decoder.tree_for(Filters(0.9), slots))) for slots in (1, 2, 4, 8)}
+    trees = decoder.trees.by_batch(Filters(0.9), 8)
+    assert seen == {(slots, size) for slots in (1, 2, 4, 8) for size in (1, len(trees.of(slots)))}

@@ -1,0 +1,152 @@
+"""Let the draft rest where it does not pay, and try it again at times.
+
+A step over a tree of n nodes and d levels costs (t(n) + d c) / t(1) steps of plain decoding, of which it saves one for
+each token. What drafting has lost so far, but never less than nothing, says when it does not pay (CUSUM, Page 1954):
+
+    cost = (t(n) + d c) / t(1)        loss <- max(0, loss + cost - tokens)
+
+t and c are estimated for the device (`costs.estimates`), tokens are counted. When more than MOST steps are lost, steps
+draft nothing. After a pause the draft is tried again, until TRY more are lost. Before that it reads what was written
+meanwhile: READING r steps for a token, where r is the draft's share of the target's bytes. Pauses are so long that both
+cost at most a share LOSS of the time, whatever comes of it:
+
+    pause = TRY / (LOSS - READING r)
+
+A draft for which there is no such pause rests until the end of the text. A draft rests from the beginning where fewer
+tokens are expected than the tree costs. It never drafts where the tree costs more tokens than it has levels.
+
+Only for texts that are the same by all trees, and for trees by default: other texts would become other samples. What is
+known of the draft is kept for the decoder's next text. The choice depends on counts and estimates alone, so that all
+ranks make the same one, and each run of a program.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.costs.estimates import estimates
+from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.table import BATCHES, Costs, standing_for
+from heavypath.speculative.decoding.drafters import Shape
+from heavypath.speculative.decoding.engine import SlotNumbers, Watcher
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.step import Stepped, StepPlan
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
+from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.trees.planning import expected_tokens
+from heavypath.speculative.trees.tree import ROOT, TokenTree
+
+logger = logging.getLogger(__name__)
+
+MOST, FIRST = 8.0, 4.0  # steps of plain decoding: the loss that ends drafting, and how much less a first text may lose
+TRY = 2.0  # steps of plain decoding: what a trial may lose
+LOSS = 0.02  # of the time, for drafts that are tried in vain
+READING = 1 / 8  # of a pass over one token: what each token of a text costs that is read at once
+MOST_ON_A_CPU = 64  # nodes whose costs are estimated there
+
+
+class Gain:
+    """The factor by which trees write texts sooner than plain decoding, and whether the draft rests.
+
+    loss: of drafting so far; pause: steps that are left of one
+    """
+
+    def __init__(self, target: Forward, draft: Draft):
+        self._target, self._draft = target, draft
+        self._costs: dict[int, Costs] = {}
+        self.loss, self.pause, self._said, self._expected = FIRST, 0, False, True
+
+    def of(self, tokens: float, tree: Shape, running: int) -> float:
+        """The gain of a tree whose steps bring so many tokens to each of the running sequences."""
+        return tokens / self._cost(tree, running)
+
+    def first(self, tree: TokenTree | Growth, running: int) -> TokenTree | Growth | None:
+        """The tree of a text's first step; None where no step of it is to draft."""
+        if tree.depth + 1 <= self._cost(tree, running):
+            self._say("no draft is expected to pay, not even one that is always right")
+            return None if len(tree) > 1 else tree
+        if self._expected and self.of(_expected_tokens(tree), tree, running) < 1:
+            self._rest()
+        self._expected = False  # from now on it is known
+        return ROOT if self.pause else tree
+
+    def after(self, tree: Shape, running: int, tokens: float | None) -> Shape:
+        """The tree of the next step, or the root alone.
+
+        tree: without any rest; tokens: of a sequence in this step, None if nothing was drafted
+        """
+        if tokens is not None:
+            self.loss = max(0.0, self.loss + self._cost(tree, running) - tokens)
+            if self.loss > MOST:
+                self._rest()
+        elif self.pause:
+            self.pause -= 1
+        waits = tokens is None and self._share_of_trials <= 0  # for the next text
+        return ROOT if self.pause or waits else tree
+
+    def _rest(self) -> None:
+        share = self._share_of_trials if self._share_of_trials > 0 else LOSS
+        self.pause, self.loss = math.ceil(TRY / share), MOST - TRY
+        self._say("it does not pay; it is tried again at times")
+
+    @cached_property
+    def _share_of_trials(self) -> float:
+        """The share of the time that trials may take, beside the draft's reading of what it has missed."""
+        read = sum(Work.of(model).weight_bytes for model in self._draft.models)
+        return LOSS - READING * read / Work.of(self._target).weight_bytes
+
+    def _cost(self, tree: Shape, running: int) -> float:
+        costs = self._at(running)
+        return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
+
+    def _at(self, running: int) -> Costs:
+        batch = standing_for(running, BATCHES)
+        if batch not in self._costs:
+            self._costs[batch] = estimates(self._target, self._draft.models, batch, range(1, MOST_ON_A_CPU + 1))
+        return self._costs[batch]
+
+    def _say(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.info("the draft rests, which changes no text: by estimated costs %s. `tree_size` drafts always", why)
+
+
+class Resting(Watcher):
+    """Chooses between the tree for as many sequences as run, and the root alone.
+
+    gain: of the decoder; tree_of: the tree of so many sequences without any rest
+    """
+
+    def __init__(self, gain: Gain, tree_of: Callable[[int], Shape]):
+        self._gain, self._tree_of = gain, tree_of
+        self._before: dict[int, tuple[int, int, int]] = {}
+        self._tokens: float | None = None
+
+    def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
+        """Count the tokens of a step that has drafted."""
+        tokens, drafted = 0, False
+        for row in rows:
+            now, before = (row.produced, row.steps, row.nodes), self._before.get(row.member, (0, 0, 0))
+            produced, steps, nodes = (new - old for new, old in zip(now, before, strict=True))
+            self._before[row.member] = now
+            tokens, drafted = tokens + produced, drafted or nodes > steps
+        self._tokens = tokens / len(rows) if drafted else None
+
+    def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
+        """The plan of the next steps."""
+        tree = self._gain.after(self._tree_of(running), running, self._tokens)
+        return plan if tree == plan.tree else replace(plan, tree=tree)
+
+
+def _expected_tokens(tree: Shape) -> float:
+    """The tokens that a step with a tree brings, by the acceptance of the shipped pair."""
+    static = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth) if tree.grows else tree
+    assert isinstance(static, TokenTree)
+    return expected_tokens(static, torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64))
