@@ -10,7 +10,7 @@ draft nothing. After a pause the draft is tried again, until TRY more are lost. 
 meanwhile: READING r steps for a token, where r is the draft's share of the target's bytes. Pauses are so long that both
 cost at most a share LOSS of the time, whatever comes of it:
 
-    pause = TRY / (LOSS - READING r)
+    pause = 2^vain TRY / (LOSS - READING r)        vain <= LONGER trials before it that found no more
 
 A draft for which there is no such pause rests until the end of the text. A draft rests from the beginning where fewer
 tokens are expected than the tree costs. It never drafts where the tree costs more tokens than it has levels.
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 MOST, FIRST = 8.0, 4.0  # steps of plain decoding: the loss that ends drafting, and how much less a first text may lose
 TRY = 2.0  # steps of plain decoding: what a trial may lose
 LOSS = 0.02  # of the time, for drafts that are tried in vain
+LONGER = 3  # times that pauses double
 READING = 1 / 8  # of a pass over one token: what each token of a text costs that is read at once
 MOST_ON_A_CPU = 64  # nodes whose costs are estimated there
 
@@ -61,7 +62,8 @@ class Gain:
     def __init__(self, target: Forward, draft: Draft):
         self._target, self._draft = target, draft
         self._costs: dict[int, Costs] = {}
-        self.loss, self.pause, self._said, self._expected = FIRST, 0, False, True
+        self.loss, self.pause, self._vain = FIRST, 0, -1
+        self._said, self._expected = False, True
 
     def of(self, tokens: float, tree: Shape, running: int) -> float:
         """The gain of a tree whose steps bring so many tokens to each of the running sequences."""
@@ -86,6 +88,8 @@ class Gain:
             self.loss = max(0.0, self.loss + self._cost(tree, running) - tokens)
             if self.loss > MOST:
                 self._rest()
+            elif self.loss == 0:
+                self._vain = -1
         elif self.pause:
             self.pause -= 1
         waits = tokens is None and self._share_of_trials <= 0  # for the next text
@@ -93,7 +97,8 @@ class Gain:
 
     def _rest(self) -> None:
         share = self._share_of_trials if self._share_of_trials > 0 else LOSS
-        self.pause, self.loss = math.ceil(TRY / share), MOST - TRY
+        self._vain = min(self._vain + 1, LONGER)
+        self.pause, self.loss = math.ceil(2**self._vain * TRY / share), MOST - TRY
         self._say("it does not pay; it is tried again at times")
 
     @cached_property

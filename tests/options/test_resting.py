@@ -133,9 +133,12 @@ def test_trials_cost_no_more_of_the_time_than_they_may(level, read):
     gain, cost, steps = gain_with(level, read), 1 + level * TREE.depth, 20000
     first, _ = run(gain, 1, 30)
     assert first * (cost - 1) <= MOST - FIRST + cost, "what a first text may lose"
+    drafted, last = run(gain, 1, gain.pause + 15, ROOT)
+    assert 0 < drafted * (cost - 1) <= 1.25 * TRY, "trials have whole steps"
+    assert last == ROOT
     drafted, _ = run(gain, 1, steps, ROOT)
     reads = READING * read * steps  # each token of the text, at some time
-    assert 0.6 * LOSS < (drafted * (cost - 1) + reads) / steps <= 1.25 * LOSS  # trials have whole steps
+    assert (drafted * (cost - 1) + reads) / steps <= LOSS / 2 + READING * read
 
 
 def test_a_draft_that_pays_now_and_then_is_not_laid_to_rest():
@@ -149,6 +152,8 @@ def test_a_draft_that_gets_better_is_taken_again():
     pause = gain.pause
     assert 0 < pause <= TRY / LOSS
     assert run(gain, 3, 400, ROOT) == (400 - pause, TREE)
+    assert run(gain, 1, 60)[1] == ROOT
+    assert 0 < gain.pause <= TRY / LOSS, "a draft that paid meanwhile is tried again as soon as at first"
 
 
 def test_a_draft_that_reads_too_slowly_is_tried_again_in_a_later_text_alone():
