@@ -1,4 +1,4 @@
-"""All metadata is in pyproject.toml, but for two things that it cannot say.
+"""All metadata is in pyproject.toml, but for three things that it cannot say.
 
 How an editable install finds the package's folders. `kernels/` is heavypath.kernels and `speculative/` is
 heavypath.speculative. For folders with other names than their packages setuptools installs an import hook, which Python
@@ -11,6 +11,9 @@ follows but no editor or type checker does. So an editable install makes a folde
 and puts its path into the environment, as for any project with a source folder of its own. Wheels are built from the
 folders themselves.
 
+Whether the shipped pair belongs to a wheel, of whose 20 MB its weights are nearly all. `HEAVYPATH_DEMO=0 pip wheel .`
+leaves them out.
+
 And the README as a package index shows it, where its links lead to the repository.
 """
 
@@ -20,6 +23,7 @@ import tomllib
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
 LINKS = {"__init__.py": "speculative/package/__init__.py", "kernels": "kernels", "speculative": "speculative"}
@@ -40,6 +44,17 @@ class EditableWheel(editable_wheel):
         super().finalize_options()
 
 
+class BuildPy(build_py):
+    """A build that can do without the weights of the shipped pair."""
+
+    def run(self) -> None:
+        """Build, and take the weights away again if they are not wanted: an earlier build may have put them there."""
+        super().run()
+        if os.environ.get("HEAVYPATH_DEMO") == "0":
+            for weights in Path(self.build_lib).glob("heavypath/speculative/demo/*/*.safetensors"):
+                weights.unlink()
+
+
 def readme() -> str:
     """README.md with whole addresses in the place of relative ones."""
     home = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
@@ -49,7 +64,7 @@ def readme() -> str:
 
 
 setup(
-    cmdclass={"editable_wheel": EditableWheel},
+    cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
     long_description=readme(),
     long_description_content_type="text/markdown",
 )

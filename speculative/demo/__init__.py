@@ -56,5 +56,10 @@ def demo_prompts() -> list[str]:
 
 
 def _load_model(name: str, dtype: torch.dtype, device: torch.device | str) -> LlamaForCausalLM:
+    if not (FOLDER / name / "model.safetensors").exists():
+        raise FileNotFoundError(
+            f"no weights of the shipped pair in {str(FOLDER / name)!r}: heavypath was built with HEAVYPATH_DEMO=0; "
+            "install it without that, or name models of your own (--target, --draft)"
+        )
     model = LlamaForCausalLM.from_pretrained(FOLDER / name, dtype=dtype, local_files_only=True, use_safetensors=True)
     return model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]

@@ -13,6 +13,7 @@ serving:         requests that come while others are decoded, in asyncio
 tensor_parallel: a target split over processes by torchrun
 chat:            a conversation with a model that has a chat template
 
+`hub/` is a folder for the Hugging Face Hub, from which transformers' `generate(custom_generate=...)` decodes by trees.
 All of them run offline on a CPU with the shipped pair. Those that take models of one's own have `--models TARGET DRAFT`
 and `--device cuda` for a GPU.
 """

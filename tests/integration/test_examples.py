@@ -6,15 +6,26 @@ import io
 import json
 import re
 import runpy
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib import image
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, TokenTree, examples, top_down
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    SpeculativeDecoder,
+    TokenTree,
+    examples,
+    load_demo_pair,
+    top_down,
+)
 from heavypath.speculative.comparison import ASSISTED, PLAIN
 from heavypath.speculative.demo import FOLDER, demo_prompts
 from heavypath.speculative.examples.own_method import weigh_the_last
@@ -241,3 +252,36 @@ def test_chat_reads_standard_input_until_its_end(example, monkeypatch):
 def test_models_are_taken_from_folders(name, arguments, printed, example, answers, folders):
     answers("import os", "")
     assert printed in example(name, *arguments, "--models", *folders)
+
+
+HUB = Path(examples.__file__).parent / "hub"
+
+
+def test_the_folder_for_the_hub_generates_as_transformers_does(tmp_path, monkeypatch):
+    """A copy of it, as a download is one; its own decoder goes on from call to call."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(HUB, tmp_path / "hub")
+    target, draft, tokenizer = load_demo_pair()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    both = tokenizer(["import os\n", "class Stack:\n    def"], return_tensors="pt", padding=True)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "import re"}], return_tensors="pt", return_dict=True
+    )
+    options = {"max_new_tokens": 12, "pad_token_id": 0}
+    ours = partial(target.generate, custom_generate=str(folder), trust_remote_code=True, **options)
+    for inputs in (both, chat, {name: given[:1] for name, given in both.items()}):
+        expected = target.generate(**inputs, do_sample=False, **options)
+        for given in ({"draft": draft}, {"draft": draft, "method": "ersd", "tree_size": 9}, {}):
+            assert torch.equal(ours(**inputs, do_sample=False, **given), expected)
+    streamed = []
+    streamer = SimpleNamespace(put=lambda tokens: streamed.extend(tokens.flatten().tolist()), end=lambda: None)
+    one = {"input_ids": both.input_ids[1:], "draft": draft, "do_sample": True, "temperature": 0.8}
+    torch.manual_seed(3)
+    text = ours(**one, streamer=streamer)
+    decoder = target.heavypath_decoder[1]
+    torch.manual_seed(3)
+    assert torch.equal(ours(**one), text)
+    assert streamed == text[0].tolist()
+    assert target.heavypath_decoder[1] is decoder
+    with pytest.raises(ValueError, match="method"):
+        ours(**one, method="sequoja")

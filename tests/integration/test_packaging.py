@@ -12,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from heavypath.speculative import demo
 
 pytestmark = pytest.mark.integration
 
@@ -54,20 +57,35 @@ def source(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(source, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
+def built(source, folder, **settings):
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*build, "--wheel-dir", folder, source], check=True, capture_output=True)
+    environment = os.environ | settings
+    subprocess.run([*build, "--wheel-dir", folder, source], check=True, capture_output=True, env=environment)
     (found,) = folder.glob("heavypath-*.whl")
     return zipfile.ZipFile(found)
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    return built(source, tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_wheel_can_do_without_the_weights_of_the_shipped_pair(source, wheel, tmp_path, monkeypatch):
+    small = built(source, tmp_path, HEAVYPATH_DEMO="0")
+    left_out = {*wheel.namelist()} - {*small.namelist()}
+    weights = {f"heavypath/speculative/demo/{model}/model.safetensors" for model in ("target", "draft", "head")}
+    assert left_out == weights
+    assert (tmp_path / small.filename).stat().st_size < 1e6
+    monkeypatch.setattr("heavypath.speculative.demo.FOLDER", tmp_path)
+    with pytest.raises(FileNotFoundError, match="built with HEAVYPATH_DEMO=0; install it without that"):
+        demo._load_model("target", torch.float32, "cpu")
 
 
 def test_a_wheel_holds_all_modules_the_demo_pair_and_the_type_markers(source, wheel):
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     folders = ("kernels", "speculative")
     present = [path.relative_to(source) for folder in folders for path in source.glob(f"{folder}/**/*.*")]
-    present = [path for path in present if path.suffix != ".md"]  # READMEs are for readers of the source
+    present = [path for path in present if "hub" not in path.parts]  # which is to be copied from the source
     itself = Path("speculative", "package", "__init__.py")
     expected = {f"heavypath/{path.as_posix()}" for path in present if path != itself}
     assert shipped == {"heavypath/__init__.py", *expected}
