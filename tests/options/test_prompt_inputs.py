@@ -7,15 +7,20 @@ import pytest
 import torch
 from head_cases import head_of
 from multimodal import SHOWN, apart, multimodal, shown
+from played_steps import Tape
 from texts_with_rules import PROMPTS, left_padded
-from tiny_models import assert_alike, tiny_llama
+from tiny_models import tiny_llama
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative import Lookahead, PromptLookup, SpeculativeDecoder
+from heavypath.speculative.models.forward import Taps
+from heavypath.speculative.models.generic import TransformersForward
+from heavypath.speculative.models.prompt_inputs import inputs_of
 from heavypath.speculative.models.text_cache import CACHE_NAME
 
 SETTINGS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 OURS = {"temperature": 0, "eos_token_id": None, "pad_token_id": 0}
+IDS = torch.tensor([[1, 2, 3]])
 
 
 @pytest.fixture(scope="module")
@@ -115,22 +120,45 @@ def test_equal_prompts_with_other_images_each_go_on_behind_their_own(model_of):
     assert len({*map(tuple, out.sequences.tolist())}) == 2
 
 
-@pytest.mark.parametrize("draft", ["head", "lookahead"])
-def test_drafts_read_the_targets_pass_over_the_prompt(draft, model_of):
-    """A prompt that goes through the model's own pass, but shows nothing, is drafted for as any other."""
-    model = model_of("gemma3")
-    text = model.config.get_text_config()
-    head = head_of(SimpleNamespace(config=text, dtype=model.dtype))
-    decoder = SpeculativeDecoder(model, head if draft == "head" else Lookahead(), "sequoia", tree_size=6)
-    prompts = left_padded(PROMPTS)
-    settings = OURS | {"max_new_tokens": 16}
-    plain = decoder.generate(**prompts, **settings)
-    assert_alike(
-        decoder.generate(**prompts, **settings, model_inputs={"token_type_ids": 0 * prompts["input_ids"]}), plain
+def test_a_later_text_of_the_same_memory_has_its_own_positions(model_of, as_on_a_gpu):
+    """By CUDA graphs that are only played."""
+    model = model_of("qwen2_5_vl")
+    texts, new = [apart(shown("qwen2_5_vl")), {"input_ids": IDS}], OURS | {"max_new_tokens": 3}
+    expected = [SpeculativeDecoder(model, method="autoregressive").generate(**text, **new).sequences for text in texts]
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(model, method="autoregressive")
+    assert all(
+        torch.equal(decoder.generate(**text, **new).sequences, out) for text, out in zip(texts, expected, strict=True)
     )
-    seen = shown("gemma3", batch=2)
-    expected = model.generate(**seen, **SETTINGS, max_new_tokens=16)
-    assert torch.equal(decoder.generate(**apart(seen), **settings).sequences, expected)
+    assert Tape.replays > 0
+    assert not decoder.runner.idle.target_cache.offsets.any()
+
+
+@torch.no_grad()
+def test_a_draft_reads_hidden_states_of_the_pass_over_the_prompt(model_of):
+    """Those of a prompt that shows nothing are those of its tokens; images change them."""
+    model, prompts = model_of("gemma3"), left_padded(PROMPTS)
+    ids, lengths = prompts["input_ids"], prompts["attention_mask"].sum(1)
+    forward, width = TransformersForward(model), int(lengths.max())
+    texts, seen = torch.stack([row.roll(int(length)) for row, length in zip(ids, lengths, strict=True)]), []
+    taps = Taps((0, 1, 2), lambda *given: seen.append(given))
+    forward.prefill(texts[:, : width - 1], forward.new_cache(len(ids), width), taps=taps)
+    inputs_of({"token_type_ids": 0 * ids}, ids, lengths, forward, 4, None).begin(
+        forward.new_cache(len(ids), width), taps, []
+    )
+    for row, length in enumerate(lengths.tolist()):
+        ours, theirs = ([torch.stack(states, -1), *rest] for states, *rest in seen)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one[row, : length - 1], other[row, : length - 1])
+
+
+def test_a_head_drafts_behind_images(model_of):
+    model, prompts = model_of("gemma3"), shown("gemma3", batch=2)
+    head = head_of(SimpleNamespace(config=model.config.get_text_config(), dtype=model.dtype))
+    for draft in (head, Lookahead()):
+        decoder = SpeculativeDecoder(model, draft, "sequoia", tree_size=6)
+        expected = model.generate(**prompts, **SETTINGS, max_new_tokens=8)
+        assert torch.equal(decoder.generate(**apart(prompts), **OURS, max_new_tokens=8).sequences, expected)
 
 
 def test_embeddings_stand_for_all_of_a_prompt_but_its_last_token(model_of):
@@ -153,7 +181,6 @@ def test_embeddings_stand_for_all_of_a_prompt_but_its_last_token(model_of):
         decoder.generate(ids, 8, model_inputs={"inputs_embeds": embeds[:, 1:]})
 
 
-IDS = torch.tensor([[1, 2, 3]])
 SKEWED = IDS.expand(3, 1, 3) + torch.arange(3)[:, None, None]
 
 
