@@ -5,7 +5,8 @@ transformers prepares the inputs, the settings, the logits processors and the st
     decoder(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **model_kwargs)
 
 So the processors that the decoder's own penalties and filters stand for are turned back into settings; all others stay
-processors. Other settings of transformers mean what they mean there, or are refused by name.
+processors. Other settings of transformers mean what they mean there, or are refused by name. Images and whatever else
+the model's processor makes of a prompt are `model_inputs` of the decoder's own generate.
 
 seed, tokenizer and trace are arguments of `generate`, too. Without a seed one is drawn from torch's generator, so that
 torch.manual_seed makes a text repeatable. transformers keeps a tokenizer to itself, so bind one for stop_strings and

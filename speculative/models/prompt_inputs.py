@@ -118,12 +118,13 @@ class PromptInputs:
     def __init__(self, target: Forward, input_ids: Tensor, lengths: Tensor, inputs: dict[str, Any], new: int):
         """input_ids: LongTensor[B, T] with left padding; lengths: LongTensor[B] without it; new: max_new_tokens."""
         width = input_ids.shape[1]
-        self._target, self._input_ids, self._lengths, self._inputs = target, input_ids, lengths, inputs
+        self._target, self._input_ids, self._lengths = target, input_ids, lengths
+        self._inputs, self._names = inputs, ", ".join(inputs)
         self._mask = (torch.arange(width, device=lengths.device) >= (width - lengths)[:, None]).long()
         if "position_ids" not in inputs and "position_ids" in signature(target.model.forward).parameters:
             prepare: Any = target.model._prepare_position_ids_for_generation
-            inputs["position_ids"] = prepare(input_ids, {"attention_mask": self._mask, **inputs})
-        offsets = self._offsets(inputs.get("position_ids"))
+            self._inputs = inputs | {"position_ids": prepare(input_ids, {"attention_mask": self._mask, **inputs})}
+        offsets = self._offsets(self._inputs.get("position_ids"))
         self._check_positions(offsets, new)
         self.seen = Seen((lengths - 1).tolist(), offsets[:, None])
 
@@ -163,7 +164,8 @@ class PromptInputs:
         columns = columns.clamp(max=width - 1)  # of the texts, with padding after them as in the cache
         rows = torch.arange(columns.shape[1], device=lengths.device).expand(batch, -1)
         cache.offsets.copy_(self.seen.offsets)
-        arguments: dict[str, Any] = model.prepare_inputs_for_generation(
+        prepare: Any = model.prepare_inputs_for_generation
+        arguments: dict[str, Any] = prepare(
             self._input_ids,
             is_first_iteration=True,
             attention_mask=None if self._mask.all() else self._mask,
@@ -193,7 +195,7 @@ class PromptInputs:
         most = 3 * tolerance_of(target)  # a long prompt's pass rounds more than the one that finds a model fit
         if not gap <= most:
             raise ValueError(
-                f"{target.name} cannot be decoded with model_inputs {', '.join(self._inputs)}: read as text, the "
+                f"{target.name} cannot be decoded with model_inputs {self._names}: read as text, the "
                 f"prompt's last token has logits that differ by {gap:.2g} standard deviations, expected at most "
                 f"{most:.2g}; images, audio and embeddings must end before that token, and act on the prompt alone"
             )

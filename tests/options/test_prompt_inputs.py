@@ -198,6 +198,13 @@ def test_what_cannot_be_shown_is_refused_by_name(options, message, model_of):
         decoder.generate(**{"input_ids": IDS, "max_new_tokens": 11} | options)
 
 
+def test_positions_that_images_move_are_not_those_of_longrope(model_of, monkeypatch):
+    decoder = SpeculativeDecoder(model_of("qwen2_5_vl"), PromptLookup(), "chain")
+    monkeypatch.setattr(decoder._target, "rope_limit", 60)
+    with pytest.raises(ValueError, match="target has rotary embeddings of type longrope, which need positions 0, 1, 2"):
+        decoder.generate(**apart(shown("qwen2_5_vl")), max_new_tokens=4)
+
+
 def test_what_a_past_shows_is_not_shown_again_or_to_others(model_of):
     decoder = SpeculativeDecoder(model_of("qwen2_5_vl"), PromptLookup(), "chain")
     prompts, new = shown("qwen2_5_vl", batch=2), {"max_new_tokens": 4}
@@ -217,7 +224,7 @@ def test_what_a_past_shows_is_not_shown_again_or_to_others(model_of):
 
 def test_images_that_no_tokens_follow_and_targets_without_eyes_are_refused(model_of, tiny_pair):
     decoder, prompts = SpeculativeDecoder(model_of("llava"), PromptLookup(), "chain"), apart(shown("llava"))
-    why = r"model_inputs pixel_values, position_ids: .* images, audio and embeddings must end before that token"
+    why = r"model_inputs pixel_values: read as text, .* images, audio and embeddings must end before that token"
     with pytest.raises(ValueError, match=why):
         decoder.generate(prompts["input_ids"][:, :-4], 8, model_inputs=prompts["model_inputs"])
     with pytest.raises(ValueError, match="'inputs_embeds', but LlamaForCausalLM runs by this package's forward pass"):
