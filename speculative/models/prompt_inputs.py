@@ -48,7 +48,7 @@ def inputs_of(
 ) -> "PromptInputs | Seen | None":  # fmt: skip
     """The checked inputs of prompts, or what those of their past left; None for neither.
 
-    input_ids, lengths, target, new: as of `PromptInputs`
+    input_ids, lengths, target: as of `PromptInputs`; new: max_new_tokens
     """
     if given is not None and not isinstance(given, Mapping):
         what = type(given).__name__
@@ -65,7 +65,7 @@ def inputs_of(
                 f"past has {len(past)} texts with model_inputs, of which prompt b continues text b, got "
                 f"{len(input_ids)} prompts"
             )
-        return past.seen
+        return past.seen and _fitting(past.seen, lengths, target, new)
     if not inputs:
         return None
     check_alone("a prompt with model_inputs", target)
@@ -76,7 +76,22 @@ def inputs_of(
         raise ValueError(f"inputs_embeds must be [{expected}, hidden size] like input_ids, got {[*embeds.shape]}")
     if lengths.max() < 2:
         raise ValueError("a prompt with model_inputs must have two tokens or more, got one")
-    return PromptInputs(target, input_ids, lengths, inputs, new)
+    made = PromptInputs(target, input_ids, lengths, inputs)
+    _fitting(made.seen, lengths, target, new)
+    return made
+
+
+def _fitting(seen: "Seen", lengths: Tensor, target: Forward, new: int) -> "Seen":
+    """The same, or a ValueError if the positions do not fit the target."""
+    if seen.offsets.any() and target.rope_limit is not None:
+        raise ValueError(f"{target.name} has rotary embeddings of type longrope, which need positions 0, 1, 2, ...")
+    needed = int((lengths + seen.offsets[:, 0]).max()) + new
+    if needed > target.max_positions:
+        raise ValueError(
+            f"prompt and new tokens need {needed} positions with their model_inputs, but {target.name} has "
+            f"{target.max_positions} positions"
+        )
+    return seen
 
 
 class Seen(NamedTuple):
@@ -112,11 +127,11 @@ class Seen(NamedTuple):
 class PromptInputs:
     """The prompts of a batch with their inputs, and what these leave in the texts.
 
-    Raises ValueError for positions that a target does not have, or that do not go on as a text's.
+    Raises ValueError for positions that do not go on as those of a text.
     """
 
-    def __init__(self, target: Forward, input_ids: Tensor, lengths: Tensor, inputs: dict[str, Any], new: int):
-        """input_ids: LongTensor[B, T] with left padding; lengths: LongTensor[B] without it; new: max_new_tokens."""
+    def __init__(self, target: Forward, input_ids: Tensor, lengths: Tensor, inputs: dict[str, Any]):
+        """input_ids: LongTensor[B, T] with left padding; lengths: LongTensor[B], without it."""
         width = input_ids.shape[1]
         self._target, self._input_ids, self._lengths = target, input_ids, lengths
         self._inputs, self._names = inputs, ", ".join(inputs)
@@ -125,7 +140,6 @@ class PromptInputs:
             prepare: Any = target.model._prepare_position_ids_for_generation
             self._inputs = inputs | {"position_ids": prepare(input_ids, {"attention_mask": self._mask, **inputs})}
         offsets = self._offsets(self._inputs.get("position_ids"))
-        self._check_positions(offsets, new)
         self.seen = Seen((lengths - 1).tolist(), offsets[:, None])
 
     def _offsets(self, positions: Tensor | None) -> Tensor:
@@ -139,17 +153,6 @@ class PromptInputs:
                 raise ValueError(f"a prompt's last token must be of text, got positions {last.T.tolist()}")
             last = last[0]
         return last - (self._lengths - 1)
-
-    def _check_positions(self, offsets: Tensor, new: int) -> None:
-        target = self._target
-        if offsets.any() and target.rope_limit is not None:
-            raise ValueError(f"{target.name} has rotary embeddings of type longrope, which need positions 0, 1, 2, ...")
-        needed = int((self._lengths + offsets).max()) + new
-        if needed > target.max_positions:
-            raise ValueError(
-                f"prompt and new tokens need {needed} positions with these model_inputs, but {target.name} has "
-                f"{target.max_positions} positions"
-            )
 
     def begin(self, cache: KeyValueCache, taps: Taps | None, reused: list[int]) -> list[int]:
         """Cache the keys and values of the prompts, and where positions go on; returns how many rows there are then.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from head_cases import head_of
-from multimodal import SHOWN, apart, multimodal, shown
+from multimodal import SHOWN, apart, filmed, multimodal, shown
 from played_steps import Tape
 from texts_with_rules import PROMPTS, left_padded
 from tiny_models import tiny_llama
@@ -57,6 +57,14 @@ def test_texts_are_those_of_generate(kind, method, model_of):
     assert torch.equal(decoder.generate(**apart(batch), **OURS, max_new_tokens=12).sequences, expected)
     blind = apart(batch) | {"model_inputs": None}
     assert not torch.equal(decoder.generate(**blind, **OURS, max_new_tokens=12).sequences, expected)
+
+
+def test_positions_go_on_far_behind_a_video(model_of):
+    model = model_of("qwen2_5_vl")
+    decoder = SpeculativeDecoder(model, model, "sequoia", tree_size=6)
+    expected = model.generate(**filmed(), **SETTINGS, max_new_tokens=12)
+    assert model.model.rope_deltas > 0
+    assert torch.equal(decoder.generate(**apart(filmed()), **OURS, max_new_tokens=12).sequences, expected)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
@@ -190,7 +198,7 @@ SKEWED = IDS.expand(3, 1, 3) + torch.arange(3)[:, None, None]
     ({"model_inputs": {"labels": IDS}}, "model_inputs has 'labels', which"),
     ({"model_inputs": {"mm_token_type_ids": IDS}, "input_ids": IDS[:, :1]}, "must have two tokens or more, got one"),
     ({"model_inputs": {"position_ids": SKEWED}}, r"last token must be of text, got positions \[\[3, 4, 5\]\]"),
-    ({"model_inputs": {"position_ids": IDS + 50}}, "need 65 positions with these model_inputs, but target has 64"),
+    ({"model_inputs": {"position_ids": IDS + 50}}, "need 65 positions with their model_inputs, but target has 64"),
 ])  # fmt: skip
 def test_what_cannot_be_shown_is_refused_by_name(options, message, model_of):
     decoder = SpeculativeDecoder(model_of("qwen2_5_vl"), PromptLookup(), "chain")
@@ -212,6 +220,9 @@ def test_what_a_past_shows_is_not_shown_again_or_to_others(model_of):
     first = decoder.generate(**apart(prompts), **OURS, **new)
     ids, mask, past = first.sequences, padded(prompts["attention_mask"], 4), first.cache
     types = {"mm_token_type_ids": mask}
+    far = decoder.generate(IDS, **OURS, **new, model_inputs={"position_ids": IDS + 50})
+    with pytest.raises(ValueError, match="need 68 positions with their model_inputs, but target has 64"):
+        decoder.generate(far.sequences, 10, past=far.cache)
     with pytest.raises(ValueError, match="model_inputs mm_token_type_ids cannot be given with past"):
         decoder.generate(ids, **new, attention_mask=mask, past=past, model_inputs=types)
     with pytest.raises(ValueError, match=r"past has 2 texts with model_inputs.*, got 1 prompts"):

@@ -2,9 +2,16 @@
 
 import torch
 from texts_with_rules import left_padded
-from transformers import AutoConfig, AutoModelForImageTextToText, VoxtralConfig, VoxtralForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    BatchFeature,
+    VoxtralConfig,
+    VoxtralForConditionalGeneration,
+)
 
 SHOWN = 60  # the token in whose place the target reads a part of an image, or of a sound
+FILMED = 59  # and of a video
 TEXT = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.3, "head_dim": 8,
@@ -14,7 +21,7 @@ SEES = {"hidden_size": 16, "intermediate_size": 16}
 SQUARE = SEES | {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2}
 GRIDS = SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14}
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-QWEN = {"image_token_id": SHOWN, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
+QWEN = {"image_token_id": SHOWN, "video_token_id": FILMED, "vision_start_token_id": 58, "vision_end_token_id": 57}
 KINDS = {
     "gemma3": {
         "text_config": TEXT | {"sliding_window": 8}, "vision_config": SQUARE, "image_token_index": SHOWN,
@@ -49,7 +56,7 @@ def multimodal(kind: str):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-        model.lm_head.weight[SHOWN] = 0  # a text that has the token of images, without one, is refused by transformers
+        model.lm_head.weight[[SHOWN, FILMED]] = 0  # transformers refuses them in a text without images
     return model.eval()
 
 
@@ -76,7 +83,19 @@ def shown(kind: str, batch: int = 1, seed: int = 5) -> dict[str, torch.Tensor]:
     return made | inputs
 
 
+def filmed() -> dict[str, torch.Tensor]:
+    """A prompt with a video for "qwen2_5_vl", whose positions go on behind more than its tokens."""
+    prompt, noise = left_padded([[5, 58, *[FILMED] * 8, 57, 7, 8]]), torch.Generator().manual_seed(5)
+    return prompt | {
+        "pixel_values_videos": torch.randn(32, 3 * 2 * 14 * 14, generator=noise),
+        "video_grid_thw": torch.tensor([[4, 2, 4]]),
+        "second_per_grid_ts": torch.tensor([1.0]),
+        "mm_token_type_ids": 2 * (prompt["input_ids"] == FILMED).long(),
+    }
+
+
 def apart(prompt: dict[str, torch.Tensor]) -> dict:
-    """The same prompts as arguments of the decoder's own generate."""
+    """The same prompts, as arguments of the decoder's own generate."""
     tokens = {name: prompt[name] for name in ("input_ids", "attention_mask")}
-    return tokens | {"model_inputs": {name: value for name, value in prompt.items() if name not in tokens}}
+    inputs = {name: value for name, value in prompt.items() if name not in tokens}
+    return tokens | {"model_inputs": BatchFeature(inputs)}  # as processors return them
