@@ -38,7 +38,7 @@ class RowCache:
         return view
 
     def remembered(self) -> list[Tensor]:
-        """The tensors [B, any, rows, any], [B, rows or any, any], [B, any] or [B] that have all there is of a sequence."""
+        """The tensors [B, any, rows, any], [B, rows or any, any], [B, any] or [B] with all there is of a sequence."""
         return [self.keys, self.values]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
