@@ -5,7 +5,8 @@ transformers prepares the inputs, the settings, the logits processors and the st
     decoder(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **model_kwargs)
 
 So the processors that the decoder's own penalties and filters stand for are turned back into settings; all others stay
-processors. Other settings of transformers mean what they mean there, or are refused by name.
+processors. Other settings of transformers mean what they mean there, or are refused by name. Images and whatever else
+the model's processor makes of a prompt are `model_inputs` of the decoder's own generate.
 
 seed, tokenizer and trace are arguments of `generate`, too. Without a seed one is drawn from torch's generator, so that
 torch.manual_seed makes a text repeatable. transformers keeps a tokenizer to itself, so bind one for stop_strings and
@@ -41,6 +42,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.models.prompt_inputs import given_inputs
 from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache
 from heavypath.speculative.output.options import NOTHING, UNSERVED
 from heavypath.speculative.output.watchers import Streamer
@@ -57,7 +59,7 @@ _UNSUPPORTED = UNSERVED | {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
 }
-# Arguments of a model's forward pass that the decoder takes care of itself; any other is refused.
+# Arguments of a model's forward pass that the decoder takes care of itself; the others are the prompt's inputs.
 _SERVED = ("attention_mask", "position_ids", CACHE_NAME, "logits_to_keep", "use_cache", "cache_position")
 
 # What the decoder does by itself: penalties first of all, and filters last, in this order.
@@ -131,7 +133,10 @@ class GenerateCall:
                 f"custom_generate: the decoder's target is another model than this {type(self.model).__name__}"
             )
         config, attention_mask = self._config, self.model_kwargs.get("attention_mask")
-        _check_settings(config, self.input_ids, self.model_kwargs)
+        inputs = given_inputs({name: value for name, value in self.model_kwargs.items() if name not in _SERVED})
+        if inputs and self.model_kwargs.get("position_ids") is not None:
+            inputs["position_ids"] = self.model_kwargs["position_ids"]
+        _check_settings(config, self.input_ids, self.model_kwargs, inputs)
         caller = _generate_call(self.input_ids)
         if caller.get("assistant_model") is not None:
             raise _unsupported("assistant_model", "the decoder has a draft of its own")
@@ -156,6 +161,7 @@ class GenerateCall:
         past = self.model_kwargs.get(CACHE_NAME)
         return options | {
             "past": past if isinstance(past, TextCache) else None,
+            "model_inputs": inputs or None,
             "input_ids": self.input_ids,
             "attention_mask": attention_mask,
             "seed": seed,
@@ -198,15 +204,13 @@ def _unsupported(what: str, why: str) -> ValueError:
     return ValueError(f"custom_generate=SpeculativeDecoder does not support {what}: {why}")
 
 
-def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+def _check_settings(
+    config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], inputs: dict[str, Any]
+) -> None:
     for name, without in _UNSUPPORTED.items():
         value = getattr(config, name, None)
         if value not in without:
             raise _unsupported(f"{name}={value!r}", f"leave it at {without[-1]!r}")
-    for name, value in model_kwargs.items():
-        absent = value is None or value is False or (isinstance(value, dict) and not value)
-        if name not in _SERVED and not absent:
-            raise _unsupported(name, "the decoder's forward pass takes input_ids and attention_mask alone")
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
     cache: Any = model_kwargs.get(CACHE_NAME)
@@ -219,9 +223,12 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
         if isinstance(cache, TextCache) and given is not None and given.shape[-1] != input_ids.shape[1]:
             why = "give the whole text as input_ids; what the cache has of it is found and not computed again"
             raise _unsupported(f"input_ids that begin behind {CACHE_NAME}", why)
-    if positions is not None:
+    if positions is not None and not inputs:
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
-        if not ((mask.cumsum(-1) - 1 == positions) | (mask == 0)).all():
+        counted = mask.cumsum(-1) - 1
+        if isinstance(cache, TextCache) and cache.seen is not None:
+            counted = counted + cache.seen.offsets  # as transformers counts behind images
+        if not ((counted == positions) | (mask == 0)).all():
             raise _unsupported("position_ids", "text is counted from its first token, 0, 1, 2, ...")
 
 

@@ -140,7 +140,7 @@ class SpeculativeDecoder:
         begin = self.clock()
         check_options("generate", options, GenerateOptions)
         self._notice_changes()
-        prompts = Prompts(input_ids, *(options.get(name) for name in ("attention_mask", "sequence_ids", "past")))
+        prompts = Prompts(input_ids, *map(options.get, ("attention_mask", "sequence_ids", "past", "model_inputs")))
         request = self._request(prompts, max_new_tokens, temperature, options, seed=options.get("seed", 0))
         streamers = checked_streamers(options.get("streamer"), len(input_ids))
         plan = self._plan(request)

@@ -2,9 +2,9 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from heavypath.speculative.processors.settings import GivenProcessors, Penalties
 
 if TYPE_CHECKING:
     from heavypath.speculative.decoding.processing import Processing
+    from heavypath.speculative.models.prompt_inputs import PromptInputs, Seen
     from heavypath.speculative.processors.stopping import Stopping
 
 
@@ -31,6 +32,7 @@ class Prompts:
     attention_mask: Tensor | None = None
     sequence_ids: Tensor | None = None
     past: TextCache | None = None
+    model_inputs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Request:
     input_ids:    LongTensor[B, T], the prompts as they were given, which processors are shown
     stopping:     what else ends a sequence; None for nothing
     past:         cached texts that prompts may have prefixes in common with; None for none
+    inputs:       what the prompts have besides tokens, or had in the past; None for nothing
     """
 
     prompt: Tensor
@@ -74,6 +77,7 @@ class Request:
     input_ids: Tensor
     stopping: "Stopping | None"
     past: TextCache | None
+    inputs: "PromptInputs | Seen | None"
 
     def to_compare(self) -> dict[str, object]:
         """The values that all ranks of a generation must have alike, by name."""
@@ -121,12 +125,8 @@ def checked_request(
     penalties = Penalties()
     if processing is not None:
         penalties = Penalties(processing.repetition_penalty, processing.min_new_tokens)
-    chain = chain_of(
-        processors,
-        Texts(input_ids, lengths, max_new_tokens, eos, target.vocab_size),
-        penalties,
-        filters,
-    )
+    texts = Texts(input_ids, lengths, max_new_tokens, eos, target.vocab_size)
+    chain = chain_of(processors, texts, penalties, filters)
     columns = torch.arange(int(lengths.max()), device=input_ids.device) + (width - lengths)[:, None]
     return Request(
         prompt=input_ids.gather(1, columns.clamp(max=width - 1)),
@@ -142,7 +142,16 @@ def checked_request(
         input_ids=input_ids,
         stopping=_stopping(input_ids, ending),
         past=prompts.past,
+        inputs=_inputs(prompts, lengths, target, max_new_tokens),
     )
+
+
+def _inputs(prompts: Prompts, lengths: Tensor, target: Forward, new: int) -> "PromptInputs | Seen | None":
+    if prompts.model_inputs is None and (prompts.past is None or prompts.past.seen is None):
+        return None
+    from heavypath.speculative.models.prompt_inputs import inputs_of
+
+    return inputs_of(prompts.model_inputs, prompts.input_ids, lengths, target, new, prompts.past)
 
 
 def _stopping(input_ids: Tensor, ending: Ending) -> "Stopping | None":
@@ -173,9 +182,7 @@ def _processing(
     repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, has_stops: bool
 ) -> "Processing | None":
     """The changes of the target's logits; None where there would be none."""
-    if not (isinstance(repetition_penalty, int | float) and math.isfinite(repetition_penalty)):
-        raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
-    if repetition_penalty <= 0:
+    if not (isinstance(repetition_penalty, int | float) and 0 < repetition_penalty < math.inf):
         raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
     min_new_tokens = _integer("min_new_tokens", min_new_tokens)
     if not 0 <= min_new_tokens <= max_new_tokens:
@@ -233,10 +240,8 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return mask.ne(0).sum(1)
 
 
-def _check_positions(model: Drafting | None, shortest: int, longest: int, new: int) -> None:
+def _check_positions(model: Drafting, shortest: int, longest: int, new: int) -> None:
     """shortest, longest: tokens of the prompts; new: max_new_tokens."""
-    if model is None:
-        return
     if longest + new > model.max_positions:
         needed = f"{longest + new} positions ({longest} + {new})"
         past = "; beyond them, its rotary embeddings depend on the text's length" if model.has_dynamic_rope else ""

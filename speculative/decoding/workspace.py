@@ -162,9 +162,10 @@ class Workspace:
         rests = draft is not None and plan.tree.depth == 0  # and has read nothing until it drafts
         self._behind = dict.fromkeys(range(batch), 0) if rests else {}
         _, target_cache, draft_cache = self.first(batch)
+        target_cache.offsets.zero_()
         if draft_cache is not None:
             draft_cache.begin(request.lengths - 1)
-        if width == 0:
+        if width == 0 and request.inputs is None:
             yield [0] * batch
             return
         past, ends = request.past, (request.lengths - 1).tolist()
@@ -184,6 +185,8 @@ class Workspace:
             in_parts.append(have)
         reused = _starts(ends, cached)
         taps = None if draft is None or draft_cache is None else draft.taps(draft_cache)
+        if request.inputs is not None:
+            cached = request.inputs.begin(target_cache, taps, reused)
         for texts, starts in _pieces(before_roots, ends, cached, chunk):
             self._target.prefill(texts, target_cache, starts, taps)
             yield reused
@@ -272,7 +275,7 @@ class Workspace:
                 missed = [int(lengths[member]) - rows for member, rows in self._behind.items()]
                 unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
                 models.append(ModelRows(part.forward, self._kept(cache, texts), unsure))
-        return TextCache(texts, slots.tolist(), models)
+        return TextCache(texts, slots.tolist(), models, request.inputs and request.inputs.seen)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
         return cache.trimmed(*texts.shape) if self.launcher.outlives else cache

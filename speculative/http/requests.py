@@ -164,6 +164,13 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_text(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") != "text":
+            raise ValueError(f"this server reads text alone, got a part of type {part.get('type')!r:.80}")
+        return part
+
 
 class Message(Body):
     """Of a conversation."""

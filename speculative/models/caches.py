@@ -38,7 +38,7 @@ class RowCache:
         return view
 
     def remembered(self) -> list[Tensor]:
-        """The tensors [B, any, rows, any] or [B, rows or any, any] or [B] that have all there is of a sequence."""
+        """The tensors [B, any, rows, any], [B, rows or any, any], [B, any] or [B] with all there is of a sequence."""
         return [self.keys, self.values]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
@@ -97,7 +97,7 @@ class KeyValueCache(RowCache, Cache):
     of full attention. A ring of rows would save that memory, but is not worth its bookkeeping yet.
 
     For transformers' own forward pass `at(cache_rows, visible_rows)` is the cache of one call, with a 4-D mask over
-    the visible rows.
+    the visible rows. `offsets` LongTensor[B, 1] are added to positions, which go on elsewhere after images.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class KeyValueCache(RowCache, Cache):
         keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
         RowCache.__init__(self, keys, torch.zeros_like(keys))
         Cache.__init__(self, layers=[])
-        self.rotary = rotary
+        self.rotary, self.offsets = rotary, torch.zeros(batch, 1, dtype=torch.long, device=like.device)
         self._kv_heads = kv_heads
         self._new_rows: Tensor | None = None
         self._visible_rows = rows
@@ -128,8 +128,12 @@ class KeyValueCache(RowCache, Cache):
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
         view = super().first(slots)
-        view._by_layer = view._split()
+        view._by_layer, view.offsets = view._split(), self.offsets[:slots]
         return view
+
+    def remembered(self) -> list[Tensor]:
+        """See `RowCache.remembered`."""
+        return [self.keys, self.values, self.offsets]
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
         """Store a layer's key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""

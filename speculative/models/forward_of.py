@@ -94,10 +94,11 @@ def _is_a_llama(model: PreTrainedModel, name: str) -> bool:
     from heavypath.speculative.models.probe import gap
 
     forward = LlamaForward(model, name)
-    return gap(forward, model) <= _tolerance(forward)
+    return gap(forward, model) <= tolerance_of(forward)
 
 
-def _tolerance(forward: Forward) -> float:
+def tolerance_of(forward: Forward) -> float:
+    """The most that a forward pass's logits may be off the model's own, in their standard deviations."""
     return _TOLERANCE.get(forward.dtype, 3e-3)
 
 
@@ -111,16 +112,16 @@ def _check(forward: "TransformersForward", model: nn.Module) -> None:
         raise forward.refusal(f"{error or type(error).__name__}") from error
     if math.isnan(found):
         forward.check_weights()
-    if found <= _tolerance(forward):
+    if found <= tolerance_of(forward):
         from heavypath.speculative.models.window_probe import check_windows
 
-        return check_windows(forward, _tolerance(forward))
+        return check_windows(forward, tolerance_of(forward))
     what = f"a tree's logits differ from those of its paths by {found:.2g} standard deviations"
     if forward.name == "draft":
         logger.warning("the draft's logits are not its own (%s): its tokens will be accepted less often", what)
         return
     raise forward.refusal(
-        f"{what}, expected at most {_tolerance(forward)}; its attention must take a 4-D mask, position_ids and a "
+        f"{what}, expected at most {tolerance_of(forward)}; its attention must take a 4-D mask, position_ids and a "
         "cache, and its layers must treat each token by itself, which those that scale activations by the whole "
         "tensor (torch.ao's quantize_dynamic) do not"
     )

@@ -49,8 +49,8 @@ class TransformersForward(Forward):
         super().__init__(model, name)
         if self.has_dynamic_rope and self.device.type == "cuda":
             raise ValueError(
-                f"{name} of type {self._kind} has rope type 'dynamic', which waits for the GPU in every forward pass, "
-                "so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
+                f"{name} of type {model.config.model_type!r} has rope type 'dynamic', which waits for the GPU in each "
+                "pass, so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
             )
         self._kinds: list[str | None] = getattr(self._text_config, "layer_types", None) or [None]
         window: int | None = getattr(self._text_config, "sliding_window", None) or None
@@ -64,10 +64,6 @@ class TransformersForward(Forward):
             )
         self._cache_argument = cache_argument(model)
         self._read_layers()
-
-    @property
-    def _kind(self) -> str:
-        return repr(self.model.config.model_type)
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
@@ -88,7 +84,7 @@ class TransformersForward(Forward):
         taps: Taps | None = None,
     ) -> Tensor:
         """Logits [B, N, V] after each token, see `Forward`."""
-        within = positions.clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
+        within = (positions + cache.offsets).clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
         arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": within, "use_cache": True}
         first_rows: list[int] = []
         if self._attention == NAME:
@@ -126,7 +122,7 @@ class TransformersForward(Forward):
     def refusal(self, why: str) -> ValueError:
         """The error for a model that cannot be decoded by trees."""
         how = f"cannot be decoded by trees with attn_implementation={self._attention!r}"
-        return ValueError(f"{self.name} of type {self._kind} {how}: {why}")
+        return ValueError(f"{self.name} of type {self.model.config.model_type!r} {how}: {why}")
 
     @torch.no_grad()
     def _read_layers(self) -> None:

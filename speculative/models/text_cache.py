@@ -65,13 +65,14 @@ class TextCache(Cache):
     be called with it.
     """
 
-    def __init__(self, texts: Tensor, slots: list[int], models: list[ModelRows]):
+    def __init__(self, texts: Tensor, slots: list[int], models: list[ModelRows], seen: Any = None):
         """texts:  LongTensor[B, L] on the CPU, the tokens whose rows the target computed, -1 after each text
         slots:  where text b is in the models' caches
         models: the rows of the target and, if it is a model, of the draft
+        seen:   `prompt_inputs.Seen`, where prompts were more than tokens: then prompt b can only continue text b
         """
         super().__init__(layers=[])
-        self._texts, self._slots, self._models = texts, slots, models
+        self._texts, self._slots, self._models, self.seen = texts, slots, models, seen
 
     @property
     def tokens(self) -> list[Tensor]:
@@ -99,28 +100,11 @@ class TextCache(Cache):
         """The common prefixes of right-padded prompts LongTensor[B, T] and the texts, up to so many tokens each."""
         width = min(prompts.shape[1], self._texts.shape[1])
         texts, lengths = [], []
-        for prompt, limit in zip(prompts.cpu(), most, strict=True):
+        for number, (prompt, limit) in enumerate(zip(prompts.cpu(), most, strict=True)):
             same = (self._texts[:, :width] == prompt[:width]).long().cumprod(1).sum(1)
-            texts.append(int(same.argmax()))
-            lengths.append(min(int(same.max()), limit))
+            texts.append(int(same.argmax()) if self.seen is None else number)
+            lengths.append(min(int(same[texts[-1]]), limit))
         return SharedPrefixes(self, texts, lengths, most)
-
-    def copy_rows(self, forward: Caching, cache: RowCache, shared: "SharedPrefixes") -> list[int]:
-        """Copy the first lengths[b] rows of texts[b] to sequence b of another cache; returns how many there were.
-
-        There are none if `forward` is another model than those that computed the rows, or where its rotary embeddings
-        have other factors for a text of the new length.
-        """
-        model = self._rows_of(forward)
-        if model is None:
-            return [0] * len(shared.lengths)
-        have, limit, copied = [len(tokens) for tokens in self.tokens], forward.rope_limit, []
-        for text, length, end in zip(shared.texts, shared.lengths, shared.ends, strict=True):
-            alike = limit is None or (have[text] > limit) == (end >= limit)
-            copied.append(max(0, min(length, have[text] - model.unsure)) if alike else 0)
-        for sequence, (text, rows) in enumerate(zip(shared.texts, copied, strict=True)):
-            cache.take(sequence, model.cache, self._slots[text], rows)
-        return copied
 
     def _rows_of(self, forward: Caching) -> ModelRows | None:
         return next((model for model in self._models if model.are_of(forward)), None)
@@ -158,5 +142,18 @@ class SharedPrefixes(NamedTuple):
     ends: list[int]
 
     def copy_rows(self, forward: Caching, cache: RowCache) -> list[int]:
-        """Copy the prefixes' rows of a model to another cache of it; returns how many rows of each were there."""
-        return self.cache.copy_rows(forward, cache, self)
+        """Copy the first lengths[b] rows of texts[b] to sequence b of another cache; returns how many there were.
+
+        There are none if `forward` is another model than those that computed the rows, or where its rotary embeddings
+        have other factors for a text of the new length.
+        """
+        model = self.cache._rows_of(forward)
+        if model is None:
+            return [0] * len(self.lengths)
+        have, limit, copied = [len(tokens) for tokens in self.cache.tokens], forward.rope_limit, []
+        for text, length, end in zip(self.texts, self.lengths, self.ends, strict=True):
+            alike = limit is None or (have[text] > limit) == (end >= limit)
+            copied.append(max(0, min(length, have[text] - model.unsure)) if alike else 0)
+        for sequence, (text, rows) in enumerate(zip(self.texts, copied, strict=True)):
+            cache.take(sequence, model.cache, self.cache._slots[text], rows)
+        return copied

@@ -110,6 +110,8 @@ class GenerateOptions(RequestOptions, total=False):
     past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that
         a prompt has in common with any of its texts is not computed again; input_ids are whole prompts all the
         same. The cache is left as it is. The text is the same with and without, up to ties of rounding.
+    model_inputs: what the prompt has besides tokens, as a processor of transformers gives it: {"pixel_values": ...}.
+        The target alone reads it. A past with such prompts has their images: prompt b continues its text b.
     """
 
     seed: int
@@ -120,6 +122,7 @@ class GenerateOptions(RequestOptions, total=False):
     output_scores: bool
     output_logits: bool
     past: TextCache | None
+    model_inputs: Mapping[str, Any] | None
 
 
 def check_options(what: str, given: Mapping[str, Any], has: Any) -> None:

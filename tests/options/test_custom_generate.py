@@ -11,8 +11,6 @@ from texts_with_rules import EOS, PROMPTS, left_padded
 from tiny_models import tiny_llama, transformers_greedy
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
     DynamicCache,
     GenerationConfig,
     MaxTimeCriteria,
@@ -32,7 +30,7 @@ from transformers.generation import (
 
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.sampling import below_infinity
-from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
+from heavypath.speculative import EarlyExit, SpeculativeDecoder
 from heavypath.speculative.custom_generate import SpeculativeOutput
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.models import linear
@@ -69,44 +67,6 @@ def test_greedy_batches_are_those_of_generate(settings, decoder):
     settings = left_padded(PROMPTS) | {"pad_token_id": 0} | settings
     expected = decoder.target.generate(**settings)
     assert torch.equal(decoder.target.generate(**settings, custom_generate=decoder), expected)
-
-
-TEXT = {
-    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 64,
-}  # fmt: skip
-SEES = {"hidden_size": 16, "intermediate_size": 16}
-SQUARE = SEES | {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2}
-MULTIMODAL = {
-    "gemma3": {
-        "text_config": TEXT | {"head_dim": 8, "sliding_window": 8}, "vision_config": SQUARE,
-        "image_token_index": 60, "boi_token_index": 59, "eoi_token_index": 58, "mm_tokens_per_image": 4,
-    },
-    "qwen2_5_vl": {
-        "text_config": TEXT | {"bos_token_id": 1, "eos_token_id": 2, "rope_parameters": {
-            "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4,
-        }},
-        "vision_config": SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14},
-        "image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", MULTIMODAL)
-def test_a_multimodal_models_text_is_that_of_generate(kind):
-    torch.manual_seed(3)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **MULTIMODAL[kind])).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    decoder = SpeculativeDecoder(model, PromptLookup(), "chain", tree_size=4)
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for inputs in (left_padded(PROMPTS), {"input_ids": IDS}):
-        expected = model.generate(**inputs, **settings)
-        assert len({*expected[0].tolist()}) > 5
-        assert torch.equal(model.generate(**inputs, **settings, custom_generate=decoder), expected)
-    with pytest.raises(ValueError, match="mm_encoder_outputs"):  # older transformers refuse it themselves
-        model.generate(IDS, **settings, mm_encoder_outputs={"image": torch.zeros(1, 4, 32)}, custom_generate=decoder)
 
 
 def test_warpers_given_as_processors_are_the_decoders_filters(decoder):

@@ -270,7 +270,7 @@ def test_what_a_chat_does_not_have_is_refused_by_name(client, field, value):
 
 @pytest.mark.parametrize(("message", "text"), [
     ({"role": "tool", "content": "a"}, "Input should be"),
-    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}, "text"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}, "text alone"),
     ({"role": "user", "content": "a", "name": "b"}, "does not have it"),
     ({"role": "developer", "content": "a"}, "no developers here"),
 ])  # fmt: skip

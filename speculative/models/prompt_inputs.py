@@ -1,0 +1,240 @@
+"""Prompts that are more than tokens: images, audio, or embeddings in the tokens' place.
+
+    model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs))
+
+is how transformers' own generate reads a prompt. It is read so here, too: in one pass over all of it, as it was given.
+So attention in both directions among the tokens of an image, positions in three dimensions and left padding are the
+model's own business. The keys and values become rows of the decoder's cache. What comes later is tokens alone:
+
+    position of a token = its place in the text + (position of the prompt's last token - the place of that token)
+
+That is all that drafted nodes have to know of an image, and it is tried with each prompt. Its last token goes through
+the decoder's own pass, too, and must get the same logits. So an input that acts on later tokens is refused, and so is
+an image at the very end of a prompt.
+"""
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Forward, Taps, chain_mask
+from heavypath.speculative.models.forward_of import check_alone, tolerance_of
+from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache, cache_argument
+
+# Arguments of a model's call that say nothing of the prompt, or that the decoder makes.
+_NOT_INPUTS = {
+    "input_ids", "attention_mask", "past_key_values", CACHE_NAME, "use_cache", "cache_position", "logits_to_keep",
+    "labels", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "kwargs",
+}  # fmt: skip
+
+
+def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that say something: those that are not None, False or an empty dictionary."""
+    return {
+        name: value
+        for name, value in inputs.items()
+        if value is not None and value is not False and not (isinstance(value, Mapping) and not value)
+    }
+
+
+def inputs_of(
+    given: Mapping[str, Any] | None, input_ids: Tensor, lengths: Tensor, target: Forward, new: int,
+    past: TextCache | None,
+) -> "PromptInputs | Seen | None":  # fmt: skip
+    """The checked inputs of prompts, or what those of their past left; None for neither.
+
+    input_ids, lengths, target: as of `PromptInputs`; new: max_new_tokens
+    """
+    if given is not None and not isinstance(given, Mapping):
+        what = type(given).__name__
+        raise TypeError(f"model_inputs must be a dictionary, as a processor returns it, got {what}")
+    inputs = given_inputs(given or {})
+    if past is not None:
+        if inputs:
+            raise ValueError(
+                f"model_inputs {', '.join(inputs)} cannot be given with past, where the prompts' images and the like "
+                "are already: give the tokens alone, or leave past out"
+            )
+        if past.seen is not None and len(past) != len(input_ids):
+            raise ValueError(
+                f"past has {len(past)} texts with model_inputs, of which prompt b continues text b, got "
+                f"{len(input_ids)} prompts"
+            )
+        return past.seen and _fitting(past.seen, lengths, target, new)
+    if not inputs:
+        return None
+    check_alone("a prompt with model_inputs", target)
+    _check_names(inputs, target)
+    embeds = inputs.get("inputs_embeds")
+    if embeds is not None and embeds.shape[:2] != input_ids.shape:
+        expected = ", ".join(map(str, input_ids.shape))
+        raise ValueError(f"inputs_embeds must be [{expected}, hidden size] like input_ids, got {[*embeds.shape]}")
+    if lengths.max() < 2:
+        raise ValueError("a prompt with model_inputs must have two tokens or more, got one")
+    made = PromptInputs(target, input_ids, lengths, inputs)
+    _fitting(made.seen, lengths, target, new)
+    return made
+
+
+def _fitting(seen: "Seen", lengths: Tensor, target: Forward, new: int) -> "Seen":
+    """The same, or a ValueError if the positions do not fit the target."""
+    if seen.offsets.any() and target.rope_limit is not None:
+        raise ValueError(f"{target.name} has rotary embeddings of type longrope, which need positions 0, 1, 2, ...")
+    needed = int((lengths + seen.offsets[:, 0]).max()) + new
+    if needed > target.max_positions:
+        raise ValueError(
+            f"prompt and new tokens need {needed} positions with their model_inputs, but {target.name} has "
+            f"{target.max_positions} positions"
+        )
+    return seen
+
+
+class Seen(NamedTuple):
+    """The traces of images and the like in texts: rows that do not follow from tokens, and moved positions.
+
+    lengths: how many of each text's first tokens have rows that follow from more than tokens
+    offsets: LongTensor[B, 1], as of `KeyValueCache`
+    """
+
+    lengths: list[int]
+    offsets: Tensor
+
+    @property
+    def seen(self) -> "Seen":
+        """The same, for texts that continue these."""
+        return self
+
+    def begin(self, cache: KeyValueCache, taps: Taps | None, reused: list[int]) -> list[int]:
+        """Let texts go on that a cache has the first `reused` rows of; returns how many rows there are.
+
+        Raises ValueError where these do not reach behind the images.
+        """
+        if any(have < need for have, need in zip(reused, self.lengths, strict=True)):
+            raise ValueError(
+                f"past has prompts with model_inputs: prompt b must begin with the first {self.lengths} tokens of text "
+                f"b, got prompts of which {reused} tokens can be taken over; continue texts of unequal length one by "
+                "one, or leave past out and give model_inputs again"
+            )
+        cache.offsets.copy_(self.offsets)
+        return reused
+
+
+class PromptInputs:
+    """The prompts of a batch with their inputs, and what these leave in the texts.
+
+    Raises ValueError for positions that do not go on as those of a text.
+    """
+
+    def __init__(self, target: Forward, input_ids: Tensor, lengths: Tensor, inputs: dict[str, Any]):
+        """input_ids: LongTensor[B, T] with left padding; lengths: LongTensor[B], without it."""
+        width = input_ids.shape[1]
+        self._target, self._input_ids, self._lengths = target, input_ids, lengths
+        self._inputs, self._names = inputs, ", ".join(inputs)
+        self._mask = (torch.arange(width, device=lengths.device) >= (width - lengths)[:, None]).long()
+        if "position_ids" not in inputs and "position_ids" in signature(target.model.forward).parameters:
+            prepare: Any = target.model._prepare_position_ids_for_generation
+            self._inputs = inputs | {"position_ids": prepare(input_ids, {"attention_mask": self._mask, **inputs})}
+        offsets = self._offsets(self._inputs.get("position_ids"))
+        self.seen = Seen((lengths - 1).tolist(), offsets[:, None])
+
+    def _offsets(self, positions: Tensor | None) -> Tensor:
+        """LongTensor[B], the position of a token after the prompt, less its place in the text."""
+        if positions is None:
+            return torch.zeros_like(self._lengths)
+        last = positions[..., -1]  # [B] or [1]; in three dimensions [3, B], or [4, B] with those of a mask before them
+        if last.dim() == 2:
+            last = last[-3:]
+            if (last != last[0]).any():
+                raise ValueError(f"a prompt's last token must be of text, got positions {last.T.tolist()}")
+            last = last[0]
+        return last - (self._lengths - 1)
+
+    def begin(self, cache: KeyValueCache, taps: Taps | None, reused: list[int]) -> list[int]:
+        """Cache the keys and values of the prompts, and where positions go on; returns how many rows there are then.
+
+        taps: as of `Forward.prefill`; reused: not looked at, since nothing is
+
+        Raises ValueError if the decoder's own pass finds other logits after the prompts' last tokens.
+        """
+        target, model, lengths = self._target, self._target.model, self._lengths
+        batch, width = self._input_ids.shape
+        columns = torch.arange(int(lengths.max()), device=lengths.device) + (width - lengths)[:, None]
+        columns = columns.clamp(max=width - 1)  # of the texts, with padding after them as in the cache
+        rows = torch.arange(columns.shape[1], device=lengths.device).expand(batch, -1)
+        cache.offsets.copy_(self.seen.offsets)
+        prepare: Any = model.prepare_inputs_for_generation
+        arguments: dict[str, Any] = prepare(
+            self._input_ids,
+            is_first_iteration=True,
+            attention_mask=None if self._mask.all() else self._mask,
+            use_cache=True,
+            **{cache_argument(model): _PromptRows(cache, columns, rows)},
+            **self._inputs,
+        )
+        if "logits_to_keep" in signature(model.forward).parameters:
+            arguments["logits_to_keep"] = 1
+        if taps is not None:
+            arguments["output_hidden_states"] = True
+        with target.alone:
+            out = model(**arguments)
+        if taps is not None:
+            before_roots = columns[:, :-1]
+            states = {number: _picked(out.hidden_states[number], before_roots) for number in taps.numbers}
+            taps.take(states, self._input_ids.gather(1, before_roots), rows[:, :-1])
+        self._check_last(cache, out.logits[:, -1].float())
+        return self.seen.lengths
+
+    def _check_last(self, cache: KeyValueCache, expected: Tensor) -> None:
+        """Raise ValueError if the decoder's pass of the last tokens is not the model's; expected: its logits [B, V]."""
+        target, places = self._target, (self._lengths - 1)[:, None]
+        mask = chain_mask(places[:, 0], 1, visible_rows=int(self._lengths.max()))
+        found = target(self._input_ids[:, -1:], places, places, cache, mask)[:, 0].float()
+        gap = float(((found - expected).square().mean(-1).sqrt() / expected.std(-1)).max())
+        most = 3 * tolerance_of(target)  # a long prompt's pass rounds more than the one that finds a model fit
+        if not gap <= most:
+            raise ValueError(
+                f"{target.name} cannot be decoded with model_inputs {self._names}: read as text, the "
+                f"prompt's last token has logits that differ by {gap:.2g} standard deviations, expected at most "
+                f"{most:.2g}; images, audio and embeddings must end before that token, and act on the prompt alone"
+            )
+
+
+class _PromptRows(Cache):
+    """The cache of the pass over a prompt: it writes rows of the decoder's cache, and returns what it is given.
+
+    columns, rows: LongTensor[B, N], the prompt's columns that are kept, and the rows that they become
+    """
+
+    def __init__(self, cache: KeyValueCache, columns: Tensor, rows: Tensor):
+        super().__init__(layers=[])
+        self._written, self._columns, self._rows = cache, columns, rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (_picked(states.transpose(1, 2), self._columns) for states in (key_states, value_states))
+        self._written.write(layer_idx, keys, values, self._rows)
+        return key_states, value_states
+
+
+def _picked(states: Tensor, columns: Tensor) -> Tensor:
+    """The columns LongTensor[B, N] of states [B, T, ...]."""
+    return states[torch.arange(len(columns), device=columns.device)[:, None], columns]
+
+
+def _check_names(inputs: dict[str, Any], target: Forward) -> None:
+    """Raise ValueError for inputs that the target's forward pass does not take by name."""
+    model, kind = target.model, type(target.model).__name__
+    takes = [name for name in signature(model.forward).parameters if name not in _NOT_INPUTS]
+    for name in inputs:
+        if name not in takes:
+            raise ValueError(f"model_inputs has {name!r}, which {kind} does not take; it takes {', '.join(takes)}")
+        if not target.is_foreign:
+            raise ValueError(
+                f"model_inputs has {name!r}, but {kind} runs by this package's forward pass, which reads tokens alone"
+            )
