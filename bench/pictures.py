@@ -27,6 +27,7 @@ from heavypath.speculative.costs.shapes import SHAPES
 from heavypath.speculative.costs.simulation import Setting, Simulated, simulate
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.output.trace import read_trace
+from heavypath.speculative.trees.blocks import occupied_blocks
 from heavypath.speculative.trees.drawing import layout
 
 COLOURS = {
@@ -216,7 +217,7 @@ def draw_order(path: Path) -> None:
             xs = [x for node in own for x in (parents[node] + 0.5, node + 0.5, math.nan)]
             ys = [y for node in own for y in (depths[parents[node]], depths[node], math.nan)]
             above.plot(xs, ys, color=colour, marker=".", markersize=4, linewidth=width)
-        count = f"{tree.occupied_blocks(BLOCK)} of {blocks * (blocks + 1) // 2} blocks"
+        count = f"{occupied_blocks(tree, BLOCK)} of {blocks * (blocks + 1) // 2} blocks"
         above.set_title(name, loc="left", fontweight="bold")
         above.set_title(count, loc="right", color=COLOURS["target"], fontweight="bold")
         above.invert_yaxis()

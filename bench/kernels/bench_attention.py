@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from heavypath.kernels.attention.masks import interval_mask, pack_ancestors
 from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.tree_attention import attend, tree_attention
+from heavypath.speculative.trees.blocks import occupied_blocks
 
 Run = Callable[[], object]
 
@@ -196,6 +197,6 @@ WAYS = {
 def test_attention(case, way, timed):
     problem = Problem(case)
     trees = {"inserted": problem.inserted, "heavy path": problem.tree} if case.table == "order" else {}
-    blocks = {f"blocks, {name}": tree.occupied_blocks(32) for name, tree in trees.items()}
+    blocks = {f"blocks, {name}": occupied_blocks(tree, 32) for name, tree in trees.items()}
     read, flops = problem.work()
     timed(WAYS[way](problem), read=read, flops=(flops, case.dtype), **blocks)

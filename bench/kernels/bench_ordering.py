@@ -14,6 +14,7 @@ from common import DEVICE
 
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.speculative import TokenTree
+from heavypath.speculative.trees.blocks import occupied_blocks
 
 SHAPES = ("random", "chain", "star")
 WORK = {
@@ -23,7 +24,7 @@ WORK = {
     "subtree_end": lambda tree: tree.subtree_end,
     "subtree_size": lambda tree: tree.subtree_size,
     "depths": lambda tree: tree.depths,
-    "occupied_blocks": lambda tree: tree.occupied_blocks(32),
+    "occupied_blocks": lambda tree: occupied_blocks(tree, 32),
     "mask": lambda tree: tree.mask(),
     "made from a list": lambda tree: TokenTree(tree.parents.tolist()),
     "made from a tensor": lambda tree: TokenTree(tree.parents),

@@ -6,8 +6,6 @@ Peaks are those of data sheets; how much of them is reached is said apart, and i
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
-
 from heavypath.speculative.costs import host
 from heavypath.speculative.costs.roofline import REACHED, REACHED_PEAK
 
@@ -64,7 +62,7 @@ class Hardware:
 
 
 # A row's products of 2 operations for each weight of 4 bytes take 1 / MORE of the time of reading them.
-FP32_ON_A_CPU = 2 / 4 * host.BANDWIDTH * host.MORE[torch.float32]
+FP32_ON_A_CPU = 2 / 4 * host.BANDWIDTH * host.MORE["float32"]
 # A GeForce's tensor cores are given for sums in fp32, which products of fp16 and bf16 in PyTorch have.
 DEVICES = MappingProxyType(
     {

@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -53,6 +50,9 @@ class ModelSize:
         Every weight is taken to be multiplied in each pass; of a mixture of experts that are all experts. Raises
         OSError or ValueError for a folder without a config of a causal language model.
         """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)

@@ -49,12 +49,6 @@ _SERVED_ELSEWHERE = {
 }
 
 
-def register() -> None:
-    """Make "heavypath" an attention implementation of transformers."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, visible_rows)
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -333,3 +327,8 @@ def _long_chain(
 
 def _longest_chain(query: Tensor) -> int:
     return MAX_NODES if query.is_cuda else query.shape[2]
+
+
+# Whatever can decode has imported this module.
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, visible_rows)

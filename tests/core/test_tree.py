@@ -8,6 +8,7 @@ import torch
 from tree_cases import random_tree, shuffled_ranks, trees
 
 from heavypath.speculative import TokenTree
+from heavypath.speculative.trees.blocks import occupied_blocks
 
 #      0
 #    / | \
@@ -122,7 +123,7 @@ def test_trees_and_their_orders_agree_with_a_walk_over_their_nodes(nodes):
                 _ = tree.subtree_end
         for block in (1, 2, 7, 32, 1000):
             pairs = {(node // block, other // block) for node, path in enumerate(above) for other in path}
-            assert tree.occupied_blocks(block) == len(pairs)
+            assert occupied_blocks(tree, block) == len(pairs)
         for order in ("breadth_first", "depth_first", "heavy_path"):
             new, permutation = tree.reordered(order)
             walk = visited(tree, order, sizes)
@@ -135,13 +136,13 @@ def test_trees_and_their_orders_agree_with_a_walk_over_their_nodes(nodes):
 @pytest.mark.parametrize(("nodes", "most"), [(256, 23.5), (1024, 117)])
 def test_heavy_path_order_leaves_few_blocks(nodes, most):
     """Blocks of 32 in random recursive trees; DySpec's table 5 has 22.5 and 119.3."""
-    blocks = [random_tree(nodes, seed).reordered("heavy_path")[0].occupied_blocks(32) for seed in range(10)]
+    blocks = [occupied_blocks(random_tree(nodes, seed).reordered("heavy_path")[0], 32) for seed in range(10)]
     assert sum(blocks) / len(blocks) <= most
 
 
 def test_blocks_are_counted_beyond_64_columns():
-    assert TokenTree.chain(199).occupied_blocks(1) == 200 * 201 / 2
-    assert TokenTree([-1] + [0] * 199).occupied_blocks(1) == 1 + 2 * 199
+    assert occupied_blocks(TokenTree.chain(199), 1) == 200 * 201 / 2
+    assert occupied_blocks(TokenTree([-1] + [0] * 199), 1) == 1 + 2 * 199
 
 
 def test_truncated_keeps_the_top_levels_and_their_names():
@@ -177,7 +178,7 @@ def test_what_is_no_tree_is_refused(arguments, message):
     (lambda: TokenTree.chain(-1), "length must be at least 0, got -1"),
     (lambda: TokenTree.k_ary(2, -2), "depth must be at least 0, got -2"),
     (lambda: HAND.truncated(-1), "depth must be at least 0, got -1"),
-    (lambda: HAND.occupied_blocks(0), "block_size must be at least 1"),
+    (lambda: occupied_blocks(HAND, 0), "block_size must be at least 1"),
 ])  # fmt: skip
 def test_bad_requests_are_refused(request_, message):
     with pytest.raises(ValueError, match=message):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from bench_scripts import script
 
+from heavypath.speculative.trees.blocks import occupied_blocks
 from heavypath.speculative.trees.tree import TokenTree
 
 pytest.importorskip("matplotlib")
@@ -25,8 +26,8 @@ def test_the_picture_of_orders_counts_the_blocks_of_one_tree(tmp_path):
     texts = texts_of(script("pictures").draw_order, tmp_path / "order.svg")
     tree = script("common").random_tree(96)
     heavy = tree.reordered("heavy_path")[0]
-    assert f"{tree.occupied_blocks(8)} of 78 blocks" in texts
-    assert f"{heavy.occupied_blocks(8)} of 78 blocks" in texts
+    assert f"{occupied_blocks(tree, 8)} of 78 blocks" in texts
+    assert f"{occupied_blocks(heavy, 8)} of 78 blocks" in texts
 
 
 def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(tmp_path, monkeypatch):
