@@ -202,7 +202,7 @@ def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
 
 def as_table(rows: Sequence[ComparedWay]) -> Table:
     """The rows as a table that fits a terminal of 80 columns."""
-    table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD)
+    table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("tokens/\nforward", "tokens/s", "ratio", "quartiles", "to\nplain"):
         table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     table.add_column("text", vertical="bottom")
@@ -211,7 +211,7 @@ def as_table(rows: Sequence[ComparedWay]) -> Table:
         numbers = f"{row.tokens_per_forward:.2f}", f"{row.tokens_per_second:.0f}", f"{row.ratio:.2f}"
         gap = f" ({row.logit_gap:.0e})" if row.logit_gap is not None else ""
         shown = "" if gain is None else f"{gain:.2f}"
-        table.add_row(row.method, *numbers, f"{low:.2f} - {high:.2f}", shown, row.text + gap)
+        table.add_row(row.method, *numbers, f"{low:.2f}-{high:.2f}", shown, row.text + gap)
     return table
 
 
