@@ -95,8 +95,9 @@ class SpeculativeDecoder:
         self._peers = peers_of(self._models, self._target.device)
 
     def __repr__(self) -> str:
-        target, draft = type(self.target).__name__, self._given_draft and type(self._given_draft).__name__
-        tree = "by profile" if self.tree is None else f"{len(self.tree)} nodes on {self.tree.depth + 1} levels"
+        draft = None if self._given_draft is None else type(self._given_draft).__name__
+        tree = "by profile" if self.tree is None else f"{len(self.tree)} nodes"
+        target = type(self.target).__name__
         return f"SpeculativeDecoder(target={target}, draft={draft}, method={self.method!r}, tree={tree})"
 
     @property

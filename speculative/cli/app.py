@@ -29,6 +29,12 @@ from heavypath.speculative.cli import (
 )
 from heavypath.speculative.cli.ranks import check_command, this_rank
 
+OTHER_ERRORS = {
+    "torch": "OutOfMemoryError",
+    "heavypath.speculative.ranks.agreement": "RankMismatchError",
+    "heavypath.speculative.ranks.group": "RankFailedError",
+}
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
 app.command()(demo.demo)
 app.command()(generate.generate)
@@ -81,16 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _expected() -> tuple[type[Exception], ...]:
-    """Errors that are said in one line. PyTorch's come only from a command that has imported it."""
-    plain = (ValueError, TypeError, OSError, ImportError)
-    if "torch" not in sys.modules:
-        return plain
-    from torch import OutOfMemoryError
-
-    from heavypath.speculative.ranks.agreement import RankMismatchError
-    from heavypath.speculative.ranks.group import RankFailedError
-
-    return (*plain, OutOfMemoryError, RankMismatchError, RankFailedError)
+    """Errors that are said in one line; some are those of modules that a command has imported."""
+    others = [(sys.modules[module], name) for module, name in OTHER_ERRORS.items() if module in sys.modules]
+    return (ValueError, TypeError, OSError, ImportError, *(getattr(module, name) for module, name in others))
 
 
 def _in_words(error: Exception) -> str:

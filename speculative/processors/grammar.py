@@ -30,7 +30,7 @@ class Grammar:
         Grammar.lark('start: "yes" | "no"', tokenizer)
 
     One object serves any number of texts. The text ends by an end-of-sequence token once it is complete; where
-    max_new_tokens come first, it is the beginning of a text of the language. Needs llguidance (extra `grammar` of this package).
+    max_new_tokens come first, it is the beginning of a text of the language. Needs llguidance, the extra `grammar`.
     """
 
     def __init__(
