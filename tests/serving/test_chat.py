@@ -104,6 +104,21 @@ def test_the_shipped_pair_continues_the_text_says_so_and_computes_a_turns_new_to
     assert int(turns[1][0]) < 12 < int(turns[1][1])
 
 
+def test_the_shipped_pair_gets_code_as_it_was_typed_samples_and_stops_at_a_blank_line(chat, prompts, tokenizer):
+    code, out, err = chat("--seed=3", lines=["class Stack:", "    def pop(self):"])
+    assert code == 0
+    assert "An answer ends at a blank line." in err
+    (_, first), (_, second) = prompts
+    assert tokenizer.decode(first) == "class Stack:"
+    assert tokenizer.decode(second).endswith("\n    def pop(self):")
+    answer = out.partition("\n\n")[0]
+    assert answer.startswith("\n    ")
+    ended = re.escape(f"class Stack:{answer}\n\n") + r" *\n    def pop\(self\):"  # the last token may have an indent
+    assert re.fullmatch(ended, tokenizer.decode(second)), "a blank line ends an answer"
+    assert out != chat("--seed=4", lines=["class Stack:", "    def pop(self):"])[1]
+    assert chat("--temperature=0", lines=["x = 1"])[1] == chat("--temperature=0", "--seed=9", lines=["x = 1"])[1]
+
+
 def test_commands_do_what_help_says(folder, chat, prompts):
     lines = ["/stats", "/help", "one", "/method dyspec", "two", "/method", "/reset", "", "  ", "three", "/quit", "four"]
     code, out, err = chat(*lookup(folder), "--max-new-tokens=4", lines=lines)
