@@ -29,6 +29,7 @@ from heavypath.speculative.losslessness.goodness_of_fit import (
 )
 from heavypath.speculative.losslessness.law import joint_law
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
+from heavypath.speculative.models import attn_implementation  # noqa: F401 - which registers itself
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.text_cache import TextCache

@@ -93,7 +93,8 @@ def generate(
         raise ValueError(f"--trace must be in a folder that exists, got {str(trace)!r}")
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
-    if show_accepted and (as_json or not sys.stdout.isatty()):
+    on_terminal = sys.stdout.isatty() if ranks is None else ranks.decided(sys.stdout.isatty)
+    if show_accepted and (as_json or not on_terminal):
         raise ValueError("--show-accepted colours a text on a terminal; leave it out with --json, files and pipes")
 
     from heavypath.kernels.filtering import Filters
@@ -116,12 +117,13 @@ def generate(
         "eos_token_id": pair.eos_token_ids, "stop_strings": stop or None,
     }  # fmt: skip
     pieces: list[str] = []
-    if not as_json and this_rank() == 0 and sys.stdout.isatty():
-        show_dimmed(f"{text}\n" if chat else text)
+    before = [f"{text}\n" if chat else text] if on_terminal and not as_json else []
     with reading(pair.target, ids.shape[1]) as end_status:
 
         def write(piece: str) -> None:
             end_status()
+            while before:  # now that the request is known to be right
+                show_dimmed(before.pop())
             (pieces.append if as_json else write_now)(piece)
 
         decoder = SpeculativeDecoder(
