@@ -7,7 +7,7 @@ rows:
     decoding       a chain of one node, or of several, after L rows
     verification   a tree of N nodes after L rows
 
-So a few integers say which rows are seen, and no mask of N x (L + N) is made. Once a name of heavypath.speculative is imported,
+So a few integers say which rows are seen, and no mask of N x (L + N) is made. Once a public name is imported,
 
     model.set_attn_implementation("heavypath")            # or from_pretrained(..., attn_implementation="heavypath")
     model(tokens, position_ids=L + depths, cache=cache, tree_subtree_end=tree.subtree_end)

@@ -32,7 +32,10 @@ def test_a_users_own_setting_of_how_threads_wait_stays():
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("arguments", "sleeps"),
-    [(("-m", "heavypath.speculative", "--version"), True), (("-c", "import heavypath.speculative"), False)],
+    [
+        (("-m", "heavypath.speculative", "info", "-v"), True),
+        (("-c", "from heavypath.speculative import METHODS"), False),
+    ],
 )
 def test_the_commands_threads_sleep_while_they_wait_and_other_programs_choose(arguments, sleeps):
     """What GNU's OpenMP itself says when PyTorch is imported, after which nothing changes it."""
