@@ -109,8 +109,8 @@ def compare(
     draft: any that SpeculativeDecoder takes. Or several things by their names: drafts, each of which is combined with
         each of the methods, and decoders of this target, which are taken as they are. transformers' assisted
         generation is measured, too, for drafts that are models. None is enough for methods=["autoregressive"].
-    prompts: texts, LongTensors [1, T], and Paths of files that `speculative.files.prompts.read_prompts` reads, in any
-        mix; or a single one of them. All but LongTensors need the tokenizer.
+    prompts: texts, LongTensors [1, T], and Paths of files that `read_prompts` of `heavypath.speculative.files.prompts`
+        reads, in any mix; or a single one of them. All but LongTensors need the tokenizer.
     methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them;
         default all methods that keep the target's law.
     verifiers: names of verifiers, as SpeculativeDecoder has them: methods that take one are measured with each of them.
@@ -202,16 +202,28 @@ def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
 
 def as_table(rows: Sequence[ComparedWay]) -> Table:
     """The rows as a table that fits a terminal of 80 columns."""
-    table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD)
-    for heading in ("tokens/\nforward", "tokens/s", "ratio", "quartiles"):
+    table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("tokens/\nforward", "tokens/s", "ratio", "quartiles", "to\nplain"):
         table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     table.add_column("text", vertical="bottom")
-    for row in rows:
+    for row, gain in zip(rows, over_plain(rows), strict=True):
         low, high = row.ratio_quartiles
         numbers = f"{row.tokens_per_forward:.2f}", f"{row.tokens_per_second:.0f}", f"{row.ratio:.2f}"
         gap = f" ({row.logit_gap:.0e})" if row.logit_gap is not None else ""
-        table.add_row(row.method, *numbers, f"{low:.2f} - {high:.2f}", row.text + gap)
+        shown = "" if gain is None else f"{gain:.2f}"
+        table.add_row(row.method, *numbers, f"{low:.2f}-{high:.2f}", shown, row.text + gap)
     return table
+
+
+def over_plain(rows: Sequence[ComparedWay]) -> list[float | None]:
+    """The speed of each way over that of plain decoding, the row "autoregressive": the median over the prompts.
+
+    None for all of them where that was not measured.
+    """
+    plain = next((row for row in rows if row.method == "autoregressive"), None)
+    if plain is None:
+        return [None] * len(rows)
+    return [median(own / base for own, base in zip(row.ratios, plain.ratios, strict=True)) for row in rows]
 
 
 def headline(rows: Sequence[ComparedWay]) -> str | None:
@@ -225,12 +237,11 @@ def headline(rows: Sequence[ComparedWay]) -> str | None:
         return None
     fastest = max(ours, key=lambda row: row.ratio)
     text = f"fastest: {fastest.method}, {fastest.ratio:.2f} times {PLAIN}"
-    plain = next((row for row in ours if row.method == "autoregressive"), None)
-    if plain is None:
+    (gain,) = (gain for row, gain in zip(rows, over_plain(rows), strict=True) if row is fastest)
+    if gain is None:
         return text
-    if fastest is plain:
+    if fastest.method == "autoregressive":
         return f"{text}; no draft pays here"
-    gain = median(own / base for own, base in zip(fastest.ratios, plain.ratios, strict=True))
     return f"{text} and {gain:.2f} times plain decoding (autoregressive)"
 
 

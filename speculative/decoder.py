@@ -94,6 +94,12 @@ class SpeculativeDecoder:
         self.tree_from = self.trees.tree_from
         self._peers = peers_of(self._models, self._target.device)
 
+    def __repr__(self) -> str:
+        draft = None if self._given_draft is None else type(self._given_draft).__name__
+        tree = "by profile" if self.tree is None else f"{len(self.tree)} nodes"
+        target = type(self.target).__name__
+        return f"SpeculativeDecoder(target={target}, draft={draft}, method={self.method!r}, tree={tree})"
+
     @property
     def _models(self) -> list[Any]:
         """The forward passes of a step."""

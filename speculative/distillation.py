@@ -9,7 +9,7 @@ pass.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,69 +29,11 @@ from heavypath.speculative.training.optimization import Optimization, Schedule, 
 from heavypath.speculative.training.own_text import write_texts
 from heavypath.speculative.training.record import environment
 from heavypath.speculative.training.rows import Rows, RowSettings, batches_of, make_rows
+from heavypath.speculative.training.settings import MEASURED_DEPTHS, DistilSettings
 from heavypath.speculative.training.student import Student, student_of_head, student_of_model
 from heavypath.speculative.training.teacher import Teacher
 
 CHECKPOINT_FOLDER = "training"  # in the folder of the result, until that is there
-MEASURED_DEPTHS = 5
-
-
-@dataclass(frozen=True)
-class DistilSettings:
-    """Settings by which `distil` trains.
-
-    epochs:          how often it goes through the rows
-    length:          tokens of a row; a head drafts worse in texts that are longer than its rows
-    tokens_per_step: of a batch
-    depths:          steps of a head's training-time test, the deepest level that it is trained for
-    decay:           of the loss at each next depth
-    loss:            "tv-kl" or "lk", see `training.losses`
-    rate:            Muon's peak rate, AdamW's is two thirds; default 2 / width of the draft. The shipped head, of
-                     width 320, learnt best at 0.006, and the best rate falls with the width (Yang et al. 2022)
-    written:         share of the documents whose text the target writes anew after their prompts, or after the first
-                     prompt_tokens of each `length` of a text. In decoding a draft meets the target's own text, not the
-                     data's; but writing takes the target many passes where reading takes one. The shipped head had 0.3
-    held_out:        share of the data that is never trained on, at most 128 rows: the record's overlaps are of these
-    checkpoint_steps: steps between checkpoints
-
-    Raises ValueError for values out of range.
-    """
-
-    epochs: float = 3.0
-    length: int = 1024
-    tokens_per_step: int = 8192
-    depths: int = 5
-    decay: float = 0.8
-    loss: str = "tv-kl"
-    rate: float | None = None
-    written: float = 0.3
-    prompt_tokens: int = 32
-    held_out: float = 0.05
-    checkpoint_steps: int = 200
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        checks = {
-            "epochs": (self.epochs > 0, "above 0"),
-            "depths": (self.depths >= 1, "1 or more"),
-            "length": (self.length > max(self.depths, MEASURED_DEPTHS) + 1, "larger than the depths, and than 6"),
-            "tokens_per_step": (self.tokens_per_step >= self.length, "a row's length or more"),
-            "decay": (0 < self.decay <= 1, "in (0, 1]"),
-            "loss": (self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
-            "rate": (self.rate is None or self.rate > 0, "above 0"),
-            "written": (0 <= self.written <= 1, "in [0, 1]"),
-            "prompt_tokens": (0 < self.prompt_tokens < self.length, "1 or more, and fewer than a row's"),
-            "held_out": (0 < self.held_out < 1, "in (0, 1)"),
-            "checkpoint_steps": (self.checkpoint_steps >= 1, "1 or more"),
-        }
-        for name, (is_right, expected) in checks.items():
-            if not is_right:
-                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of a batch."""
-        return self.tokens_per_step // self.length
 
 
 def distil(

@@ -13,15 +13,12 @@ import torch
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
-from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
+from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from heavypath.kernels.typical.acceptance import Typical
     from heavypath.speculative.trees.planning import Acceptance
-
-# Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
-DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
 
 DRAWS = ("without_replacement", "with_replacement", "top_k")
 # For each verification the draws that it is lossless for. The last two choose the token before they look at children.

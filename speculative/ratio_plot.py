@@ -13,7 +13,7 @@ def check_can_plot() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"a plot needs matplotlib: pip install heavypath[figures] ({error})") from None
+        raise ImportError(f"a plot needs matplotlib: `pip install '.[figures]'` in a checkout ({error})") from None
 
 
 def plot_ratios(rows: Sequence[ComparedWay], path: str | Path) -> None:

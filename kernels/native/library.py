@@ -17,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
@@ -66,6 +64,8 @@ def compiled() -> ctypes.CDLL:
 
 def thread_count(bytes_read: int | None = None) -> int:
     """The number of threads of a kernel: as many as PyTorch, but each must have SHARE bytes of weights to read."""
+    import torch  # not above: `heavypath info` asks for the library's name without starting PyTorch
+
     threads = torch.get_num_threads()
     return threads if bytes_read is None else max(1, min(threads, bytes_read // SHARE))
 
@@ -90,19 +90,23 @@ def _run(arguments: list[str], seconds: float | None = None) -> str:
     return done.stdout
 
 
+def library_name(compiler: str) -> str:
+    """The library's name in the cache: another one for other sources, another compiler and another processor."""
+    key = hashlib.sha256("\n".join([_run([compiler, "--version"], PATIENCE), *FLAGS, _processor()]).encode())
+    for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+        key.update(source.read_bytes())
+    return f"native-{key.hexdigest()[:20]}.so"
+
+
 def _file(compiler: str) -> int:
     """A descriptor of the library, from the user's cache, or compiled now and kept there."""
-    sources = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
-    key = hashlib.sha256("\n".join([_run([compiler, "--version"], PATIENCE), *FLAGS, _processor()]).encode())
-    for source in sources:
-        key.update(source.read_bytes())
-    name = f"native-{key.hexdigest()[:20]}.so"
+    name = library_name(compiler)
     try:
         place = cache_folder()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = _own(place, os.O_DIRECTORY)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        return _in_memory(_compiled(compiler, sources), error)
+        return _in_memory(_compiled(compiler), error)
     try:
         try:
             return _whole(name, folder)
@@ -110,7 +114,7 @@ def _file(compiler: str) -> int:
             logger.info("compiling kernels for this CPU, once: %s", place / name)
         except OSError as error:
             logger.warning("%s is compiled anew: %s", place / name, error)
-        code = _compiled(compiler, sources)
+        code = _compiled(compiler)
         try:
             _keep(code, name, folder)
             return _whole(name, folder)
@@ -120,10 +124,10 @@ def _file(compiler: str) -> int:
         os.close(folder)
 
 
-def _compiled(compiler: str, sources: list[Path]) -> bytes:
+def _compiled(compiler: str) -> bytes:
     """The library, compiled in a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="heavypath-") as folder:
-        objects = {source: f"{folder}/{source.stem}.o" for source in sources if source.suffix == ".cpp"}
+        objects = {source: f"{folder}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
         with ThreadPoolExecutor() as pool:
             list(pool.map(_run, [[compiler, *FLAGS, "-c", str(each), "-o", made] for each, made in objects.items()]))
         whole = Path(folder) / "native.so"

@@ -2,35 +2,35 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from heavypath.kernels.filtering import Filters
-from heavypath.speculative.cli.support import (
+from heavypath.speculative.cli.options import (
+    LOSSLESS_METHODS,
+    METHODS,
+    VERIFIERS,
     AsJson,
+    Device,
+    Dtype,
     MaxNewTokens,
+    ProfileFile,
     Seed,
     Target,
     Temperature,
+    Threads,
     TopK,
     TopP,
     TreeSize,
-    installation,
-    load,
+    check_method,
     print_json,
-    progress,
-    say_if_busy,
 )
-from heavypath.speculative.comparison import PLAIN, TIE, ComparedWay, as_table, headline
-from heavypath.speculative.comparison import compare as measure
-from heavypath.speculative.files.prompts import read_prompts
-from heavypath.speculative.loading import load_draft
-from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, VERIFIERS
-from heavypath.speculative.profile import Profile
-from heavypath.speculative.ratio_plot import check_can_plot, plot_ratios
+from heavypath.speculative.cli.progress import progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from heavypath.speculative.comparison import ComparedWay
 
 
 def compare(
@@ -54,41 +54,50 @@ def compare(
     top_p: TopP = None,
     min_p: Annotated[float | None, typer.Option(help="Sample among tokens of this share of the likeliest's.")] = None,
     tree_size: TreeSize = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the trees.")
-    ] = None,
+    profile: ProfileFile = None,
     verifier: Annotated[
         list[str] | None,
         typer.Option(help=f"What verifies methods that take it, of {', '.join(VERIFIERS)}; repeat it for several."),
     ] = None,
+    device: Device = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
     seed: Seed = 0,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into this file, .png or .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare methods and drafts with transformers' own generate, on prompts of your own."""
-    Filters(temperature, top_k, top_p, min_p).check()
     names, drafts = method or [*LOSSLESS_METHODS], draft or []
     for name in names:
-        if name not in METHODS:
-            raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {name!r}")
+        check_method(name)
     if target is not None and not drafts and names != ["autoregressive"]:
         raise ValueError("compare needs a --draft with the --target; only --method autoregressive works without one")
-    given = [*(texts or []), *(read_prompts(prompts) if prompts is not None else [])]
-    if not given:
+    if not texts and prompts is None:
         raise typer.BadParameter("give some texts, or --prompts FILE", param_hint="TEXTS")
+    if plot is not None and not plot.parent.is_dir():
+        raise ValueError(f"--plot must be in a folder that exists, got {str(plot)!r}")
+    from heavypath.kernels.filtering import Filters
+    from heavypath.speculative.cli.support import load, say_if_busy
+    from heavypath.speculative.comparison import compare as measure
+    from heavypath.speculative.files.prompts import read_prompts
+    from heavypath.speculative.loading import load_draft
+    from heavypath.speculative.profile import Profile
+    from heavypath.speculative.ratio_plot import check_can_plot, plot_ratios
+
+    Filters(temperature, top_k, top_p, min_p).check()
+    given = [*(texts or []), *(read_prompts(prompts) if prompts is not None else [])]
     if plot is not None:
         check_can_plot()
-        if not plot.parent.is_dir():
-            raise ValueError(f"--plot must be in a folder that exists, got {str(plot)!r}")
     measured = None if profile is None else Profile.load(profile)
-    pair = load(target, drafts[0] if drafts else None)
+    pair = load(target, drafts[0] if drafts else None, dtype, device=device, threads=threads)
     named = pair.draft
     if len(drafts) > 1:
         assert pair.draft is not None
-        named = {drafts[0]: pair.draft} | {name: load_draft(name, pair, target) for name in drafts[1:]}
+        precision = None if dtype is None else pair.target.dtype
+        named = {drafts[0]: pair.draft} | {name: load_draft(name, pair, target, precision) for name in drafts[1:]}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     say_if_busy()
-    with progress("comparing") as report:
+    with progress("comparing", quiet=as_json) as report:
         rows = measure(
             pair.target,
             named,
@@ -105,24 +114,34 @@ def compare(
     if plot is not None:
         plot_ratios(rows, plot)
     settings = {"prompts": len(given), "max_new_tokens": max_new_tokens, "tree_size": tree_size, **sampling}
-    print_rows(rows, settings, as_json)
+    print_rows(rows, settings, pair.target.device, as_json=as_json)
 
 
-def print_rows(rows: list[ComparedWay], settings: dict, as_json: bool) -> None:
-    """Print what `compare` measured, with what one needs to know to read it; settings: by which it was measured."""
+def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device", *, as_json: bool) -> None:
+    """Print what `compare` measured on a device, with what one needs to know to read it.
+
+    settings: by which it was measured
+    """
+    from rich.console import Console
+
+    from heavypath.speculative.cli.info import installation
+    from heavypath.speculative.comparison import PLAIN, TIE, as_table, headline
+
+    here = installation(device)
     if as_json:
-        print_json({"settings": settings, "environment": installation(), "rows": [asdict(row) for row in rows]})
+        print_json({"settings": settings, "environment": here, "rows": [asdict(row) for row in rows]})
         return
     console = Console(highlight=False)
     console.print(as_table(rows))
     new_tokens, temperature = settings["max_new_tokens"], settings["temperature"]
-    device, threads = installation()["device"], torch.get_num_threads()
+    where = f"{here['device']} with {here['threads']} CPU thread{'' if here['threads'] == 1 else 's'}"
     notes = [
-        f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {device} "
-        f"with {threads} CPU thread{'' if threads == 1 else 's'}, one after the other; after a short run to warm up.",
+        f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {where}, "
+        "one after the other; after a short run to warm up.",
         "tokens/forward: new tokens for each forward pass of the target that yields some.",
         "tokens/s: new tokens a second, with the time that reading the prompt takes, for all ways to decode alike.",
-        f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and quartiles.",
+        f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and quartiles; to plain: "
+        "the median over our own plain decoding (autoregressive), which is what speculation brings.",
         f"text: compared with {PLAIN}; a tie parts where two tokens' logits are less than {TIE:g} apart."
         if temperature == 0
         else "text: ersd must have that of autoregressive under the same seed. The others draw other tokens from the "

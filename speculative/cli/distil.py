@@ -1,19 +1,18 @@
 """`heavypath distil` trains a draft for a target on texts of one's own."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from heavypath.speculative.cli.support import Dtype, Target, load
-from heavypath.speculative.distillation import DistilSettings
-from heavypath.speculative.distillation import distil as train
-from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
-from heavypath.speculative.training.documents import Document, read_documents
-from heavypath.speculative.training.losses import LOSSES
+from heavypath.speculative.cli.options import Device, Dtype, Target, Threads
+from heavypath.speculative.training.settings import LOSS_NAMES, DistilSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from heavypath.speculative.drafts.heads.eagle import EagleHead
+    from heavypath.speculative.training.documents import Document
 
 DEFAULTS = DistilSettings()
 LARGEST_VOCABULARY = 32000  # of a head, unless told; that of EAGLE-3's own heads for targets of 128,256 tokens
@@ -37,7 +36,7 @@ def distil(
     draft_vocab_size: Annotated[
         int | None, typer.Option(help=f"Tokens that a head can propose; default: all, at most {LARGEST_VOCABULARY}.")
     ] = None,
-    loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSSES)}.")] = DEFAULTS.loss,
+    loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSS_NAMES)}.")] = DEFAULTS.loss,
     epochs: Annotated[float, typer.Option(help="How often to go through the data.")] = DEFAULTS.epochs,
     length: Annotated[int, typer.Option(help="Tokens of a row of text.")] = DEFAULTS.length,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of a batch.")] = DEFAULTS.tokens_per_step,
@@ -51,6 +50,8 @@ def distil(
     ] = DEFAULTS.held_out,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = DEFAULTS.checkpoint_steps,
     seed: Annotated[int, typer.Option(help="Of the weights, the order of texts, and the text written.")] = 0,
+    device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
 ) -> None:
@@ -77,7 +78,14 @@ def distil(
     for path in data:
         if not path.expanduser().exists():
             raise FileNotFoundError(f"there is no file or folder {str(path)!r} to train on")
-    pair = load(target, None, dtype)
+    import torch
+
+    from heavypath.speculative.cli.support import load
+    from heavypath.speculative.distillation import distil as train
+    from heavypath.speculative.training.beginnings import draft_of_layers
+    from heavypath.speculative.training.documents import read_documents
+
+    pair = load(target, None, dtype, device=device, threads=threads)
     documents = read_documents(data, pair.tokenizer)
     torch.manual_seed(seed)
     if chosen is not None:
@@ -99,7 +107,9 @@ def distil(
     typer.echo(f"wrote {out}, {record['parameters']:,} parameters; `--draft {out}` drafts with it", err=True)
 
 
-def _head(target: PreTrainedModel, documents: list[Document], draft_vocab_size: int | None) -> EagleHead:
+def _head(target: "PreTrainedModel", documents: "list[Document]", draft_vocab_size: int | None) -> "EagleHead":
+    from heavypath.speculative.training.beginnings import most_frequent, new_head
+
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     size = min(vocab_size, LARGEST_VOCABULARY) if draft_vocab_size is None else draft_vocab_size
     return new_head(target, None if size == vocab_size else most_frequent(documents, size, vocab_size))
@@ -112,7 +122,10 @@ def _numbers(layers: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _model_of(file: Path) -> PreTrainedModel:
+def _model_of(file: Path) -> "PreTrainedModel":
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     try:
         config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

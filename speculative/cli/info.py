@@ -1,5 +1,9 @@
-"""`heavypath info`: what is installed, what the machine is like, and what would make decoding faster here."""
+"""`heavypath info`: what is installed, what the machine is like, and what would make decoding faster here.
 
+PyTorch takes seconds to start. So it is asked only where there may be a GPU, or where all facts are wanted.
+"""
+
+import importlib.metadata
 import logging
 import os
 import platform
@@ -7,17 +11,23 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 
-from heavypath.kernels.native.library import cache_folder, compiler_path, library
-from heavypath.speculative.cli.support import AsJson, current_load, installation, print_json
-from heavypath.speculative.threads import Load, waiting
+from heavypath.kernels.native.library import SWITCH, cache_folder, compiler_path, library, library_name
+from heavypath.speculative.cli.options import AsJson, Verbose, print_json
+from heavypath.speculative.threads import Load, default_threads, running, usable_cores, waiting
+
+if TYPE_CHECKING:
+    import torch
 
 MAPS = Path("/proc/self/maps")  # the files that this process has in its memory
 DRIVER = Path("/proc/driver/nvidia/version")
+DEVICES = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")))  # of GPUs where there may be no DRIVER
+IN_C = ("gumbel_topk", "verify_tree", "commit")  # on a CPU, where there is a compiler
+KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
+COMPILED, COMPILES, SLOW = "compiled", "compiled at the first start", "PyTorch's operations"
 PROCESSOR = Path("/proc/cpuinfo")
 # What changes how decoding runs, of the environment. Only these are shown, since a user may post what is shown.
 VARIABLES = (
@@ -27,17 +37,22 @@ VARIABLES = (
 OPENMP = {"libgomp": "GNU", "libiomp5": "Intel", "libomp": "LLVM"}
 
 
-def info(as_json: AsJson = False) -> None:
-    """Show versions, processor, threads, load, GPUs and kernels, and what would make decoding faster here."""
-    load = current_load()
-    here = machine(load)  # first, since the first look for compiled kernels logs why there are none
-    facts = installation() | here
+def info(as_json: AsJson = False, verbose: Verbose = False) -> None:
+    """Show versions, processor, threads, load, GPUs and kernels, and what would make decoding faster here.
+
+    With --verbose or --json also PyTorch's own facts, for which it is started; where there is a GPU always.
+    """
+    if whole := as_json or verbose or DRIVER.exists() or any(device.exists() for device in DEVICES):
+        facts, load = _of_pytorch()
+    else:
+        facts, load = _installed(), Load(running(), usable_cores(), default_threads())
+    facts |= machine(load)
     advice = advice_of(facts, load)
     if as_json:
         print_json(facts | {"advice": advice})
         return
-    kernels = facts.pop("kernels")
-    gpus = facts.pop("gpus")
+    kernels = facts.pop("kernels", {})
+    gpus = facts.pop("gpus", [])
     rows = {name.replace("_", " "): str(value) for name, value in facts.items() if value is not None}
     rows |= {f"gpu {number}": ", ".join(map(str, gpu.values())) for number, gpu in enumerate(gpus)}
     rows |= {f"kernel {name}": implementation for name, implementation in kernels.items()}
@@ -47,64 +62,145 @@ def info(as_json: AsJson = False) -> None:
     typer.echo("")
     for sentence in advice or ["Nothing was found that would make decoding faster here."]:
         typer.echo(f"* {sentence}")
+    if not whole:
+        typer.echo("* `heavypath info -v` starts PyTorch and says more: its libraries, and how each kernel runs.")
 
 
-def machine(load: Load) -> dict[str, Any]:
-    """The processor, its load, the libraries that compute on it, and the GPUs."""
-    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    native, reason = _native()
+def _installed() -> dict[str, Any]:
+    """Facts that need no PyTorch, on a machine without a GPU."""
+    kernels = COMPILED if is_kept() else COMPILES
+    if compiler_path() is None or os.environ.get(SWITCH) == "0":
+        kernels = SLOW
     return {
-        "system": platform.platform(),
-        "processor": _processor(),
-        "cores": load.cores,
-        "load": round(load.average, 2),
-        "waiting": ", ".join(f"{name}={value}" for name, value in waiting(os.environ).items()) or "OpenMP's default",
+        "heavypath": importlib.metadata.version("heavypath"),
+        "python": platform.python_version(),
+        **{name: _version_of(name) for name in ("torch", "triton", "transformers")},
+        "device": "cpu",
+        "threads": default_threads(),
+        "cpu_kernels": kernels,
+    }
+
+
+def is_kept() -> bool:
+    """True if no kernel for CPUs has to be compiled: all are in the cache, or none can be, or they are off."""
+    compiler = compiler_path()
+    if compiler is None or os.environ.get(SWITCH) == "0":
+        return True
+    try:
+        return (cache_folder() / library_name(compiler)).is_file()
+    except (subprocess.SubprocessError, OSError, RuntimeError):
+        return False
+
+
+def _of_pytorch() -> tuple[dict[str, Any], Load]:
+    """The same, and PyTorch's own of itself and of the GPUs."""
+    import torch
+
+    load = current_load()
+    native, reason = _native()  # first, since the first look for compiled kernels logs why there are none
+    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return installation() | {
         "openmp": _openmp(),
         "blas": blas[1] if blas else "unknown",
         "onednn": torch.backends.mkldnn.is_available(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_kernels": native,
         "cpu_kernels_lack": reason,
+        "torch_cuda": torch.version.cuda,
+        "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
+    }, load
+
+
+def installation(device: "torch.device | None" = None) -> dict:
+    """The versions that are installed, the threads, and the implementation that each kernel has on a device.
+
+    device: default a GPU if there is one
+    """
+    import torch
+    import transformers
+
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    return {
+        "heavypath": importlib.metadata.version("heavypath"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "transformers": transformers.__version__,
+        "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else "cpu",
+        "threads": torch.get_num_threads(),
+        "kernels": {name: "Triton" if on_gpu else _on_cpu(name) for name in KERNELS},
+    }
+
+
+def _on_cpu(kernel: str) -> str:
+    """The implementation of a kernel's function for CPU tensors."""
+    return "C++" if kernel in IN_C and library() is not None else "reference"
+
+
+def current_load() -> Load:
+    """The load of the machine now."""
+    import torch
+
+    return Load(running(), usable_cores(), torch.get_num_threads())
+
+
+def machine(load: Load) -> dict[str, Any]:
+    """The processor, its load, how threads wait, and what compiles for it."""
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": load.cores,
+        "load": round(load.working, 2),
+        "waiting": ", ".join(f"{name}={value}" for name, value in waiting(os.environ).items()) or "OpenMP's default",
         "compiler": _compiler(),
         "cache": _cache(),
         "environment": " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
         or "nothing set",
-        "torch_cuda": torch.version.cuda,
         "nvidia_driver": _driver(),
-        "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
     }
+
+
+def _version_of(package: str) -> str:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
 
 
 def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
     """Sentences that say what would make decoding faster here, from the facts that `info` shows."""
-    advice = []
-    if not facts["gpus"] and facts["nvidia_driver"]:
+    advice, gpus = [], facts.get("gpus")
+    if not gpus and facts["nvidia_driver"]:
         found = "built for CUDA " + facts["torch_cuda"] if facts["torch_cuda"] else "without CUDA"
         advice.append(
             f"An NVIDIA driver ({facts['nvidia_driver']}) was found, but torch {facts['torch']}, {found}, sees no GPU: "
             "install a torch built for a CUDA that this driver has, and check CUDA_VISIBLE_DEVICES."
         )
-    if facts["gpus"] and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    if gpus and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         advice.append("TRITON_INTERPRET is set: the kernels run in an interpreter instead of on the GPU; unset it.")
+    missing = [name for name in ("torch", "triton", "transformers") if facts.get(name) == "missing"]
+    if missing:
+        advice.append(f"{' and '.join(missing)} must be installed: `pip install .` in a checkout.")
     if load.threads > load.cores:
         advice.append(
             f"PyTorch uses {load.threads} threads, but this process may use {load.cores} cores: "
             f"set OMP_NUM_THREADS={load.cores}."
         )
     if load.busy:
-        free = max(1, round(load.cores - load.average))
+        free = max(1, round(load.cores - load.working))
         fewer = f" or take fewer threads (OMP_NUM_THREADS={free})" if free < load.threads else ""
         advice.append(f"The machine is busy ({load}): timings are noisy; wait until it is idle{fewer}.")
-    if load.threads > 1 and not facts["gpus"]:
+    if load.threads > 1 and not gpus:
         advice.append(
             "In programs of your own, set OMP_WAIT_POLICY=PASSIVE in the environment where the machine is shared: "
             "threads that wait by spinning slow each other down many times. This command does so by itself."
         )
-    if facts["blas"] not in ("mkl", "unknown") and not facts["onednn"] and not facts["gpus"]:
+    if facts.get("blas") not in (None, "mkl", "unknown") and not facts["onednn"] and not gpus:
         advice.append("torch has neither MKL nor oneDNN, whose products are faster on x86: use a torch of PyPI.")
-    if facts["cpu_kernels"] != "compiled" and not facts["gpus"]:
+    if facts["cpu_kernels"] == SLOW and not gpus:
         advice.append("The kernels for CPUs are not compiled, which makes decoding several times slower: install g++.")
-    if facts["cpu_capability"] == "DEFAULT" and not facts["gpus"]:
+    if facts.get("cpu_capability") == "DEFAULT" and not gpus:
         advice.append("torch uses no vector instructions beyond the basic ones: the processor has none that it knows.")
     return advice
 
@@ -130,12 +226,12 @@ def _native() -> tuple[str, str | None]:
     logger.propagate = False
     try:
         if library() is not None:
-            return "compiled", None
+            return COMPILED, None
     finally:
         logger.removeHandler(kept)
         logger.setLevel(level)
         logger.propagate = propagates
-    return "PyTorch's operations", "; ".join(kept.lines) or None
+    return SLOW, "; ".join(kept.lines) or None
 
 
 def _compiler() -> str:
@@ -184,6 +280,8 @@ def _driver() -> str | None:
 
 
 def _gpu(number: int) -> dict[str, str]:
+    import torch
+
     found = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     return {

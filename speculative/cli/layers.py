@@ -1,17 +1,26 @@
 """`heavypath layers` finds out which of a target's layers draft best for it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
 
-from heavypath.speculative.calibration import own_prompts
-from heavypath.speculative.cli.support import AsJson, Dtype, Seed, Target, Verbose, load, print_json, progress
-from heavypath.speculative.files.prompts import tokens_of
-from heavypath.speculative.layer_choice import LayerChoice, choose_layers
+from heavypath.speculative.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Seed,
+    Target,
+    Threads,
+    Verbose,
+    print_json,
+)
+from heavypath.speculative.cli.progress import progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from heavypath.speculative.layer_choice import LayerChoice
 
 OWN_PROMPTS, OWN_LENGTH = 8, 32
 
@@ -24,18 +33,27 @@ def layers(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to look at behind each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="Of the texts and of both laws, above 0.")] = 1.0,
+    device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     seed: Seed = 0,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Find out which of a target's layers draft best for it, for --draft early-exit:LAYERS. Nothing is trained."""
-    pair = load(target, None, dtype)
+    from rich.console import Console
+
+    from heavypath.speculative.calibration import own_prompts
+    from heavypath.speculative.cli.support import load
+    from heavypath.speculative.files.prompts import tokens_of
+    from heavypath.speculative.layer_choice import choose_layers
+
+    pair = load(target, None, dtype, device=device, threads=threads)
     if prompts is not None:
         given = tokens_of(prompts, pair.tokenizer, pair.target.device)
     else:
         given = [text[None] for text in own_prompts(pair.target, OWN_PROMPTS, OWN_LENGTH, seed)]
-    with progress("looking for layers") as report:
+    with progress("looking for layers", quiet=as_json) as report:
         choices = choose_layers(
             pair.target, given, tokens=tokens, temperature=temperature, seed=seed, on_progress=report
         )
@@ -51,13 +69,16 @@ def layers(
         console.print(f"The best: --draft early-exit:{_listed(choices[0])} --method chain --tree-size {size}")
 
 
-def _listed(choice: LayerChoice) -> str:
+def _listed(choice: "LayerChoice") -> str:
     """The layers as `--draft early-exit:` takes them."""
     first = choice.layers == tuple(range(len(choice.layers)))
     return str(len(choice.layers)) if first else ",".join(map(str, choice.layers))
 
 
-def _table(choices: list[LayerChoice]) -> Table:
+def _table(choices: "list[LayerChoice]") -> "Table":
+    from rich import box
+    from rich.table import Column, Table
+
     table = Table(Column("layers"), box=box.SIMPLE_HEAD)
     for heading in ("overlap", "share of weights", "chain", "speed-up at most"):
         table.add_column(heading, justify="right")

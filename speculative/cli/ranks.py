@@ -6,11 +6,10 @@ Rank 0 reads the prompt and writes the text; the others write errors of their ow
 import os
 import sys
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from heavypath.speculative.ranks.group import Ranks
+if TYPE_CHECKING:
+    from heavypath.speculative.ranks.group import Ranks
 
 LIMIT = timedelta(minutes=10)  # how long a rank waits for another one; the others may still read their weights
 
@@ -31,10 +30,15 @@ def check_command(name: str | None) -> None:
         raise ValueError(f"torchrun starts `generate` alone, got {name} in {rank_count()} processes")
 
 
-def join_ranks() -> Ranks | None:
+def join_ranks() -> "Ranks | None":
     """Join the other processes that torchrun has started; None without them. What but rank 0 prints is lost."""
     if rank_count() == 1:
         return None
+    import torch
+    import torch.distributed as dist
+
+    from heavypath.speculative.ranks.group import Ranks
+
     device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -49,6 +53,9 @@ def join_ranks() -> Ranks | None:
 
 def leave_ranks() -> None:
     """Wait for the other processes, and part from them."""
-    if rank_count() > 1 and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    if rank_count() > 1:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()

@@ -6,26 +6,28 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heavypath.speculative.cli.support import (
+from heavypath.speculative.cli.options import (
+    METHODS,
+    Device,
     Draft,
     Dtype,
+    ProfileFile,
     Seed,
     Target,
+    Threads,
     TreeSize,
     Verbose,
     Verifier,
-    check_choice,
-    load,
-    progress,
+    check_method,
 )
-from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.loading import Pair
-from heavypath.speculative.methods import METHODS
-from heavypath.speculative.profile import Profile
+from heavypath.speculative.cli.progress import progress
+
+if TYPE_CHECKING:
+    from heavypath.speculative.loading import Pair
 
 logger = logging.getLogger(__name__)
 DEMO_NAME = "heavypath-demo"
@@ -37,10 +39,10 @@ def serve(
     draft: Draft = None,
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ersd",
     tree_size: TreeSize = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the tree.")
-    ] = None,
+    profile: ProfileFile = None,
     verifier: Verifier = None,
+    device: Device = None,
+    threads: Threads = None,
     dtype: Dtype = None,
     host: Annotated[str, typer.Option(help="Address to listen on; by default nobody but this machine reaches it.")] = (
         "127.0.0.1"
@@ -74,7 +76,10 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP, in the shapes of OpenAI's API, until SIGTERM or Ctrl-C."""
+    check_method(method)
     check_can_serve()
+    from heavypath.speculative.cli.support import check_choice, load
+    from heavypath.speculative.decoder import SpeculativeDecoder
     from heavypath.speculative.http.app import create_app
     from heavypath.speculative.http.connections import raise_limit_of_files
     from heavypath.speculative.http.exchange import Served
@@ -82,6 +87,7 @@ def serve(
     from heavypath.speculative.http.limits import Limits
     from heavypath.speculative.http.metrics import Metrics
     from heavypath.speculative.http.server import Server, bound_socket, is_loopback
+    from heavypath.speculative.profile import Profile
 
     check_choice(method, target, draft, verifier)
     api_key = None if api_key_env is None else _key(api_key_env)
@@ -101,7 +107,7 @@ def serve(
         if not is_loopback(host):
             keyed = "with its key" if api_key else "without a key: give --api-key-env"
             logger.warning("other machines reach this server on %s, %s; it does not encrypt", host, keyed)
-        pair = load(target, draft, dtype)
+        pair = load(target, draft, dtype, device=device, threads=threads)
         decoder = SpeculativeDecoder(
             pair.target, pair.draft, method, tree_size=tree_size, profile=measured, verifier=verifier
         )
@@ -139,7 +145,7 @@ def check_can_serve() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"a server needs more packages: pip install heavypath[serve] ({error})") from None
+        raise ImportError(f"a server needs more packages: `pip install '.[serve]'` in a checkout ({error})") from None
 
 
 def _key(variable: str) -> str:
@@ -158,7 +164,7 @@ def _name_of(target: str | None) -> str:
     return folder.resolve().name if folder.is_dir() else target
 
 
-def _default_temperature(pair: Pair) -> float:
+def _default_temperature(pair: "Pair") -> float:
     """The temperature of a request that has none: the model's own if it samples, else OpenAI's."""
     config = pair.target.generation_config
     own = config.temperature if config is not None and config.do_sample else None

@@ -2,22 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from heavypath.kernels.filtering import Filters
-from heavypath.speculative.cli.support import AsJson, print_json, progress
+from heavypath.speculative.cli.options import AsJson, print_json
+from heavypath.speculative.cli.progress import progress
 from heavypath.speculative.costs.hardware import DEVICES, Hardware
 from heavypath.speculative.costs.shapes import SHAPES, shape_of
-from heavypath.speculative.costs.simulation import SIZES, Setting, Simulated, simulate
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
-from heavypath.speculative.profile import Profile
-from heavypath.speculative.streaming.memory import bytes_of
-from heavypath.speculative.trees.planning import Acceptance
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from heavypath.speculative.costs.simulation import Setting, Simulated
+
+SIZES = tuple(2**power for power in range(11))  # nodes of the trees that are planned, if none are given
 NAMED = f"{', '.join(SHAPES)}, or a folder with config.json"
 WORDS = {  # of `Parts` and of limits
     "reading": "link",
@@ -76,6 +75,11 @@ def simulate_command(
     """Say what trees should bring for a target larger than a device: streamed, or split over ranks. Nothing is run."""
     if acceptance is not None and profile is not None:
         raise ValueError("acceptance is given by --acceptance or by --profile, got both")
+    from rich.console import Console
+
+    from heavypath.speculative.costs.simulation import Setting, simulate
+    from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE
+
     given = {"link": link, "bandwidth": bandwidth, "peak": tflops, "wire": wire, "collective": latency}
     hardware = _hardware(device, {name: value for name, value in given.items() if value is not None})
     shape = shape_of(target)
@@ -83,16 +87,22 @@ def simulate_command(
         if not bits > 0:
             raise ValueError(f"--bits must be above 0, got {bits:g}")
         shape = shape.stored_in(bits)
-    setting = Setting(
-        hardware, shape, shape_of(draft), None if memory is None else bytes_of(memory), ahead=not one_by_one
-    )
-    rates: Acceptance = DEFAULT_ACCEPTANCE if acceptance is None else _numbers("--acceptance", acceptance)
+    room = None
+    if memory is not None:
+        from heavypath.speculative.streaming.memory import bytes_of
+
+        room = bytes_of(memory)
+    setting = Setting(hardware, shape, shape_of(draft), room, ahead=not one_by_one)
+    rates: Any = DEFAULT_ACCEPTANCE if acceptance is None else _numbers("--acceptance", acceptance)
     if profile is not None:
+        from heavypath.kernels.filtering import Filters
+        from heavypath.speculative.profile import Profile
+
         rates = Profile.load(profile).plan("sequoia", Filters(temperature)).acceptance.rates()
     sizes = [int(size) for size in _numbers("--nodes", nodes)]
     counts = [int(count) for count in _numbers("--ranks", ranks)] if ranks is not None else [1]
     found: dict[int, tuple[Setting, Simulated]] = {}
-    with progress("simulating") as report:
+    with progress("simulating", quiet=as_json) as report:
         for count in counts:
             split = replace(setting, ranks=count)
             found[count] = split, simulate(split, rates, sizes, report)
@@ -138,7 +148,7 @@ def _sheet(hardware: Hardware) -> str:
     )
 
 
-def _by_size(simulated: Simulated) -> Table:
+def _by_size(simulated: "Simulated") -> "Table":
     """A row for each size of tree, the best one marked."""
     table = _headed("nodes", "depth", "tokens", "s/step", "s/token", "speed-up", "longest")
     for row in simulated.rows:
@@ -148,7 +158,7 @@ def _by_size(simulated: Simulated) -> Table:
     return table
 
 
-def _by_ranks(found: dict[int, tuple[Setting, Simulated]]) -> Table:
+def _by_ranks(found: "dict[int, tuple[Setting, Simulated]]") -> "Table":
     """A row for each number of ranks, with its best tree."""
     table = _headed("ranks", "GB read", "s plain", "nodes", "tokens", "s/step", "speed-up", "limited by")
     for count, (setting, simulated) in found.items():
@@ -161,15 +171,17 @@ def _by_ranks(found: dict[int, tuple[Setting, Simulated]]) -> Table:
     return table
 
 
-def _headed(*headings: str) -> Table:
+def _headed(*headings: str) -> "Table":
     """Columns of figures, and of words after the first that has them."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("longest", "limited by") else "right", no_wrap=True)
     return table
 
 
-def _said(setting: Setting, simulated: Simulated) -> str:
+def _said(setting: "Setting", simulated: "Simulated") -> str:
     """The best tree, the free nodes, and what limits the gain, in a line."""
     best, hidden = simulated.best, setting.ahead and setting.streamed > 0
     until = "a tree costs as much as a token" if hidden else "a tree's products take as long as the weights"
@@ -179,7 +191,7 @@ def _said(setting: Setting, simulated: Simulated) -> str:
     )
 
 
-def _facts(setting: Setting, simulated: Simulated) -> dict:
+def _facts(setting: "Setting", simulated: "Simulated") -> dict:
     def facts(row: Any) -> dict:
         figures = {"nodes": len(row.tree), "depth": row.tree.depth, "tokens": row.tokens, "seconds": row.seconds}
         return figures | {"speedup": row.gain, "parts": row.parts._asdict(), "takes_longest": row.slowest}

@@ -1,129 +1,25 @@
-"""Parts that the commands share: options, loading, a status line, log lines, and facts about this installation."""
+"""Parts that the commands share once they run: loading of models, prompts, grammars, and facts about the machine."""
 
-import importlib.metadata
 import json
 import logging
 import os
-import platform
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import transformers
 import typer
-from rich.console import Console
 
-from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.kernels.native.library import library
-from heavypath.speculative.cli.ranks import rank_count, this_rank
+from heavypath.speculative.cli.info import current_load, is_kept
+from heavypath.speculative.cli.options import Precision
+from heavypath.speculative.cli.progress import progress
+from heavypath.speculative.cli.ranks import rank_count
 from heavypath.speculative.loading import Pair, find_folder, load_pair
-from heavypath.speculative.methods import METHODS, VERIFIERS, row_of
+from heavypath.speculative.methods import row_of
 from heavypath.speculative.processors.grammar import Grammar
-from heavypath.speculative.threads import Load, usable_cores
 
-COMPILED = ("gumbel_topk", "verify_tree", "commit")  # on a CPU, where there is a compiler
-KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
-
-
-class Precision(StrEnum):
-    """Of weights, activations and caches."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-def _show_log_lines(context: typer.Context, verbose: bool) -> bool:
-    """Write the package's log lines to standard error until the command ends."""
-    if verbose:
-        logger, handler = logging.getLogger("heavypath"), logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
-        logger.addHandler(handler)
-        before = logger.level
-        logger.setLevel(logging.DEBUG)
-        context.call_on_close(lambda: (logger.removeHandler(handler), logger.setLevel(before)))
-    return verbose
-
-
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; > 0 samples.")]
-TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 for all.")]
-TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that reach this probability.")]
-MinP = Annotated[
-    float | None, typer.Option(help="Sample among tokens at least this probable, as a share of the likeliest one.")
-]
-Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name in the Hugging Face cache.")]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="A draft model or trained head, given alike; or demo-head, prompt-lookup, lookahead, "
-        "early-exit:LAYERS, or retrieval:PATH (texts). Several: A+B beside each other, 2*A+4*B for so many levels, "
-        "merge:A+B for sequences of each (methods specinfer, naive, naive-distinct, top-k)."
-    ),
-]
-Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="End the text with this string; repeat it for several. It is part of the text.")
-]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1, tokens of the text so far, prompt included, become less likely.")
-]
-JsonSchema = Annotated[
-    Path | None, typer.Option(help="Write JSON of the schema in this file, without whitespace between its tokens.")
-]
-Regex = Annotated[str | None, typer.Option(help="Write what matches this regular expression from begin to end.")]
-Chat = Annotated[
-    bool, typer.Option("--chat", help="The prompt is a user's message: put it into the tokenizer's chat template.")
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory for the target's weights, such as 8G, a GPU's if there is one; what is more is read from its "
-        "folder, or from the host's memory, for each tree (needs accelerate)."
-    ),
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(help="With --memory on a GPU: what layers may take of the host's memory; others are read from disk."),
-]
-TreeSize = Annotated[
-    int | None, typer.Option(min=2, max=MAX_NODES, help="Nodes of the drafted tree; default: 5 on a CPU, 32 on a GPU.")
-]
-Verifier = Annotated[
-    str | None,
-    typer.Option(help=f"What verifies, for methods of recursive rejection: {', '.join(VERIFIERS)}. Default: the own."),
-]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", callback=_show_log_lines, help="Say on standard error what is chosen and done."),
-]
-
-
-def installation() -> dict:
-    """The versions that are installed, the device, the threads, and the implementation that each kernel has here."""
-    cuda = torch.cuda.is_available()
-    return {
-        "heavypath": importlib.metadata.version("heavypath"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
-        "transformers": transformers.__version__,
-        "device": f"cuda ({torch.cuda.get_device_name()})" if cuda else "cpu",
-        "threads": torch.get_num_threads(),
-        "kernels": {name: "Triton" if cuda else _on_cpu(name) for name in KERNELS},
-    }
-
-
-def _on_cpu(kernel: str) -> str:
-    """The implementation of a kernel's function for CPU tensors."""
-    return "C++" if kernel in COMPILED and library() is not None else "reference"
+PATIENCE = 10.0  # seconds of loading before it is said where there is no terminal
 
 
 def load(
@@ -132,24 +28,54 @@ def load(
     dtype: Precision | None = None,
     memory: str | None = None,
     host_memory: str | None = None,
+    *,
+    device: str | None = None,
+    threads: int | None = None,
 ) -> Pair:
     """Load the models without the libraries' warnings and progress bars; what matters is raised as an error.
 
-    On a CPU the shipped pair gets one thread, unless the environment says how many. On a busy machine a second thread
-    takes more time than it saves for so small a model.
+    On a CPU the shipped pair gets one thread, unless the environment or `threads` says how many. On a busy machine a
+    second thread takes more time than it saves for so small a model. Raises ValueError for a device that is not here.
     """
-    if target is None and not torch.cuda.is_available() and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}:
-        torch.set_num_threads(1)
+    place = device_of(device)
+    if threads is None and target is None and place.type == "cpu":
+        threads = None if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ} else 1
+    if threads is not None:
+        torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    if not torch.cuda.is_available():
+    if place.type == "cpu" and not is_kept():
         with progress("compiling kernels for this CPU, once"):
             library()
-    with progress("loading the models"):
-        precision = None if dtype is None else getattr(torch, dtype)
-        return load_pair(target, draft, dtype=precision, ranks=rank_count(), memory=memory, host_memory=host_memory)
+    with progress("loading the models", first=PATIENCE):
+        return load_pair(
+            target,
+            draft,
+            place,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            ranks=rank_count(),
+            memory=memory,
+            host_memory=host_memory,
+        )
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device that --device names, or a GPU if there is one. Raises ValueError for one that is not here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return torch.device("cuda" if count else "cpu")
+    if rank_count() > 1:
+        raise ValueError(f"torchrun gives each process a device of its own; leave out --device, got {name!r}")
+    here = {"cpu": torch.device("cpu")} | ({"cuda": torch.device("cuda")} if count else {})
+    here |= {f"cuda:{number}": torch.device("cuda", number) for number in range(count)}
+    if name not in here:
+        lack = "" if count else f"; PyTorch {torch.__version__} sees no GPU, `heavypath info` says more"
+        raise ValueError(f"--device must be one of {', '.join(here)} on this machine, got {name!r}{lack}")
+    if here[name].type == "cuda":
+        torch.cuda.set_device(here[name])
+    return here[name]
 
 
 def say_if_busy() -> None:
@@ -159,15 +85,8 @@ def say_if_busy() -> None:
         typer.echo(f"heavypath: the machine is busy ({load}), so timings are noisy and long", err=True)
 
 
-def current_load() -> Load:
-    """The load of the machine now."""
-    return Load(os.getloadavg()[0], usable_cores(), torch.get_num_threads())
-
-
 def check_choice(method: str, target: str | None, draft: str | None, verifier: str | None = None) -> None:
-    """Raise ValueError or FileNotFoundError, before any model is loaded, for a method or models that cannot be."""
-    if method not in METHODS:
-        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
+    """Raise ValueError or FileNotFoundError, before any model is loaded, for a verifier or models that cannot be."""
     row_of(method, verifier)
     if target is not None:
         find_folder("target", target)
@@ -219,19 +138,3 @@ def grammar_of(schema: str | None, regex: str | None, pair: Pair) -> Grammar | N
     if schema is not None:
         return Grammar.json_schema(schema, pair.tokenizer, whitespace=False, eos_token_id=ends)
     return None if regex is None else Grammar.regex(regex, pair.tokenizer, eos_token_id=ends)
-
-
-@contextmanager
-def progress(text: str) -> Iterator[Callable[[str], object]]:
-    """A status line on standard error while the block runs, if that is a terminal."""
-    console = Console(stderr=True)
-    if console.is_terminal and this_rank() == 0:
-        with console.status(text) as status:
-            yield status.update
-    else:
-        yield lambda line: None
-
-
-def print_json(content: dict) -> None:
-    """Write one JSON object, in one line, to standard output."""
-    typer.echo(json.dumps(content))

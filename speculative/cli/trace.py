@@ -5,13 +5,6 @@ from typing import Annotated
 
 import typer
 
-from heavypath.speculative.output.page import trace_page
-from heavypath.speculative.output.trace import read_trace
-
-TraceFile = Annotated[
-    Path | None, typer.Option(help="Also write into this file, for `trace`, what each step drafted and accepted.")
-]
-
 
 def trace(
     file: Annotated[Path, typer.Argument(help="File of `heavypath generate --trace`.")],
@@ -20,6 +13,9 @@ def trace(
     ] = None,
 ) -> None:
     """Make an HTML page that shows each step's tree, and why each node was accepted or not."""
+    from heavypath.speculative.output.page import trace_page
+    from heavypath.speculative.output.trace import read_trace
+
     header, steps = read_trace(file)
     page = file.with_suffix(".html") if out is None else out
     if page.resolve() == file.resolve():

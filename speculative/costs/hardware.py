@@ -6,12 +6,10 @@ Peaks are those of data sheets; how much of them is reached is said apart, and i
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
-
 from heavypath.speculative.costs import host
 from heavypath.speculative.costs.roofline import REACHED, REACHED_PEAK
 
-PCIE_3, PCIE_4 = 15.8e9, 31.5e9  # bytes a second of 16 lanes in one direction
+PCIE_3, PCIE_4, PCIE_5 = 15.8e9, 31.5e9, 63.0e9  # bytes a second of 16 lanes in one direction
 LINK_REACHED = 0.85  # of PCIe, by copies of pinned memory
 COLLECTIVE = 10e-6  # seconds of a collective of few bytes between two ranks; an assumption
 
@@ -64,7 +62,7 @@ class Hardware:
 
 
 # A row's products of 2 operations for each weight of 4 bytes take 1 / MORE of the time of reading them.
-FP32_ON_A_CPU = 2 / 4 * host.BANDWIDTH * host.MORE[torch.float32]
+FP32_ON_A_CPU = 2 / 4 * host.BANDWIDTH * host.MORE["float32"]
 # A GeForce's tensor cores are given for sums in fp32, which products of fp16 and bf16 in PyTorch have.
 DEVICES = MappingProxyType(
     {
@@ -77,6 +75,15 @@ DEVICES = MappingProxyType(
         "l40": Hardware(48e9, 864e9, 181.05e12, PCIE_4, source="NVIDIA L40 data sheet; PCIe 4.0"),
         "a100-40gb": Hardware(
             40e9, 1555e9, 312e12, PCIE_4, wire=300e9, source="NVIDIA A100 data sheet; PCIe 4.0, NVLink 3"
+        ),
+        "a100-80gb": Hardware(
+            80e9, 2039e9, 312e12, PCIE_4, wire=300e9, source="NVIDIA A100 data sheet, SXM; PCIe 4.0, NVLink 3"
+        ),
+        "h100": Hardware(
+            80e9, 3350e9, 989.5e12, PCIE_5, wire=450e9, source="NVIDIA H100 data sheet, SXM; PCIe 5.0, NVLink 4"
+        ),
+        "h200": Hardware(
+            141e9, 4800e9, 989.5e12, PCIE_5, wire=450e9, source="NVIDIA H200 data sheet, SXM; PCIe 5.0, NVLink 4"
         ),
         "cpu": Hardware(
             16e9, host.BANDWIDTH, FP32_ON_A_CPU, host.DISK, reached=(1.0, 1.0, 1.0),

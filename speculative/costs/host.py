@@ -14,16 +14,19 @@ the same on every CPU. `heavypath calibrate` measures.
 """
 
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.drafts.draft import Drafting
-from heavypath.speculative.models.forward import Forward
 
-FREE = {torch.float32: 4, torch.bfloat16: 2}  # rows that are multiplied while a weight is read
-MORE = {torch.float32: 8, torch.bfloat16: 4}  # rows whose products take as long as reading it
+if TYPE_CHECKING:  # `heavypath simulate` reads the figures below, and starts no PyTorch for them
+    import torch
+
+    from heavypath.speculative.drafts.draft import Drafting
+    from heavypath.speculative.models.forward import Forward
+
+FREE = {"float32": 4, "bfloat16": 2}  # rows that are multiplied while a weight is read
+MORE = {"float32": 8, "bfloat16": 4}  # rows whose products take as long as reading it
 BANDWIDTH = 60e9  # bytes in a second, of all threads
 DISK = 2e9  # bytes in a second that a disk brings, of a target that is larger than the memory
 LAYER = 20e-6  # seconds of a layer beside its weights, most of which threads wait for each other
@@ -33,14 +36,15 @@ LEVEL, LEVEL_SEQUENCE = 30e-6, 10e-6  # of drawing a level's tokens
 LEVEL_NODES = 2  # that a level has, about
 
 
-def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> float:
+def pass_seconds(work: Work, dtype: "torch.dtype", nodes: int, batch: int) -> float:
     """Of a pass over trees of so many nodes; a type that the compiled pass does not have is taken for fp32."""
-    free, more = FREE.get(dtype, FREE[torch.float32]), MORE.get(dtype, MORE[torch.float32])
+    name = str(dtype).removeprefix("torch.")
+    free, more = FREE.get(name, FREE["float32"]), MORE.get(name, MORE["float32"])
     products = work.weight_bytes / BANDWIDTH * (1 + max(0, batch * nodes - free) / more)
     return products + (work.layers + 1) * LAYER + batch * work.layers * SEQUENCE_LAYER
 
 
-def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes: Sequence[int]) -> Costs:
+def host_costs(target: "Forward", drafting: "Sequence[Drafting]", batch: int, sizes: Sequence[int]) -> Costs:
     """The costs of steps and levels on a CPU, where `batch` sequences are decoded together.
 
     What drafts without a model costs the draws alone.

@@ -17,15 +17,15 @@ the same text on every run. `heavypath calibrate` measures.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.drafts.draft import Drafting
-from heavypath.speculative.drafts.tapped import TappedDraft
-from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.ranks.parts import part_owned
+
+if TYPE_CHECKING:  # `heavypath simulate` reads the figures below, and starts no PyTorch for them
+    import torch
+
+    from heavypath.speculative.drafts.draft import Drafting
+    from heavypath.speculative.models.forward import Forward
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
 LEVEL_NODES = 8  # that a level has, about
@@ -50,8 +50,10 @@ class Device(NamedTuple):
     plain_peak: float
 
     @classmethod
-    def of(cls, device: torch.device) -> "Device":
+    def of(cls, device: "torch.device") -> "Device":
         """The facts that CUDA gives of a device."""
+        import torch
+
         facts: Any = torch.cuda.get_device_properties(device)
         cycles = facts.multi_processor_count * facts.clock_rate * 1e3  # of all multiprocessors in a second
         tensor = TENSOR_CORES.get((facts.major, facts.minor), OTHER_TENSOR_CORES)
@@ -70,12 +72,15 @@ class Work(NamedTuple):
     itemsize: int
 
     @classmethod
-    def of(cls, model: Drafting) -> "Work":
+    def of(cls, model: "Drafting") -> "Work":
         """The work of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
         Of ranks that hold a model together each has its part; their messages to each other are not counted.
 
         Of Medusa heads a level takes one, and the step computes them side by side: no level has layers of its own.
         """
+        from heavypath.speculative.drafts.tapped import TappedDraft
+        from heavypath.speculative.ranks.parts import part_owned
+
         if isinstance(model, TappedDraft):
             passed, layers = model.level_weights(), 0 if model.levels else model.layers
             weights = sum(weight.numel() for weight in passed)
@@ -97,7 +102,7 @@ class Work(NamedTuple):
 
 
 def estimated_costs(
-    target: Forward, drafting: Sequence[Drafting], device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
+    target: "Forward", drafting: "Sequence[Drafting]", device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
 ) -> Costs:
     """The costs of steps and levels. What drafts without a model costs nothing but the kernels of a level.
 

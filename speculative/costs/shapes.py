@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+QWEN3_TOKENS = 151936  # of every Qwen3's vocabulary
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,25 @@ class ModelSize:
         return cls(layers * layer + vocab * hidden, layers, hidden, vocab, vocab * hidden, itemsize)
 
     @classmethod
+    def qwen3(cls, layers: int, hidden: int, between: int, heads: int) -> "ModelSize":
+        """A Qwen3 in 16 bits; it has 8 key heads, and all heads have 128 channels."""
+        layer = 2 * hidden * 128 * (heads + 8) + 3 * hidden * between
+        return cls(layers * layer + QWEN3_TOKENS * hidden, layers, hidden, QWEN3_TOKENS, QWEN3_TOKENS * hidden)
+
+    def tied(self) -> "ModelSize":
+        """The same with the token embedding for its head."""
+        return replace(self, embedding=0)
+
+    @classmethod
     def of_folder(cls, folder: str | Path) -> "ModelSize":
         """The shape of a model in a folder, by its config.json alone: weights need not be there.
 
         Every weight is taken to be multiplied in each pass; of a mixture of experts that are all experts. Raises
         OSError or ValueError for a folder without a config of a causal language model.
         """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
@@ -68,7 +80,7 @@ class ModelSize:
         return replace(self, itemsize=bits / 8)
 
 
-SHAPES = {  # by the models' own config.json, of the papers that bench/research/offloading.py simulates
+SHAPES = {  # by the models' own config.json; the first are those of bench/research/offloading.py
     "llama-2-7b": ModelSize.llama(32, 4096, 11008, 32, 32),
     "llama-2-13b": ModelSize.llama(40, 5120, 13824, 40, 40),
     "llama-2-22b": ModelSize.llama(40, 6656, 17920, 52, 52),  # chargoddard/llama2-22b
@@ -77,6 +89,18 @@ SHAPES = {  # by the models' own config.json, of the papers that bench/research/
     "tinyllama-1.1b": ModelSize.llama(22, 2048, 5632, 32, 4),
     "llama-3-8b": ModelSize.llama(32, 4096, 14336, 32, 8, 128256),
     "llama-3-70b": ModelSize.llama(80, 8192, 28672, 64, 8, 128256),
+    "llama-3.1-8b": ModelSize.llama(32, 4096, 14336, 32, 8, 128256),
+    "llama-3.1-70b": ModelSize.llama(80, 8192, 28672, 64, 8, 128256),
+    "llama-3.1-405b": ModelSize.llama(126, 16384, 53248, 128, 8, 128256),
+    "llama-3.2-1b": ModelSize.llama(16, 2048, 8192, 32, 8, 128256).tied(),
+    "llama-3.2-3b": ModelSize.llama(28, 3072, 8192, 24, 8, 128256).tied(),
+    "llama-3.3-70b": ModelSize.llama(80, 8192, 28672, 64, 8, 128256),
+    "qwen3-0.6b": ModelSize.qwen3(28, 1024, 3072, 16).tied(),
+    "qwen3-1.7b": ModelSize.qwen3(28, 2048, 6144, 16).tied(),
+    "qwen3-4b": ModelSize.qwen3(36, 2560, 9728, 32).tied(),
+    "qwen3-8b": ModelSize.qwen3(36, 4096, 12288, 32),
+    "qwen3-14b": ModelSize.qwen3(40, 5120, 17408, 40),
+    "qwen3-32b": ModelSize.qwen3(64, 5120, 25600, 64),
 }
 
 

@@ -7,7 +7,7 @@ rows:
     decoding       a chain of one node, or of several, after L rows
     verification   a tree of N nodes after L rows
 
-So a few integers say which rows are seen, and no mask of N x (L + N) is made. Once heavypath.speculative is imported,
+So a few integers say which rows are seen, and no mask of N x (L + N) is made. Once a public name is imported,
 
     model.set_attn_implementation("heavypath")            # or from_pretrained(..., attn_implementation="heavypath")
     model(tokens, position_ids=L + depths, cache=cache, tree_subtree_end=tree.subtree_end)
@@ -47,12 +47,6 @@ _SERVED_ELSEWHERE = {
     "indices": ("sparse attention", "eager"),
     "block_indices": ("sparse attention", "eager"),
 }
-
-
-def register() -> None:
-    """Make "heavypath" an attention implementation of transformers."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, visible_rows)
 
 
 def attention_forward(
@@ -333,3 +327,8 @@ def _long_chain(
 
 def _longest_chain(query: Tensor) -> int:
     return MAX_NODES if query.is_cuda else query.shape[2]
+
+
+# heavypath.speculative imports this module with its first name.
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, visible_rows)

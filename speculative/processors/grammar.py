@@ -30,7 +30,7 @@ class Grammar:
         Grammar.lark('start: "yes" | "no"', tokenizer)
 
     One object serves any number of texts. The text ends by an end-of-sequence token once it is complete; where
-    max_new_tokens come first, it is the beginning of a text of the language. Needs `pip install heavypath[grammar]`.
+    max_new_tokens come first, it is the beginning of a text of the language. Needs llguidance, the extra `grammar`.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ def _library() -> Any:
         import llguidance
         import llguidance.hf
     except ImportError:
-        raise ImportError("grammars need llguidance: pip install 'heavypath[grammar]'") from None
+        raise ImportError("grammars need llguidance: `pip install '.[grammar]'` in a checkout") from None
     return llguidance
 
 

@@ -34,7 +34,7 @@ def load_streamed(
               then steps are CUDA graphs
 
     The model is transformers' own: give it to SpeculativeDecoder, or call `generate`. `stream_of(model).close()` ends
-    it before it goes by itself. Needs accelerate (pip install 'heavypath[offload]').
+    it before it goes by itself. Needs accelerate (`pip install '.[offload]'` in a checkout).
 
     Raises ImportError without accelerate, and ValueError for too little memory, or for a device that is not there. It
     raises ValueError, too, for a model that has no list of layers and for files that do not fit it. Raises OSError for
@@ -50,7 +50,7 @@ def load_streamed(
     try:
         import accelerate  # noqa: F401
     except ImportError as error:
-        raise ImportError("weights are streamed by way of accelerate: pip install 'heavypath[offload]'") from error
+        raise ImportError("streamed weights need accelerate: `pip install '.[offload]'` in a checkout") from error
     if Path(folder).is_dir():
         places_of_folder(folder)  # whose errors name the file; transformers has KeyErrors and others for some
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

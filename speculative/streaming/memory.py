@@ -3,8 +3,6 @@
 import re
 from collections.abc import Collection, Sequence
 
-from heavypath.speculative.streaming.stream import SLOTS
-
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -27,6 +25,8 @@ def resident_layers(sizes: Sequence[int], memory: int, wanted: Collection[int], 
     Spread, because what is read while a resident layer computes is then needed soon. Raises ValueError if the memory
     is too little for the layers wanted and two others.
     """
+    from heavypath.speculative.streaming.stream import SLOTS
+
     if sum(sizes) <= memory:
         return [*range(len(sizes))]
     chosen = sorted({*wanted})

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heavypath.speculative.training.settings import LOSS_NAMES
+
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Of log P [.., Vd] of the draft's tokens, and the draft's logits [.., Vd]: the loss and the overlap [..]."""
 
@@ -41,7 +43,7 @@ def lk(target_logprobs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
     return share * divergence + (1 - share) * (1 - overlap), overlap
 
 
-LOSSES: dict[str, Loss] = {"tv-kl": tv_kl, "lk": lk}
+LOSSES: dict[str, Loss] = dict(zip(LOSS_NAMES, (tv_kl, lk), strict=True))
 
 
 def overlap_and_divergence(target_logprobs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,13 @@
 """
 
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from heavypath.speculative.trees.tree import NODE_BITS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MAX_SLOTS = 1 << NODE_BITS
 
@@ -32,11 +33,13 @@ class Confidence:
 
         object.__setattr__(self, "_lines", {})  # beside the fields, which alone are compared and written to profiles
 
-    def lines(self, children: int, device: torch.device) -> Tensor:
+    def lines(self, children: int, device: "torch.device") -> "Tensor":
         """Base and slope of the first `children` children, fp64 [2, children].
 
         They are copied to a device once, and kept as long as this object: a CUDA graph reads them there.
         """
+        import torch
+
         kept: dict[tuple[int, torch.device], Tensor] = self.__dict__["_lines"]
         if (children, device) not in kept:
             index = torch.arange(children).clamp(max=len(self.base) - 1)
@@ -45,6 +48,8 @@ class Confidence:
         return kept[children, device]
 
 
+# Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
+DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
 # Measured on the demo pair at temperature 0.6, with children drawn without replacement.
 DEFAULT_CONFIDENCE = Confidence((0.41, 0.16, 0.12, 0.09, 0.08), (0.5, 0.5, 0.4, 0.3, 0.3))
 

@@ -38,15 +38,16 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from numbers import Integral
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from heavypath.speculative.trees.tree import TokenTree
 
-Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray | Tensor
+if TYPE_CHECKING:  # PyTorch is imported where a tensor is asked for: `heavypath simulate` asks for none
+    from torch import Tensor
+
+Acceptance = Union[Sequence[float], Sequence[Sequence[float]], np.ndarray, "Tensor"]
 PathAcceptance = Callable[[tuple[int, ...]], Sequence[float]]
 
 ROUNDING = 1e-6  # what rows may sum to above 1: they may be fp32
@@ -74,12 +75,19 @@ def expected_tokens(tree: TokenTree, acceptance: Acceptance | PathAcceptance) ->
     child indices and gives the row [child] of the node it leads to. A child beyond the end of its row is never
     accepted, and neither is a node deeper than a 2-D acceptance has rows.
     """
-    return float(node_probabilities(tree, acceptance).sum())
+    return float(_probabilities(tree, acceptance).sum())
 
 
-def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> Tensor:
+def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> "Tensor":
     """The probability that each node is accepted, fp64 [N]; 1 for the root. acceptance: as in `expected_tokens`."""
-    parents, ranks, depths = tree.parents.numpy(), tree.ranks.numpy(), tree.depths.numpy()
+    import torch
+
+    return torch.from_numpy(_probabilities(tree, acceptance))
+
+
+def _probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> np.ndarray:
+    """`node_probabilities` as an array."""
+    parents, ranks, depths = tree.arrays()
     probability = np.ones(len(tree))  # first that of the step from the parent, then the product along the path
     if callable(acceptance):
         paths: list[tuple[int, ...]] = [()]
@@ -98,7 +106,7 @@ def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance)
     above = np.maximum(parents, 0)
     while above.any():  # products over paths of 1, 2, 4, ... edges
         probability, above = probability * probability[above], above[above]
-    return torch.from_numpy(probability)
+    return probability
 
 
 def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None = None) -> TokenTree:
@@ -119,7 +127,7 @@ def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: i
         raise ValueError(f"at most {possible} nodes fit this acceptance and depth {max_depth}, not {size}")
     if possible < size:
         raise ValueError(Rates.of(acceptance).misfit(size, max_depth))
-    return TokenTree(grown.parents, grown.ranks).reordered("heavy_path")[0]
+    return TokenTree(grown.parents, grown.ranks).renumbered("heavy_path")[0]
 
 
 def sequoia_tree(
@@ -223,7 +231,8 @@ class Rates:
         """Check acceptance [child] or [depth, child]; ValueError where it is none."""
         if callable(acceptance):
             raise ValueError("sequoia_tree takes acceptance [child] or [depth, child], not a function of the path")
-        given = torch.as_tensor(acceptance, dtype=torch.float64).numpy(force=True)
+        values: Any = acceptance
+        given = values.double().numpy(force=True) if hasattr(values, "numpy") else np.asarray(values, np.float64)
         if given.ndim not in (1, 2) or given.size == 0:
             raise ValueError(f"acceptance must be [child] or [depth, child], not empty, got shape {[*given.shape]}")
         matrix = given.reshape(-1, given.shape[-1])
@@ -383,7 +392,7 @@ class _Programme:
             ranks.append(rank)
             waiting.append((node, row, rank + 1, nodes - child_nodes))
             waiting.append((len(parents) - 1, int(self._below[row]), 0, child_nodes - 1))
-        return TokenTree(parents, ranks).reordered("heavy_path")[0]
+        return TokenTree(parents, ranks).renumbered("heavy_path")[0]
 
 
 class _Planner(NamedTuple):

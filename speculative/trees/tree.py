@@ -11,14 +11,15 @@ nodes. In preorder the subtree of v is the interval position[v] .. position[v] +
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # a tree is made of arrays, and PyTorch imported where a tensor is asked for
+    from torch import Tensor
 
 Order = Literal["breadth_first", "depth_first", "heavy_path"]
-Integers = Sequence[int] | np.ndarray | Tensor
+Integers = Union[Sequence[int], np.ndarray, "Tensor"]
 
 NODE_BITS = 12  # the noise of a step has so many bits for the number of a node, see `decoding.noise_rows`
 
@@ -123,19 +124,23 @@ class TokenTree:
         return cls([-1, *parents], [0, *ranks])
 
     @property
-    def parents(self) -> Tensor:
+    def parents(self) -> "Tensor":
         """LongTensor[N], the parent of each node; -1 for the root."""
-        return torch.tensor(self._parents)
+        return _tensor(self._parents.copy())
 
     @property
-    def ranks(self) -> Tensor:
+    def ranks(self) -> "Tensor":
         """LongTensor[N], each node's place among its siblings in draw order."""
-        return torch.tensor(self._ranks)
+        return _tensor(self._ranks.copy())
 
     @property
-    def depths(self) -> Tensor:
+    def depths(self) -> "Tensor":
         """LongTensor[N], the number of edges between the root and each node."""
-        return torch.tensor(self._depths)
+        return _tensor(self._depths.copy())
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Parents, ranks and depths as int64 arrays [N], which must not be written to."""
+        return self._parents, self._ranks, self._depths
 
     @property
     def depth(self) -> int:
@@ -148,9 +153,9 @@ class TokenTree:
         return int(self._ranks.max()) + 1 if len(self) > 1 else 0
 
     @property
-    def subtree_size(self) -> Tensor:
+    def subtree_size(self) -> "Tensor":
         """LongTensor[N], the number of nodes in the subtree of each node, itself included."""
-        return torch.tensor(self._sizes)
+        return _tensor(self._sizes.copy())
 
     @property
     def is_depth_first(self) -> bool:
@@ -158,14 +163,14 @@ class TokenTree:
         return not self._strays.any()
 
     @property
-    def subtree_end(self) -> Tensor:
+    def subtree_end(self) -> "Tensor":
         """LongTensor[N]: the subtree of node j is the nodes j .. subtree_end[j] - 1. Needs depth-first order."""
         if not self.is_depth_first:
             raise ValueError(
                 f"subtree_end needs depth-first order, but node {1 + self._strays.argmax()} breaks it; "
                 "call reordered('depth_first')"
             )
-        return torch.from_numpy(np.arange(len(self)) + self._sizes)
+        return _tensor(np.arange(len(self)) + self._sizes)
 
     @cached_property
     def _above(self) -> list[np.ndarray]:
@@ -214,11 +219,11 @@ class TokenTree:
         offsets[children] = 1 + before - before[self._first[self._parents[children]]]
         return self._path_sums(offsets)
 
-    def mask(self) -> Tensor:
+    def mask(self) -> "Tensor":
         """bool [N, N]: [i, j] is true where j is i or an ancestor of i."""
         begin = self._positions.astype(np.int32)  # takes half the time of int64
         end = begin + self._sizes.astype(np.int32)
-        return torch.from_numpy((begin <= begin[:, None]) & (begin[:, None] < end))
+        return _tensor((begin <= begin[:, None]) & (begin[:, None] < end))
 
     def reordered(self, order: Order) -> "tuple[TokenTree, Tensor]":
         """The same tree with other node numbers, and permutation[new] = old, LongTensor[N]. Nodes keep their ranks.
@@ -226,6 +231,11 @@ class TokenTree:
         breadth_first: level by level, siblings by rank. depth_first: preorder, siblings by rank.
         heavy_path: preorder, the child with the largest subtree first (then by rank).
         """
+        tree, permutation = self.renumbered(order)
+        return tree, _tensor(permutation)
+
+    def renumbered(self, order: Order) -> "tuple[TokenTree, np.ndarray]":
+        """`reordered` with an array."""
         if order == "breadth_first":
             permutation = _inverse(self._positions)
             permutation = permutation[self._depths[permutation].argsort(kind="stable")]
@@ -239,7 +249,7 @@ class TokenTree:
             raise ValueError(f"order must be 'breadth_first', 'depth_first' or 'heavy_path', got {order!r}")
         parents = _inverse(permutation)[self._parents[permutation]]
         parents[0] = -1
-        return TokenTree(parents, self._ranks[permutation]), torch.from_numpy(permutation)
+        return TokenTree(parents, self._ranks[permutation]), permutation
 
     def occupied_blocks(self, block_size: int) -> int:
         """The number of block_size x block_size blocks of mask() with a true entry: block-sparse attention's work."""
@@ -266,7 +276,7 @@ class TokenTree:
         kept, new = np.flatnonzero(stays), stays.cumsum() - 1
         parents = new[self._parents[kept]]
         parents[0] = -1
-        return TokenTree(parents, self._ranks[kept]), torch.from_numpy(kept)
+        return TokenTree(parents, self._ranks[kept]), _tensor(kept)
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -308,6 +318,13 @@ class TokenTree:
         return "\n".join(lines)
 
 
+def _tensor(values: np.ndarray) -> "Tensor":
+    """A tensor over the memory of an array."""
+    import torch
+
+    return torch.from_numpy(values)
+
+
 def _inverse(permutation: np.ndarray) -> np.ndarray:
     inverse = np.empty_like(permutation)
     inverse[permutation] = np.arange(len(permutation))
@@ -324,10 +341,10 @@ def _path(given: Sequence[int]) -> tuple[int, ...]:
     return path
 
 
-def _integers(name: str, values: Integers) -> np.ndarray:
+def _integers(name: str, values: Any) -> np.ndarray:
     """A copy as a flat int64 array; ValueError for anything but integers."""
-    if isinstance(values, Tensor):
-        values = values.numpy(force=True) if values.dtype in (torch.int32, torch.long) else values.tolist()
+    if hasattr(values, "numpy"):  # a tensor
+        values = values.numpy(force=True) if str(values.dtype) in ("torch.int32", "torch.int64") else values.tolist()
     if isinstance(values, np.ndarray):
         if values.ndim == 1 and values.dtype.kind == "i":
             return values.astype(np.int64)

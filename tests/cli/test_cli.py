@@ -19,11 +19,10 @@ from command_line import WORDS, assert_refused, save_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.kernels.native import library as native_library
-from heavypath.speculative import LOSSLESS_METHODS, load_demo_pair
-from heavypath.speculative.cli import app as cli_app
-from heavypath.speculative.cli import layers, support
-from heavypath.speculative.cli import planning as cli_planning
+from heavypath.speculative import LOSSLESS_METHODS, calibration, comparison, layer_choice, load_demo_pair
+from heavypath.speculative.cli import support
 from heavypath.speculative.cli.info import advice_of
+from heavypath.speculative.cli.options import Precision
 from heavypath.speculative.layer_choice import LayerChoice
 from heavypath.speculative.threads import Load
 
@@ -133,13 +132,13 @@ def test_demo_compares_all_methods_with_transformers(heavypath):
 
 def test_demo_shows_the_text_and_then_a_table_and_names_a_busy_machine(heavypath, monkeypatch):
     """Drafted by the model, which is faster on a CPU than the head."""
-    drafts, compare = [], cli_app.compare
+    drafts, compare = [], comparison.compare
 
     def compared(target, draft, *given, **more):
         drafts.append(draft)
         return compare(target, draft, *given, **more)
 
-    monkeypatch.setattr(cli_app, "compare", compared)
+    monkeypatch.setattr(comparison, "compare", compared)
     monkeypatch.setattr(support, "current_load", lambda: Load(3.1, 2, 2))
     code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 2, "--temperature", 0.7, "--seed", 1)
     rows = {line[:23].strip(): line.split()[-1] for line in output.splitlines() if line.strip()}
@@ -155,8 +154,8 @@ def test_demo_shows_the_text_and_then_a_table_and_names_a_busy_machine(heavypath
 @pytest.fixture
 def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
     """A profile of the small models, from a text of one's own."""
-    quick = partial(cli_planning.measure, sizes=(1, 2, 6), tokens=6, sequences=3)
-    monkeypatch.setattr(cli_planning, "measure", quick)
+    quick = partial(calibration.calibrate, sizes=(1, 2, 6), tokens=6, sequences=3)
+    monkeypatch.setattr(calibration, "calibrate", quick)
     (tmp_path / "own.txt").write_text("one two three four five six " * 30)
     models = ("--target", folders / "target", "--draft", folders / "draft")
     path = tmp_path / "profile.json"
@@ -218,14 +217,14 @@ def test_layers_are_found_for_a_target_and_prompts_of_ones_own(heavypath, tmp_pa
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("import os\nclass Stack:\n")
     assert_refused(heavypath("layers", "--temperature", 0), 1, "temperature must be above 0")
-    choose, found = layers.choose_layers, []
-    monkeypatch.setattr(layers, "choose_layers", lambda *given, **more: found or choose(*given, **more))
+    choose, found = layer_choice.choose_layers, []
+    monkeypatch.setattr(layer_choice, "choose_layers", lambda *given, **more: found or choose(*given, **more))
     code, output, _ = heavypath("layers", "--prompts", prompts, "--tokens", 2, "--json")
     choices = json.loads(output)["choices"]
     assert code == 0
     assert sorted(len(choice["layers"]) for choice in choices) == [1, 2, 3, 4, 5, 6, 7]
-    for layer_choice, said in (((4, 5), "The best: --draft early-exit:4,5"), ((0, 1), "--draft early-exit:2 ")):
-        found[:] = [LayerChoice(**choices[0] | {"layers": layer_choice, "drafts": 2})]
+    for chosen, said in (((4, 5), "The best: --draft early-exit:4,5"), ((0, 1), "--draft early-exit:2 ")):
+        found[:] = [LayerChoice(**choices[0] | {"layers": chosen, "drafts": 2})]
         assert said in " ".join(heavypath("layers", "--prompts", prompts)[1].split())
     found[:] = [found[0]._replace(drafts=0)]
     assert "No layers of this target draft well enough" in heavypath("layers", "--prompts", prompts)[1]
@@ -244,7 +243,7 @@ def test_info_reports_what_is_installed(heavypath):
     assert {"system", "processor", "compiler", "cache", "environment"} <= facts.keys(), "what a report of a bug needs"
     assert isinstance(facts["advice"], list)
     assert heavypath("--version") == (0, f"heavypath {importlib.metadata.version('heavypath')}\n", "")
-    rows, _, advice = heavypath("info")[1].partition("\n\n")
+    rows, _, advice = heavypath("info", "-v")[1].partition("\n\n")
     assert torch.__version__ in rows
     assert all(re.fullmatch(r"\S.* {2,}\S.*", line) for line in rows.splitlines()), "a space behind every name"
     assert "kernel heavy_path_order  " in rows
@@ -301,7 +300,7 @@ def test_generate_streams_the_targets_own_greedy_text_and_passes_min_p_and_the_p
 
 
 def test_models_get_the_precision_asked_for(heavypath, folders):
-    pair = support.load(str(folders / "target"), str(folders / "draft"), support.Precision.bfloat16)
+    pair = support.load(str(folders / "target"), str(folders / "draft"), Precision.bfloat16)
     assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
     code, _, errors = heavypath("generate", PROMPT, "--max-new-tokens", 2, "--dtype", "bfloat16", "--verbose")
     assert (code, "torch.bfloat16 on" in errors) == (0, True)

@@ -65,4 +65,4 @@ def test_a_second_drafts_vocabulary_is_checked_and_a_plot_without_matplotlib_is_
     refused = heavypath("compare", "one", *models, "--draft", folders / "more words", *OPTIONS)
     assert_refused(refused, 1, "must share one vocabulary, got tokenizers of 7 and 8 tokens")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_refused(heavypath("compare", "x", "--plot", "plot.png"), 1, r"pip install heavypath\[figures\]")
+    assert_refused(heavypath("compare", "x", "--plot", "plot.png"), 1, r"pip install '\.\[figures\]'")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from heavypath.speculative.threads import Load, is_command, usable_cores, wait_passively
+from heavypath.speculative.threads import Load, is_command, running, usable_cores, wait_passively
 
 
 def test_the_command_is_known_by_its_name_and_by_that_of_the_package():
@@ -32,7 +32,10 @@ def test_a_users_own_setting_of_how_threads_wait_stays():
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("arguments", "sleeps"),
-    [(("-m", "heavypath.speculative", "--version"), True), (("-c", "import heavypath.speculative"), False)],
+    [
+        (("-m", "heavypath.speculative", "info", "-v"), True),
+        (("-c", "from heavypath.speculative import METHODS"), False),
+    ],
 )
 def test_the_commands_threads_sleep_while_they_wait_and_other_programs_choose(arguments, sleeps):
     """What GNU's OpenMP itself says when PyTorch is imported, after which nothing changes it."""
@@ -53,6 +56,27 @@ def test_a_machine_is_busy_if_fewer_cores_are_free_than_there_are_threads():
     assert not Load(4.0, 64, 64).busy
     assert Load(20.0, 64, 64).busy
     assert str(Load(3.14, 2, 1)) == "load 3.1 on 2 cores, 1 thread"
+
+
+def test_what_counts_is_the_work_of_the_moment_on_the_cores_that_may_be_used(monkeypatch):
+    """Of core 0 all, of core 1 a quarter, in which waiting for a disk is no work; core 2 belongs to others."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    moments = iter([
+        "cpu 9 9 9 9 9 9 9 9\ncpu0 100 0 50 700 30 1 2 3 0 0\ncpu1 10 0 5 70 3 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0 0 0\n",
+        "cpu 9 9 9 9 9 9 9 9\ncpu0 105 1 52 700 30 1 3 4 0 0\ncpu1 12 0 5 75 4 0 0 0 0 0\ncpu2 9 0 0 0 0 0 0 0 0 0\n",
+    ])  # fmt: skip
+
+    class Stat:
+        def read_text(self, encoding):
+            return next(moments)
+
+    assert running(Stat(), 0) == pytest.approx(1 + 2 / 8)
+
+
+def test_the_average_of_a_minute_counts_where_the_system_tells_no_more(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0, 0))
+    (tmp_path / "stat").write_text("cpu0 0 0 0 0 0 0 0 0 0 0\n")
+    assert running(tmp_path / "stat", 0) == running(tmp_path / "missing", 0) == 1.5
 
 
 def test_a_containers_share_of_the_cores_counts(tmp_path):

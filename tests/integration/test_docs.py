@@ -11,8 +11,8 @@ import pytest
 
 from heavypath.kernels.typical import acceptance
 from heavypath.kernels.verifying import traversal
-from heavypath.speculative import METHODS, DistilSettings, methods
-from heavypath.speculative.cli import distil, planning
+from heavypath.speculative import METHODS, DistilSettings, calibration, methods
+from heavypath.speculative.cli import distil
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.methods import LOSSLESS_FOR, REJECTION, VERIFIERS
 
@@ -46,8 +46,8 @@ def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch
     (tmp_path / "my_prompts.txt").write_text("def read(self, size=-1):\n    return self\n" * 20)
     # A calibration of a few seconds instead of a minute.
     brief = {"sizes": (1, 2, 6), "tokens": 6, "sequences": 3, "batch_sizes": [1, 2], "limit": 5.0}
-    measure = planning.measure
-    monkeypatch.setattr(planning, "measure", lambda *models, **given: measure(*models, **given | brief))
+    measure = calibration.calibrate
+    monkeypatch.setattr(calibration, "calibrate", lambda *models, **given: measure(*models, **given | brief))
     # A training of a few steps, on a few of the files.
     (tmp_path / "kernels").symlink_to(ROOT / "kernels" / "trees")
     few = {"length": 64, "tokens_per_step": 256, "epochs": 0.1, "written": 0.02}

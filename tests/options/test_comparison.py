@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_models import tiny_llama
 
 from heavypath.speculative import PromptLookup, SpeculativeDecoder, TokenTree
-from heavypath.speculative.comparison import ASSISTED, PLAIN, ComparedWay, as_table, compare, headline
+from heavypath.speculative.comparison import ASSISTED, PLAIN, ComparedWay, as_table, compare, headline, over_plain
 from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.files.prompts import read_prompts
@@ -183,7 +183,7 @@ def test_a_plot_has_a_bar_from_quartile_to_quartile_for_each_way(tmp_path, monke
     assert all(f"<!-- {name} -->" in drawn for name in ("chain", "ersd"))
     assert drawn.count("fill: #2b6cb8") == 2
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"a plot needs matplotlib: pip install heavypath\[figures\]"):
+    with pytest.raises(ImportError, match=r"a plot needs matplotlib: `pip install '\.\[figures\]'`"):
         plot_ratios([], tmp_path / "plot.png")
 
 
@@ -199,6 +199,15 @@ def test_the_table_fits_80_columns():
     lines = console.export_text().splitlines()
     assert any(line.split()[:2] == ["transformers", "generate"] for line in lines)
     assert not any("…" in line for line in lines)
+
+
+def test_the_table_has_the_ratio_to_plain_decoding_where_that_was_measured():
+    rows = [row("autoregressive", 4, 5, 6), row("sequoia", 8, 9, 12)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(as_table(rows))
+    shown = [line.split() for line in console.export_text().splitlines() if "law" in line]
+    assert [words[-3] for words in shown] == ["1.00", "2.00"]
+    assert over_plain(rows[1:]) == [None]
 
 
 def test_the_headline_says_what_the_fastest_gains_over_transformers_and_over_plain_decoding():

@@ -34,7 +34,7 @@ from heavypath.speculative.calibration import (
     walk,
     ways_to_draft,
 )
-from heavypath.speculative.cli.planning import warnings_of
+from heavypath.speculative.cli.plan_tables import warnings_of
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.methods import default_verifier, row_of

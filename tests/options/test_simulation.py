@@ -18,6 +18,9 @@ from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
 PUBLISHED = {  # billions of parameters, by the models' cards
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-22b": 21.8, "llama-2-70b": 68.98, "vicuna-33b": 32.5,
     "tinyllama-1.1b": 1.10, "llama-3-8b": 8.03, "llama-3-70b": 70.55,
+    "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.1-405b": 405.9, "llama-3.2-1b": 1.236, "llama-3.2-3b": 3.213,
+    "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19,
+    "qwen3-14b": 14.77, "qwen3-32b": 32.76,
 }  # fmt: skip
 # Round numbers: a byte takes a second by the link, a tenth from memory, and an operation a thousandth.
 PLAIN = Hardware(memory=1e3, bandwidth=10, peak=1e3, link=1, wire=2, collective=3, reached=(1.0, 1.0, 1.0))

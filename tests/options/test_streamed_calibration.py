@@ -12,7 +12,6 @@ from profile_cases import greedy_counts, profile_of
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder, calibrate, calibration
 from heavypath.speculative.calibration import Extent, walk, walk_together, ways_to_draft
-from heavypath.speculative.cli import planning
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts.kinds import as_draft, describe
@@ -139,13 +138,13 @@ def test_the_command_calibrates_within_a_memory_and_generate_takes_the_profile(
 ):
     draft, out = tmp_path / "draft", tmp_path / "profile.json"
     demo_pair[1].save_pretrained(draft)
-    whole, given = planning.measure, {}
+    whole, given = calibration.calibrate, {}
 
     def few(target, *rest, **options):
         given.update(options, streamed=stream_of(target) is not None)
         return whole(target, *rest, **options | {"sizes": (1, 8), "tokens": 8, "sequences": 2, "limit": 2.5})
 
-    monkeypatch.setattr(planning, "measure", few)
+    monkeypatch.setattr(calibration, "calibrate", few)
     pair = ["--target", str(folder), "--draft", str(draft), "--memory", "12M"]
     assert main(["calibrate", *pair, "--temperature", "0", "--out", str(out)]) == 0
     assert given["streamed"]

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
-from heavypath.speculative.cli import app
 from heavypath.speculative.cli.app import main
+from heavypath.speculative.cli.generate import summary
 from heavypath.speculative.costs.host import host_costs, pass_seconds
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
@@ -217,7 +217,7 @@ def test_statistics_say_what_was_read_and_what_was_waited_for(demo_pair, model, 
     assert 0 < stats.streaming.waiting < stats.total_seconds
     assert stats.waiting_share == pytest.approx(stats.streaming.waiting / stats.total_seconds)
     stats.streaming = StreamCounts(10, 0.0, 0.0, untimed=10)  # of steps that are CUDA graphs
-    assert json.loads(json.dumps(app._summary(stats), allow_nan=False))["waiting_share"] is None
+    assert json.loads(json.dumps(summary(stats), allow_nan=False))["waiting_share"] is None
     assert SpeculativeDecoder(demo_pair[0], demo_pair[1]).generate(ids, 4).stats.streaming is None
 
 

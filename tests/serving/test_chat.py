@@ -93,7 +93,7 @@ def test_a_conversation_has_the_text_of_the_target_alone(options, folder, chat):
 def test_the_shipped_pair_continues_the_text_says_so_and_computes_a_turns_new_tokens_alone(chat, prompts, tokenizer):
     code, out, err = chat("--max-new-tokens=24", lines=["import os", "/stats", "import re", "/stats"])
     assert code == 0
-    assert "the tokenizer has no chat template: each answer continues the text of both sides; see --template" in err
+    assert "has read nothing but Python source, and continues code: type `def read_lines(path):`" in err
     assert "sequoia; /help lists the commands" in err
     (_, first), (_, second) = prompts
     text = tokenizer.decode(second)
@@ -102,6 +102,21 @@ def test_the_shipped_pair_continues_the_text_says_so_and_computes_a_turns_new_to
     assert turns[0] == (str(len(first) - 1), "0")
     assert sum(map(int, turns[1])) == len(second) - 1
     assert int(turns[1][0]) < 12 < int(turns[1][1])
+
+
+def test_the_shipped_pair_gets_code_as_it_was_typed_samples_and_stops_at_a_blank_line(chat, prompts, tokenizer):
+    code, out, err = chat("--seed=3", lines=["class Stack:", "    def pop(self):"])
+    assert code == 0
+    assert "An answer ends at a blank line." in err
+    (_, first), (_, second) = prompts
+    assert tokenizer.decode(first) == "class Stack:"
+    assert tokenizer.decode(second).endswith("\n    def pop(self):")
+    answer = out.partition("\n\n")[0]
+    assert answer.startswith("\n    ")
+    ended = re.escape(f"class Stack:{answer}\n\n") + r" *\n    def pop\(self\):"  # the last token may have an indent
+    assert re.fullmatch(ended, tokenizer.decode(second)), "a blank line ends an answer"
+    assert out != chat("--seed=4", lines=["class Stack:", "    def pop(self):"])[1]
+    assert chat("--temperature=0", lines=["x = 1"])[1] == chat("--temperature=0", "--seed=9", lines=["x = 1"])[1]
 
 
 def test_commands_do_what_help_says(folder, chat, prompts):

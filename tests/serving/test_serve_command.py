@@ -11,7 +11,9 @@ import pytest
 from http_server import PATIENCE, ask, client_of, eventually, is_listening, open_stream
 
 from heavypath.speculative.cli import serve as command
+from heavypath.speculative.cli import support
 from heavypath.speculative.cli.app import main
+from heavypath.speculative.loading import Pair
 
 
 def served(*arguments, during):
@@ -94,7 +96,7 @@ def refused(capsys, *arguments):
 
 
 def test_what_cannot_be_served_is_said_in_one_line_before_models_are_loaded(capsys, monkeypatch):
-    monkeypatch.setattr(command, "load", lambda *_: pytest.fail("loads models"))
+    monkeypatch.setattr(support, "load", lambda *_, **__: pytest.fail("loads models"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in refused(capsys, "--port", port)
@@ -107,11 +109,11 @@ def test_what_cannot_be_served_is_said_in_one_line_before_models_are_loaded(caps
     assert "--method must be one of" in refused(capsys, "--method", "fastest")
     assert "nowhere" in refused(capsys, "--target", "nowhere")
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    assert "pip install heavypath[serve]" in refused(capsys)
+    assert "pip install '.[serve]'` in a checkout" in refused(capsys)
 
 
 def test_a_temperature_that_nobody_gave_is_the_models_own_or_one(demo_pair, monkeypatch):
-    pair = command.Pair(demo_pair.target, demo_pair.draft, demo_pair.tokenizer)
+    pair = Pair(demo_pair.target, demo_pair.draft, demo_pair.tokenizer)
     config = demo_pair.target.generation_config
     for sampled, own, expected in ((True, 0.6, 0.6), (False, 0.6, 1.0), (True, None, 1.0), (None, None, 1.0)):
         monkeypatch.setattr(config, "do_sample", sampled)

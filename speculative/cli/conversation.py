@@ -1,0 +1,77 @@
+"""A conversation in a terminal: its messages, and what was computed of them."""
+
+from typing import Any
+
+import torch
+import typer
+from jinja2 import TemplateError
+from transformers import PreTrainedModel
+
+from heavypath.speculative.cli.options import write_now
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.loading import Pair
+from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.output.generation import Generation
+from heavypath.speculative.output.text_stream import TextStream
+
+
+class Conversation:
+    """The messages so far, and what was computed of them.
+
+    options: of `generate`; the seed is that of the first answer, and each answer after it has the next one
+    """
+
+    def __init__(
+        self, pair: Pair, template: str | None, system: str | None, decoder: SpeculativeDecoder, options: dict[str, Any]
+    ):
+        self.decoder = decoder
+        self.last: Generation | None = None
+        self._pair, self._template, self._system, self._options = pair, template, system, options
+        self._past: TextCache | None = None  # held, whatever else the decoder writes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all messages but the system's."""
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._answers = 0
+
+    def answer(self, text: str) -> None:
+        """Answer a message on standard output. A message that cannot be answered is said so, and forgotten."""
+        self._messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        stream = TextStream(self._pair.tokenizer, lambda piece: pieces.append(piece) or write_now(piece))
+        try:
+            self.last = self._generate(stream)
+            self._past = self.last.cache
+        except KeyboardInterrupt:
+            stream.end()
+        except ValueError as error:
+            self._messages.pop()
+            typer.echo(" ".join(str(error).split()), err=True)
+            return
+        write_now("\n")
+        self._answers += 1
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def _generate(self, stream: TextStream) -> Generation:
+        tokenizer, models = self._pair.tokenizer, (self._pair.target, self._pair.draft)
+        try:
+            tokens: Any = tokenizer.apply_chat_template(
+                self._messages, chat_template=self._template, add_generation_prompt=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template cannot write this conversation: {error}") from error
+        texts = [model.config.get_text_config(decoder=True) for model in models if isinstance(model, PreTrainedModel)]
+        positions = min(config.max_position_embeddings for config in texts)
+        if len(tokens) >= positions:
+            raise ValueError(f"the conversation has {len(tokens)} tokens, the models {positions} positions; /reset it")
+        options = self._options | {"seed": self._options["seed"] + self._answers}
+        options["max_new_tokens"] = min(options["max_new_tokens"], positions - len(tokens))
+        return self.decoder.generate(
+            torch.tensor([tokens], device=self._pair.target.device),
+            eos_token_id=self._pair.eos_token_ids,
+            tokenizer=tokenizer,
+            streamer=stream,
+            past=self._past,
+            **options,
+        )

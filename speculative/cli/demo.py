@@ -1,0 +1,89 @@
+"""`heavypath demo`: the shipped pair continues real prompts, and all methods are compared on them."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heavypath.speculative.cli.compare import print_rows
+from heavypath.speculative.cli.options import (
+    LOSSLESS_METHODS,
+    AsJson,
+    Device,
+    Dtype,
+    MaxNewTokens,
+    Seed,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    TreeSize,
+    Verbose,
+    write_now,
+)
+from heavypath.speculative.cli.progress import progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from heavypath.speculative.decoder import SpeculativeDecoder
+    from heavypath.speculative.loading import Pair
+
+
+def demo(
+    max_new_tokens: MaxNewTokens = 64,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of the shipped prompts to continue.")] = 3,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    tree_size: TreeSize = None,
+    device: Device = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Continue real prompts with the shipped pair, then compare all methods with transformers."""
+    from heavypath.kernels.filtering import Filters
+    from heavypath.speculative.cli.support import encode, load, say_if_busy
+    from heavypath.speculative.comparison import compare
+    from heavypath.speculative.decoder import SpeculativeDecoder
+    from heavypath.speculative.demo import demo_prompts
+
+    Filters(temperature, top_k, top_p).check()
+    texts = demo_prompts()
+    if prompts > len(texts):
+        raise ValueError(f"--prompts must be at most {len(texts)}, the number of shipped prompts, got {prompts}")
+    pair = load(dtype=dtype, device=device, threads=threads)
+    inputs = [encode(pair, text) for text in texts[:prompts]]
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    if not as_json:
+        decoder = SpeculativeDecoder(pair.target, pair.draft, tree_size=tree_size)
+        for text, ids in zip(texts, inputs, strict=False):
+            _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
+    say_if_busy()
+    if not as_json:
+        typer.echo(f"comparing {len(LOSSLESS_METHODS) + 2} ways to decode ...", err=True)
+    with progress("comparing the methods", quiet=as_json) as report:
+        rows = compare(
+            pair.target,
+            pair.draft,
+            inputs,
+            max_new_tokens=max_new_tokens,
+            tree_size=tree_size,
+            on_progress=report,
+            **sampling,
+        )
+    settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_size": tree_size, **sampling}
+    print_rows(rows, settings, pair.target.device, as_json=as_json)
+
+
+def _stream_demo_text(decoder: "SpeculativeDecoder", pair: "Pair", text: str, ids: "Tensor", options: dict) -> None:
+    from heavypath.speculative.cli.texts import show_dimmed
+    from heavypath.speculative.output.text_stream import TextStream
+
+    show_dimmed(text)
+    stream = TextStream(pair.tokenizer, write_now)
+    stats = decoder.generate(ids, eos_token_id=pair.eos_token_ids, streamer=stream, **options).stats
+    counts = f"{stats.new_tokens} tokens, {stats.tokens_per_step:.2f} per target forward"
+    show_dimmed(f"\n\n[{decoder.method}: {counts}]\n", end="\n")

@@ -1,0 +1,208 @@
+"""`heavypath generate` continues a text."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from heavypath.speculative.cli.options import (
+    METHODS,
+    AsJson,
+    Chat,
+    Device,
+    Draft,
+    Dtype,
+    HostMemory,
+    JsonSchema,
+    MaxNewTokens,
+    Memory,
+    MinP,
+    ProfileFile,
+    Regex,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Target,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    TraceFile,
+    TreeSize,
+    Verbose,
+    Verifier,
+    check_method,
+    print_json,
+    write_now,
+)
+from heavypath.speculative.cli.progress import reading
+from heavypath.speculative.cli.ranks import join_ranks, leave_ranks, this_rank
+
+if TYPE_CHECKING:
+    from heavypath.speculative.decoding.statistics import Statistics
+    from heavypath.speculative.output.options import SamplingOptions
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue, or - for standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File with the text to continue (UTF-8).")] = None,
+    target: Target = None,
+    draft: Draft = None,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "sequoia",
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: Stop = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    chat: Chat = False,
+    tree_size: TreeSize = None,
+    profile: ProfileFile = None,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="With --profile: choose the tree anew by what is accepted of this text.")
+    ] = False,
+    verifier: Verifier = None,
+    seed: Seed = 0,
+    device: Device = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    memory: Memory = None,
+    host_memory: HostMemory = None,
+    trace: TraceFile = None,
+    show_accepted: Annotated[
+        bool, typer.Option("--show-accepted", help="Colour the tokens that the draft proposed and the target accepted.")
+    ] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
+    ranks = join_ranks()
+    text = _read_prompt(prompt, file) if ranks is None else ranks.decided(lambda: _read_prompt(prompt, file))
+    check_method(method)
+    if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
+        raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
+    if stop and "" in stop:
+        raise ValueError("--stop must be a text to end at, got an empty one")
+    if trace is not None and not trace.parent.is_dir():
+        raise ValueError(f"--trace must be in a folder that exists, got {str(trace)!r}")
+    if profile is not None and tree_size is not None:
+        raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
+    on_terminal = sys.stdout.isatty() if ranks is None else ranks.decided(sys.stdout.isatty)
+    if show_accepted and (as_json or not on_terminal):
+        raise ValueError("--show-accepted colours a text on a terminal; leave it out with --json, files and pipes")
+
+    from heavypath.kernels.filtering import Filters
+    from heavypath.speculative.cli.support import check_choice, encode, grammar_of, load, read_schema
+    from heavypath.speculative.cli.texts import ColouredStream, show_dimmed
+    from heavypath.speculative.decoder import SpeculativeDecoder
+    from heavypath.speculative.output.options import settings_of
+    from heavypath.speculative.output.text_stream import TextStream
+    from heavypath.speculative.profile import Profile
+
+    Filters(temperature, top_k, top_p, min_p).check()
+    check_choice(method, target, draft, verifier)
+    measured = None if profile is None else Profile.load(profile)
+    schema = read_schema(json_schema, regex)
+    pair = load(target, draft, dtype, memory, host_memory, device=device, threads=threads)
+    ids = encode(pair, text, chat=chat)
+    grammar = grammar_of(schema, regex, pair)
+    sampling: SamplingOptions = {
+        "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
+        "eos_token_id": pair.eos_token_ids, "stop_strings": stop or None,
+    }  # fmt: skip
+    pieces: list[str] = []
+    before = [f"{text}\n" if chat else text] if on_terminal and not as_json else []
+    with reading(pair.target, ids.shape[1]) as end_status:
+
+        def write(piece: str) -> None:
+            end_status()
+            while before:  # now that the request is known to be right
+                show_dimmed(before.pop())
+            (pieces.append if as_json else write_now)(piece)
+
+        decoder = SpeculativeDecoder(
+            pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan, verifier=verifier
+        )
+        out = decoder.generate(
+            ids,
+            max_new_tokens,
+            temperature,
+            **sampling,
+            logits_processor=None if grammar is None else [grammar],
+            seed=seed,
+            streamer=(ColouredStream if show_accepted else TextStream)(pair.tokenizer, write),
+            tokenizer=pair.tokenizer,
+            trace=trace,
+        )
+    if as_json:
+        tokens = out.sequences[0, ids.shape[1] :].tolist()
+        vocab_size = pair.target.config.get_text_config(decoder=True).vocab_size
+        in_force = settings_of(temperature, sampling, pair.target.generation_config, vocab_size)
+        tree_size = len(decoder.tree_for(in_force.filters))
+        settings = {
+            "method": method,
+            "verifier": verifier,
+            **in_force.filters._asdict(),
+            "repetition_penalty": in_force.repetition_penalty,
+        }
+        settings |= {"stop": stop or [], "chat": chat, "seed": seed, "regex": regex}
+        settings |= {"json_schema": None if schema is None else json.loads(schema)}
+        settings |= {"max_new_tokens": max_new_tokens, "tree_size": tree_size, "prompt": text}
+        answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": summary(out.stats)}
+        print_json(answer)
+    else:
+        write_now("\n")
+        if this_rank() == 0:
+            typer.echo(f"{out.stats}" if verbose else in_a_line(out.stats), err=True)
+    leave_ranks()
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    place = f" in {str(file)!r}" if file is not None else ""
+    try:
+        if file is not None and prompt is None:
+            text = file.read_text(encoding="utf-8")
+        elif prompt is not None and file is None:
+            text = sys.stdin.read() if prompt == "-" else prompt
+            text.encode()  # an argument or standard input may have bytes that are no text, too
+        else:
+            raise typer.BadParameter("give either a text (or - for standard input) or --file", param_hint="PROMPT")
+    except UnicodeError as error:
+        raise ValueError(f"the prompt{place} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise OSError(f"cannot read the prompt{place}: {error.strerror}") from error
+    if not text:
+        raise ValueError(f"the prompt{place} is empty; expected some text to continue")
+    return text
+
+
+def in_a_line(stats: "Statistics") -> str:
+    """The statistics that matter most; -v shows all."""
+    counts = f"{stats.new_tokens} new tokens in {stats.steps} steps, {stats.tokens_per_step:.2f} tokens per step"
+    law = f"; the text's law is changed by {stats.law_changed_by}" if stats.law_changed_by else ""
+    return f"[{counts}, {stats.tokens_per_second:.0f} tokens per second{law}]"
+
+
+def summary(stats: "Statistics") -> dict:
+    """The statistics as JSON has them."""
+    waiting = None if math.isnan(stats.waiting_share) else stats.waiting_share  # JSON has no NaN
+    return {
+        "law_changed_by": stats.law_changed_by,
+        "verification": stats.verification,
+        "steps": stats.steps,
+        "new_tokens": stats.new_tokens,
+        "tokens_per_step": stats.tokens_per_step,
+        "tokens_per_second": stats.tokens_per_second,
+        "acceptance_by_rank": stats.acceptance_by_rank,
+        "acceptance_by_depth": stats.acceptance_by_depth,
+        "cache_bytes": stats.cache_bytes,
+        **({} if stats.streaming is None else stats.streaming._asdict() | {"waiting_share": waiting}),
+        "seconds": stats.seconds,
+        "total_seconds": stats.total_seconds,
+    }

@@ -1,0 +1,142 @@
+"""Options that commands share. Nothing here is slow to import: PyTorch and the models' code are loaded by a command.
+
+So `--help`, `--version` and wrong options are answered at once. The words that stand for methods and the like are those
+of the package; tests/cli/test_start.py compares them.
+"""
+
+import json
+import logging
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+LOSSLESS_METHODS = (
+    "autoregressive", "chain", "specinfer", "spectr", "sequoia", "dyspec", "rsd-c", "rsd-s", "ersd", "eagle-2", "top-k",
+    "naive", "naive-distinct",
+)  # fmt: skip
+METHODS = (*LOSSLESS_METHODS, "typical-lossy")
+VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
+MAX_NODES = 2048  # of a tree
+
+
+class Precision(StrEnum):
+    """Of weights, activations and caches."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _show_log_lines(context: typer.Context, verbose: bool) -> bool:
+    """Write the package's log lines to standard error until the command ends."""
+    if verbose:
+        logger, handler = logging.getLogger("heavypath"), logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+        before = logger.level
+        logger.setLevel(logging.DEBUG)
+        context.call_on_close(lambda: (logger.removeHandler(handler), logger.setLevel(before)))
+    return verbose
+
+
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; > 0 samples.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 for all.")]
+TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that reach this probability.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Sample among tokens at least this probable, as a share of the likeliest one.")
+]
+Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name in the Hugging Face cache.")]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="A draft model or trained head, given alike; or demo-head, prompt-lookup, lookahead, "
+        "early-exit:LAYERS, or retrieval:PATH (texts). Several: A+B beside each other, 2*A+4*B for so many levels, "
+        "merge:A+B for sequences of each (methods specinfer, naive, naive-distinct, top-k)."
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="Where the models run: cpu, cuda, or cuda:1 for the second GPU. Default: a GPU if there is one."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="CPU threads. Default: as OMP_NUM_THREADS says, else 1 for the shipped pair on a CPU, else a thread for "
+        "each core.",
+    ),
+]
+Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="End the text with this string; repeat it for several. It is part of the text.")
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1, tokens of the text so far, prompt included, become less likely.")
+]
+JsonSchema = Annotated[
+    Path | None, typer.Option(help="Write JSON of the schema in this file, without whitespace between its tokens.")
+]
+Regex = Annotated[str | None, typer.Option(help="Write what matches this regular expression from begin to end.")]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="The prompt is a user's message: put it into the tokenizer's chat template.")
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for the target's weights, such as 8G, a GPU's if there is one; what is more is read from its "
+        "folder, or from the host's memory, for each tree (needs accelerate)."
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="With --memory on a GPU: what layers may take of the host's memory; others are read from disk."),
+]
+TreeSize = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        max=MAX_NODES,
+        help="Nodes of the drafted tree. Default: 5 on a CPU; on a GPU, and with --memory, as many as are expected to "
+        "pay.",
+    ),
+]
+ProfileFile = Annotated[
+    Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the tree.")
+]
+Verifier = Annotated[
+    str | None,
+    typer.Option(
+        help=f"How drafted tokens are verified: {', '.join(VERIFIERS)}. For methods of recursive rejection; each has a "
+        "default."
+    ),
+]
+TraceFile = Annotated[
+    Path | None, typer.Option(help="Also write into this file, for `trace`, what each step drafted and accepted.")
+]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", callback=_show_log_lines, help="Say on standard error what is chosen and done."),
+]
+
+
+def check_method(name: str) -> None:
+    """Raise ValueError for a method that there is not."""
+    if name not in METHODS:
+        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {name!r}")
+
+
+def print_json(content: dict) -> None:
+    """Write one JSON object, in one line, to standard output."""
+    typer.echo(json.dumps(content))
+
+
+def write_now(text: str) -> None:
+    """Write a part of a text to standard output, without waiting for a line's end."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,126 @@
+"""Tables of `heavypath plan`: the best tree of each method, its bound, its gain, and what limits it."""
+
+import torch
+from rich import box
+from rich.table import Column, Table
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.costs.table import Costs
+from heavypath.speculative.output.page import sampling_in_words
+from heavypath.speculative.profile import MeasuredAcceptance, Profile
+from heavypath.speculative.trees.bounds import tree_bounds
+
+NOTES = (
+    "expected: tokens per step of the target. For naive it is a little too low, as it does not count the children of "
+    "equal siblings together.",
+    "bound: no tree of so many nodes is expected to yield more. It is the least of four: merged is ERSD's lemma 4.2, "
+    "leaves a form of its theorem 4.1; renewal and moments are our own. heavypath.speculative.trees.bounds has the "
+    "proofs.",
+    "speed-up: over plain decoding of as many sequences, by the costs that were measured. What follows +- is one "
+    "standard error, by the "
+    "timings' spread and by the number of nodes whose acceptance was counted.",
+    "MBSU: memory-bound speed-up, expected / (1 + depth x draft's parameters / target's parameters) (RSD).",
+    "rsd-s, dyspec and eagle-2 grow their trees anew in each step: shown is the static tree that gives their size.",
+)
+
+
+def warnings_of(profile: Profile) -> list[str]:
+    """A line for each sampling at which even the best trees, those of sequoia, are expected not to pay."""
+    lines = []
+    for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
+        planned = profile.plan("sequoia", filters)
+        if len(planned.plan.tree) > 1:
+            continue
+        costs = profile.costs.at(1)
+        unit, smallest = costs.step[1], min(size for size in costs.step if size > 1)
+        error = costs.step_error.get(smallest, 0.0) / unit
+        lines.append(
+            f"{sampling_in_words(filters._asdict())}: this draft does not pay here, and --profile will decode without "
+            f"it. Its first token is accepted with probability {float(planned.acceptance.rates()[0, 0]):.2f}; a step "
+            f"over {smallest} nodes takes {costs.step[smallest] / unit:.2f} ± {error:.2f} steps of plain decoding, "
+            f"drafting a level {costs.level / unit:.2f} ± {costs.level_error / unit:.2f}"
+        )
+    return lines
+
+
+def limit(profile: Profile, method: str, filters: Filters) -> dict:
+    """The limit on the plan of a method under some sampling."""
+    planned = profile.plan(method, filters)
+    return {
+        "temperature": filters.temperature,
+        "method": method,
+        "speedup": planned.plan.speedup,
+        **profile.limit(method, planned)._asdict(),
+    }
+
+
+def limit_in_words(facts: dict) -> str:
+    """The same in a line."""
+    return (
+        f"{facts['method']}: {facts['speedup']:.2f} times as fast as plain decoding, limited by {facts['limited_by']}, "
+        f"{facts['without_that']:.2f} without that; up to {facts['free_nodes']} nodes a step takes the time of reading "
+        "weights (bandwidth)"
+    )
+
+
+def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict:
+    """The figures of the best tree of a method, under some sampling and for so many sequences."""
+    found = profile.plan(method, filters, batch)
+    planned, acceptance = found
+    tree = planned.tree
+    limits = tree_bounds(_dominating(acceptance), len(tree))
+    return {
+        "temperature": filters.temperature,
+        "method": method,
+        "sequences": batch,
+        "nodes": len(tree),
+        "depth": tree.depth,
+        "expected_tokens": planned.expected_tokens,
+        "expected_tokens_error": found.tokens_error,
+        "bound": limits.least,
+        "bound_by": limits.tightest,
+        "speedup": planned.speedup,
+        "speedup_error": profile.speedup_error(found, batch),
+        "mbsu": profile.mbsu(planned),
+    }
+
+
+def _dominating(measured: MeasuredAcceptance) -> torch.Tensor:
+    """An acceptance vector [child] under which every best tree yields at least what it yields under the measured rates.
+
+    Each of its partial sums is the largest that any depth has. A best tree has larger subtrees below likelier children,
+    and then a sum over children grows with the partial sums of the acceptance (Abel summation).
+    """
+    sums = measured.rates().cumsum(1).amax(0)
+    return sums.diff(prepend=sums.new_zeros(1))
+
+
+def table(rows: list[dict], key: str = "method") -> Table:
+    """The rows, each with what it has under `key` first."""
+    table = Table(Column(key, no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("nodes", "depth", "expected", "bound", "by", "speed-up", "MBSU"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        figures = (
+            f"{row['expected_tokens']:.2f} ± {row['expected_tokens_error']:.2f}",
+            f"{row['bound']:.2f}",
+            row["bound_by"],
+            f"{row['speedup']:.2f} ± {row['speedup_error']:.2f}",
+            f"{row['mbsu']:.2f}",
+        )
+        table.add_row(str(row[key]), str(row["nodes"]), str(row["depth"]), *figures)
+    return table
+
+
+def costs_in_words(costs: Costs, batch: int) -> str:
+    """The costs of steps of a batch, with errors, in milliseconds."""
+    steps = ", ".join(
+        f"{size}: {_milliseconds(seconds, costs.step_error.get(size, 0.0))}" for size, seconds in costs.step.items()
+    )
+    level = _milliseconds(costs.level, costs.level_error)
+    of = "1 sequence" if batch == 1 else f"{batch} sequences"
+    return f"milliseconds of a step of {of} by nodes, in {costs.rounds} rounds: {steps}; of drafting a level: {level}"
+
+
+def _milliseconds(seconds: float, error: float) -> str:
+    return f"{1e3 * seconds:.3g} ± {1e3 * error:.1g}"

@@ -1,0 +1,49 @@
+"""Texts on a terminal: the prompt dimmed, and tokens that a draft proposed in a colour."""
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from heavypath.speculative.output.text_stream import TextStream
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def show_dimmed(text: str, end: str = "") -> None:
+    """Write a text to standard output, dimmed if that is a terminal."""
+    Console(highlight=False, soft_wrap=True).print(Text(text, style="dim"), end=end)
+
+
+class ColouredStream(TextStream):
+    """A `TextStream` that colours the tokens which the draft proposed.
+
+    A step gives the accepted tokens and, last, the one that the target drew. Where the text's end cuts a step short,
+    its last token counts as the target's. A character of several tokens has the colour of its last one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
+        super().__init__(tokenizer, self._coloured)
+        self._out, self._drafted, self._begun = write, False, False
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt the first time, then the tokens of a step."""
+        if not self._begun:
+            self._begun = True
+            super().put(value)
+            return
+        tokens = value.flatten()
+        self._drafted = True
+        super().put(tokens[:-1])
+        self._drafted = False
+        super().put(tokens[-1:])
+
+    def end(self) -> None:
+        """Write what was held back. The next `put` gives another prompt."""
+        super().end()
+        self._begun = False
+
+    def _coloured(self, piece: str) -> None:
+        self._out(f"{GREEN}{piece}{PLAIN}" if self._drafted and piece else piece)

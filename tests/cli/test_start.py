@@ -1,0 +1,89 @@
+"""The start of the `heavypath` command: what it does not import, and that its words are those of the package."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from heavypath.kernels import ordering
+from heavypath.kernels.attention import kernel
+from heavypath.speculative import calibration, methods
+from heavypath.speculative.cli import options, planning, simulation
+from heavypath.speculative.costs.simulation import SIZES
+from heavypath.speculative.training.losses import LOSSES, lk, tv_kl
+
+SLOW = ("torch", "transformers", "triton", "heavypath.speculative.public", "heavypath.speculative.decoder")
+COMMANDS = (
+    "demo", "generate", "chat", "serve", "compare", "info", "calibrate", "plan", "distil", "layers", "trace",
+    "simulate",
+)  # fmt: skip
+
+
+def test_the_words_of_options_are_those_of_the_package():
+    """They are written twice, since the package's own come with PyTorch."""
+    assert tuple(methods.METHODS) == options.METHODS
+    assert options.LOSSLESS_METHODS == methods.LOSSLESS_METHODS
+    assert options.VERIFIERS == methods.VERIFIERS
+    assert options.MAX_NODES == kernel.MAX_NODES == ordering.MAX_NODES
+    assert simulation.SIZES == SIZES
+    assert planning.LIMIT == calibration.LIMIT
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in options.Precision)
+    assert {"tv-kl": tv_kl, "lk": lk} == LOSSES
+
+
+def test_help_has_the_commands_that_are_needed_first_before_the_others(heavypath):
+    code, text, _ = heavypath("--help")
+    listed = re.findall(r"^│ (\w+)  ", text.partition("Commands")[2], re.MULTILINE)
+    assert (code, listed) == (0, [*COMMANDS])
+
+
+def loaded(*lines):
+    """The modules that are slow to import and that a new process has imported after these command lines."""
+    program = f"""
+import contextlib, io, sys
+from pathlib import Path
+from heavypath.speculative.cli import app, info
+info.DRIVER, info.DEVICES = Path("/none"), ()  # as on a machine without a GPU
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    codes = [app.main(line.split()) for line in {lines!r}]
+print(*codes)
+print(*[name for name in {(*SLOW, "numpy")!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    codes, modules = done.stdout.splitlines()
+    return [int(code) for code in codes.split()], modules.split()
+
+
+@pytest.mark.integration
+def test_what_computes_nothing_imports_nothing_that_is_slow():
+    assert loaded("--version", "--help", "info", *(f"{command} --help" for command in COMMANDS)) == (15 * [0], [])
+    wrong = ("generate", "generate x --beams 4", "generate x --method medusa", "compare", "serve --method medusa", "no")
+    codes, modules = loaded(*wrong)
+    assert all(codes)
+    assert modules == []
+
+
+@pytest.mark.integration
+def test_simulate_imports_no_pytorch():
+    lines = (
+        "simulate",
+        "simulate --device h100 --ranks 1,2 --memory 8G --json",
+        "simulate --acceptance 0.7,0.1 --bits 4",
+    )
+    assert loaded(*lines) == ([0, 0, 0], ["numpy"])
+
+
+@pytest.mark.integration
+def test_without_triton_a_command_says_what_is_missing_in_one_line():
+    program = """
+import sys
+sys.modules["triton"] = None
+from heavypath.speculative.cli.app import main
+assert main(["--version"]) == 0
+assert main(["generate", "x"]) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("heavypath: triton is not installed, which has packages for Linux alone; it comes with ")
