@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from heavypath.speculative.threads import is_command, wait_passively
+from heavypath.speculative.costs.threads import is_command, wait_passively
 
 if TYPE_CHECKING:
     from heavypath.speculative.public import *  # noqa: F403

@@ -17,7 +17,7 @@ import typer
 
 from heavypath.kernels.native.library import SWITCH, cache_folder, compiler_path, library, library_name
 from heavypath.speculative.cli.options import AsJson, Verbose, print_json
-from heavypath.speculative.threads import Load, default_threads, running, usable_cores, waiting
+from heavypath.speculative.costs.threads import Load, default_threads, running, usable_cores, waiting
 
 if TYPE_CHECKING:
     import torch

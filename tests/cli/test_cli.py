@@ -23,8 +23,8 @@ from heavypath.speculative import LOSSLESS_METHODS, calibration, comparison, lay
 from heavypath.speculative.cli import support
 from heavypath.speculative.cli.info import advice_of
 from heavypath.speculative.cli.options import Precision
+from heavypath.speculative.costs.threads import Load
 from heavypath.speculative.layer_choice import LayerChoice
-from heavypath.speculative.threads import Load
 
 PROMPT = "def read(self, size=-1):\n"
 MODULE = [sys.executable, "-m", "heavypath.speculative"]

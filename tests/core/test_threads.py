@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from heavypath.speculative.threads import Load, is_command, running, usable_cores, wait_passively
+from heavypath.speculative.costs.threads import Load, is_command, running, usable_cores, wait_passively
 
 
 def test_the_command_is_known_by_its_name_and_by_that_of_the_package():

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from heavypath.speculative.cli import support
 from heavypath.speculative.cli.app import main
-from heavypath.speculative.threads import Load
+from heavypath.speculative.costs.threads import Load
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six")
 
