@@ -168,8 +168,11 @@ def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
 
 def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, calibrated, tmp_path):
     _, path = calibrated
-    code, output, _ = heavypath("plan", path, "--method", "chain", "--temperature", 1, "--svg", tmp_path / "tree.svg")
-    assert code == 0
+    drawn = ("--svg", tmp_path / "tree.svg")
+    code, output, errors = heavypath("plan", path, "--method", "chain", "--temperature", 1, *drawn)
+    assert (code, errors) == (0, f"wrote {tmp_path / 'tree.svg'}\n")
+    nowhere = heavypath("plan", path, "--svg", tmp_path / "none" / "tree.svg")
+    assert_refused(nowhere, 1, "--svg must be in a folder that exists")
     assert re.findall(r"^temperature ([\d.]+)$", output, re.M) == ["0.0", "0.6", "1.0"]
     assert {*re.findall(r"^ *(\S+)", output, re.M)} > {*LOSSLESS_METHODS} - {"autoregressive"}
     assert "The tree of chain, temperature 1.0:" in output.replace("\n", " ")

@@ -57,6 +57,19 @@ def test_a_draft_equal_to_the_target_is_always_accepted(tiny_pair):
     assert out.stats.steps == 9  # of 5 tokens, but for the last
 
 
+def test_a_decoder_says_what_it_is(tiny_pair):
+    target, draft = tiny_pair[:2]
+    name = "SpeculativeDecoder(target=LlamaForCausalLM, draft="
+    assert repr(SpeculativeDecoder(target, draft)) == f"{name}LlamaForCausalLM, method='sequoia', tree=5 nodes)"
+    assert (
+        repr(SpeculativeDecoder(target, None, "autoregressive"))
+        == f"{name}None, method='autoregressive', tree=1 nodes)"
+    )
+    assert "draft=PromptLookup, method='dyspec', tree=9 nodes" in repr(
+        SpeculativeDecoder(target, PromptLookup(), "dyspec", tree_size=9, width=2, max_depth=4)
+    )
+
+
 def test_statistics_add_up(demo_pair):
     target, draft, tokenizer = demo_pair
     ids = tokenizer(demo_prompts()[0], return_tensors="pt").input_ids
