@@ -60,7 +60,11 @@ class Recorded(NamedTuple):
 
 
 class Recordings(Launcher):
-    """Replays steps on a CPU by `kernels.native.recording`."""
+    """Replays steps on a CPU by `kernels.native.recording`.
+
+    A growing tree's step asks whether the tree is as large as the last one. It asks while it drafts, which may be done
+    twice; then it is recorded anew.
+    """
 
     def __init__(self) -> None:
         self._known = dict[tuple[Step, int], Recorded | None]()  # None where a step has an obstacle
@@ -68,10 +72,10 @@ class Recordings(Launcher):
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
         """See `Launcher`."""
         known = self._known.get((step, slots))
-        if known is not None:
-            known.recording.replay()
+        if known is not None and known.recording.replay():
             return known.result
-        if not again or (step, slots) in self._known or not step.peers.is_alone:  # a collective cannot be replayed
+        is_refused = known is None and (step, slots) in self._known
+        if not again or is_refused or not step.peers.is_alone:  # a collective cannot be replayed
             return launch(lap)
         with recorded() as recording:
             stepped = launch(lambda phase: do(partial(lap, phase)))

@@ -14,6 +14,14 @@ from transformers import Cache
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.native.recording import do
+
+
+def rows_of_nodes(node_rows: Tensor, path: Tensor) -> Tensor:
+    """The rows LongTensor[B, P] of a path's nodes; after the path it means nothing, as `path`."""
+    rows = torch.empty_like(path)
+    do(lambda: torch.gather(node_rows, 1, path.clamp(min=0), out=rows))
+    return rows
 
 
 class RowCache:
@@ -74,7 +82,7 @@ class RowCache:
         node_rows: LongTensor[B, N], the row of each node after the prefix, where it is not the node's own number
         """
         if node_rows is not None:
-            path = node_rows.gather(1, path.clamp(min=0))
+            path = rows_of_nodes(node_rows, path)
         compact_unchecked([self.keys, self.values], path=path, length=length, prefix_length=prefix_length)
 
     def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:

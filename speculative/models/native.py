@@ -7,7 +7,7 @@ a small model has some two hundred of those, each of which costs microseconds be
 from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_double, c_int64, c_void_p
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
-from heavypath.kernels.native.products import TYPES, WeightStruct
-from heavypath.kernels.native.recording import dense, do
+from heavypath.kernels.native.products import TYPES, NormStruct, WeightStruct
+from heavypath.kernels.native.recording import Arguments, dense, do, fields
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.linear import Linears, Packed, are_plain
@@ -24,13 +24,10 @@ from heavypath.speculative.models.linear import Linears, Packed, are_plain
 FEW_ROWS = 8  # from which on PyTorch's products of 16 bits are faster
 
 
-class _Norm(Structure):
-    _fields_ = [("weight", c_void_p), ("epsilon", c_double)]
-
-
 class _NativeLayer(Structure):
     _fields_ = [
-        *((name, _Norm) for name in ("norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, NormStruct) for name in ("norm", "mlp_norm", "query_norm", "key_norm", "beside")),
+        ("keeps_normed", c_int64),
         *((name, WeightStruct) for name in ("project", "mix", "gate_and_up", "down")),
         ("scaling", c_double),
         ("window", c_int64),
@@ -39,39 +36,72 @@ class _NativeLayer(Structure):
 
 class _Model(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        ("layer", c_void_p),
-        ("embedding", c_void_p),
-        ("norm", _Norm),
+        *fields("layers hidden heads kv_heads head_dim intermediate *layer *embedding"),
+        ("norm", NormStruct),
         ("head", WeightStruct),
+        *fields("vocab *proposed given"),
+        ("join", WeightStruct),
+        ("feeds_back_normed", c_int64),
     ]
 
 
-class _Call(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("batch", "nodes")),
-        *((name, c_void_p) for name in ("tokens", "positions", "cache_rows", "rotary")),
-        *((name, c_int64) for name in ("rotary_positions", "rope_limit")),
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("cache_size", "batch_stride", "layer_stride", "head_stride")),
-        ("lengths", c_void_p),
-        ("length_step", c_int64),
-        *((name, c_void_p) for name in ("mask", "ends")),
-        *((name, c_int64) for name in ("mask_step", "columns")),
-        *((name, c_void_p) for name in ("scratch", "logits", "taps")),
-        ("threads", c_int64),
-    ]
+class _Call(Arguments):
+    _fields_ = fields(
+        "batch nodes *count *tokens *positions *cache_rows *rotary rotary_positions rope_limit *keys *values cache_size "
+        "batch_stride layer_stride head_stride *lengths length_step *mask *ends own_masks columns *given *scratch wanted "
+        "*logits *outputs outputs_stride *taps threads"
+    )
+
+
+class Ends(NamedTuple):
+    """The parts of a pass before and after its layers; those with defaults are of heads that read given states.
+
+    embedding:  [V, H]
+    norm:       the last one; None for none
+    lm_head:    a linear layer
+    vocab_size: of the logits
+    given:      columns of the given states
+    join:       the linear layer that the first layer's input is made by, of embedding and given states side by side;
+                None for the given states themselves
+    proposed:   LongTensor[Vd], the tokens that the outputs of the lm_head are; None for all in their order
+    feeds_back_normed: whether `Fed.outputs` are behind the last norm
+    """
+
+    embedding: Tensor
+    norm: Norm | None
+    lm_head: nn.Linear
+    vocab_size: int
+    given: int = 0
+    join: nn.Linear | None = None
+    proposed: Tensor | None = None
+    feeds_back_normed: bool = False
+
+
+class GivenStates(NamedTuple):
+    """The further arguments of a pass of a head.
+
+    given:   [B, N, F], hidden states beside the tokens
+    count:   LongTensor[1], how many nodes there are now, at most N: then the first B * count rows are those of all
+             tensors; None for N
+    outputs: [B, rows, H]: what entries below these are given, written to their cache rows; None for nowhere
+    wanted:  of how many of the last nodes there are outputs and logits
+    """
+
+    given: Tensor
+    count: Tensor | None
+    outputs: Tensor | None
+    wanted: int
 
 
 class NativePass:
-    """The compiled pass over some of the layers of a Llama-family model.
+    """The compiled pass over layers of a Llama-family model, or of a head.
 
     layers: as `LlamaForward` describes them; rope_limit: as `Forward`'s
     """
 
-    def __init__(self, layers: Sequence[Any], model: Any, norm: Norm, linears: Linears, rope_limit: int | None):
-        config, self._rope_limit = model.config, -1 if rope_limit is None else rope_limit
-        self._kept: list[object] = []  # what the structures point to
+    def __init__(self, layers: Sequence[Any], ends: Ends, linears: Linears, rope_limit: int | None = None):
+        self._rope_limit = -1 if rope_limit is None else rope_limit
+        self._kept: list[object] = [layers, ends]  # what the structures point to
 
         def packed(modules: Sequence[nn.Linear], paired: bool = False) -> WeightStruct:
             copied = linears.copy_of(modules, paired)
@@ -80,38 +110,39 @@ class NativePass:
 
         structures = (_NativeLayer * len(layers))()
         for own, layer in zip(structures, layers, strict=True):
-            own.norm, own.mlp_norm = self._norm(layer.norm), self._norm(layer.mlp_norm)
-            if layer.head_norms is not None:
-                own.query_norm, own.key_norm = map(self._norm, layer.head_norms)
+            norms = layer.norm, layer.mlp_norm, *(layer.head_norms or (None, None)), layer.hidden_norm
+            for place, norm in zip((own.norm, own.mlp_norm, own.query_norm, own.key_norm, own.beside), norms, strict=True):
+                place.take(norm)
+            own.keeps_normed = layer.norm_before_residual
             own.project, own.mix = packed(layer.projections), packed([layer.mixing])
             own.gate_and_up, own.down = packed(layer.gates, paired=True), packed([layer.last])
             own.scaling, own.window = layer.scaling, layer.window or 0
-        embedding = model.get_input_embeddings().weight
-        self._kept += [structures, embedding]
-        first = model.model.layers[0]
+        query, key, _ = (len(projection.weight) // layers[0].head_dim for projection in layers[0].projections)
+        self._kept.append(structures)
         self._model = _Model(
             layers=len(layers),
-            hidden=embedding.shape[1],
-            heads=len(first.self_attn.q_proj.weight) // first.self_attn.head_dim,
-            kv_heads=config.num_key_value_heads,
-            head_dim=first.self_attn.head_dim,
-            intermediate=len(first.mlp.gate_proj.weight),
+            hidden=ends.embedding.shape[1],
+            heads=query,
+            kv_heads=key,
+            head_dim=layers[0].head_dim,
+            intermediate=len(layers[0].gates[0].weight),
             layer=addressof(structures),
-            embedding=embedding.data_ptr(),
-            norm=self._norm(norm),
-            head=packed([model.lm_head]),
+            embedding=ends.embedding.data_ptr(),
+            head=packed([ends.lm_head]),
+            vocab=ends.vocab_size,
+            proposed=None if ends.proposed is None else ends.proposed.data_ptr(),
+            given=ends.given,
+            feeds_back_normed=ends.feeds_back_normed,
         )
-        self._vocab_size: int = len(model.lm_head.weight)
+        self._model.norm.take(ends.norm)
+        if ends.join is not None:
+            self._model.join = packed([ends.join])
         self._bytes = sum(kept.blocks.weight.nbytes for kept in self._kept if isinstance(kept, Packed))
-        self._dtype = embedding.dtype
+        self._dtype = ends.embedding.dtype
 
     def takes(self, rows: int) -> bool:
         """True if so many rows are faster by the compiled pass; for 16 bits processors may have instructions."""
         return self._dtype == torch.float32 or rows <= FEW_ROWS
-
-    def _norm(self, norm: Norm) -> _Norm:
-        self._kept.append(norm)
-        return _Norm(norm.weight.data_ptr(), norm.epsilon)
 
     def __call__(
         self,
@@ -123,73 +154,78 @@ class NativePass:
         *,
         needs_logits: bool = True,
         taps: Taps | None = None,
+        states: GivenStates | None = None,
     ) -> Tensor:
-        """As of `LlamaForward`."""
+        """As of `LlamaForward`; with `states` logits [B, wanted, V] of a head."""
         lib = compiled()
         assert cache.rotary is not None
         batch, nodes = tokens.shape
         rotary, lengths, (keys, values) = cache.rotary, dense(mask.prefix_length), cache.read(0)
         layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
-        given = [*map(dense, (tokens, positions, cache_rows))]
-        ends = seen = None
-        if mask.ancestor_mask is not None:
-            seen = dense(mask.ancestor_mask)
-            own, columns = seen.dim() > 2 and len(seen) > 1, seen.shape[-1]
-        else:
-            assert mask.subtree_end is not None
-            ends = dense(mask.subtree_end)
-            own, columns = ends.dim() > 1 and len(ends) > 1, nodes
-        logits = torch.empty(batch, nodes if needs_logits else 0, self._vocab_size, dtype=self._dtype)
+        ends = None if mask.subtree_end is None else dense(mask.subtree_end)
+        seen = None if mask.ancestor_mask is None else dense(mask.ancestor_mask)
+        shape = ends[..., None, :] if seen is None and ends is not None else seen
+        assert shape is not None
+        given, count, outputs, wanted = GivenStates(torch.empty(0), None, None, nodes) if states is None else states
+        logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype)
         call = _Call(
             batch=batch,
             nodes=nodes,
-            tokens=given[0].data_ptr(),
-            positions=given[1].data_ptr(),
-            cache_rows=given[2].data_ptr(),
-            rotary=rotary.data_ptr(),
+            count=count,
+            tokens=dense(tokens),
+            positions=dense(positions),
+            cache_rows=dense(cache_rows),
+            rotary=rotary,
             rotary_positions=rotary.shape[-3],
             rope_limit=self._rope_limit,
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
+            keys=keys,
+            values=values,
             cache_size=keys.shape[2],
             batch_stride=keys.stride(0),
             layer_stride=layer_bytes // keys.itemsize,
             head_stride=keys.stride(1),
-            lengths=lengths.data_ptr(),
+            lengths=lengths,
             length_step=int(lengths.dim() > 0 and len(lengths) > 1),
-            mask=None if seen is None else seen.data_ptr(),
-            ends=None if ends is None else ends.data_ptr(),
-            mask_step=(columns if seen is None else nodes * columns) if own else 0,
-            columns=columns,
-            logits=logits.data_ptr() if needs_logits else None,
+            mask=seen,
+            ends=ends,
+            own_masks=shape.dim() > 2 and len(shape) > 1,
+            columns=shape.shape[-1],
+            given=dense(given),
+            wanted=wanted,
+            logits=logits if needs_logits else None,
+            outputs=outputs,
+            outputs_stride=0 if outputs is None else outputs.stride(0),
             threads=thread_count(self._bytes),
         )
         tapped: dict[int, Tensor] = {}
         if taps is not None:
             tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in taps.numbers}
             places = (c_void_p * (self._model.layers + 1))()
-            for number, states in tapped.items():
-                places[number] = states.data_ptr()
+            for number, tap in tapped.items():
+                places[number] = tap.data_ptr()
             call.taps = addressof(places)
+            call.kept += places, tapped
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)))
         call.scratch = scratch.data_ptr()
-        run = getattr(lib, f"llama_{TYPES[self._dtype]}")
-        kept = self, call, given, rotary, lengths, keys, values, seen, ends, scratch, logits, tapped
-        do(partial(run, byref(self._model), byref(call)), kept)
+        call.kept += self, scratch
+        do(partial(getattr(lib, f"llama_{TYPES[self._dtype]}"), byref(self._model), byref(call)), call)
         if taps is not None:
             taps.take(tapped, tokens, cache_rows)
         return logits
 
 
 def native_pass(
-    layers: Sequence[Any], model: Any, norm: Norm, linears: Linears, rope_limit: int | None
+    layers: Sequence[Any], weights: Sequence[Tensor], ends: Ends, linears: Linears, rope_limit: int | None = None
 ) -> NativePass | None:
-    """The compiled pass of a model, or None where it has parts that are not compiled, or no memory for their copies."""
-    every = [each for layer in layers for each in layer.linears] + [model.lm_head]
-    weights = [*model.parameters()]
+    """The compiled pass of a model, or None where it has parts that are not compiled, or no memory for their copies.
+
+    weights: all that the pass reads
+    """
+    further = [ends.lm_head] if ends.join is None else [ends.lm_head, ends.join]
+    every = [each for layer in layers for each in layer.linears] + further
     one_type = len({(weight.dtype, weight.device) for weight in weights}) == 1 and weights[0].dtype in TYPES
     plain = all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
-    usual = all(layer.gated is silu_product for layer in layers) and model.get_input_embeddings().weight.shape[1] > 0
+    usual = all(layer.gated is silu_product for layer in layers) and ends.embedding.shape[1] > 0
     if not (linears.can_copy and one_type and plain and usual and are_plain(every)):
         return None
-    return NativePass(layers, model, norm, linears, rope_limit)
+    return NativePass(layers, ends, linears, rope_limit)
