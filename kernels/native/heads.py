@@ -1,4 +1,4 @@
-"""What trained heads do beside their passes, by the compiled kernels, see heads.cpp."""
+"""Trained heads beside their passes by the compiled kernels, see heads.cpp: entries, features, Medusa heads."""
 
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
@@ -22,8 +22,8 @@ class _RootEntries(Arguments):
 
 class _NodeEntries(Arguments):
     _fields_ = fields(
-        "batch count row_bytes *lengths *cache_rows *positions *parent_rows *outputs outputs_step *prefix *rows *places "
-        "*given"
+        "batch count row_bytes *lengths *cache_rows *positions *parent_rows *outputs outputs_step *prefix *rows "
+        "*places *given"
     )
 
 

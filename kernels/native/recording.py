@@ -11,11 +11,6 @@ allocates results. This takes as long as the kernels of a small model. Recorded,
 Everything that computes must go through `do`. Other computations would be done once and never again, so a recording
 looks out for them. Any operation of PyTorch but views and allocations is an obstacle, and so is a function that takes
 its reference in PyTorch or NumPy (`choose_impl`). A recording cannot see other computations of NumPy.
-
-A step that branches on what it has computed does so by `ask`. A replay in which an answer is another one stops there:
-
-    if not recording.replay():
-        result = step()                  # from its beginning: what it did before it asked must do no harm if done twice
 """
 
 import threading
@@ -34,10 +29,6 @@ from heavypath.kernels.native.library import compiled
 
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "detach_", "alias"}
 _of_thread = threading.local()
-
-
-class _OtherAnswer(Exception):
-    """A question has another answer than when it was recorded."""
 
 
 class Recording(TorchDispatchMode):
@@ -60,27 +51,9 @@ class Recording(TorchDispatchMode):
         self.calls.append(call)
         self.kept.append(kept)
 
-    def ask(self, question: Callable[[], Any]) -> Any:
-        """The answer to a question about what was computed, which a replay must get, too."""
-        found: list[Any] = []
-        self.do(lambda: found.append(question()), None)
-        (answer,) = found
-
-        def again() -> None:
-            if question() != answer:
-                raise _OtherAnswer
-
-        self.calls[-1] = again
-        return answer
-
     def replay(self) -> bool:
-        """Run all calls again, or those before a question that has another answer this time: then False."""
-        try:
-            for call in self.calls:
-                call()
-        except _OtherAnswer:
-            return False
-        return True
+        """Run all calls again, but end at one that returns False, see `questions`; False then."""
+        return all(call() is not False for call in self.calls)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,12 +87,6 @@ def do(call: Callable[[], object], kept: object = None) -> None:
         call()
     else:
         recording.do(call, kept)
-
-
-def ask(question: Callable[[], Any]) -> Any:
-    """The answer to a question about what was computed; a replay in which it is another one stops there."""
-    recording: Recording | None = getattr(_of_thread, "recording", None)
-    return question() if recording is None else recording.ask(question)
 
 
 def refuse(obstacle: str) -> None:

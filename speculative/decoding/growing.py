@@ -29,7 +29,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import ask, do
+from heavypath.kernels.native.questions import ask
+from heavypath.kernels.native.recording import do
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.trees.assembly import assemble
 from heavypath.kernels.trees.growing import grow

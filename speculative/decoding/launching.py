@@ -60,11 +60,7 @@ class Recorded(NamedTuple):
 
 
 class Recordings(Launcher):
-    """Replays steps on a CPU by `kernels.native.recording`.
-
-    A growing tree's step asks whether the tree is as large as the last one. It asks while it drafts, which may be done
-    twice; then it is recorded anew.
-    """
+    """Replays steps on a CPU by `kernels.native.recording`; one that branches is recorded anew."""
 
     def __init__(self) -> None:
         self._known = dict[tuple[Step, int], Recorded | None]()  # None where a step has an obstacle
@@ -74,8 +70,7 @@ class Recordings(Launcher):
         known = self._known.get((step, slots))
         if known is not None and known.recording.replay():
             return known.result
-        is_refused = known is None and (step, slots) in self._known
-        if not again or is_refused or not step.peers.is_alone:  # a collective cannot be replayed
+        if not again or (known is None and (step, slots) in self._known) or not step.peers.is_alone:
             return launch(lap)
         with recorded() as recording:
             stepped = launch(lambda phase: do(partial(lap, phase)))

@@ -17,13 +17,6 @@ from heavypath.kernels.layers.rotary import store_rows
 from heavypath.kernels.native.recording import do
 
 
-def rows_of_nodes(node_rows: Tensor, path: Tensor) -> Tensor:
-    """The rows LongTensor[B, P] of a path's nodes; after the path it means nothing, as `path`."""
-    rows = torch.empty_like(path)
-    do(lambda: torch.gather(node_rows, 1, path.clamp(min=0), out=rows))
-    return rows
-
-
 class RowCache:
     """keys and values [B, heads, rows, D], with a row for each token of a text.
 
@@ -81,9 +74,11 @@ class RowCache:
         prefix_length: LongTensor[B], rows before the tree
         node_rows: LongTensor[B, N], the row of each node after the prefix, where it is not the node's own number
         """
+        rows = path
         if node_rows is not None:
-            path = rows_of_nodes(node_rows, path)
-        compact_unchecked([self.keys, self.values], path=path, length=length, prefix_length=prefix_length)
+            rows = torch.empty_like(path)
+            do(lambda: torch.gather(node_rows, 1, path.clamp(min=0), out=rows))
+        compact_unchecked([self.keys, self.values], path=rows, length=length, prefix_length=prefix_length)
 
     def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
         """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""

@@ -47,24 +47,19 @@ class _Model(Structure):
 
 class _Call(Arguments):
     _fields_ = fields(
-        "batch nodes *count *tokens *positions *cache_rows *rotary rotary_positions rope_limit *keys *values cache_size "
-        "batch_stride layer_stride head_stride *lengths length_step *mask *ends own_masks columns *given *scratch wanted "
-        "*logits *outputs outputs_stride *taps threads"
+        "batch nodes *count *tokens *positions *cache_rows *rotary rotary_positions rope_limit *keys *values "
+        "cache_size batch_stride layer_stride head_stride *lengths length_step *mask *ends own_masks columns *given "
+        "*scratch wanted *logits *outputs outputs_stride *taps threads"
     )
 
 
 class Ends(NamedTuple):
-    """The parts of a pass before and after its layers; those with defaults are of heads that read given states.
+    """The parts of a pass before and after its layers. Those with defaults are of heads, which read given states, too.
 
-    embedding:  [V, H]
-    norm:       the last one; None for none
-    lm_head:    a linear layer
-    vocab_size: of the logits
-    given:      columns of the given states
-    join:       the linear layer that the first layer's input is made by, of embedding and given states side by side;
-                None for the given states themselves
-    proposed:   LongTensor[Vd], the tokens that the outputs of the lm_head are; None for all in their order
-    feeds_back_normed: whether `Fed.outputs` are behind the last norm
+    embedding: [V, H]; norm: the last one, or None; vocab_size: of the logits; given: columns of the given states
+    join:      the linear layer that makes the first layer's input of embedding and given states; None for these alone
+    proposed:  LongTensor[Vd], the tokens that the outputs of the lm_head are; None for all in their order
+    feeds_back_normed: whether outputs are behind the last norm
     """
 
     embedding: Tensor
@@ -78,19 +73,17 @@ class Ends(NamedTuple):
 
 
 class GivenStates(NamedTuple):
-    """The further arguments of a pass of a head.
+    """The further arguments of a head's pass.
 
-    given:   [B, N, F], hidden states beside the tokens
-    count:   LongTensor[1], how many nodes there are now, at most N: then the first B * count rows are those of all
-             tensors; None for N
-    outputs: [B, rows, H]: what entries below these are given, written to their cache rows; None for nowhere
-    wanted:  of how many of the last nodes there are outputs and logits
+    given:   [B, N, F]; outputs: [B, rows, H], in which those of the last nodes are kept, in their cache rows
+    wanted:  of how many of the last nodes there are outputs and logits; None for all
+    count:   LongTensor[1], how many nodes there are now: the first B * count rows of all tensors; None for N
     """
 
-    given: Tensor
-    count: Tensor | None
-    outputs: Tensor | None
-    wanted: int
+    given: Tensor | None = None
+    wanted: int | None = None
+    outputs: Tensor | None = None
+    count: Tensor | None = None
 
 
 class NativePass:
@@ -101,44 +94,36 @@ class NativePass:
 
     def __init__(self, layers: Sequence[Any], ends: Ends, linears: Linears, rope_limit: int | None = None):
         self._rope_limit = -1 if rope_limit is None else rope_limit
-        self._kept: list[object] = [layers, ends]  # what the structures point to
+        structures = (_NativeLayer * len(layers))()
+        self._kept: list[object] = [layers, ends, structures]  # what the model's structure points to
 
         def packed(modules: Sequence[nn.Linear], paired: bool = False) -> WeightStruct:
             copied = linears.copy_of(modules, paired)
             self._kept.append(copied)
             return copied.blocks.struct
 
-        structures = (_NativeLayer * len(layers))()
         for own, layer in zip(structures, layers, strict=True):
             norms = layer.norm, layer.mlp_norm, *(layer.head_norms or (None, None)), layer.hidden_norm
-            for place, norm in zip((own.norm, own.mlp_norm, own.query_norm, own.key_norm, own.beside), norms, strict=True):
-                place.take(norm)
+            for (name, _), norm in zip(own._fields_, norms, strict=False):
+                getattr(own, name).take(norm)
             own.keeps_normed = layer.norm_before_residual
             own.project, own.mix = packed(layer.projections), packed([layer.mixing])
             own.gate_and_up, own.down = packed(layer.gates, paired=True), packed([layer.last])
             own.scaling, own.window = layer.scaling, layer.window or 0
-        query, key, _ = (len(projection.weight) // layers[0].head_dim for projection in layers[0].projections)
-        self._kept.append(structures)
+        embedding, first = ends.embedding, layers[0]
+        heads, kv_heads, _ = (len(projection.weight) // first.head_dim for projection in first.projections)
         self._model = _Model(
-            layers=len(layers),
-            hidden=ends.embedding.shape[1],
-            heads=query,
-            kv_heads=key,
-            head_dim=layers[0].head_dim,
-            intermediate=len(layers[0].gates[0].weight),
-            layer=addressof(structures),
-            embedding=ends.embedding.data_ptr(),
-            head=packed([ends.lm_head]),
-            vocab=ends.vocab_size,
-            proposed=None if ends.proposed is None else ends.proposed.data_ptr(),
-            given=ends.given,
-            feeds_back_normed=ends.feeds_back_normed,
-        )
+            len(layers), embedding.shape[1], heads, kv_heads, first.head_dim, len(first.gates[0].weight),
+            addressof(structures), embedding.data_ptr(), head=packed([ends.lm_head]), vocab=ends.vocab_size,
+            given=ends.given, feeds_back_normed=ends.feeds_back_normed,
+        )  # fmt: skip
         self._model.norm.take(ends.norm)
+        if ends.proposed is not None:
+            self._model.proposed = ends.proposed.data_ptr()
         if ends.join is not None:
             self._model.join = packed([ends.join])
         self._bytes = sum(kept.blocks.weight.nbytes for kept in self._kept if isinstance(kept, Packed))
-        self._dtype = ends.embedding.dtype
+        self._dtype = embedding.dtype
 
     def takes(self, rows: int) -> bool:
         """True if so many rows are faster by the compiled pass; for 16 bits processors may have instructions."""
@@ -157,46 +142,24 @@ class NativePass:
         states: GivenStates | None = None,
     ) -> Tensor:
         """As of `LlamaForward`; with `states` logits [B, wanted, V] of a head."""
-        lib = compiled()
-        assert cache.rotary is not None
-        batch, nodes = tokens.shape
-        rotary, lengths, (keys, values) = cache.rotary, dense(mask.prefix_length), cache.read(0)
+        lib, (batch, nodes), rotary = compiled(), tokens.shape, cache.rotary
+        assert rotary is not None
+        lengths, (keys, values) = dense(mask.prefix_length), cache.read(0)
         layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
-        ends = None if mask.subtree_end is None else dense(mask.subtree_end)
-        seen = None if mask.ancestor_mask is None else dense(mask.ancestor_mask)
-        shape = ends[..., None, :] if seen is None and ends is not None else seen
+        ends, seen = (None if each is None else dense(each) for each in (mask.subtree_end, mask.ancestor_mask))
+        shape = seen if ends is None else ends[..., None, :]
         assert shape is not None
-        given, count, outputs, wanted = GivenStates(torch.empty(0), None, None, nodes) if states is None else states
+        given, wanted, outputs, count = states or GivenStates()
+        wanted = nodes if wanted is None else wanted
         logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype)
         call = _Call(
-            batch=batch,
-            nodes=nodes,
-            count=count,
-            tokens=dense(tokens),
-            positions=dense(positions),
-            cache_rows=dense(cache_rows),
-            rotary=rotary,
-            rotary_positions=rotary.shape[-3],
-            rope_limit=self._rope_limit,
-            keys=keys,
-            values=values,
-            cache_size=keys.shape[2],
-            batch_stride=keys.stride(0),
-            layer_stride=layer_bytes // keys.itemsize,
-            head_stride=keys.stride(1),
-            lengths=lengths,
-            length_step=int(lengths.dim() > 0 and len(lengths) > 1),
-            mask=seen,
-            ends=ends,
-            own_masks=shape.dim() > 2 and len(shape) > 1,
-            columns=shape.shape[-1],
-            given=dense(given),
-            wanted=wanted,
-            logits=logits if needs_logits else None,
-            outputs=outputs,
-            outputs_stride=0 if outputs is None else outputs.stride(0),
-            threads=thread_count(self._bytes),
-        )
+            batch, nodes, count, dense(tokens), dense(positions), dense(cache_rows), rotary, rotary.shape[-3],
+            self._rope_limit, keys, values, keys.shape[2], keys.stride(0), layer_bytes // keys.itemsize, keys.stride(1),
+            lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen, ends, shape.dim() > 2 and len(shape) > 1,
+            shape.shape[-1], None if given is None else dense(given), wanted=wanted,
+            logits=logits if needs_logits else None, outputs=outputs,
+            outputs_stride=0 if outputs is None else outputs.stride(0), threads=thread_count(self._bytes),
+        )  # fmt: skip
         tapped: dict[int, Tensor] = {}
         if taps is not None:
             tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in taps.numbers}

@@ -4,7 +4,7 @@ from copy import copy, deepcopy
 
 import pytest
 import torch
-from drafted_cases import PROMPTS, assert_later_turns_agree, drafted_nodes, steps_of
+from drafted_cases import PROMPTS, assert_later_turns_agree, drafted_nodes
 from head_cases import VARIANTS, head_of
 from kernel_cases import needs_compiler
 from medusa_checkpoints import heads_of
@@ -94,9 +94,9 @@ def compare_calls(monkeypatch, compare, exact=None):
         def read_alone(draft, states, cache, tokens, rows, taps=kind.taps):
             taps(draft, cache).read([each.to(draft.dtype) for each in states], tokens, rows)
 
-        def taps(draft, cache, taps=kind.taps, read=beside("taps", read_alone)):
+        def taps(draft, cache, taps=kind.taps, read_alone=read_alone):
             def both(states, tokens, rows):
-                read(draft, states, cache, tokens, rows)
+                beside("taps", read_alone)(draft, states, cache, tokens, rows)
 
             return Taps(taps(draft, cache).numbers, both)
 
@@ -183,7 +183,8 @@ def assert_equal(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert len(one) == len(other)
         for each, another in zip(one, other, strict=True):
-            assert torch.equal(each, another) if isinstance(each, torch.Tensor) else all(map(torch.equal, each, another))
+            pair = ([one] if isinstance(one, torch.Tensor) else one for one in (each, another))
+            assert all(map(torch.equal, *pair))
 
 
 @pytest.mark.parametrize("method", ["sequoia", "specinfer", "dyspec", "rsd-s", "eagle-2"])

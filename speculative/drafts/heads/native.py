@@ -3,9 +3,6 @@
 `HeadDraft` does the same with PyTorch's operations, and is the reference.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from heavypath.kernels.layers.rms_norm import Norm
@@ -45,7 +42,7 @@ class NativeHead:
 
     def prefill(self, features: Tensor, tokens: Tensor, rows: Tensor, cache: HeadCache, mask: TreeMask) -> None:
         """Make the entries at rows LongTensor[B, N], of features [B, N, F] and the tokens behind theirs."""
-        states = GivenStates(features, None, None, wanted=0)
+        states = GivenStates(features, wanted=0)
         self._over(tokens, rows, rows, cache, mask, needs_logits=False, states=states)
 
     def keep(self, taps: list[Tensor], tokens: Tensor, cache_rows: Tensor, cache: HeadCache) -> None:
@@ -55,5 +52,5 @@ class NativeHead:
     def _pass(self, entries: Entries, cache: HeadCache, wanted: int) -> Tensor:
         tokens, positions, rows, prefix, seen, given, count = entries
         mask = TreeMask(prefix_length=prefix, visible_rows=cache.outputs.shape[1], ancestor_mask=seen)
-        states = GivenStates(given, count, cache.outputs, wanted)
+        states = GivenStates(given, wanted, cache.outputs, count)
         return self._over(tokens, positions, rows, cache, mask, states=states)

@@ -22,7 +22,7 @@ from heavypath.speculative.models.forward import Forward, Taps, as_logits
 from heavypath.speculative.models.linear import Linears, are_plain
 
 
-class _Part(NamedTuple):
+class _Linear(NamedTuple):
     """The weight and bias of a linear layer."""
 
     weight: Tensor
@@ -91,10 +91,10 @@ class MedusaDraft(TappedDraft):
         if not (linears.can_copy and usual and self.target.ranks is None):
             return None
         layers = [
-            [linears.copy_of([_Part(*pair)]).blocks for pair in zip(weights, biases, strict=True)]
+            [linears.copy_of([_Linear(weight, bias)]).blocks for weight, bias in zip(weights, biases, strict=True)]
             for weights, biases in zip(heads.weight, heads.bias, strict=True)
         ]
-        lm_heads = [_Part(own, None) for own in heads.lm_heads] if heads.lm_heads is not None else [lm_head]
+        lm_heads = [_Linear(own, None) for own in heads.lm_heads] if heads.lm_heads is not None else [lm_head]
         return MedusaWeights(layers, [linears.copy_of([each]).blocks for each in lm_heads])
 
     def new_cache(self, batch: int, rows: int) -> MedusaCache:
