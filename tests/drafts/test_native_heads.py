@@ -4,7 +4,14 @@ from copy import copy, deepcopy
 
 import pytest
 import torch
-from drafted_cases import PROMPTS, assert_later_turns_agree, drafted_nodes
+from drafted_cases import (
+    PROMPTS,
+    assert_equal,
+    assert_later_turns_agree,
+    assert_replays_as_run,
+    drafted,
+    drafted_nodes,
+)
 from head_cases import VARIANTS, head_of
 from kernel_cases import needs_compiler
 from medusa_checkpoints import heads_of
@@ -12,11 +19,8 @@ from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native import library as native_library
-from heavypath.kernels.native.recording import Recording
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.calibration import Extent, walk, ways_to_draft
-from heavypath.speculative.decoding import runner as runner_module
-from heavypath.speculative.decoding.launching import Launcher
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.medusa.draft import MedusaDraft
@@ -161,43 +165,12 @@ def test_a_call_in_16_bits_is_as_near_as_that_of_pytorch(kind, target, monkeypat
     assert 0 < errors[0] <= 1.6**2 * errors[1]
 
 
-def drafted(decoder, prompts, **options):
-    """Of each prompt the text, and for each step the drafted tokens and the logits that they were drawn from."""
-    steps, run = [], decoder.runner.run
-
-    def noting(*given, **more):
-        each = (stepped := run(*given, **more)).drafted
-        if each.logits is not None:  # which are undefined after leaves
-            parents = each.parents.expand(len(each.tokens), -1)[:, 1:, None]
-            drawn_from = each.logits.gather(1, parents.expand(-1, -1, each.logits.shape[2]))
-            steps.append((each.tokens.clone(), drawn_from.where(each.tokens[:, 1:, None] >= 0, 0)))
-        return stepped
-
-    decoder.runner.run = noting
-    texts = [decoder.generate(prompt[None], **options).sequences for prompt in prompts]
-    decoder.runner.run = run
-    return texts, steps
-
-
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert len(one) == len(other)
-        for each, another in zip(one, other, strict=True):
-            pair = ([one] if isinstance(one, torch.Tensor) else one for one in (each, another))
-            assert all(map(torch.equal, *pair))
-
-
 @pytest.mark.parametrize("method", ["sequoia", "specinfer", "dyspec", "rsd-s", "eagle-2"])
 @pytest.mark.parametrize("kind", ["eagle-1", "eagle-3.1", "eagle-3, four tokens", "medusa"])
 def test_a_recorded_step_does_what_one_does_that_is_not(kind, method, target, monkeypatch, tmp_path):
-    replays, replay = [], Recording.replay
-    monkeypatch.setattr(Recording, "replay", lambda self: (replays.append(replay(self)), replays[-1])[1])
     decoder = SpeculativeDecoder(target, draft_of(kind, target, tmp_path), method, tree_size=8)
-    options = {"max_new_tokens": 40, "temperature": 0.8, "seed": 3}
-    found = drafted(decoder, MORE_PROMPTS, **options)
+    replays = assert_replays_as_run(decoder, MORE_PROMPTS, monkeypatch, max_new_tokens=40, temperature=0.8, seed=3)
     assert sum(replays) > 10
-    monkeypatch.setattr(runner_module, "Recordings", Launcher)
-    assert_equal(found, drafted(decoder, MORE_PROMPTS, **options))
 
 
 @pytest.mark.parametrize("kind", ["eagle-3", "medusa"])
