@@ -76,12 +76,12 @@ class GivenStates(NamedTuple):
     """The further arguments of a head's pass.
 
     given:   [B, N, F]; outputs: [B, rows, H], in which those of the last nodes are kept, in their cache rows
-    wanted:  of how many of the last nodes there are outputs and logits; None for all
+    wanted:  of how many of the last nodes there are outputs and logits
     count:   LongTensor[1], how many nodes there are now: the first B * count rows of all tensors; None for N
     """
 
-    given: Tensor | None = None
-    wanted: int | None = None
+    given: Tensor | None
+    wanted: int
     outputs: Tensor | None = None
     count: Tensor | None = None
 
@@ -149,28 +149,26 @@ class NativePass:
         ends, seen = (None if each is None else dense(each) for each in (mask.subtree_end, mask.ancestor_mask))
         shape = seen if ends is None else ends[..., None, :]
         assert shape is not None
-        given, wanted, outputs, count = states or GivenStates()
-        wanted = nodes if wanted is None else wanted
+        given, wanted, outputs, count = states or GivenStates(None, nodes)
         logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype)
         call = _Call(
             batch, nodes, count, dense(tokens), dense(positions), dense(cache_rows), rotary, rotary.shape[-3],
             self._rope_limit, keys, values, keys.shape[2], keys.stride(0), layer_bytes // keys.itemsize, keys.stride(1),
             lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen, ends, shape.dim() > 2 and len(shape) > 1,
-            shape.shape[-1], None if given is None else dense(given), wanted=wanted,
-            logits=logits if needs_logits else None, outputs=outputs,
+            shape.shape[-1], None if given is None else dense(given), wanted=wanted, outputs=outputs,
             outputs_stride=0 if outputs is None else outputs.stride(0), threads=thread_count(self._bytes),
         )  # fmt: skip
-        tapped: dict[int, Tensor] = {}
-        if taps is not None:
-            tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in taps.numbers}
+        numbers = () if taps is None else taps.numbers
+        tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in numbers}
+        if tapped:
             places = (c_void_p * (self._model.layers + 1))()
             for number, tap in tapped.items():
                 places[number] = tap.data_ptr()
             call.taps = addressof(places)
             call.kept += places, tapped
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)))
-        call.scratch = scratch.data_ptr()
-        call.kept += self, scratch
+        call.scratch, call.logits = scratch.data_ptr(), logits.data_ptr() if needs_logits else None
+        call.kept += self, scratch, logits
         do(partial(getattr(lib, f"llama_{TYPES[self._dtype]}"), byref(self._model), byref(call)), call)
         if taps is not None:
             taps.take(tapped, tokens, cache_rows)
@@ -184,8 +182,7 @@ def native_pass(
 
     weights: all that the pass reads
     """
-    further = [ends.lm_head] if ends.join is None else [ends.lm_head, ends.join]
-    every = [each for layer in layers for each in layer.linears] + further
+    every = [*(each for layer in layers for each in layer.linears), *filter(None, (ends.lm_head, ends.join))]
     one_type = len({(weight.dtype, weight.device) for weight in weights}) == 1 and weights[0].dtype in TYPES
     plain = all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
     usual = all(layer.gated is silu_product for layer in layers) and ends.embedding.shape[1] > 0
