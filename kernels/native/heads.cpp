@@ -18,7 +18,7 @@ struct RootEntries {
     const int64_t* text;                           // [B, rows]
     const uint8_t *features, *outputs;             // [B, rows, F]
     int64_t text_step, features_step, outputs_step;  // from one sequence to the next, of the last two in bytes
-    int64_t* count;                                // becomes n, the entries of each sequence
+    int64_t* present;                              // becomes n, the entries of each sequence
     int64_t *tokens, *entry_rows, *prefix;         // [B, n] twice; [B]
     uint8_t *mask, *given;                         // [B, n, most], [B, n, F]
 };
@@ -30,7 +30,7 @@ inline void enter_roots(const RootEntries& e) {
         count = std::max(count, std::min(e.most, e.lengths[b] - e.known[b]));
         e.known[b] = e.lengths[b];
     }
-    *e.count = count;
+    *e.present = count;
     for (int64_t b = 0; b < e.batch; b++) {
         const bool drafted = e.drafted && e.drafted[b] > 0;
         const int64_t length = e.lengths[b], first = drafted ? std::max<int64_t>(0, length - 1) : 0;

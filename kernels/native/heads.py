@@ -16,7 +16,7 @@ from heavypath.kernels.native.recording import Arguments, dense, fields, launch
 class _RootEntries(Arguments):
     _fields_ = fields(
         "batch most rows row_bytes *root *lengths *drafted *known *text *features *outputs text_step features_step "
-        "outputs_step *count *tokens *entry_rows *prefix *mask *given"
+        "outputs_step *present *tokens *entry_rows *prefix *mask *given"
     )
 
 
@@ -50,7 +50,7 @@ class Entries(NamedTuple):
     prefix: LongTensor[B], rows before the columns of the mask
     mask:   bool [B, n, M] or [n, M]
     given:  [B, n, F]
-    count:  LongTensor[1], the n that there are now: the first B * n rows of each tensor; None for all
+    present: LongTensor[1], the n that there are now: the first B * n rows of each tensor; None for all
     """
 
     tokens: Tensor
@@ -59,7 +59,7 @@ class Entries(NamedTuple):
     prefix: Tensor
     mask: Tensor
     given: Tensor
-    count: Tensor | None = None
+    present: Tensor | None = None
 
 
 class Kept(NamedTuple):
@@ -82,16 +82,16 @@ def root_entries(root: Tensor, lengths: Tensor, drafted: Tensor | None, most: in
     features, outputs, text, known = kept
     batch, size = len(root), features.element_size()
     tokens, rows = torch.empty(2, batch * most, dtype=torch.long).unbind()
-    prefix, count = torch.empty(batch, dtype=torch.long), torch.empty(1, dtype=torch.long)
+    prefix, present = torch.empty(batch, dtype=torch.long), torch.empty(1, dtype=torch.long)
     mask, given = torch.empty(batch, most, most, dtype=torch.bool), features.new_empty(batch, most, features.shape[2])
     call = _RootEntries(
         batch, most, features.shape[1], size * features.shape[2], dense(root), dense(lengths),
         None if drafted is None else dense(drafted), known, text, features, outputs,
-        text.stride(0), size * features.stride(0), size * outputs.stride(0), count, tokens, rows, prefix, mask, given,
+        text.stride(0), size * features.stride(0), size * outputs.stride(0), present, tokens, rows, prefix, mask, given,
     )  # fmt: skip
     launch("root_entries", call)
     tokens, rows = tokens.view(batch, most), rows.view(batch, most)
-    return Entries(tokens, rows, rows, prefix, mask, given, count)
+    return Entries(tokens, rows, rows, prefix, mask, given, present)
 
 
 def node_entries(nodes: tuple[Tensor, Tensor, Tensor], lengths: Tensor, outputs: Tensor) -> tuple[Tensor, ...]:

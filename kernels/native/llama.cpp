@@ -40,7 +40,7 @@ struct Model {
 template <typename Number>
 struct Call {
     int64_t batch, nodes;
-    const int64_t* count;  // how many of the nodes there are now, in the place of `nodes`; null for all
+    const int64_t* present;  // how many of the nodes there are now, in the place of `nodes`; null for all
     const int64_t *tokens, *positions, *cache_rows;  // [B, N]
     const Number* rotary;                            // [positions, 2, D], or [2, positions, 2, D] with a rope_limit
     int64_t rotary_positions, rope_limit;            // -1 for none
@@ -317,7 +317,7 @@ struct Pass {
 
 template <typename Number>
 void run(const Model<Number>& model, Call<Number> call) {
-    if (call.count) call.nodes = *call.count;
+    if (call.present) call.nodes = *call.present;
     const Scratch<Number> scratch(model, call);
 #pragma omp parallel num_threads(call.threads)
     Pass<Number>{model, call, scratch}.run();

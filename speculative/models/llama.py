@@ -159,7 +159,7 @@ class LlamaForward(Forward):
         # Weights that pass through memory are multiplied as they lie there.
         copied = (local_of(weight) for _, weight in self.weights()) if self.stream is None else ()
         linears = self._linears = Linears(self.name, copied)
-        ends = Ends(model.get_input_embeddings().weight, self._norm, model.lm_head, len(model.lm_head.weight))
+        ends = Ends(model.get_input_embeddings().weight, self._norm, model.lm_head)
         self._native = native_pass(self._layers, [*model.parameters()], ends, linears, self.rope_limit)
         joining = Joining(model)
         one, apart = (linears.one, linears.together) if self._native is None else (_itself, each_alone)

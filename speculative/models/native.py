@@ -47,7 +47,7 @@ class _Model(Structure):
 
 class _Call(Arguments):
     _fields_ = fields(
-        "batch nodes *count *tokens *positions *cache_rows *rotary rotary_positions rope_limit *keys *values "
+        "batch nodes *present *tokens *positions *cache_rows *rotary rotary_positions rope_limit *keys *values "
         "cache_size batch_stride layer_stride head_stride *lengths length_step *mask *ends own_masks columns *given "
         "*scratch wanted *logits *outputs outputs_stride *taps threads"
     )
@@ -56,7 +56,7 @@ class _Call(Arguments):
 class Ends(NamedTuple):
     """The parts of a pass before and after its layers. Those with defaults are of heads, which read given states, too.
 
-    embedding: [V, H]; norm: the last one, or None; vocab_size: of the logits; given: columns of the given states
+    embedding: [V, H]; norm: the last one, or None; vocab_size: of logits; given: columns of the given states
     join:      the linear layer that makes the first layer's input of embedding and given states; None for these alone
     proposed:  LongTensor[Vd], the tokens that the outputs of the lm_head are; None for all in their order
     feeds_back_normed: whether outputs are behind the last norm
@@ -65,7 +65,7 @@ class Ends(NamedTuple):
     embedding: Tensor
     norm: Norm | None
     lm_head: nn.Linear
-    vocab_size: int
+    vocab_size: int | None = None
     given: int = 0
     join: nn.Linear | None = None
     proposed: Tensor | None = None
@@ -77,13 +77,13 @@ class GivenStates(NamedTuple):
 
     given:   [B, N, F]; outputs: [B, rows, H], in which those of the last nodes are kept, in their cache rows
     wanted:  of how many of the last nodes there are outputs and logits
-    count:   LongTensor[1], how many nodes there are now: the first B * count rows of all tensors; None for N
+    present: LongTensor[1], how many nodes there are now: the first B * present rows of all tensors; None for N
     """
 
     given: Tensor | None
     wanted: int
     outputs: Tensor | None = None
-    count: Tensor | None = None
+    present: Tensor | None = None
 
 
 class NativePass:
@@ -114,8 +114,8 @@ class NativePass:
         heads, kv_heads, _ = (len(projection.weight) // first.head_dim for projection in first.projections)
         self._model = _Model(
             len(layers), embedding.shape[1], heads, kv_heads, first.head_dim, len(first.gates[0].weight),
-            addressof(structures), embedding.data_ptr(), head=packed([ends.lm_head]), vocab=ends.vocab_size,
-            given=ends.given, feeds_back_normed=ends.feeds_back_normed,
+            addressof(structures), embedding.data_ptr(), head=packed([ends.lm_head]), given=ends.given,
+            vocab=ends.vocab_size or len(ends.lm_head.weight), feeds_back_normed=ends.feeds_back_normed,
         )  # fmt: skip
         self._model.norm.take(ends.norm)
         if ends.proposed is not None:
@@ -149,10 +149,10 @@ class NativePass:
         ends, seen = (None if each is None else dense(each) for each in (mask.subtree_end, mask.ancestor_mask))
         shape = seen if ends is None else ends[..., None, :]
         assert shape is not None
-        given, wanted, outputs, count = states or GivenStates(None, nodes)
+        given, wanted, outputs, present = states or GivenStates(None, nodes)
         logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype)
         call = _Call(
-            batch, nodes, count, dense(tokens), dense(positions), dense(cache_rows), rotary, rotary.shape[-3],
+            batch, nodes, present, dense(tokens), dense(positions), dense(cache_rows), rotary, rotary.shape[-3],
             self._rope_limit, keys, values, keys.shape[2], keys.stride(0), layer_bytes // keys.itemsize, keys.stride(1),
             lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen, ends, shape.dim() > 2 and len(shape) > 1,
             shape.shape[-1], None if given is None else dense(given), wanted=wanted, outputs=outputs,

@@ -3,6 +3,8 @@
 `HeadDraft` does the same with PyTorch's operations, and is the reference.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from heavypath.kernels.layers.rms_norm import Norm
@@ -21,7 +23,7 @@ class NativeHead:
     norms: of each tap, and of all taps together
     """
 
-    def __init__(self, over: NativePass, fc: Blocks | None, norms: tuple[list[Norm | None], Norm | None]):
+    def __init__(self, over: NativePass, fc: Blocks | None, norms: tuple[Sequence[Norm | None], Norm | None]):
         self._over, self._fc, self._norms = over, fc, norms
 
     def takes(self, rows: int) -> bool:
@@ -50,7 +52,7 @@ class NativeHead:
         keep(taps, self._norms, self._fc, tokens, cache_rows, (cache.features[:, 0], cache.tokens[:, 0, :, 0]))
 
     def _pass(self, entries: Entries, cache: HeadCache, wanted: int) -> Tensor:
-        tokens, positions, rows, prefix, seen, given, count = entries
+        tokens, positions, rows, prefix, seen, given, present = entries
         mask = TreeMask(prefix_length=prefix, visible_rows=cache.outputs.shape[1], ancestor_mask=seen)
-        states = GivenStates(given, wanted, cache.outputs, count)
+        states = GivenStates(given, wanted, cache.outputs, present)
         return self._over(tokens, positions, rows, cache, mask, states=states)
