@@ -13,14 +13,14 @@ namespace heavypath {
 template <typename Number>
 struct Layer {
     Norm<Number> norm, mlp_norm, query_norm, key_norm;
-    Norm<Number> beside;     // of x, where attention reads [norm(embedding); beside(x)]; else no weight
-    int64_t keeps_normed;    // whether beside(x) takes the place of x there
+    Norm<Number> beside;         // of x, where attention reads [norm(embedding); beside(x)]; else no weight
     Weight<Number> project;      // q, k and v
     Weight<Number> mix;
     Weight<Number> gate_and_up;  // in each block, BLOCK / 2 gates and as many of up
     Weight<Number> down;
     double scaling;
-    int64_t window;  // 0 for none
+    int64_t window;        // 0 for none
+    int64_t keeps_normed;  // whether beside(x) takes the place of x
 };
 
 template <typename Number>
@@ -28,13 +28,13 @@ struct Model {
     int64_t layers, hidden, heads, kv_heads, head_dim, intermediate;
     const Layer<Number>* layer;
     const Number* embedding;
-    Norm<Number> norm;
-    Weight<Number> head;
     int64_t vocab;            // of the logits
     const int64_t* proposed;  // the tokens that the outputs of the head are, -inf for all others; null for all in order
     int64_t given;            // columns of the given states, 0 for none
-    Weight<Number> join;      // makes x of [embedding; given]; without blocks the given states are x
     int64_t feeds_back_normed;
+    Norm<Number> norm;
+    Weight<Number> head;
+    Weight<Number> join;  // makes x of [embedding; given]; without blocks the given states are x
 };
 
 template <typename Number>

@@ -5,7 +5,7 @@ a small model has some two hundred of those, each of which costs microseconds be
 """
 
 from collections.abc import Sequence
-from ctypes import Structure, addressof, byref, c_double, c_int64, c_void_p
+from ctypes import Structure, addressof, byref, c_int64, c_void_p
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,21 +27,17 @@ FEW_ROWS = 8  # from which on PyTorch's products of 16 bits are faster
 class _NativeLayer(Structure):
     _fields_ = [
         *((name, NormStruct) for name in ("norm", "mlp_norm", "query_norm", "key_norm", "beside")),
-        ("keeps_normed", c_int64),
         *((name, WeightStruct) for name in ("project", "mix", "gate_and_up", "down")),
-        ("scaling", c_double),
-        ("window", c_int64),
+        *fields(".scaling window keeps_normed"),
     ]
 
 
 class _Model(Structure):
     _fields_ = [
-        *fields("layers hidden heads kv_heads head_dim intermediate *layer *embedding"),
-        ("norm", NormStruct),
-        ("head", WeightStruct),
-        *fields("vocab *proposed given"),
-        ("join", WeightStruct),
+        *fields("layers hidden heads kv_heads head_dim intermediate *layer *embedding vocab *proposed given"),
         ("feeds_back_normed", c_int64),
+        ("norm", NormStruct),
+        *((name, WeightStruct) for name in ("head", "join")),
     ]
 
 
@@ -114,12 +110,11 @@ class NativePass:
         heads, kv_heads, _ = (len(projection.weight) // first.head_dim for projection in first.projections)
         self._model = _Model(
             len(layers), embedding.shape[1], heads, kv_heads, first.head_dim, len(first.gates[0].weight),
-            addressof(structures), embedding.data_ptr(), head=packed([ends.lm_head]), given=ends.given,
-            vocab=ends.vocab_size or len(ends.lm_head.weight), feeds_back_normed=ends.feeds_back_normed,
+            addressof(structures), embedding.data_ptr(), ends.vocab_size or len(ends.lm_head.weight),
+            None if ends.proposed is None else ends.proposed.data_ptr(), ends.given, ends.feeds_back_normed,
+            head=packed([ends.lm_head]),
         )  # fmt: skip
         self._model.norm.take(ends.norm)
-        if ends.proposed is not None:
-            self._model.proposed = ends.proposed.data_ptr()
         if ends.join is not None:
             self._model.join = packed([ends.join])
         self._bytes = sum(kept.blocks.weight.nbytes for kept in self._kept if isinstance(kept, Packed))

@@ -80,6 +80,7 @@ class HeadDraft(TappedDraft):
     """
 
     overlap = 1  # an entry is made of two tokens
+    levels_on_host = 3  # first children are accepted more often than those of a small model; measured with the demo's
 
     def __init__(self, head: EagleHead, target: Forward):
         super().__init__(head, target)

@@ -20,6 +20,7 @@ from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps, as_logits
 from heavypath.speculative.models.linear import Linears, are_plain
+from heavypath.speculative.models.native import FEW_ROWS
 
 
 class _Linear(NamedTuple):
@@ -144,7 +145,7 @@ class MedusaDraft(TappedDraft):
 
         Nothing is before a text of one token, for which zeros stand.
         """
-        if self._native is not None:
+        if self._native is not None and (self.dtype == torch.float32 or len(lengths) <= FEW_ROWS):
             return medusa(self._native, cache.keys[:, 0], lengths, heads, cache.logits)
         before = cache.keys[torch.arange(len(lengths), device=lengths.device), 0, (lengths - 1).clamp(min=0)]
         before = before.masked_fill((lengths == 0)[:, None], 0)
