@@ -50,7 +50,9 @@ def chosen_tree(
 
         default = default_tree(method, estimates(target, (draft or NO_DRAFT).models), levels)
         size, chosen_by = max(2, len(default)), f"by costs estimated for {estimated_for(target)}"
-    tree = tree_of_options(method, given, size, levels) if given or default is None else default
+    deep, options = (draft or NO_DRAFT).levels_on_host, METHODS[method].options
+    usual = {"max_depth": deep} if deep and "max_depth" in options and "width" not in options else {}
+    tree = tree_of_options(method, given or usual, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
         drafts, children = (draft or NO_DRAFT).laws, int((tree.parents == 0).sum())

@@ -27,12 +27,12 @@ struct Grow {
 };
 
 struct Assembly {
-    int64_t batch, slots, drafted, inner, trims;
-    int64_t nodes;                                       // becomes what is left of it
+    int64_t batch, slots, drafted, inner, trims, most;
+    int64_t nodes;                                       // becomes how many of the `most` nodes are left
     const int64_t *parents, *ranks, *depths, *tokens;    // [B, slots], as the next one
     const double* values;
     const int64_t *lengths, *noise_rows;                 // [B]
-    int64_t* out;                                        // [12, B, nodes], in the order of `Assembled`
+    int64_t* out;                                        // [12, B, nodes], in the order of `Assembled`; room for `most`
 };
 
 // The smaller number; NaN if one is.
@@ -187,7 +187,7 @@ inline void heavy_path_order(
 }
 
 void assemble_all(Assembly& a) {
-    const int64_t most = a.nodes, all = a.batch * most;
+    const int64_t most = a.most, all = a.batch * most;
     std::vector<int64_t> made(4 * all);  // slots, parents, ranks and subtrees' ends of all nodes
     std::vector<int64_t> number(a.drafted), parent(most), rank(most), place(most), size(most);
     int64_t largest = 0;
@@ -212,7 +212,7 @@ void assemble_all(Assembly& a) {
             to[2 * all] = rank[node], to[3 * all] = place[node] + size[node];
         }
     }
-    if (a.trims) a.nodes = largest;  // absent nodes come last
+    a.nodes = a.trims ? largest : most;  // absent nodes come last
     for (int64_t b = 0; b < a.batch; b++) {
         for (int64_t node = 0; node < a.nodes; node++) {
             const int64_t* from = made.data() + b * most + node;

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.library import thread_count
-from heavypath.kernels.native.recording import Arguments, dense, fields, launch, refuse
+from heavypath.kernels.native.questions import ask
+from heavypath.kernels.native.recording import Arguments, dense, fields, launch
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.levels import Fed
 from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
@@ -23,7 +24,7 @@ class _Grow(Arguments):
 
 class _Assembly(Arguments):
     _fields_ = fields(
-        "batch slots drafted inner trims nodes *parents *ranks *depths *tokens *values *lengths *noise_rows *out"
+        "batch slots drafted inner trims most nodes *parents *ranks *depths *tokens *values *lengths *noise_rows *out"
     )
 
 
@@ -61,11 +62,10 @@ def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool
     batch, stride = slots.tokens.shape
     out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long)
     call = _Assembly(
-        batch, stride, last.end, last.first, trims, nodes, slots.parents, slots.ranks, slots.depths, slots.tokens,
+        batch, stride, last.end, last.first, trims, nodes, 0, slots.parents, slots.ranks, slots.depths, slots.tokens,
         slots.values, dense(roots.lengths), dense(roots.noise_rows), out,
     )  # fmt: skip
     launch("assemble", call)
     if trims:
-        refuse("assemble")  # how many nodes there are another time is not known
-        out = out[: _ASSEMBLED * batch * call.nodes]
+        out = out[: _ASSEMBLED * batch * ask(lambda: call.nodes)]  # absent nodes come last
     return out.view(_ASSEMBLED, batch, -1).unbind()

@@ -1,28 +1,26 @@
 // The forward pass of a Llama-family model over tree nodes on a CPU, in one call: what `heavypath.speculative.models.llama`
 // does with PyTorch's operations. Threads split the blocks of each product, and wait for each other between operations.
+// The same of an EAGLE head over its entries, which are given hidden states beside their tokens: `drafts.heads.draft`.
 
 #include <omp.h>
 
 #include "attention.h"
+#include "norms.h"
 #include "products.h"
 
 namespace heavypath {
 
 template <typename Number>
-struct Norm {
-    const Number* weight;  // null for none
-    double epsilon;
-};
-
-template <typename Number>
 struct Layer {
     Norm<Number> norm, mlp_norm, query_norm, key_norm;
+    Norm<Number> beside;         // of x, where attention reads [norm(embedding); beside(x)]; else no weight
     Weight<Number> project;      // q, k and v
     Weight<Number> mix;
     Weight<Number> gate_and_up;  // in each block, BLOCK / 2 gates and as many of up
     Weight<Number> down;
     double scaling;
-    int64_t window;  // 0 for none
+    int64_t window;        // 0 for none
+    int64_t keeps_normed;  // whether beside(x) takes the place of x
 };
 
 template <typename Number>
@@ -30,13 +28,19 @@ struct Model {
     int64_t layers, hidden, heads, kv_heads, head_dim, intermediate;
     const Layer<Number>* layer;
     const Number* embedding;
+    int64_t vocab;            // of the logits
+    const int64_t* proposed;  // the tokens that the outputs of the head are, -inf for all others; null for all in order
+    int64_t given;            // columns of the given states, 0 for none
+    int64_t feeds_back_normed;
     Norm<Number> norm;
     Weight<Number> head;
+    Weight<Number> join;  // makes x of [embedding; given]; without blocks the given states are x
 };
 
 template <typename Number>
 struct Call {
     int64_t batch, nodes;
+    const int64_t* present;  // how many of the nodes there are now, in the place of `nodes`; null for all
     const int64_t *tokens, *positions, *cache_rows;  // [B, N]
     const Number* rotary;                            // [positions, 2, D], or [2, positions, 2, D] with a rope_limit
     int64_t rotary_positions, rope_limit;            // -1 for none
@@ -46,10 +50,14 @@ struct Call {
     int64_t length_step;     // 1 or 0
     const uint8_t* mask;     // [B or 1, N, columns]; or null, and then
     const int64_t* ends;     // [B or 1, N], of the nodes in depth-first order, node i sees j where j <= i < ends[j]
-    int64_t mask_step, columns;
+    int64_t own_masks, columns;  // whether each sequence has its own
+    const Number* given;         // [B, N, given]
     float* scratch;
-    Number* logits;             // [B, N, V]; null leaves the head out
-    Number* const* taps;        // [layers + 1] places for hidden states [B, N, H], null for those not asked for
+    int64_t wanted;       // of how many of each sequence's last nodes there are logits and outputs
+    Number* logits;       // [B, wanted, V]; null leaves the head out
+    Number* outputs;      // [B, rows, H]: what entries below are given of these nodes, in their cache rows; null for none
+    int64_t outputs_stride;
+    Number* const* taps;  // [layers + 1] places for hidden states [B, N, H], null for those not asked for
     int64_t threads;
 };
 
@@ -58,12 +66,13 @@ inline int64_t whole_blocks(int64_t count) { return (count + BLOCK - 1) / BLOCK 
 // Where the intermediate results of a call lie, in fp32.
 template <typename Number>
 struct Scratch {
-    int64_t projected_stride, mixed_stride, gated_stride, query_stride, scores;
+    int64_t normed_stride, projected_stride, mixed_stride, gated_stride, query_stride, scores;
     float *hidden, *normed, *projected, *mixed, *gated, *own;
     int64_t own_floats, floats;
 
     Scratch(const Model<Number>& m, const Call<Number>& c) {
         const int64_t rows = c.batch * c.nodes;
+        normed_stride = m.hidden + m.given;
         projected_stride = whole_blocks((m.heads + 2 * m.kv_heads) * m.head_dim);
         mixed_stride = m.heads * m.head_dim, gated_stride = whole_blocks(m.intermediate);
         query_stride = (m.head_dim + WIDTH - 1) / WIDTH * WIDTH;
@@ -75,26 +84,11 @@ struct Scratch {
             next += (count + 15) / 16 * 16;
             return taken;
         };
-        hidden = take(rows * m.hidden), normed = take(rows * m.hidden), projected = take(rows * projected_stride);
+        hidden = take(rows * m.hidden), normed = take(rows * normed_stride), projected = take(rows * projected_stride);
         mixed = take(rows * mixed_stride), gated = take(rows * gated_stride), own = take(c.threads * own_floats);
         floats = next - c.scratch;
     }
 };
-
-// RMS norm of a row, rounded where the modules of transformers round.
-template <typename Number>
-void normalize(const float* x, int64_t columns, const Norm<Number>& norm, float* out) {
-    Floats squares = {};
-    for (int64_t i = 0; i < columns; i += WIDTH) {
-        const Floats some = load(x + i, columns - i);
-        squares += some * some;
-    }
-    const Floats scale = all_of(1 / std::sqrt(sum(squares) / columns + float(norm.epsilon)));
-    for (int64_t i = 0; i < columns; i += WIDTH) {
-        const Floats normed = rounded<Number>(load(x + i, columns - i) * scale);
-        store(out + i, rounded<Number>(load(norm.weight + i, columns - i) * normed), columns - i);
-    }
-}
 
 // Turn a head [D] by cosine and sine [2, D], the sine with the signs of rotate_half.
 template <typename Number>
@@ -124,7 +118,7 @@ struct Pass {
     int64_t end_of(int64_t count) const { return count * (thread + 1) / threads; }
 
     template <typename Finish>
-    void product(const Weight<Number>& weight, const float* x, int64_t stride, Finish finish) const {
+    void product(const Weight<Number>& weight, const float* x, int64_t stride, int64_t rows, Finish finish) const {
         const int64_t count = weight.count(), end = end_of(count);
         for (int64_t block = begin_of(count); block < end; block++)
             multiply(weight, block, x, stride, rows,
@@ -134,7 +128,7 @@ struct Pass {
 
     // hidden += product
     void add_product(const Weight<Number>& weight, const float* x, int64_t stride) const {
-        product(weight, x, stride, [&](int64_t row, int64_t first, const float* sums) {
+        product(weight, x, stride, rows, [&](int64_t row, int64_t first, const float* sums) {
             float* to = s.hidden + row * m.hidden + first;
             const int64_t count = std::min<int64_t>(BLOCK, m.hidden - first);
             for (int64_t i = 0; i < count; i += WIDTH) {
@@ -146,7 +140,7 @@ struct Pass {
 
     void norm(const Norm<Number>& norm) const {
         for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++)
-            normalize(s.hidden + row * m.hidden, m.hidden, norm, s.normed + row * m.hidden);
+            normalize(s.hidden + row * m.hidden, m.hidden, norm, s.normed + row * s.normed_stride);
 #pragma omp barrier
     }
 
@@ -181,8 +175,9 @@ struct Pass {
 
     // Write which columns a node sees, and return the first row of the prefix that it sees.
     int64_t sees(const Layer<Number>& layer, int64_t sequence, int64_t node, int64_t length, uint8_t* own) const {
-        const int64_t* ends = c.ends + sequence * c.mask_step;
-        const uint8_t* mask = c.mask + sequence * c.mask_step + node * c.columns;
+        const int64_t own_mask = c.own_masks ? sequence : 0;
+        const int64_t* ends = c.ends + own_mask * c.columns;
+        const uint8_t* mask = c.mask + (own_mask * c.nodes + node) * c.columns;
         int64_t seen = 0;
         for (int64_t j = c.columns - 1; j >= 0; j--) {
             own[j] = c.mask ? mask[j] : j <= node && node < ends[j];
@@ -229,21 +224,66 @@ struct Pass {
     void tap(int64_t number, const float* states) const {
         if (!c.taps || !c.taps[number]) return;
         for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++)
-            for (int64_t i = 0; i < m.hidden; i += WIDTH)
-                store(c.taps[number] + row * m.hidden + i, load(states + row * m.hidden + i, m.hidden - i), m.hidden - i);
+            convert(states + row * m.hidden, m.hidden, c.taps[number] + row * m.hidden);
+    }
+
+    void embed(int64_t row, float* to) const { convert(m.embedding + c.tokens[row] * m.hidden, m.hidden, to); }
+
+    // x of each row: the token's embedding, or what a head makes of the given states.
+    void enter() const {
+        const bool joins = m.join.blocks;
+        for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++) {
+            float *x = s.hidden + row * m.hidden, *pair = s.normed + row * s.normed_stride;
+            if (!m.given || joins) embed(row, joins ? pair : x);
+            if (m.given) convert(c.given + row * m.given, m.given, joins ? pair + m.hidden : x);
+        }
+        // A thread norms the rows that it has embedded, so no barrier is needed here.
+        if (!joins) return;
+#pragma omp barrier
+        product(m.join, s.normed, s.normed_stride, rows, [&](int64_t row, int64_t first, const float* sums) {
+            const int64_t count = std::min<int64_t>(BLOCK, m.hidden - first);
+            for (int64_t i = 0; i < count; i += WIDTH)
+                store(s.hidden + row * m.hidden + first + i, rounded<Number>(load(sums + i)), count - i);
+        });
+    }
+
+    // What queries, keys and values are made of, in `normed`.
+    void before_attention(const Layer<Number>& layer) const {
+        if (!layer.beside.weight) return norm(layer.norm);
+        for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++) {
+            float *x = s.hidden + row * m.hidden, *pair = s.normed + row * s.normed_stride;
+            embed(row, pair);
+            normalize(pair, m.hidden, layer.norm, pair);
+            normalize(x, m.hidden, layer.beside, pair + m.hidden);
+            if (layer.keeps_normed) memcpy(x, pair + m.hidden, sizeof(float) * m.hidden);
+        }
+#pragma omp barrier
+    }
+
+    // The last norm of the rows whose logits are wanted, side by side, and what entries below are given of them.
+    void leave() const {
+        const int64_t count = c.batch * c.wanted;
+        for (int64_t row = begin_of(count), end = end_of(count); row < end; row++) {
+            const int64_t sequence = row / c.wanted, from = (sequence + 1) * c.nodes - c.wanted + row % c.wanted;
+            const float* x = s.hidden + from * m.hidden;
+            float* normed = s.normed + row * s.normed_stride;
+            normalize(x, m.hidden, m.norm, normed);
+            if (c.outputs)
+                convert(m.feeds_back_normed ? normed : x, m.hidden,
+                        c.outputs + sequence * c.outputs_stride + c.cache_rows[from] * m.hidden);
+            for (int64_t v = 0; c.logits && m.proposed && v < m.vocab; v += WIDTH)
+                store(c.logits + row * m.vocab + v, all_of(-INFINITY), m.vocab - v);
+        }
+#pragma omp barrier
     }
 
     void run() const {
-        for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++)
-            for (int64_t i = 0; i < m.hidden; i += WIDTH)
-                store(s.hidden + row * m.hidden + i, load(m.embedding + c.tokens[row] * m.hidden + i, m.hidden - i),
-                      m.hidden - i);
-        // A thread norms the rows that it has embedded, so no barrier is needed here.
+        enter();
         for (int64_t index = 0; index < m.layers; index++) {
             const Layer<Number>& layer = m.layer[index];
             tap(index, s.hidden);
-            norm(layer.norm);
-            product(layer.project, s.normed, m.hidden, [&](int64_t row, int64_t first, const float* sums) {
+            before_attention(layer);
+            product(layer.project, s.normed, s.normed_stride, rows, [&](int64_t row, int64_t first, const float* sums) {
                 for (int64_t i = 0; i < BLOCK; i += WIDTH)
                     store(s.projected + row * s.projected_stride + first + i, rounded<Number>(load(sums + i)));
             });
@@ -251,7 +291,7 @@ struct Pass {
             attention(layer, index);
             add_product(layer.mix, s.mixed, s.mixed_stride);
             norm(layer.mlp_norm);
-            product(layer.gate_and_up, s.normed, m.hidden, [&](int64_t row, int64_t first, const float* sums) {
+            product(layer.gate_and_up, s.normed, s.normed_stride, rows, [&](int64_t row, int64_t first, const float* sums) {
                 for (int64_t i = 0; i < BLOCK / 2; i += WIDTH) {
                     const Floats gate = rounded<Number>(load(sums + i)), up = rounded<Number>(load(sums + BLOCK / 2 + i));
                     const Floats gated = rounded<Number>(gate / (1.0f + exponential(-gate)));
@@ -260,20 +300,24 @@ struct Pass {
             });
             add_product(layer.down, s.gated, s.gated_stride);
         }
-        if (!c.logits && !(c.taps && c.taps[m.layers])) return;
-        norm(m.norm);
+        if (!c.logits && !c.outputs && !(c.taps && c.taps[m.layers])) return;
+        leave();
         tap(m.layers, s.normed);
         if (!c.logits) return;
-        product(m.head, s.normed, m.hidden, [&](int64_t row, int64_t first, const float* sums) {
+        product(m.head, s.normed, s.normed_stride, c.batch * c.wanted, [&](int64_t row, int64_t first, const float* sums) {
             const int64_t count = std::min<int64_t>(BLOCK, m.head.outputs - first);
-            for (int64_t i = 0; i < count; i += WIDTH)
-                store(c.logits + row * m.head.outputs + first + i, load(sums + i), count - i);
+            Number* logits = c.logits + row * m.vocab;
+            if (!m.proposed) return convert(sums, count, logits + first);
+            Number numbers[BLOCK];
+            convert(sums, BLOCK, numbers);
+            for (int64_t i = 0; i < count; i++) logits[m.proposed[first + i]] = numbers[i];
         });
     }
 };
 
 template <typename Number>
-void run(const Model<Number>& model, const Call<Number>& call) {
+void run(const Model<Number>& model, Call<Number> call) {
+    if (call.present) call.nodes = *call.present;
     const Scratch<Number> scratch(model, call);
 #pragma omp parallel num_threads(call.threads)
     Pass<Number>{model, call, scratch}.run();

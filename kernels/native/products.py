@@ -1,7 +1,7 @@
 """Products of rows by a weight that lies in blocks, see products.h."""
 
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_int64, c_void_p
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.recording import do
 
@@ -19,6 +20,16 @@ class WeightStruct(Structure):
     """`Weight` of products.h."""
 
     _fields_ = [("blocks", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("columns", c_int64)]
+
+
+class NormStruct(Structure):
+    """`Norm` of norms.h. It does not keep the weight."""
+
+    _fields_ = [("weight", c_void_p), ("epsilon", c_double)]
+
+    def take(self, norm: Norm | None) -> None:
+        """Point to a norm; None leaves rows as they are."""
+        self.weight, self.epsilon = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.epsilon)
 
 
 class Blocks(NamedTuple):

@@ -51,10 +51,9 @@ class Recording(TorchDispatchMode):
         self.calls.append(call)
         self.kept.append(kept)
 
-    def replay(self) -> None:
-        """Run all calls again."""
-        for call in self.calls:
-            call()
+    def replay(self) -> bool:
+        """Run all calls again, but end at one that returns False, see `questions`; False then."""
+        return all(call() is not False for call in self.calls)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,10 +24,13 @@ tokens of a step: `kernels.growing` has the formulas.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from heavypath.kernels.native.questions import ask
+from heavypath.kernels.native.recording import do
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.trees.assembly import assemble
 from heavypath.kernels.trees.growing import grow
@@ -82,12 +85,16 @@ class GrowingDrafter:
             level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, device))
             logits.append(after)
             lap("sampling")
-            if level.depth == growth.depth or (can_trim and not (slots.tokens[:, level.first : level.end] >= 0).any()):
+            tokens = slots.tokens[:, level.first : level.end]
+            if level.depth == growth.depth or (can_trim and not ask(partial(_any_there, tokens))):
                 break
             noise_rows = fed.noise_rows
             feed = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth)
         tree = assemble(slots, roots, level, growth.size, trims=can_trim)
-        every = torch.cat(logits, 1)  # after the slots of all levels but the last
+        every = after.new_empty(batch, level.first, after.shape[-1])  # after the slots of all levels but the last
+        do(partial(torch.cat, logits, 1, out=every))
+        chosen = after.new_empty(tree.tokens.numel(), after.shape[-1])
+        do(partial(torch.index_select, every.flatten(0, 1), 0, tree.inner.flatten(), out=chosen))
         drafted = Drafted(
             tokens=tree.tokens,
             parents=tree.parents,
@@ -96,10 +103,14 @@ class GrowingDrafter:
             subtree_end=tree.subtree_end,
             fed=tree.fed,
             draft_rows=tree.slots,
-            logits=every.flatten(0, 1).index_select(0, tree.inner.flatten()).view(*tree.tokens.shape, -1),
+            logits=chosen.view(*tree.tokens.shape, -1),
         )
         lap("sampling")
         return drafted
+
+
+def _any_there(tokens: Tensor) -> bool:
+    return bool((tokens >= 0).any())
 
 
 def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device) -> GrowingDrafter:

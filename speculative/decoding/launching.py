@@ -16,6 +16,7 @@ from heavypath.speculative.models.host import host_can_read
 
 logger = logging.getLogger(__name__)
 
+BRANCHES = 6  # recordings of a step that are kept, each with memory of its own
 Launch = Callable[[Lap], Stepped]  # runs a step in a workspace
 
 
@@ -60,22 +61,23 @@ class Recorded(NamedTuple):
 
 
 class Recordings(Launcher):
-    """Replays steps on a CPU by `kernels.native.recording`."""
+    """Replays steps on a CPU by `kernels.native.recording`. One that branches has several recordings."""
 
     def __init__(self) -> None:
-        self._known = dict[tuple[Step, int], Recorded | None]()  # None where a step has an obstacle
+        self._known = dict[tuple[Step, int], list[Recorded] | None]()  # the last used first; None for an obstacle
 
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
         """See `Launcher`."""
-        known = self._known.get((step, slots))
-        if known is not None:
-            known.recording.replay()
-            return known.result
-        if not again or (step, slots) in self._known or not step.peers.is_alone:  # a collective cannot be replayed
+        known = self._known.get((step, slots), [])
+        for place, each in enumerate(known or ()):
+            if known and each.recording.replay():
+                known.insert(0, known.pop(place))
+                return each.result
+        if not again or known is None or not step.peers.is_alone:  # a collective cannot be replayed
             return launch(lap)
         with recorded() as recording:
             stepped = launch(lambda phase: do(partial(lap, phase)))
-        self._known[step, slots] = None if recording.obstacle else Recorded(recording, stepped)
+        self._known[step, slots] = None if recording.obstacle else [Recorded(recording, stepped), *known][:BRANCHES]
         if recording.obstacle:
             logger.debug("a step is not recorded because of %s", recording.obstacle)
         return stepped

@@ -88,6 +88,7 @@ class Draft:
 
     name:     for messages, of a draft without a model
     levels:   how many levels of a tree it can draft; None for any number
+    levels_on_host: that planned trees have on a CPU by default; None for as many as a small model's
     laws:     how many distributions the root's children are drawn from: of a merge one of each of its drafts
     extra_nodes: how many nodes of its own it adds to each pass of the target
     forward:  its forward pass, where it has weights; None for nothing
@@ -100,6 +101,7 @@ class Draft:
 
     name: str = "draft"
     levels: int | None = None
+    levels_on_host: int | None = None
     laws: int = 1
     extra_nodes: int = 0
     forward: Any = None

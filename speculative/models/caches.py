@@ -14,6 +14,7 @@ from transformers import Cache
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.native.recording import do
 
 
 class RowCache:
@@ -73,9 +74,11 @@ class RowCache:
         prefix_length: LongTensor[B], rows before the tree
         node_rows: LongTensor[B, N], the row of each node after the prefix, where it is not the node's own number
         """
+        rows = path
         if node_rows is not None:
-            path = node_rows.gather(1, path.clamp(min=0))
-        compact_unchecked([self.keys, self.values], path=path, length=length, prefix_length=prefix_length)
+            rows = torch.empty_like(path)
+            do(lambda: torch.gather(node_rows, 1, path.clamp(min=0), out=rows))
+        compact_unchecked([self.keys, self.values], path=rows, length=length, prefix_length=prefix_length)
 
     def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
         """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""

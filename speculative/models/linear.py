@@ -84,8 +84,8 @@ class Linears:
         """True if all copies are still those of the weights."""
         return all(copied.is_current() for copied in self._copied)
 
-    def copy_of(self, layers: Sequence[nn.Linear], paired: bool = False) -> "Packed":
-        """The copy of these layers' weights, one for all who need it; see `Blocks` for `paired`."""
+    def copy_of(self, layers: Sequence[Any], paired: bool = False) -> "Packed":
+        """The copy of these layers' weights and biases, one for all who need it; see `Blocks` for `paired`."""
         key = paired, *(id(layer.weight) for layer in layers)
         with _lock:
             copied = _packed.get(key)
@@ -111,7 +111,7 @@ def as_it_lies(layer: Any) -> Product:
 class Packed:
     """A reordered copy of all weights of linear layers with one input."""
 
-    def __init__(self, layers: Sequence[nn.Linear], paired: bool):
+    def __init__(self, layers: Sequence[Any], paired: bool):
         self.parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
         self._looks = [*map(_look_of, self.parameters)]
         self.blocks = Blocks.of([layer.weight for layer in layers], [layer.bias for layer in layers], paired)

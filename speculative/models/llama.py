@@ -30,7 +30,7 @@ from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_log
 from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.layer_weights import streamed, weights_of
 from heavypath.speculative.models.linear import Linears, Product, Products, each_alone
-from heavypath.speculative.models.native import native_pass
+from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import has_hooks
 from heavypath.speculative.ranks.parts import Parts, local_of
 
@@ -41,6 +41,8 @@ _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 class _LlamaLayer:
     """A layer's modules and functions, looked up once: to find one module in another takes a microsecond."""
 
+    hidden_norm, norm_before_residual = None, False  # of heads' layers
+
     def __init__(self, layer: Any, parts: Parts):
         attention, mlp, self.parts = layer.self_attn, layer.mlp, parts
         self.projections = [parts.of(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
@@ -50,6 +52,7 @@ class _LlamaLayer:
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.head_norms = None if None in norms else HeadNorms(*map(norm_of, norms))
         self.scaling: float = attention.scaling
+        self.head_dim: int = attention.head_dim
         windowed = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
         self.gated = gated_of(mlp.act_fn)
@@ -156,7 +159,8 @@ class LlamaForward(Forward):
         # Weights that pass through memory are multiplied as they lie there.
         copied = (local_of(weight) for _, weight in self.weights()) if self.stream is None else ()
         linears = self._linears = Linears(self.name, copied)
-        self._native = native_pass(self._layers, model, self._norm, linears, self.rope_limit)
+        ends = Ends(model.get_input_embeddings().weight, self._norm, model.lm_head)
+        self._native = native_pass(self._layers, [*model.parameters()], ends, linears, self.rope_limit)
         joining = Joining(model)
         one, apart = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
         for layer in self._layers:

@@ -5,9 +5,9 @@ a small model has some two hundred of those, each of which costs microseconds be
 """
 
 from collections.abc import Sequence
-from ctypes import Structure, addressof, byref, c_double, c_int64, c_void_p
+from ctypes import Structure, addressof, byref, c_int64, c_void_p
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
-from heavypath.kernels.native.products import TYPES, WeightStruct
-from heavypath.kernels.native.recording import dense, do
+from heavypath.kernels.native.products import TYPES, NormStruct, WeightStruct
+from heavypath.kernels.native.recording import Arguments, dense, do, fields
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.linear import Linears, Packed, are_plain
@@ -24,94 +24,105 @@ from heavypath.speculative.models.linear import Linears, Packed, are_plain
 FEW_ROWS = 8  # from which on PyTorch's products of 16 bits are faster
 
 
-class _Norm(Structure):
-    _fields_ = [("weight", c_void_p), ("epsilon", c_double)]
-
-
 class _NativeLayer(Structure):
     _fields_ = [
-        *((name, _Norm) for name in ("norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, NormStruct) for name in ("norm", "mlp_norm", "query_norm", "key_norm", "beside")),
         *((name, WeightStruct) for name in ("project", "mix", "gate_and_up", "down")),
-        ("scaling", c_double),
-        ("window", c_int64),
+        *fields(".scaling window keeps_normed"),
     ]
 
 
 class _Model(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        ("layer", c_void_p),
-        ("embedding", c_void_p),
-        ("norm", _Norm),
-        ("head", WeightStruct),
+        *fields("layers hidden heads kv_heads head_dim intermediate *layer *embedding vocab *proposed given"),
+        ("feeds_back_normed", c_int64),
+        ("norm", NormStruct),
+        *((name, WeightStruct) for name in ("head", "join")),
     ]
 
 
-class _Call(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("batch", "nodes")),
-        *((name, c_void_p) for name in ("tokens", "positions", "cache_rows", "rotary")),
-        *((name, c_int64) for name in ("rotary_positions", "rope_limit")),
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("cache_size", "batch_stride", "layer_stride", "head_stride")),
-        ("lengths", c_void_p),
-        ("length_step", c_int64),
-        *((name, c_void_p) for name in ("mask", "ends")),
-        *((name, c_int64) for name in ("mask_step", "columns")),
-        *((name, c_void_p) for name in ("scratch", "logits", "taps")),
-        ("threads", c_int64),
-    ]
+class _Call(Arguments):
+    _fields_ = fields(
+        "batch nodes *present *tokens *positions *cache_rows *rotary rotary_positions rope_limit *keys *values "
+        "cache_size batch_stride layer_stride head_stride *lengths length_step *mask *ends own_masks columns *given "
+        "*scratch wanted *logits *outputs outputs_stride *taps threads"
+    )
+
+
+class Ends(NamedTuple):
+    """The parts of a pass before and after its layers. Those with defaults are of heads, which read given states, too.
+
+    embedding: [V, H]; norm: the last one, or None; vocab_size: of logits; given: columns of the given states
+    join:      the linear layer that makes the first layer's input of embedding and given states; None for these alone
+    proposed:  LongTensor[Vd], the tokens that the outputs of the lm_head are; None for all in their order
+    feeds_back_normed: whether outputs are behind the last norm
+    """
+
+    embedding: Tensor
+    norm: Norm | None
+    lm_head: nn.Linear
+    vocab_size: int | None = None
+    given: int = 0
+    join: nn.Linear | None = None
+    proposed: Tensor | None = None
+    feeds_back_normed: bool = False
+
+
+class GivenStates(NamedTuple):
+    """The further arguments of a head's pass.
+
+    given:   [B, N, F]; outputs: [B, rows, H], in which those of the last nodes are kept, in their cache rows
+    wanted:  of how many of the last nodes there are outputs and logits
+    present: LongTensor[1], how many nodes there are now: the first B * present rows of all tensors; None for N
+    """
+
+    given: Tensor | None
+    wanted: int
+    outputs: Tensor | None = None
+    present: Tensor | None = None
 
 
 class NativePass:
-    """The compiled pass over some of the layers of a Llama-family model.
+    """The compiled pass over layers of a Llama-family model, or of a head.
 
     layers: as `LlamaForward` describes them; rope_limit: as `Forward`'s
     """
 
-    def __init__(self, layers: Sequence[Any], model: Any, norm: Norm, linears: Linears, rope_limit: int | None):
-        config, self._rope_limit = model.config, -1 if rope_limit is None else rope_limit
-        self._kept: list[object] = []  # what the structures point to
+    def __init__(self, layers: Sequence[Any], ends: Ends, linears: Linears, rope_limit: int | None = None):
+        self._rope_limit = -1 if rope_limit is None else rope_limit
+        structures = (_NativeLayer * len(layers))()
+        self._kept: list[object] = [layers, ends, structures]  # what the model's structure points to
 
         def packed(modules: Sequence[nn.Linear], paired: bool = False) -> WeightStruct:
             copied = linears.copy_of(modules, paired)
             self._kept.append(copied)
             return copied.blocks.struct
 
-        structures = (_NativeLayer * len(layers))()
         for own, layer in zip(structures, layers, strict=True):
-            own.norm, own.mlp_norm = self._norm(layer.norm), self._norm(layer.mlp_norm)
-            if layer.head_norms is not None:
-                own.query_norm, own.key_norm = map(self._norm, layer.head_norms)
+            norms = layer.norm, layer.mlp_norm, *(layer.head_norms or (None, None)), layer.hidden_norm
+            for (name, _), norm in zip(own._fields_, norms, strict=False):
+                getattr(own, name).take(norm)
+            own.keeps_normed = layer.norm_before_residual
             own.project, own.mix = packed(layer.projections), packed([layer.mixing])
             own.gate_and_up, own.down = packed(layer.gates, paired=True), packed([layer.last])
             own.scaling, own.window = layer.scaling, layer.window or 0
-        embedding = model.get_input_embeddings().weight
-        self._kept += [structures, embedding]
-        first = model.model.layers[0]
+        embedding, first = ends.embedding, layers[0]
+        heads, kv_heads, _ = (len(projection.weight) // first.head_dim for projection in first.projections)
         self._model = _Model(
-            layers=len(layers),
-            hidden=embedding.shape[1],
-            heads=len(first.self_attn.q_proj.weight) // first.self_attn.head_dim,
-            kv_heads=config.num_key_value_heads,
-            head_dim=first.self_attn.head_dim,
-            intermediate=len(first.mlp.gate_proj.weight),
-            layer=addressof(structures),
-            embedding=embedding.data_ptr(),
-            norm=self._norm(norm),
-            head=packed([model.lm_head]),
-        )
-        self._vocab_size: int = len(model.lm_head.weight)
+            len(layers), embedding.shape[1], heads, kv_heads, first.head_dim, len(first.gates[0].weight),
+            addressof(structures), embedding.data_ptr(), ends.vocab_size or len(ends.lm_head.weight),
+            None if ends.proposed is None else ends.proposed.data_ptr(), ends.given, ends.feeds_back_normed,
+            head=packed([ends.lm_head]),
+        )  # fmt: skip
+        self._model.norm.take(ends.norm)
+        if ends.join is not None:
+            self._model.join = packed([ends.join])
         self._bytes = sum(kept.blocks.weight.nbytes for kept in self._kept if isinstance(kept, Packed))
         self._dtype = embedding.dtype
 
     def takes(self, rows: int) -> bool:
         """True if so many rows are faster by the compiled pass; for 16 bits processors may have instructions."""
         return self._dtype == torch.float32 or rows <= FEW_ROWS
-
-    def _norm(self, norm: Norm) -> _Norm:
-        self._kept.append(norm)
-        return _Norm(norm.weight.data_ptr(), norm.epsilon)
 
     def __call__(
         self,
@@ -123,73 +134,53 @@ class NativePass:
         *,
         needs_logits: bool = True,
         taps: Taps | None = None,
+        states: GivenStates | None = None,
     ) -> Tensor:
-        """As of `LlamaForward`."""
-        lib = compiled()
-        assert cache.rotary is not None
-        batch, nodes = tokens.shape
-        rotary, lengths, (keys, values) = cache.rotary, dense(mask.prefix_length), cache.read(0)
+        """As of `LlamaForward`; with `states` logits [B, wanted, V] of a head."""
+        lib, (batch, nodes), rotary = compiled(), tokens.shape, cache.rotary
+        assert rotary is not None
+        lengths, (keys, values) = dense(mask.prefix_length), cache.read(0)
         layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
-        given = [*map(dense, (tokens, positions, cache_rows))]
-        ends = seen = None
-        if mask.ancestor_mask is not None:
-            seen = dense(mask.ancestor_mask)
-            own, columns = seen.dim() > 2 and len(seen) > 1, seen.shape[-1]
-        else:
-            assert mask.subtree_end is not None
-            ends = dense(mask.subtree_end)
-            own, columns = ends.dim() > 1 and len(ends) > 1, nodes
-        logits = torch.empty(batch, nodes if needs_logits else 0, self._vocab_size, dtype=self._dtype)
+        ends, seen = (None if each is None else dense(each) for each in (mask.subtree_end, mask.ancestor_mask))
+        shape = seen if ends is None else ends[..., None, :]
+        assert shape is not None
+        given, wanted, outputs, present = states or GivenStates(None, nodes)
+        logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype)
         call = _Call(
-            batch=batch,
-            nodes=nodes,
-            tokens=given[0].data_ptr(),
-            positions=given[1].data_ptr(),
-            cache_rows=given[2].data_ptr(),
-            rotary=rotary.data_ptr(),
-            rotary_positions=rotary.shape[-3],
-            rope_limit=self._rope_limit,
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            cache_size=keys.shape[2],
-            batch_stride=keys.stride(0),
-            layer_stride=layer_bytes // keys.itemsize,
-            head_stride=keys.stride(1),
-            lengths=lengths.data_ptr(),
-            length_step=int(lengths.dim() > 0 and len(lengths) > 1),
-            mask=None if seen is None else seen.data_ptr(),
-            ends=None if ends is None else ends.data_ptr(),
-            mask_step=(columns if seen is None else nodes * columns) if own else 0,
-            columns=columns,
-            logits=logits.data_ptr() if needs_logits else None,
-            threads=thread_count(self._bytes),
-        )
-        tapped: dict[int, Tensor] = {}
-        if taps is not None:
-            tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in taps.numbers}
+            batch, nodes, present, dense(tokens), dense(positions), dense(cache_rows), rotary, rotary.shape[-3],
+            self._rope_limit, keys, values, keys.shape[2], keys.stride(0), layer_bytes // keys.itemsize, keys.stride(1),
+            lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen, ends, shape.dim() > 2 and len(shape) > 1,
+            shape.shape[-1], None if given is None else dense(given), wanted=wanted, outputs=outputs,
+            outputs_stride=0 if outputs is None else outputs.stride(0), threads=thread_count(self._bytes),
+        )  # fmt: skip
+        numbers = () if taps is None else taps.numbers
+        tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in numbers}
+        if tapped:
             places = (c_void_p * (self._model.layers + 1))()
-            for number, states in tapped.items():
-                places[number] = states.data_ptr()
+            for number, tap in tapped.items():
+                places[number] = tap.data_ptr()
             call.taps = addressof(places)
+            call.kept += places, tapped
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)))
-        call.scratch = scratch.data_ptr()
-        run = getattr(lib, f"llama_{TYPES[self._dtype]}")
-        kept = self, call, given, rotary, lengths, keys, values, seen, ends, scratch, logits, tapped
-        do(partial(run, byref(self._model), byref(call)), kept)
+        call.scratch, call.logits = scratch.data_ptr(), logits.data_ptr() if needs_logits else None
+        call.kept += self, scratch, logits
+        do(partial(getattr(lib, f"llama_{TYPES[self._dtype]}"), byref(self._model), byref(call)), call)
         if taps is not None:
             taps.take(tapped, tokens, cache_rows)
         return logits
 
 
 def native_pass(
-    layers: Sequence[Any], model: Any, norm: Norm, linears: Linears, rope_limit: int | None
+    layers: Sequence[Any], weights: Sequence[Tensor], ends: Ends, linears: Linears, rope_limit: int | None = None
 ) -> NativePass | None:
-    """The compiled pass of a model, or None where it has parts that are not compiled, or no memory for their copies."""
-    every = [each for layer in layers for each in layer.linears] + [model.lm_head]
-    weights = [*model.parameters()]
+    """The compiled pass of a model, or None where it has parts that are not compiled, or no memory for their copies.
+
+    weights: all that the pass reads
+    """
+    every = [*(each for layer in layers for each in layer.linears), *filter(None, (ends.lm_head, ends.join))]
     one_type = len({(weight.dtype, weight.device) for weight in weights}) == 1 and weights[0].dtype in TYPES
     plain = all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
-    usual = all(layer.gated is silu_product for layer in layers) and model.get_input_embeddings().weight.shape[1] > 0
+    usual = all(layer.gated is silu_product for layer in layers) and ends.embedding.shape[1] > 0
     if not (linears.can_copy and one_type and plain and usual and are_plain(every)):
         return None
-    return NativePass(layers, model, norm, linears, rope_limit)
+    return NativePass(layers, ends, linears, rope_limit)

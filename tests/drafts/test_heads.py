@@ -96,6 +96,16 @@ def test_a_target_by_transformers_own_forward_pass(kind, tmp_path):
     assert torch.equal(out.sequences, transformers_greedy(model, PROMPT, 40))
 
 
+@pytest.mark.parametrize(("method", "depth"), [("sequoia", 3), ("chain", 4), ("rsd-s", 2), ("dyspec", 2)])
+def test_planned_trees_are_deeper_by_default_than_those_of_a_model(method, depth, target):
+    """By `heavypath compare` with the shipped pair and head: a level more accepts more than it costs."""
+    deep = SpeculativeDecoder(target, head_of(target), method).tree
+    assert (len(deep), deep.depth) == (5, depth)
+    usual = SpeculativeDecoder(target, tiny_llama(1).double(), "sequoia").tree
+    assert (len(usual), usual.depth) == (5, 2)
+    assert SpeculativeDecoder(target, head_of(target), "sequoia", tree_size=5).tree == usual
+
+
 def with_nan(head):
     head.fc.weight.data[0, 0] = torch.nan
     return head

@@ -8,16 +8,18 @@ import law_cases
 import pytest
 import torch
 import typical_cases
+from drafted_cases import PROMPTS, assert_replays_as_run
 from kernel_cases import needs_compiler, same
 from tiny_models import tiny_llama
 from verification_cases import Problem, random_filters, random_problem, random_tree
 
-from heavypath.kernels.native.recording import Recording, dense, do, recorded, refuse
+from heavypath.kernels.native.questions import ask
+from heavypath.kernels.native.recording import dense, do, recorded, refuse
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
-from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative import PromptLookup, SpeculativeDecoder
 
 pytestmark = needs_compiler
 FILTERS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}]
@@ -105,6 +107,15 @@ def test_a_recording_replays_calls_and_notices_what_is_none():
             computed()
         assert recording.obstacle is not None
     with recorded() as recording:
+        assert ask(lambda: float(values[0, 0])) == 1
+        do(lambda: torch.sum(values, 0, out=out))
+    assert recording.obstacle is None
+    assert recording.replay()
+    values += 1
+    out.zero_()
+    assert not recording.replay()
+    assert not out.any()
+    with recorded() as recording:
         refuse("a reference")
     assert recording.obstacle == "a reference"
     with recorded() as recording:
@@ -112,16 +123,23 @@ def test_a_recording_replays_calls_and_notices_what_is_none():
     assert recording.obstacle is None
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "specinfer", "sequoia", "ersd", "dyspec"])
+@pytest.mark.parametrize("method", ["autoregressive", "specinfer", "sequoia", "ersd", "dyspec", "rsd-s", "eagle-2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_steps_are_recorded_but_for_those_of_growing_trees(method, temperature, monkeypatch, caplog):
-    """Growing trees are trimmed to as many nodes as they have. Texts are those of steps that are not recorded."""
-    replays, replay = [], Recording.replay
-    monkeypatch.setattr(Recording, "replay", lambda self: (replays.append(1), replay(self)))
+def test_recorded_steps_do_what_others_do(method, temperature, monkeypatch):
     decoder = SpeculativeDecoder(tiny_llama(1), None if method == "autoregressive" else tiny_llama(2), method)
+    replays = assert_replays_as_run(decoder, PROMPTS, monkeypatch, max_new_tokens=20, temperature=temperature, seed=1)
+    assert sum(replays) > 5
+
+
+def test_a_replay_ends_where_a_tree_has_grown_to_another_size(monkeypatch):
+    decoder = SpeculativeDecoder(tiny_llama(1), tiny_llama(2), "dyspec", tree_size=12, threshold=0.2)
+    replays = assert_replays_as_run(decoder, PROMPTS, monkeypatch, max_new_tokens=40, temperature=0.8, seed=1)
+    assert {*replays} == {True, False}
+
+
+def test_what_keeps_a_step_from_being_recorded_is_logged(caplog):
+    decoder = SpeculativeDecoder(tiny_llama(1), PromptLookup(), "dyspec")
     with caplog.at_level(logging.DEBUG, "heavypath.speculative.decoding.launching"):
-        decoder.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, temperature=temperature, seed=1)
-    assert bool(replays) == (method != "dyspec")
-    assert ["a step is not recorded because of" in record.getMessage() for record in caplog.records] == [True] * (
-        method == "dyspec"
-    )
+        decoder.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, temperature=0.8)
+    (record,) = caplog.records
+    assert "a step is not recorded because of" in record.getMessage()

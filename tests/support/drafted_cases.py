@@ -8,7 +8,10 @@ from tiny_models import tiny_llama
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
+from heavypath.kernels.native.recording import Recording
 from heavypath.speculative import Cascade, MedusaHeads, Merge, Mixture, PromptLookup
+from heavypath.speculative.decoding import runner
+from heavypath.speculative.decoding.launching import Launcher
 
 PROMPTS = [torch.tensor([3, 1, 4, 1, 5, 2]), torch.tensor([2, 6, 5])]
 
@@ -83,6 +86,44 @@ def steps_of(decoder, *arguments, **options):
         return decoder.generate(*arguments, **options), steps
     finally:
         decoder.runner.run = run
+
+
+def drafted(decoder, prompts, **options):
+    """Of each prompt the text, and for each step the drafted tokens and the logits that they were drawn from."""
+    steps, run = [], decoder.runner.run
+
+    def noting(*given, **more):
+        each = (stepped := run(*given, **more)).drafted
+        if each.logits is not None:  # which are undefined after leaves
+            parents = each.parents.expand(len(each.tokens), -1)[:, 1:, None]
+            drawn_from = each.logits.gather(1, parents.expand(-1, -1, each.logits.shape[2]))
+            steps.append((each.tokens.clone(), drawn_from.where(each.tokens[:, 1:, None] >= 0, 0)))
+        return stepped
+
+    decoder.runner.run = noting
+    texts = [decoder.generate(prompt[None], **options).sequences for prompt in prompts]
+    decoder.runner.run = run
+    return texts, steps
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert len(one) == len(other)
+        for each, another in zip(one, other, strict=True):
+            pair = ([one] if isinstance(one, Tensor) else one for one in (each, another))
+            assert all(map(torch.equal, *pair))
+
+
+def assert_replays_as_run(decoder, prompts, monkeypatch, **options):
+    """Recorded steps draft and write what others do. Returns whether each replay came to its end."""
+    replays, replay = [], Recording.replay
+    monkeypatch.setattr(Recording, "replay", lambda self: (replays.append(replay(self)), replays[-1])[1])
+    found = drafted(decoder, prompts, **options)
+    monkeypatch.setattr(runner, "Recordings", Launcher)
+    count = len(replays)
+    assert_equal(found, drafted(decoder, prompts, **options))
+    assert len(replays) == count
+    return replays
 
 
 def assert_later_turns_agree(decoder, *, unread=12):

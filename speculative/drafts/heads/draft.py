@@ -3,19 +3,22 @@
 A step's first feed makes the entries of all tokens that are new since the last step, of the target's features. The last
 of them, the root's, predicts the token after it. The entries of drafted nodes are made of the head's own outputs, and
 not kept: an accepted node gets its entry anew. So the keys and values before a root are those of a pass over the text.
+
+PyTorch's operations are here. On a CPU compiled code takes their place (`native`), for which they are the reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store, store_rows
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.native import NativeHead
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.forward import (
     PREFILL_CHUNK,
@@ -26,23 +29,37 @@ from heavypath.speculative.models.forward import (
     chain_mask,
 )
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.models.linear import Linears
+from heavypath.speculative.models.linear import Linears, Product, Products, are_plain, each_alone
 from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
+from heavypath.speculative.models.native import Ends, native_pass
+from heavypath.speculative.models.structure import has_hooks
 
 
 class _HeadFunctions:
-    """A `HeadLayer`'s functions."""
+    """A `HeadLayer`'s modules and functions."""
 
-    def __init__(self, layer: Any, linears: Linears):
+    window = None
+
+    def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
+        self.projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.gates, self.mixing, self.last = [mlp.gate_proj, mlp.up_proj], attention.o_proj, mlp.down_proj
         self.side_by_side, self.norm_before_residual = layer.side_by_side, layer.norm_before_residual
         self.norm, self.hidden_norm = (_norm(layer, name) for name in ("input_layernorm", "hidden_norm"))
-        self.project = linears.together((attention.q_proj, attention.k_proj, attention.v_proj))
         query_norm, key_norm = (_norm(attention, name) for name in ("q_norm", "k_norm"))
         self.head_norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm)
-        self.mix, self.mlp_norm = linears.one(attention.o_proj), norm_of(layer.post_attention_layernorm)
-        self.gate_and_up, self.down = linears.together((mlp.gate_proj, mlp.up_proj)), linears.one(mlp.down_proj)
+        self.mlp_norm, self.head_dim = norm_of(layer.post_attention_layernorm), attention.head_dim
         self.gated, self.scaling = gated_of(mlp.act_fn), attention.head_dim**-0.5
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """All linear layers."""
+        return [*self.projections, self.mixing, *self.gates, self.last]
+
+    def look_up(self, one: Callable[[Any], Product], together: Callable[[Sequence[Any]], Products]) -> None:
+        """Find the functions that PyTorch multiplies by."""
+        self.project, self.gate_and_up = together(self.projections), together(self.gates)
+        self.mix, self.down = one(self.mixing), one(self.last)
 
     def before_attention(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [R, H], and what queries, keys and values are made of, [R, H] or [R, 2 H]."""
@@ -63,6 +80,7 @@ class HeadDraft(TappedDraft):
     """
 
     overlap = 1  # an entry is made of two tokens
+    levels_on_host = 3  # first children are accepted more often than those of a small model; measured with the demo's
 
     def __init__(self, head: EagleHead, target: Forward):
         super().__init__(head, target)
@@ -73,15 +91,42 @@ class HeadDraft(TappedDraft):
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
         linears = self._linears = Linears(self.name, head.parameters())
-        self._fc = linears.one(head.fc)
         self._tap_norms = None if head.fc_norm is None else [norm_of(each) for each in head.fc_norm]
         self._fc_norm = None if head.input_norm is None else norm_of(head.input_norm)
-        self._layers = [_HeadFunctions(layer, linears) for layer in head.layers]
+        self._layers = [_HeadFunctions(layer) for layer in head.layers]
         self._norm = None if head.norm is None else norm_of(head.norm)
-        self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        self._native = self._compiled()
+        one, together = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
+        for layer in self._layers:
+            layer.look_up(one, together)
+        self._fc = one(head.fc)
+        self._lm_head = target.parts.joined(self.lm_head, one(target.parts.of(self.lm_head)))
         self._rotary = self._rotary_table(1)
+
+    def _compiled(self) -> NativeHead | None:
+        """The compiled form, or None where a part of it is not compiled."""
+        head, config, embedding = self.head, self.config, self.embedding
+        usual = self.target.ranks is None and type(embedding) is nn.Embedding and not has_hooks(embedding)
+        if not (usual and are_plain([head.fc])):
+            return None
+        first = config.generation == 1
+        ends = Ends(
+            embedding.weight,
+            self._norm,
+            self.lm_head,
+            self.vocab_size,
+            given=config.target_hidden_size if first else config.hidden_size,
+            join=head.fc if first else None,
+            proposed=self._proposed,
+            feeds_back_normed=config.feeds_back_normed,
+        )
+        weights = [*head.parameters(), embedding.weight, self.lm_head.weight]
+        over = native_pass(self._layers, weights, ends, self._linears)
+        fc = None if first or over is None else self._linears.copy_of([head.fc]).blocks
+        norms = self._tap_norms or [None] * len(config.taps)
+        return None if over is None else NativeHead(over, fc, (norms, self._fc_norm))
 
     def is_current(self) -> bool:
         """True if the head's modules are the same, and copies of its weights are still up to date."""
@@ -114,7 +159,10 @@ class HeadDraft(TappedDraft):
         """The hidden states of the target's passes that the head reads, to be kept in a cache."""
 
         def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
-            cache.keep(self._features(states), tokens, cache_rows)
+            if self._native is not None and self._native.takes(tokens.numel()):
+                self._native.keep(states, tokens, cache_rows, cache)
+            else:
+                cache.keep(self._features(states), tokens, cache_rows)
 
         return Taps(self.config.taps, read)
 
@@ -130,10 +178,15 @@ class HeadDraft(TappedDraft):
             end = min(begin + PREFILL_CHUNK, entries)
             rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
             mask = chain_mask(first + begin, end - begin, visible_rows=max(starts) + end)
-            self._run(_rows_of(cache.features[:, 0], rows), tokens[:, begin + 1 : end + 1], rows, cache, mask)
+            run = self._run
+            if self._native is not None and self._native.takes(rows.numel()):
+                run = self._native.prefill
+            run(_rows_of(cache.features[:, 0], rows), tokens[:, begin + 1 : end + 1], rows, cache, mask)
 
     def __call__(self, feed: Feed, cache: HeadCache) -> Tensor:
         """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        if self._native is not None and self._native.takes(len(feed.tokens) * (feed.news or feed.tokens.shape[1])):
+            return self._native(feed, cache)
         hidden = self._after_root(feed, cache) if feed.news else self._after_nodes(feed, cache)
         normed = hidden if self._norm is None else add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1]
         logits = as_logits(self._lm_head(normed.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:2], -1))
@@ -247,6 +300,10 @@ class HeadDraft(TappedDraft):
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
     """The rows LongTensor[B, N] of [B, S, ..]."""
     return field[torch.arange(len(field), device=rows.device)[:, None], rows]
+
+
+def _itself(layer: Any) -> Product:
+    return layer
 
 
 def _norm(module: Any, name: str) -> Norm | None:

@@ -5,17 +5,29 @@ of a text are the target's hidden states, of which the last accepted token's is 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.native.heads import MedusaWeights, keep, medusa
+from heavypath.kernels.native.recording import dense
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps, as_logits
+from heavypath.speculative.models.linear import Linears, are_plain
+from heavypath.speculative.models.native import FEW_ROWS
+
+
+class _Linear(NamedTuple):
+    """The weight and bias of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class MedusaCache(RowCache):
@@ -65,6 +77,26 @@ class MedusaDraft(TappedDraft):
         super().__init__(heads, target)
         self.heads, self.config, self.layers, self.levels = heads, config, config.layers, config.heads
         self._lm_head = target.parts.joined(self.target_lm_head, target.parts.of(self.target_lm_head))
+        self._linears = Linears(self.name, heads.parameters())
+        self._native = self._copied()
+
+    def is_current(self) -> bool:
+        """True if the heads are the same, and copies of their weights are still up to date."""
+        return super().is_current() and self._linears.is_current()
+
+    def _copied(self) -> MedusaWeights | None:
+        """The weights as the compiled heads read them; None where they are not compiled."""
+        heads, linears, lm_head = self.heads, self._linears, self.target_lm_head
+        is_own = heads.lm_heads is not None
+        usual = is_own or (are_plain([lm_head]) and lm_head.weight.dtype == self.dtype and lm_head.bias is None)
+        if not (linears.can_copy and usual and self.target.ranks is None):
+            return None
+        layers = [
+            [linears.copy_of([_Linear(weight, bias)]).blocks for weight, bias in zip(weights, biases, strict=True)]
+            for weights, biases in zip(heads.weight, heads.bias, strict=True)
+        ]
+        lm_heads = [_Linear(own, None) for own in heads.lm_heads] if heads.lm_heads is not None else [lm_head]
+        return MedusaWeights(layers, [linears.copy_of([each]).blocks for each in lm_heads])
 
     def new_cache(self, batch: int, rows: int) -> MedusaCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
@@ -76,7 +108,10 @@ class MedusaDraft(TappedDraft):
         """The target's hidden states after its final norm, to be kept in a cache."""
 
         def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
-            store_rows(cache.keys, states[0][:, :, None], cache_rows)
+            if self._native is None:
+                store_rows(cache.keys, states[0][:, :, None], cache_rows)
+            else:
+                keep(states, ([None], None), None, tokens, cache_rows, (cache.keys[:, 0], None))
 
         return Taps((self.target.layers,), read)
 
@@ -90,7 +125,8 @@ class MedusaDraft(TappedDraft):
             lengths = feed.prefix_lengths if feed.drafted is None else feed.prefix_lengths - feed.drafted
             self._read_root(lengths, min(feed.levels, heads), cache)
         if feed.drafted is None:
-            return cache.logits[:, min(feed.level, heads), None].expand(-1, nodes, -1)
+            logits = cache.logits[:, min(feed.level, heads), None].expand(-1, nodes, -1)
+            return logits if self._native is None else dense(logits)
         sequence = torch.arange(len(feed.drafted), device=feed.drafted.device)
         return cache.logits[sequence, feed.drafted.clamp(max=heads)][:, None]
 
@@ -109,6 +145,8 @@ class MedusaDraft(TappedDraft):
 
         Nothing is before a text of one token, for which zeros stand.
         """
+        if self._native is not None and (self.dtype == torch.float32 or len(lengths) <= FEW_ROWS):
+            return medusa(self._native, cache.keys[:, 0], lengths, heads, cache.logits)
         before = cache.keys[torch.arange(len(lengths), device=lengths.device), 0, (lengths - 1).clamp(min=0)]
         before = before.masked_fill((lengths == 0)[:, None], 0)
         cache.logits[:, :heads] = self.heads(before, self._lm_head, heads)
