@@ -20,6 +20,7 @@ from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
 from heavypath.speculative.distillation import DistilSettings, distil
+from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.heads.eagle import EagleHead
@@ -65,6 +66,7 @@ attn_implementation.register()
 __all__ = [
     "LOSSLESS_METHODS",
     "METHODS",
+    "BlockHead",
     "Cascade",
     "Confidence",
     "Departure",

@@ -58,11 +58,11 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one) or Medusa
-        heads. Or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no model. PATH is a
-        file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these: "demo-head+prompt-lookup"
-        is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup", with levels, a
-        `Cascade`.
+    target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one), Medusa
+        heads or a block draft. Or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no
+        model. PATH is a file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these:
+        "demo-head+prompt-lookup" is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and
+        "2*demo-head+4*prompt-lookup", with levels, a `Cascade`.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
@@ -145,7 +145,7 @@ def load_draft(
     target_name: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel | Draftable:
-    """Load a draft for a target: a head or heads (EAGLE, Medusa) as published, or a model; from a folder or the cache.
+    """Load a draft for a target: a trained head of any kind as published, or a model; from a folder or the cache.
 
     path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
         "retrieval:PATH"; and several of these, as in `load_pair`

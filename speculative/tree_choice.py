@@ -161,7 +161,7 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     if levels is not None and tree.depth > levels:
         what = f"max_depth {options['max_depth']}" if "max_depth" in options else f"a tree of {tree.depth} levels"
         raise ValueError(
-            f"the draft has {levels} heads, one for each level of a tree, got {what}; give at most {levels} levels "
+            f"the draft has the laws of {levels} levels of a tree, got {what}; give at most {levels} levels "
             f"(max_depth={levels}, tree.truncated({levels})[0])"
         )
     if len(tree) > MAX_NODES:

@@ -177,7 +177,7 @@ class NativePass:
         kept = self, call, given, rotary, lengths, keys, values, seen, ends, scratch, logits, tapped
         do(partial(run, byref(self._model), byref(call)), kept)
         if taps is not None:
-            taps.take(tapped, tokens, cache_rows)
+            taps.take(tapped, tokens, positions, cache_rows)
         return logits
 
 

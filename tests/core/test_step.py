@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from block_checkpoints import random_block
 from head_cases import head_of
 from medusa_checkpoints import published, write
 from played_graphs import Event
@@ -41,6 +42,7 @@ from heavypath.speculative.models.llama import LlamaForward
 DRAFTS = {  # of a target
     "none": lambda target, folder: None,
     "medusa": lambda target, folder: load_medusa(write(folder, published(target, heads=2)), target),
+    "block": lambda target, folder: random_block(target, head_dim=16, taps=(0,), block_size=4),
     "eagle-1": lambda target, folder: head_of(target, taps=(1,), head_dim=16, generation=1),
     "four tokens": lambda target, folder: head_of(
         target, taps=(0, 1), head_dim=16, draft_vocab_size=4, owns_lm_head=True
@@ -56,6 +58,7 @@ DRAFTS = {  # of a target
         ("autoregressive", "none", {}, {"temperature": 0.9, "eos_token_id": [5, 2]}, 2, 4),
         # fewer heads near the end of a text
         ("top-k", "medusa", {"tree": TokenTree([-1, 0, 1])}, {"temperature": 1.0}, 1, 4),
+        ("chain", "block", {"tree": TokenTree.chain(2)}, {"temperature": 1.0}, 1, 4),
         *(
             pytest.param(method, draft, shape, {"temperature": 1.0}, 3, 6, marks=pytest.mark.slow)
             for method, draft, shape in (

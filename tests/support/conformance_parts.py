@@ -7,6 +7,7 @@ import string
 from functools import cached_property, lru_cache
 
 import torch
+from block_checkpoints import random_block
 from conformance_rows import GROWING
 from families import tiny
 from head_cases import head_of
@@ -156,6 +157,7 @@ class Case:
             "the target": lambda: self.target,
             "head": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim),
             "medusa": lambda: medusa_of(self.target),
+            "block": lambda: random_block(self.target, self.head_dim),
             "lookup": PromptLookup,
             "retrieval": lambda: Retrieval(corpus),
             "lookahead": lambda: Lookahead(window=3, ngram=3),

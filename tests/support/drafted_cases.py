@@ -3,12 +3,13 @@
 from typing import NamedTuple
 
 import torch
+from block_checkpoints import said_of
 from head_cases import logits_over
 from tiny_models import tiny_llama
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
-from heavypath.speculative import Cascade, MedusaHeads, Merge, Mixture, PromptLookup
+from heavypath.speculative import BlockHead, Cascade, MedusaHeads, Merge, Mixture, PromptLookup
 
 PROMPTS = [torch.tensor([3, 1, 4, 1, 5, 2]), torch.tensor([2, 6, 5])]
 
@@ -117,6 +118,8 @@ def said_by(draft, target, text, path):
         before = states[-2:-1] if len(text) > 1 else torch.zeros_like(states)
         logits = draft(before, target.lm_head)[0]
         return logits[len(path)].softmax(-1).float() if len(path) < len(logits) else torch.zeros(7)
+    if isinstance(draft, BlockHead):
+        return law_of(said_of(draft, target, text).after(path).float())
     if hasattr(draft, "generate"):
         return draft(whole[None]).logits[0, -1].softmax(-1).float()
     return logits_over(draft, target, text, path).softmax(-1).float()

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
-from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store, store_rows
+from heavypath.kernels.layers.rms_norm import add_rms_norm
+from heavypath.kernels.layers.rotary import Turns, store_rows
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits, norm_if_any
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.forward import (
     PREFILL_CHUNK,
@@ -27,22 +28,16 @@ from heavypath.speculative.models.forward import (
 )
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.linear import Linears
-from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
+from heavypath.speculative.models.llama import norm_of, turns_of
 
 
-class _HeadFunctions:
+class _HeadFunctions(LayerFunctions):
     """A `HeadLayer`'s functions."""
 
     def __init__(self, layer: Any, linears: Linears):
-        attention, mlp = layer.self_attn, layer.mlp
+        super().__init__(layer, linears)
         self.side_by_side, self.norm_before_residual = layer.side_by_side, layer.norm_before_residual
-        self.norm, self.hidden_norm = (_norm(layer, name) for name in ("input_layernorm", "hidden_norm"))
-        self.project = linears.together((attention.q_proj, attention.k_proj, attention.v_proj))
-        query_norm, key_norm = (_norm(attention, name) for name in ("q_norm", "k_norm"))
-        self.head_norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm)
-        self.mix, self.mlp_norm = linears.one(attention.o_proj), norm_of(layer.post_attention_layernorm)
-        self.gate_and_up, self.down = linears.together((mlp.gate_proj, mlp.up_proj)), linears.one(mlp.down_proj)
-        self.gated, self.scaling = gated_of(mlp.act_fn), attention.head_dim**-0.5
+        self.hidden_norm = norm_if_any(layer, "hidden_norm")
 
     def before_attention(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [R, H], and what queries, keys and values are made of, [R, H] or [R, 2 H]."""
@@ -68,7 +63,7 @@ class HeadDraft(TappedDraft):
         super().__init__(head, target)
         config = head.config
         self.head, self.config, self.layers = head, config, config.layers
-        _check_fits(head, target)
+        check_fits(config, target)
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
@@ -113,7 +108,7 @@ class HeadDraft(TappedDraft):
     def taps(self, cache: HeadCache) -> Taps:
         """The hidden states of the target's passes that the head reads, to be kept in a cache."""
 
-        def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
+        def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             cache.keep(self._features(states), tokens, cache_rows)
 
         return Taps(self.config.taps, read)
@@ -194,20 +189,14 @@ class HeadDraft(TappedDraft):
         attend = mask.attention(self.dtype, {None})[None]
         assert cache.rotary is not None
         turns = Turns.at(cache.rotary, rows if positions is None else positions)
-        by_head = *tokens.shape, -1, self.config.head_dim
         embedded, hidden = self.embedding(tokens.flatten()), features.flatten(0, 1)
         if self.config.generation == 1:
             hidden = self._fc(torch.cat([embedded, hidden], -1))
         for index, layer in enumerate(self._layers):
             hidden, attended = layer.before_attention(hidden, embedded)
-            projected = Projected(*[states.view(by_head) for states in layer.project(attended)])
-            keys, values = cache.read(index)
-            query = rotate_and_store(projected, turns, keys, values, rows, layer.head_norms)
-            mixed = attend(query.transpose(1, 2), keys, values, layer.scaling)
-            hidden, normed = add_rms_norm(
-                hidden, layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1)), layer.mlp_norm
-            )
-            hidden = hidden + layer.down(layer.gated(*layer.gate_and_up(normed)))
+            mixed = layer.attention(attended, turns, rows, cache.read(index), attend)
+            hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
+            hidden = hidden + layer.mlp(normed)
         return hidden.view(*tokens.shape, -1)
 
     def _features(self, taps: Sequence[Tensor]) -> Tensor:
@@ -247,31 +236,3 @@ class HeadDraft(TappedDraft):
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
     """The rows LongTensor[B, N] of [B, S, ..]."""
     return field[torch.arange(len(field), device=rows.device)[:, None], rows]
-
-
-def _norm(module: Any, name: str) -> Norm | None:
-    return norm_of(getattr(module, name)) if hasattr(module, name) else None
-
-
-def _check_fits(head: EagleHead, target: Forward) -> None:
-    """Raise ValueError where a head and a target do not fit."""
-    config, width = head.config, target.embedding.weight.shape[1]
-    if config.target_hidden_size != width or config.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the head was made for a target of width {config.target_hidden_size} with {config.vocab_size} tokens, "
-            f"got one of width {width} with {target.vocab_size}"
-        )
-    if head.embed_tokens is None and config.hidden_size != width:
-        raise ValueError(
-            f"a head of width {config.hidden_size} needs an embedding of its own; the target's has {width}"
-        )
-    if max(config.taps) > target.layers or min(config.taps) < 0:
-        raise ValueError(
-            f"the head reads the hidden states {[*config.taps]}, the target has 0 .. {target.layers}; "
-            "it was made for a target of more layers"
-        )
-    kind = config.rope_parameters.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(
-            f"a head's rotary embeddings must not depend on the length of the text, got rope type {kind!r}"
-        )
