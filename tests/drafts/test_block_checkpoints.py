@@ -54,7 +54,10 @@ WRONG = {  # what a reader could take for another, and how the draft would then 
     "layers' outputs": ("z-lab", {"ids": (0, 2, 5)}),
     "numbers of hidden states": ("speculators", {"ids": (2, 4, 7)}),
     "no window": ("JetSpec, windows", {"windows": (None, None)}),
-    "offsets of d2t": ("speculators, from the anchor", {"shift": 0}),
+    "from the anchor": ("speculators, from the anchor", {"shift": 0}),
+    "the root's row of DSpark": ("DSpark of SpecForge", {"shift": 0}),
+    "no term": ("DSpark", {"term": ""}),
+    "no gate": ("DSpark, gated", {"term": "vanilla"}),
 }
 
 
@@ -122,6 +125,7 @@ UNKNOWN = {name: {"tensors": {name: torch.zeros(4)}} for name in (
     "layers.0.self_attn.g_proj.weight", "aux_hidden_norms.0.weight", "mask_embedding", "layers.0.self_attn.sinks",
     "hidden_dim_adapter.weight", "prefix_gru.weight_ih_l0", "layers.0.layer_scalar",
 )}  # fmt: skip
+DSPARK = variant(term="vanilla", shift=1)
 INSIDE = {"mask_token_id": 39, "target_layer_ids": [1, 3, 6]}
 CASES = {
     **{f"1 tensors are not known: {re.escape(name)}": case for name, case in UNKNOWN.items()},
@@ -139,6 +143,13 @@ CASES = {
         "dflash_config": INSIDE | {"target_layer_ids": [1, 3]}},
     "mask_token_id, a token of the target's 40, got None": {"dflash_config": {"target_layer_ids": [1, 3, 6]}},
     "mask_token_id, a token of the target's 40, got 40": {"dflash_config": INSIDE | {"mask_token_id": 40}},
+    "target_layer_ids, or aux_hidden_state_layer_ids": {
+        "dflash_config": {"mask_token_id": 39}, "num_target_layers": None},
+    "markov_rank 8, and markov_head has the tensors of 4": {"kind": DSPARK, "markov_rank": 8},
+    "markov_head_type 'rnn', and markov_head has the tensors of 'vanilla'": {
+        "kind": DSPARK, "markov_head_type": "rnn"},
+    "markov_rank 256, and markov_head has the tensors of 0": {"markov_rank": 256},
+    r"missing: markov_head\.markov_w2\.weight": {"kind": DSPARK, "without": ["markov_head.markov_w2.weight"]},
     "must give block_size, a positive number, got None": {"block_size": None},
     "block_size 1, a block of the root alone": {"block_size": 1},
     "layer_types .*chunked_attention.*, expected full": {"layer_types": ["full_attention", "chunked_attention"]},

@@ -35,6 +35,9 @@ VARIANTS = {
     "windows": {"windows": (3, 3)},
     "causal windows, capped": {"windows": (3, 3), "causal": (True, True), "cap": 2.0},
     "four tokens": {"drafted": 4, "own_lm_head": True},
+    "vanilla": {"term": "vanilla", "shift": 1},
+    "gated, four tokens": {"term": "gated", "shift": 1, "drafted": 4, "own_lm_head": True},
+    "rnn": {"term": "rnn", "shift": 1},
 }
 
 
@@ -47,6 +50,7 @@ def target():
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
     ("causal", "chain"), ("from the root", "dyspec"), ("four tokens", "rsd-s"), ("windows", "eagle-2"),
+    ("gated, four tokens", "eagle-2"), ("rnn", "dyspec"), ("rnn", "rsd-s"),
 ])  # fmt: skip
 def test_every_node_has_the_law_of_its_depth(variant, method, target, tmp_path):
     """In a batch of texts of several lengths, one of them of one token, over steps that accept some nodes."""
@@ -105,20 +109,23 @@ def test_one_draft_pass_a_step_at_any_depth(target, tmp_path, monkeypatch):
 
 def test_greedy_text_is_plain_decodings_with_every_method(target, tmp_path):
     head = block_of(target, tmp_path, shift=1)
-    expected = transformers_greedy(target, PROMPT, 24)
+    expected = transformers_greedy(target, PROMPT, 12)
     for method in DRAFTED:
         if METHODS[method].is_lossless:
-            assert torch.equal(SpeculativeDecoder(target, head, method).generate(PROMPT, 24).sequences, expected)
+            assert torch.equal(SpeculativeDecoder(target, head, method).generate(PROMPT, 12).sequences, expected)
 
 
-EXACT = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"), ("ersd", None), ("eagle-2", None),
-         ("dyspec", "rejection"), ("naive", None)]  # fmt: skip
+LAWS = {"of depths": {}, "of tokens": {"term": "vanilla", "shift": 1}, "of paths": {"term": "rnn", "shift": 1}}
+WAYS = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"), ("dyspec", "rejection"),
+        ("ersd", None), ("eagle-2", None)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "verifier"), EXACT)
-def test_the_joint_law_of_four_tokens_is_the_targets(method, verifier, target, tmp_path):
-    """By enumeration; the draft has few of the tokens, so that Q lacks what P has."""
-    head = block_of(target, tmp_path, drafted=4, own_lm_head=True, causal=(True, False))
+@pytest.mark.parametrize(("method", "verifier"), WAYS)
+@pytest.mark.parametrize("law", LAWS)
+def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, tmp_path):
+    """By enumeration. The draft has few of the tokens, so that Q lacks what P has."""
+    target = tiny_llama(0)
+    head = block_of(target, tmp_path, drafted=4, own_lm_head=True, causal=(True, False), **LAWS[law])
     given = {} if verifier is None else {"verifier": verifier}
     decoder = SpeculativeDecoder(target, head, method, tree_size=6, **given)
     out = decoder.generate(PROMPT.expand(3000, -1), max_new_tokens=4, temperature=0.8, seed=5)
@@ -151,10 +158,11 @@ def test_a_block_read_one_row_off_is_accepted_hardly_ever_and_the_log_says_so(tm
         assert shift_label or "the draft does not pay: 1.00 tokens a step" in caplog.text
 
 
+@pytest.mark.parametrize("law", LAWS)
 @torch.inference_mode()
-def test_acceptance_at_a_depth_leaves_no_trace_in_the_text(target, tmp_path):
+def test_acceptance_at_a_depth_leaves_no_trace_in_the_text(law, target, tmp_path):
     """Calibration walks along texts token by token, and counts a token as drafted at the depth it would have."""
-    head, text = block_of(target, tmp_path, shift=1), torch.tensor([3, 1, 4, 1, 5, 2, 6])
+    head, text = block_of(target, tmp_path, **LAWS[law]), torch.tensor([3, 1, 4, 1, 5, 2, 6])
     forward = forward_of(target, "target")
     draft = as_draft(head, forward, target)
     cache, texts = draft.new_cache(2, 7), text.expand(2, -1)

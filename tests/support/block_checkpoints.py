@@ -30,6 +30,7 @@ def variant(**options):
         "layers": 2, "drafted": VOCAB, "ids": IDS, "theta": 10000.0, "block": 5, "mask": 39, "shift": 0,
         "causal": (False, False), "windows": (None, None), "biases": False, "own_embedding": False,
         "own_lm_head": False, "multiplier": 1.0, "cap": None,
+        "term": "", "rank": 4, "term_bias": True,
     }  # fmt: skip
     assert not options.keys() - usual.keys()
     return SimpleNamespace(**(usual | options))
@@ -66,6 +67,13 @@ def tensors_of(kind, seed=1, scale=1.0):
         tensors["embed_tokens.weight"] = torch.randn(kind.vocab, kind.width)
     if kind.own_lm_head:
         linear("lm_head", kind.drafted, kind.width)
+    if kind.term:
+        tensors["markov_head.markov_w1.weight"] = torch.randn(kind.vocab, kind.rank)
+        linear("markov_head.markov_w2", kind.drafted, kind.rank)
+    if kind.term == "gated":
+        linear("markov_head.gate_proj", kind.rank, kind.width + kind.rank, kind.term_bias)
+    elif kind.term == "rnn":
+        linear("markov_head.joint_proj", 3 * kind.rank, 2 * kind.rank + kind.width, kind.term_bias)
     if kind.drafted < kind.vocab:
         kept = torch.randperm(kind.vocab)[: kind.drafted].sort().values
         tensors["d2t"] = kept - torch.arange(kind.drafted)
@@ -102,14 +110,19 @@ def zlab(kind, **inside):
 
 
 def deepspec(kind, **more):
-    """With its keys at the top level, and frozen copies of the target's tensors."""
+    """With its keys at the top level, frozen copies of the target's tensors, and an estimate of acceptance."""
     target = tiny_target()
     config = layer_settings(kind) | {
         "architectures": ["Qwen3DFlashModel"], "block_size": kind.block, "mask_token_id": kind.mask,
         "target_layer_ids": [*kind.ids], "num_target_layers": LAYERS, "markov_rank": 0,
     }  # fmt: skip
+    if kind.term:
+        config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": kind.rank, "markov_head_type": kind.term}
+        config |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     copies = {"embed_tokens.weight": target.model.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
     copies = {name: tensor.detach().clone() for name, tensor in copies.items()}
+    if kind.term:
+        copies |= {"confidence_head.proj.weight": torch.ones(1, kind.width), "confidence_head.proj.bias": torch.ones(1)}
     renamed = {f"model.{name}": tensor for name, tensor in (tensors_of(kind) | copies).items()}
     return config | more, renamed
 
@@ -168,6 +181,19 @@ LAYOUTS = {  # what the draft is, and who writes it
     "JetSpec, windows": ({"causal": (True, True), "windows": (3, None)}, lambda kind: zlab(kind, causal_head=True)),
     "DeepSpec": ({"shift": 1, "ids": (-1, 2, 5)}, deepspec),
     "SpecForge, shift_label": ({"shift": 1}, lambda kind: zlab(kind, shift_label=True)),
+    "DeepSpec's DSpark without a term": ({"shift": 1}, lambda kind: deepspec(
+        kind, architectures=["Qwen3DSparkModel"], markov_head_type="vanilla")),
+    "DSpark": ({"shift": 1, "term": "vanilla"}, deepspec),
+    "DSpark, gated": ({"shift": 1, "term": "gated"}, deepspec),
+    "DSpark, rnn": ({"shift": 1, "term": "rnn", "term_bias": False}, deepspec),
+    "DSpark of SpecForge": ({"shift": 1, "term": "gated", "term_bias": False}, lambda kind: zlab(
+        kind, projector_type="dspark", markov_rank=kind.rank)),
+    "DSpark of SpecForge, by its class": ({"shift": 1, "term": "vanilla"}, lambda kind: zlab_with(
+        kind, architectures=["DSparkDraftModel"])),
+    "DSpark of speculators": (OWN | {"drafted": KEPT, "shift": 1, "term": "rnn"}, lambda kind: speculators(
+        kind, speculators_model_type="dspark", architectures=["DSparkDraftModel"], markov_rank=kind.rank)),
+    "DSpark of speculators, not from the anchor": ({"term": "vanilla"}, lambda kind: speculators(
+        kind, speculators_model_type="dspark", sample_from_anchor=False)),
     "speculators": (OWN | {"drafted": KEPT}, speculators),
     "speculators, from the anchor": (OWN | {"shift": 1}, lambda kind: speculators(kind, sample_from_anchor=True)),
     "speculators, windows": (SLIDING, speculators),
@@ -252,8 +278,24 @@ class Oracle:
         """Logits [V] below a path of drafted tokens; of nothing but -inf where it is as deep as the block."""
         every = torch.full((self.kind.vocab,), -torch.inf, dtype=torch.double)
         if len(path) < len(self.base):
-            every[self.tokens] = self.base[len(path)]
+            every[self.tokens] = self.base[len(path)] + self.term(path)
         return every
+
+    def term(self, path):
+        """What the last of these tokens, or all of them from the root on, add."""
+        if not self.kind.term:
+            return 0
+        words = [self.w["markov_head.markov_w1.weight"][token] for token in [self.text[-1], *path]]
+        word, state = words[-1], torch.zeros(self.kind.rank).double()
+        if self.kind.term == "gated":
+            beside = torch.cat([self.hidden[len(path)], word])
+            word = word * torch.sigmoid(self.apply("markov_head.gate_proj", beside))
+        elif self.kind.term == "rnn":
+            for each, hidden in zip(words, self.hidden, strict=False):
+                z = self.apply("markov_head.joint_proj", torch.cat([state, each, hidden]))
+                g, c, o = z.view(3, -1)
+                state, word = g.sigmoid() * state + (1 - g.sigmoid()) * c.tanh(), o.tanh()
+        return self.w["markov_head.markov_w2.weight"] @ word
 
 
 def loaded(folder, target, kind, config, tensors):
@@ -282,7 +324,7 @@ def block_of(target, folder, seed=1, scale=2.0, **options):
     layers = {"ids": (0, 1)[: text.num_hidden_layers - 1], "mask": text.vocab_size - 1, "vocab": text.vocab_size}
     layers |= {"width": text.hidden_size, "read": text.hidden_size, "drafted": text.vocab_size}
     kind = variant(**(layers | options))
-    config, _ = zlab(kind, causal=all(kind.causal), shift_label=bool(kind.shift))
+    config, _ = zlab(kind, causal=all(kind.causal), shift_label=bool(kind.shift), projector_type=kind.term and "dspark")
     tensors = tensors_of(kind, seed, scale)
     config["num_target_layers"] = text.num_hidden_layers
     head = load_block(write(folder, config, tensors), target)
@@ -291,7 +333,7 @@ def block_of(target, folder, seed=1, scale=2.0, **options):
 
 
 def random_block(target, head_dim=8, **changes):
-    """A random draft of another kind, made without a checkpoint: half causal, with a window, of all tokens but one."""
+    """A random draft without a checkpoint: half causal, with windows, of all tokens but one, and laws by path."""
     config = target.config.get_text_config()
     width, vocab = config.hidden_size, config.vocab_size
     shape = {
@@ -299,6 +341,7 @@ def random_block(target, head_dim=8, **changes):
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim, "vocab_size": vocab,
         "draft_vocab_size": vocab - 1, "taps": (0, 1), "layers": 2, "head_norms": True, "owns_lm_head": True,
         "block_size": 8, "mask_token_id": 3, "from_root": True, "causal": (True, False), "windows": (4, 6),
+        "term": "rnn", "rank": 4,
     }  # fmt: skip
     head = BlockHead(BlockConfig(**shape | changes))
     torch.manual_seed(2)

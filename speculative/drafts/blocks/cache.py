@@ -19,13 +19,18 @@ class BlockCache(KeyValueCache):
 
     tokens: LongTensor[B, rows], the token of each row of a text that is read token by token, see `Feed.drafted`
     base:   [B, D + 1, Vd], the logits of the D depths in this step. After them -inf, for nodes that are deeper
+    hidden: [B, D + 1, H], the rows of the block that they are of; of no columns for a draft whose laws do not read them
+    state:  [B, rows, s], of the nodes of the tree, where a law depends on the path
     """
 
-    _OF_A_STEP = ("tokens", "base")
+    _OF_A_STEP = ("tokens", "base", "hidden", "state")
 
-    def __init__(self, base: Tensor, rows: int, **keys_and_values: Any):
+    def __init__(self, base: Tensor, rows: int, columns: tuple[int, int], **keys_and_values: Any):
+        """columns: H and s; keys_and_values: the other arguments of `KeyValueCache`."""
         super().__init__(batch=len(base), rows=rows, **keys_and_values)
         self.base = base
+        self.hidden = self.keys.new_zeros(*base.shape[:2], columns[0])
+        self.state = self.keys.new_zeros(len(base), rows, columns[1])
         self.tokens = torch.zeros(len(base), rows, dtype=torch.long, device=base.device)
 
     @property

@@ -1,6 +1,7 @@
 """Load a block draft as its authors published it.
 
-    z-lab, JetSpec, SpecForge, DeepSpec    fc, hidden_norm, layers.*, norm, of a Qwen3 that has no embedding
+    z-lab, JetSpec, SpecForge, DeepSpec    fc, hidden_norm, layers.*, norm, of a Qwen3 that has no embedding;
+                                           of DSpark also markov_head.*
     speculators                            the same, with embed_tokens, lm_head and d2t of its own
     transformers' assistants               encoder.fc and encoder.output_norm_enc in place of the first two
 
@@ -25,8 +26,11 @@ from heavypath.speculative.files.typed_json import read_json
 from heavypath.speculative.ranks.parts import local_of
 
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-# What a draft does without: copies of the target's tensors, tables that are computed, and the inverse of d2t.
-_HARMLESS = re.compile(r"(verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq)$")
+# What a draft does without: copies of the target's tensors, tables that are computed, and the head that estimates how
+# likely a token is to be accepted, by which others cut their chains short.
+_HARMLESS = re.compile(
+    r"(verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq|confidence_head\.proj\.\w+)$"
+)
 
 
 def load_block(

@@ -16,6 +16,8 @@ class BlockConfig(TappedConfig):
     causal:        of each layer, whether a row of the block sees the rows up to itself alone; else it sees all
     windows:       of each layer, how many positions a row sees; None for the whole text
     multiplier, softcap: logits are softcap * tanh(multiplier * logits / softcap); None for no cap
+    term:          what the law below a node takes from its token or its path: "" for nothing, or as `terms` has it
+    rank:          of that term; term_bias: whether it has a bias
     """
 
     kind: str
@@ -26,6 +28,9 @@ class BlockConfig(TappedConfig):
     windows: tuple[int | None, ...]
     multiplier: float = 1.0
     softcap: float | None = None
+    term: str = ""
+    rank: int = 0
+    term_bias: bool = False
 
     @property
     def depths(self) -> int:
@@ -35,4 +40,4 @@ class BlockConfig(TappedConfig):
     @property
     def model_type(self) -> str:
         """The name of its kind in a trace."""
-        return self.kind
+        return f"{self.kind}, {self.term}" if self.term else self.kind

@@ -12,8 +12,8 @@ embedding, and B the rows of a block. A layer has one W_k and one W_v for both:
 A row sees the whole text before L, and of the block the rows up to itself or all rows, by layer. In a causal layer
 with a window of W positions a row at p sees those above p - W. In another one all rows see what the root's row sees.
 Source: Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036; with all layers
-causal it is JetSpec. The laws of a tree's nodes then follow without another pass: that below a node is the one of its
-depth.
+causal it is JetSpec. The laws of a tree's nodes then follow without another pass. The law below a node is the one of
+its depth, to which some drafts add a term of its token or path (`terms`).
 
 A pass of the target makes keys and values of the context for all of its nodes, at once for all layers. So nothing is
 computed again, and no shape depends on how many nodes were accepted.
@@ -76,13 +76,14 @@ class BlockHeadDraft(TappedDraft):
 
     def new_cache(self, batch: int, rows: int) -> BlockCache:
         """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and a block after them."""
-        rotary, config, like = self._rotary, self.config, self.head.fc.weight
+        rotary, config, like, term = self._rotary, self.config, self.head.fc.weight, self.head.term
         rows += config.block_size
         if rows > len(rotary):
             self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
         return BlockCache(
             as_logits(like.new_full((batch, config.depths + 1, config.draft_vocab_size), -torch.inf)),
             rows,
+            (config.hidden_size, term.state_size) if term is not None else (0, 0),
             layers=config.layers,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
@@ -106,17 +107,22 @@ class BlockHeadDraft(TappedDraft):
 
     def __call__(self, feed: Feed, cache: BlockCache) -> Tensor:
         """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
-        depths, nodes = self.config.depths, 1 if feed.news else feed.tokens.shape[1]
+        depths, term, tokens = self.config.depths, self.head.term, feed.tokens[:, -1:] if feed.news else feed.tokens
         if feed.news:
             self._draft_block(feed, cache)
         if feed.drafted is None:
-            logits = cache.base[:, min(feed.level, depths), None]
+            at = slice(None), min(feed.level, depths)
         else:
-            logits = _rows_of(cache.base, feed.drafted.clamp(max=depths)[:, None])
+            at = torch.arange(len(tokens), device=tokens.device), feed.drafted.clamp(max=depths)
+        logits = cache.base[at][:, None]
+        if term is not None:
+            logits, state = term(cache.base[at], cache.hidden[at], tokens, self._above(feed, cache))
+            if state is not None:
+                store_rows(cache.state[:, None], state[:, :, None], feed.cache_rows[:, -tokens.shape[1] :])
         if self._proposed is not None:
             every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
             logits = every.index_copy_(2, self._proposed, logits)
-        return logits.expand(-1, nodes, -1)
+        return logits.expand(-1, tokens.shape[1], -1)
 
     def level_weights(self) -> list[Tensor]:
         """All but the embedding, of which a few rows are read."""
@@ -176,6 +182,25 @@ class BlockHeadDraft(TappedDraft):
         if config.softcap is not None:
             logits = config.softcap * torch.tanh(logits / config.softcap)
         cache.base[:, :levels] = logits
+        if self.head.term is not None:
+            cache.hidden[:, :levels] = normed.view(read.shape)
+
+    def _above(self, feed: Feed, cache: BlockCache) -> Tensor | None:
+        """The states of the nodes' parents [B, n, s]; None for a term without states."""
+        term = self.head.term
+        if term is None or not term.state_size:
+            return None
+        if not feed.news:
+            return _rows_of(cache.state, feed.parent_rows)
+        state = cache.state.new_zeros(len(feed.tokens), 1, term.state_size)
+        if feed.drafted is not None:  # a path of tokens of the text
+            root = feed.prefix_lengths - feed.drafted
+            for depth in range(self.config.depths):
+                token = cache.tokens.gather(1, (root + depth).clamp(max=cache.tokens.shape[1] - 1)[:, None])
+                _, below = term(cache.base[:, depth], cache.hidden[:, depth], token, state)
+                assert below is not None
+                state = below.where((depth < feed.drafted)[:, None, None], state)
+        return state
 
     def _attends(self, lengths: Tensor, count: int, visible: int) -> list[Attend]:
         """The attention of each layer's `count` rows after texts of these lengths."""

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
+from heavypath.speculative.drafts.blocks.terms import MarkovTerm
 from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.heads.eagle import HeadAttention, HeadMLP, linear_of, rotary_of
 
@@ -40,4 +41,10 @@ class BlockHead(nn.Module, Draftable):
         self.d2t: Tensor | None
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
+        self.markov_head = MarkovTerm(config) if config.term else None
         self.rotary_emb = rotary_of(config)
+
+    @property
+    def term(self) -> MarkovTerm | None:
+        """The part that adds something below a node by its own token; None for laws by depth alone."""
+        return self.markov_head

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSettings, layer_shapes, number_in, together
 
-KINDS = ("dflash",)
+KINDS = ("dflash", "dspark")
 _ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _SPECULATORS = ("dflash", "dspark", "dflash2")
 
@@ -44,6 +44,10 @@ class _BlockOptions(TypedDict, total=False):
     output_multiplier: float | None
     final_logit_softcapping: float | None
     num_target_layers: int | None
+    markov_rank: int | None
+    markov_head_type: str | None
+    enable_confidence_head: bool | None
+    confidence_head_with_markov: bool | None
 
 
 class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
@@ -92,7 +96,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         )
     options = together(settings, inner)
     text, names = target.config.get_text_config(), tensors.keys()
-    shapes = layer_shapes(layer, tensors) | {"head_norms": True}
+    shapes: dict[str, Any] = layer_shapes(layer, tensors) | {"head_norms": True}
     vocab, drafted = text.vocab_size, len(tensors.get("lm_head.weight", ())) or len(tensors.get("d2t", ()))
     sliding = _windows(layer, settings, shapes["layers"])
     mask = options.get("mask_token_id")
@@ -108,7 +112,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         target_hidden_size=text.hidden_size,
         vocab_size=vocab,
         draft_vocab_size=drafted or vocab,
-        taps=_taps(options, layer, shapes["layers"], text.num_hidden_layers),
+        taps=_taps(options, shapes["layers"], text.num_hidden_layers),
         owns_embedding="embed_tokens.weight" in names or shapes["hidden_size"] != text.hidden_size,
         owns_lm_head="lm_head.weight" in names or shapes["hidden_size"] != text.hidden_size,
         block_size=block_size,
@@ -118,7 +122,22 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         windows=sliding,
         multiplier=options.get("output_multiplier", 1.0),
         softcap=options.get("final_logit_softcapping"),
+        **_term(options, tensors),
     )
+
+
+def _term(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields that say what is added below a node; the tensors say it, and what config.json says must agree."""
+    projections = {"gate_proj": "gated", "joint_proj": "rnn"}
+    found = [name for name in projections if f"markov_head.{name}.weight" in tensors]
+    words = tensors.get("markov_head.markov_w1.weight")
+    term = projections[found[0]] if found else "vanilla" if words is not None else ""
+    rank = 0 if words is None else words.shape[-1]
+    for key, have in (("markov_rank", rank), ("markov_head_type", term)):
+        told = options.get(key, have)
+        if told != have and (rank or key == "markov_rank"):
+            raise ValueError(f"config.json gives {key} {told!r}, and markov_head has the tensors of {have!r}")
+    return {"term": term, "rank": rank, "term_bias": any(f"markov_head.{name}.bias" in tensors for name in found)}
 
 
 def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
@@ -127,7 +146,7 @@ def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
         given = settings.get("sample_from_anchor")
         return settings["speculators_model_type"] == "dspark" if given is None else given
     of_deepspec = settings.get("target_layer_ids") is not None and settings.get("model_type") != _ASSISTANT
-    return options.get("shift_label", of_deepspec)
+    return options.get("shift_label", of_deepspec or kind_of(settings) == "dspark")
 
 
 def _causal(
@@ -157,9 +176,9 @@ def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _taps(options: Mapping[str, Any], layer: Mapping[str, Any], layers: int, of_target: int) -> tuple[int, ...]:
+def _taps(options: Mapping[str, Any], layers: int, of_target: int) -> tuple[int, ...]:
     """The hidden states that it reads of a target of so many layers, by transformers' numbers."""
-    told = options.get("num_target_layers", layer.get("num_target_layers", of_target))
+    told = options.get("num_target_layers", of_target)
     if told != of_target:
         raise ValueError(
             f"config.json gives num_target_layers {told}, the target has {of_target}; give the target that the draft "
@@ -168,6 +187,8 @@ def _taps(options: Mapping[str, Any], layer: Mapping[str, Any], layers: int, of_
     taps = options.get("aux_hidden_state_layer_ids")
     if taps is None:
         ids = options.get("target_layer_ids")
+        if ids is None and "num_target_layers" not in options:
+            raise ValueError("config.json must give target_layer_ids, or aux_hidden_state_layer_ids of speculators")
         if ids is None:
             ids = [told // 2] if layers == 1 else [round(1 + i * (told - 4) / (layers - 1)) for i in range(layers)]
         taps = [number + 1 for number in ids]

@@ -97,24 +97,3 @@ def _why(name: str, config: TappedConfig) -> str:
     if name in ("embed_tokens.weight", "lm_head.weight"):
         return f" for the target's vocabulary of {config.vocab_size} tokens; {_ANOTHER_TARGET}"
     return ", by config.json and the tensors beside it; fetch the checkpoint again"
-
-
-def _in_its_place(config: TappedConfig, missing: list[str]) -> str:
-    """The reason why the target's own cannot stand in for a missing tensor."""
-    if not {"lm_head.weight", "embed_tokens.weight"} & {*missing}:
-        return "; fetch the checkpoint again"
-    return (
-        f"; the target's cannot stand in, of width {config.target_hidden_size} and {config.vocab_size} tokens, for a "
-        f"head of width {config.hidden_size} and {config.draft_vocab_size} tokens"
-    )
-
-
-def _why(name: str, config: TappedConfig) -> str:
-    if name in ("fc.weight", "input_norm.weight") or name.startswith("fc_norm."):
-        return (
-            f" to read hidden states {', '.join(map(str, config.taps))} of width {config.target_hidden_size} of the "
-            f"target; {_ANOTHER_TARGET}"
-        )
-    if name in ("embed_tokens.weight", "lm_head.weight"):
-        return f" for the target's vocabulary of {config.vocab_size} tokens; {_ANOTHER_TARGET}"
-    return ", by config.json and the tensors beside it; fetch the checkpoint again"

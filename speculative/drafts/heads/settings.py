@@ -124,7 +124,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     )
 
 
-def layer_shapes(layer: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def layer_shapes(layer: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The fields of `TappedConfig` that say what the layers are; ValueError for layers that cannot be."""
     width, heads = tensors["fc.weight"].shape[0], number_in(layer, "num_attention_heads")
     kv_heads = number_in({"num_key_value_heads": heads} | layer, "num_key_value_heads")
