@@ -57,6 +57,9 @@ WRONG = {  # what a reader could take for another, and how the draft would then 
     "from the anchor": ("speculators, from the anchor", {"shift": 0}),
     "the root's row of DSpark": ("DSpark of SpecForge", {"shift": 0}),
     "no term": ("DSpark", {"term": ""}),
+    "no convolution": ("DFlash2", {"conv": 0}),
+    "other groups of columns": ("DFlash2", {"group": 8}),
+    "no choice": ("DFlash2", {"term": ""}),
     "no gate": ("DSpark, gated", {"term": "vanilla"}),
 }
 
@@ -125,6 +128,7 @@ UNKNOWN = {name: {"tensors": {name: torch.zeros(4)}} for name in (
     "layers.0.self_attn.g_proj.weight", "aux_hidden_norms.0.weight", "mask_embedding", "layers.0.self_attn.sinks",
     "hidden_dim_adapter.weight", "prefix_gru.weight_ih_l0", "layers.0.layer_scalar",
 )}  # fmt: skip
+CHOOSING = variant(term="selector", selected=6, conv=2)
 DSPARK = variant(term="vanilla", shift=1)
 INSIDE = {"mask_token_id": 39, "target_layer_ids": [1, 3, 6]}
 CASES = {
@@ -145,12 +149,19 @@ CASES = {
     "mask_token_id, a token of the target's 40, got 40": {"dflash_config": INSIDE | {"mask_token_id": 40}},
     "target_layer_ids, or aux_hidden_state_layer_ids": {
         "dflash_config": {"mask_token_id": 39}, "num_target_layers": None},
-    "markov_rank 8, and markov_head has the tensors of 4": {"kind": DSPARK, "markov_rank": 8},
-    "markov_head_type 'rnn', and markov_head has the tensors of 'vanilla'": {
+    "must give selector_top_k, 1 to 40 tokens to choose from, got 0": {"kind": CHOOSING, "dflash_config": INSIDE},
+    "conv_kernel_size 3, and the tensors are of 2": {
+        "kind": CHOOSING, "dflash_config": INSIDE | {"conv_kernel_size": 3, "selector_top_k": 4}},
+    r"missing: layers\.1\.mlp_conv\.base_kernel": {"kind": CHOOSING, "without": ["layers.1.mlp_conv.base_kernel"]},
+    "markov_rank 8, and the tensors are of 4": {"kind": DSPARK, "markov_rank": 8},
+    "markov_head_type 'rnn', and the tensors are of 'vanilla'": {
         "kind": DSPARK, "markov_head_type": "rnn"},
-    "markov_rank 256, and markov_head has the tensors of 0": {"markov_rank": 256},
+    "markov_rank 256, and the tensors are of 0": {"markov_rank": 256},
     r"missing: markov_head\.markov_w2\.weight": {"kind": DSPARK, "without": ["markov_head.markov_w2.weight"]},
     "must give block_size, a positive number, got None": {"block_size": None},
+    "block_size 100000, expected at most 1024": {"block_size": 100_000},
+    "final_logit_softcapping -1.0, expected a number above 0": {"final_logit_softcapping": -1.0},
+    "output_multiplier 0, expected a number above 0": {"output_multiplier": 0},
     "block_size 1, a block of the root alone": {"block_size": 1},
     "layer_types .*chunked_attention.*, expected full": {"layer_types": ["full_attention", "chunked_attention"]},
     "layer_types .*expected full_attention or sliding_attention for each of 2": {"layer_types": ["full_attention"]},

@@ -38,6 +38,7 @@ VARIANTS = {
     "vanilla": {"term": "vanilla", "shift": 1},
     "gated, four tokens": {"term": "gated", "shift": 1, "drafted": 4, "own_lm_head": True},
     "rnn": {"term": "rnn", "shift": 1},
+    "selector": {"term": "selector", "selected": 3, "conv": 2},
 }
 
 
@@ -115,7 +116,12 @@ def test_greedy_text_is_plain_decodings_with_every_method(target, tmp_path):
             assert torch.equal(SpeculativeDecoder(target, head, method).generate(PROMPT, 12).sequences, expected)
 
 
-LAWS = {"of depths": {}, "of tokens": {"term": "vanilla", "shift": 1}, "of paths": {"term": "rnn", "shift": 1}}
+LAWS = {
+    "of depths": {},
+    "of tokens": {"term": "vanilla", "shift": 1},
+    "of paths": {"term": "rnn", "shift": 1},
+    "of few tokens": {"term": "selector", "selected": 3, "conv": 2, "drafted": 7, "own_lm_head": False},
+}
 WAYS = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"), ("dyspec", "rejection"),
         ("ersd", None), ("eagle-2", None)]  # fmt: skip
 
@@ -125,7 +131,7 @@ WAYS = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"),
 def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, tmp_path):
     """By enumeration. The draft has few of the tokens, so that Q lacks what P has."""
     target = tiny_llama(0)
-    head = block_of(target, tmp_path, drafted=4, own_lm_head=True, causal=(True, False), **LAWS[law])
+    head = block_of(target, tmp_path, **{"drafted": 4, "own_lm_head": True, "causal": (True, False)} | LAWS[law])
     given = {} if verifier is None else {"verifier": verifier}
     decoder = SpeculativeDecoder(target, head, method, tree_size=6, **given)
     out = decoder.generate(PROMPT.expand(3000, -1), max_new_tokens=4, temperature=0.8, seed=5)

@@ -30,7 +30,7 @@ def variant(**options):
         "layers": 2, "drafted": VOCAB, "ids": IDS, "theta": 10000.0, "block": 5, "mask": 39, "shift": 0,
         "causal": (False, False), "windows": (None, None), "biases": False, "own_embedding": False,
         "own_lm_head": False, "multiplier": 1.0, "cap": None,
-        "term": "", "rank": 4, "term_bias": True,
+        "term": "", "rank": 4, "term_bias": True, "selected": 0, "conv": 0, "group": 4,
     }  # fmt: skip
     assert not options.keys() - usual.keys()
     return SimpleNamespace(**(usual | options))
@@ -67,7 +67,15 @@ def tensors_of(kind, seed=1, scale=1.0):
         tensors["embed_tokens.weight"] = torch.randn(kind.vocab, kind.width)
     if kind.own_lm_head:
         linear("lm_head", kind.drafted, kind.width)
-    if kind.term:
+    for name in [f"layers.{i}.{part}_conv" for i in range(kind.layers) for part in ("attention", "mlp")]:
+        if kind.conv:
+            tensors[f"{name}.base_kernel"] = torch.randn(2, kind.conv, kind.width) / 2
+            linear(f"{name}.kernel_projection", 2 * kind.conv * kind.width // kind.group, kind.width)
+    if kind.term == "selector":
+        linear("candidate_selector.hidden_projection", kind.rank, kind.width)
+        for name in ("predecessor", "successor"):
+            tensors[f"candidate_selector.{name}_codebook"] = torch.randn(kind.vocab, kind.rank)
+    elif kind.term:
         tensors["markov_head.markov_w1.weight"] = torch.randn(kind.vocab, kind.rank)
         linear("markov_head.markov_w2", kind.drafted, kind.rank)
     if kind.term == "gated":
@@ -106,6 +114,10 @@ def zlab(kind, **inside):
         config["final_logit_softcapping"] = kind.cap
     if kind.multiplier != 1:
         config["output_multiplier"] = kind.multiplier
+    if kind.term == "selector":
+        options |= {"selector_rank": kind.rank, "selector_top_k": kind.selected}
+    if kind.conv:
+        options |= {"conv_kernel_size": kind.conv, "conv_group_size": kind.group}
     return config, tensors_of(kind)
 
 
@@ -168,6 +180,7 @@ def inside(kind):
 
 OWN = {"own_embedding": True, "own_lm_head": True}
 SLIDING = {"windows": (4, None), "causal": (True, False)}
+DFLASH2 = {"windows": (4, 4), "term": "selector", "selected": 6, "conv": 2, "multiplier": 0.5}
 LAYOUTS = {  # what the draft is, and who writes it
     "z-lab": ({}, zlab),
     "z-lab, block_size inside": ({}, inside),
@@ -194,6 +207,9 @@ LAYOUTS = {  # what the draft is, and who writes it
         kind, speculators_model_type="dspark", architectures=["DSparkDraftModel"], markov_rank=kind.rank)),
     "DSpark of speculators, not from the anchor": ({"term": "vanilla"}, lambda kind: speculators(
         kind, speculators_model_type="dspark", sample_from_anchor=False)),
+    "DFlash2": (DFLASH2, lambda kind: zlab_with(kind, architectures=["DFlash2DraftModel"], is_causal=False)),
+    "DFlash2 of speculators": (DFLASH2, lambda kind: speculators(
+        kind, speculators_model_type="dflash2", is_causal=False, selector_top_k=kind.selected, output_multiplier=0.5)),
     "speculators": (OWN | {"drafted": KEPT}, speculators),
     "speculators, from the anchor": (OWN | {"shift": 1}, lambda kind: speculators(kind, sample_from_anchor=True)),
     "speculators, windows": (SLIDING, speculators),
@@ -241,30 +257,46 @@ class Oracle:
         return rows if kind.shift else rows[1:]
 
     def layer(self, layer, rows, start, causal, window):
-        seen = [self.norm(f"{layer}.input_layernorm", row) for row in rows]
+        normed = [self.norm(f"{layer}.input_layernorm", row) for row in rows]
+        seen = self.convolved(f"{layer}.attention_conv", 0, normed, normed)
         places = [*enumerate(self.context)] + [(start + r, y) for r, y in enumerate(seen)]
         keys = [turned(self.heads(layer, "k", y), at, self.kind.theta) for at, y in places]
         values = [self.heads(layer, "v", y) for _, y in places]
         out = []
-        for r, row in enumerate(rows):
+        for r in range(len(rows)):
             query = turned(self.heads(layer, "q", seen[r]), start + r, self.kind.theta)
-            reach = start + r if causal else start  # which a window is counted from
             last = start + r if causal else start + len(rows) - 1
-            picked = [
-                i for i, (at, _) in enumerate(places)
-                if at <= last and (window is None or at >= start or reach - at < window)
-                and (window is None or not causal or start + r - at < window)
-            ]  # fmt: skip
+            first = 0 if window is None else (start + r if causal else start) - window + 1
+            picked = [i for i, (at, _) in enumerate(places) if first <= at <= last]
             mixed = []
             for head in range(self.kind.heads):
                 own = head * self.kind.kv_heads // self.kind.heads
                 scores = torch.stack([keys[i][own] @ query[head] for i in picked]) / self.kind.head_dim**0.5
                 mixed.append(sum(p * values[i][own] for p, i in zip(scores.softmax(0), picked, strict=True)))
-            row = row + self.apply(f"{layer}.self_attn.o_proj", torch.cat(mixed))
-            inner = self.norm(f"{layer}.post_attention_layernorm", row)
+            out.append(self.apply(f"{layer}.self_attn.o_proj", torch.cat(mixed)))
+        out = self.convolved(f"{layer}.attention_conv", 1, out, normed)
+        rows = [row + each for row, each in zip(rows, out, strict=True)]
+        normed, out = [self.norm(f"{layer}.post_attention_layernorm", row) for row in rows], []
+        for inner in self.convolved(f"{layer}.mlp_conv", 0, normed, normed):
             gated = silu(self.apply(f"{layer}.mlp.gate_proj", inner)) * self.apply(f"{layer}.mlp.up_proj", inner)
-            out.append(row + self.apply(f"{layer}.mlp.down_proj", gated))
-        return out
+            out.append(self.apply(f"{layer}.mlp.down_proj", gated))
+        out = self.convolved(f"{layer}.mlp_conv", 1, out, normed)
+        return [row + each for row, each in zip(rows, out, strict=True)]
+
+    def convolved(self, name, which, given, normed):
+        """Row by row and column by column, by the kernels that the sublayer's input makes."""
+        size = self.kind.conv
+        if not size:
+            return given
+        base, found = self.w[f"{name}.base_kernel"], []
+        for r, row in enumerate(given):
+            own, new = self.apply(f"{name}.kernel_projection", normed[r]).view(2, size, -1), torch.zeros_like(row)
+            for back in range(min(size, r + 1)):
+                for column in range(len(row)):
+                    factor = base[which, back, column] + own[which, back, column // self.kind.group]
+                    new[column] += factor * given[r - back][column]
+            found.append(new)
+        return found
 
     def heads(self, layer, part, y):
         found = self.apply(f"{layer}.self_attn.{part}_proj", y).view(-1, self.kind.head_dim)
@@ -285,6 +317,13 @@ class Oracle:
         """What the last of these tokens, or all of them from the root on, add."""
         if not self.kind.term:
             return 0
+        if self.kind.term == "selector":
+            asked = self.w["candidate_selector.predecessor_codebook"][path[-1] if path else self.text[-1]]
+            asked = asked * self.apply("candidate_selector.hidden_projection", self.hidden[len(path)])
+            found = torch.full_like(self.base[len(path)], -torch.inf)
+            for token in self.base[len(path)].argsort(descending=True)[: self.kind.selected]:
+                found[token] = asked @ self.w["candidate_selector.successor_codebook"][token]
+            return found
         words = [self.w["markov_head.markov_w1.weight"][token] for token in [self.text[-1], *path]]
         word, state = words[-1], torch.zeros(self.kind.rank).double()
         if self.kind.term == "gated":
@@ -324,7 +363,7 @@ def block_of(target, folder, seed=1, scale=2.0, **options):
     layers = {"ids": (0, 1)[: text.num_hidden_layers - 1], "mask": text.vocab_size - 1, "vocab": text.vocab_size}
     layers |= {"width": text.hidden_size, "read": text.hidden_size, "drafted": text.vocab_size}
     kind = variant(**(layers | options))
-    config, _ = zlab(kind, causal=all(kind.causal), shift_label=bool(kind.shift), projector_type=kind.term and "dspark")
+    config, _ = zlab(kind, causal=all(kind.causal), shift_label=bool(kind.shift))
     tensors = tensors_of(kind, seed, scale)
     config["num_target_layers"] = text.num_hidden_layers
     head = load_block(write(folder, config, tensors), target)

@@ -1,7 +1,8 @@
 """Load a block draft as its authors published it.
 
     z-lab, JetSpec, SpecForge, DeepSpec    fc, hidden_norm, layers.*, norm, of a Qwen3 that has no embedding;
-                                           of DSpark also markov_head.*
+                                           of DSpark also markov_head.*, of DFlash2 candidate_selector.* and
+                                           convolutions in its layers
     speculators                            the same, with embed_tokens, lm_head and d2t of its own
     transformers' assistants               encoder.fc and encoder.output_norm_enc in place of the first two
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.blocks.head import BlockHead
-from heavypath.speculative.drafts.blocks.settings import BlockSettings, config_of, kind_of
+from heavypath.speculative.drafts.blocks.settings import BlockSettings, KindSettings, config_of, kind_of
 from heavypath.speculative.drafts.heads.files import find_files, read_tensors
 from heavypath.speculative.drafts.heads.fitting import check_types, fill, take_the_tokens
 from heavypath.speculative.files.typed_json import read_json
@@ -63,7 +64,7 @@ def is_block(path_or_name: str | Path, revision: str | None = None) -> bool:
         files = find_files(path_or_name, revision, local_files_only=True)
     except FileNotFoundError:
         return False
-    return kind_of(read_json(files.config, BlockSettings)) is not None
+    return kind_of(read_json(files.config, KindSettings)) is not None
 
 
 def _built(
@@ -84,10 +85,10 @@ def _built(
             raise ValueError(f"{needed} is missing; it is another kind of draft, or fetch the checkpoint again")
     kept = tensors.pop("t2d", None)
     check_types(tensors)
-    for name, module in (
-        ("embed_tokens.weight", target.get_input_embeddings()),
-        ("lm_head.weight", target.get_output_embeddings()),
-    ):
+    ends: dict[str, Any] = {
+        "embed_tokens.weight": target.get_input_embeddings(), "lm_head.weight": target.get_output_embeddings(),
+    }  # fmt: skip
+    for name, module in ends.items():
         if name in tensors and _is_copy(tensors[name], local_of(module.weight)):
             del tensors[name]
     config = config_of(settings, tensors, target)

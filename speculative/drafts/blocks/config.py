@@ -18,6 +18,8 @@ class BlockConfig(TappedConfig):
     multiplier, softcap: logits are softcap * tanh(multiplier * logits / softcap); None for no cap
     term:          what the law below a node takes from its token or its path: "" for nothing, or as `terms` has it
     rank:          of that term; term_bias: whether it has a bias
+    selected:      of the term "selector", how many tokens of each depth it chooses from
+    conv_size, conv_group: rows that a convolution reads, and columns that share its weights; 0 for none
     """
 
     kind: str
@@ -31,6 +33,9 @@ class BlockConfig(TappedConfig):
     term: str = ""
     rank: int = 0
     term_bias: bool = False
+    selected: int = 0
+    conv_size: int = 0
+    conv_group: int = 0
 
     @property
     def depths(self) -> int:

@@ -28,6 +28,7 @@ from torch import Tensor
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
 from heavypath.speculative.drafts.blocks.cache import BlockCache
+from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
@@ -53,12 +54,14 @@ class BlockHeadDraft(TappedDraft):
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
         linears = self._linears = Linears(self.name, head.parameters())
-        self._attentions: list[Any] = [layer.self_attn for layer in head.layers]
+        modules: Any = head.layers
+        self._attentions = [layer.self_attn for layer in modules]
         self._fc, self._context_norm = linears.one(head.fc), norm_of(head.hidden_norm)
         projections = [[getattr(each, name) for each in self._attentions] for name in ("k_proj", "v_proj")]
         self._context = linears.together([*projections[0], *projections[1]])
         self._key_norm = Norm(torch.ones_like(self._attentions[0].k_norm.weight), config.rms_norm_eps)
         self._layers = [LayerFunctions(layer, linears) for layer in head.layers]
+        self._convolutions = [(layer.attention_conv, layer.mlp_conv) for layer in modules]
         self._norm = norm_of(head.norm)
         self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
         offsets: Any = head.d2t
@@ -166,10 +169,13 @@ class BlockHeadDraft(TappedDraft):
         attends = self._attends(lengths, count, visible)
         for index, layer in enumerate(self._layers):
             assert layer.norm is not None
+            of_attention, of_mlp = self._convolutions[index]
             _, normed = add_rms_norm(hidden, None, layer.norm)
-            mixed = layer.attention(normed, turns, rows, cache.read(index), attends[index])
+            before, after = around(of_attention, normed, count)
+            mixed = after(layer.attention(before(normed), turns, rows, cache.read(index), attends[index]))
             hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
-            hidden = hidden + layer.mlp(normed)
+            before, after = around(of_mlp, normed, count)
+            hidden = hidden + after(layer.mlp(before(normed)))
         if kept is not None:
             for own, before in zip((cache.keys, cache.values), kept, strict=True):
                 store_rows(own, before, rows)

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.terms import MarkovTerm
+from heavypath.speculative.drafts.blocks.convolution import BlockConvolution
+from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS, MarkovTerm, SelectorTerm
 from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.heads.eagle import HeadAttention, HeadMLP, linear_of, rotary_of
 
@@ -19,6 +20,8 @@ class BlockLayer(nn.Module):
         self.self_attn = HeadAttention(config, config.hidden_size)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = HeadMLP(config)
+        self.attention_conv = BlockConvolution(config) if config.conv_size else None
+        self.mlp_conv = BlockConvolution(config) if config.conv_size else None
 
 
 class BlockHead(nn.Module, Draftable):
@@ -41,10 +44,11 @@ class BlockHead(nn.Module, Draftable):
         self.d2t: Tensor | None
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
-        self.markov_head = MarkovTerm(config) if config.term else None
+        self.markov_head = MarkovTerm(config) if config.term in MARKOV_TERMS else None
+        self.candidate_selector = SelectorTerm(config) if config.term == "selector" else None
         self.rotary_emb = rotary_of(config)
 
     @property
-    def term(self) -> MarkovTerm | None:
+    def term(self) -> MarkovTerm | SelectorTerm | None:
         """The part that adds something below a node by its own token; None for laws by depth alone."""
-        return self.markov_head
+        return self.markov_head or self.candidate_selector

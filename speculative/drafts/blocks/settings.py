@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSettings, layer_shapes, number_in, together
 
-KINDS = ("dflash", "dspark")
+MAX_BLOCK = 1024  # rows of a pass
+KINDS = ("dflash", "dspark", "dflash2")
 _ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
-_SPECULATORS = ("dflash", "dspark", "dflash2")
+_SELECTOR = "candidate_selector.predecessor"
+_CONVOLUTION = ("base_kernel", "kernel_projection.weight")
 
 
 class _LayersSettings(LayerSettings, total=False):
@@ -48,6 +50,10 @@ class _BlockOptions(TypedDict, total=False):
     markov_head_type: str | None
     enable_confidence_head: bool | None
     confidence_head_with_markov: bool | None
+    conv_kernel_size: int | None
+    conv_group_size: int | None
+    selector_rank: int | None
+    selector_top_k: int | None
 
 
 class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
@@ -62,12 +68,20 @@ class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
     draft_vocab_size: int | None
 
 
+class KindSettings(ModelSettings, total=False):
+    """The fields that say that a config.json is of a block draft, which is asked of that of any model."""
+
+    model_type: str | None
+    speculators_model_type: str | None
+    dflash_config: dict[str, Any] | None
+
+
 def kind_of(settings: Mapping[str, Any]) -> str | None:
     """The kind of block draft by a config.json, by its authors' name, known here or not; None for anything else."""
     classes = " ".join(settings.get("architectures") or ()).lower()
     told = settings.get("speculators_model_type")
     if told is not None:
-        return told if told in _SPECULATORS else None
+        return told if told in KINDS else None
     if "gemma" in classes and "dspark" in classes:
         return "dspark of Gemma 4"
     for kind in ("dflash2", "dspark", "dflash"):
@@ -106,6 +120,11 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     block_size = number_in(options, "block_size")
     if block_size == 1 and not from_root:
         raise ValueError("config.json gives block_size 1, a block of the root alone, which drafts nothing")
+    if block_size > MAX_BLOCK:
+        raise ValueError(f"config.json gives block_size {block_size}, expected at most {MAX_BLOCK} rows")
+    for key in ("output_multiplier", "final_logit_softcapping"):
+        if options.get(key, 1) <= 0:
+            raise ValueError(f"config.json gives {key} {options[key]}, expected a number above 0")
     return BlockConfig(
         **shapes,
         kind=kind,
@@ -122,22 +141,47 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         windows=sliding,
         multiplier=options.get("output_multiplier", 1.0),
         softcap=options.get("final_logit_softcapping"),
-        **_term(options, tensors),
+        **_term(options, tensors, drafted or vocab),
+        **_convolutions(options, tensors),
     )
 
 
-def _term(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields that say what is added below a node; the tensors say it, and what config.json says must agree."""
+def _term(options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab: int) -> dict[str, Any]:
+    """The fields that say what is added below a node, by the tensors."""
+    words, codebook = (tensors.get(name) for name in ("markov_head.markov_w1.weight", f"{_SELECTOR}_codebook"))
     projections = {"gate_proj": "gated", "joint_proj": "rnn"}
     found = [name for name in projections if f"markov_head.{name}.weight" in tensors]
-    words = tensors.get("markov_head.markov_w1.weight")
     term = projections[found[0]] if found else "vanilla" if words is not None else ""
-    rank = 0 if words is None else words.shape[-1]
-    for key, have in (("markov_rank", rank), ("markov_head_type", term)):
-        told = options.get(key, have)
-        if told != have and (rank or key == "markov_rank"):
-            raise ValueError(f"config.json gives {key} {told!r}, and markov_head has the tensors of {have!r}")
-    return {"term": term, "rank": rank, "term_bias": any(f"markov_head.{name}.bias" in tensors for name in found)}
+    ranks = [0 if each is None else each.shape[-1] for each in (words, codebook)]
+    selected = options.get("selector_top_k", 0)
+    _check_agree(options, {"markov_rank": ranks[0], "selector_rank": ranks[1]})
+    if term:
+        _check_agree(options, {"markov_head_type": term})
+    if codebook is not None and not 1 <= selected <= vocab:
+        raise ValueError(f"config.json must give selector_top_k, 1 to {vocab} tokens to choose from, got {selected}")
+    return {
+        "term": term if codebook is None else "selector",
+        "rank": max(ranks),
+        "term_bias": any(f"markov_head.{name}.bias" in tensors for name in found),
+        "selected": 0 if codebook is None else selected,
+    }
+
+
+def _convolutions(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of convolutions in the layers, by the tensors."""
+    base, projection = (tensors.get(f"layers.0.attention_conv.{name}") for name in _CONVOLUTION)
+    size = group = 0
+    if base is not None and projection is not None and len(projection) and not base.numel() % len(projection):
+        size, group = base.shape[1], base.numel() // len(projection)
+    _check_agree(options, {"conv_kernel_size": size, "conv_group_size": group})
+    return {"conv_size": size, "conv_group": group}
+
+
+def _check_agree(options: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise ValueError where config.json gives something else than the tensors have."""
+    for key, have in found.items():
+        if options.get(key, have) != have:
+            raise ValueError(f"config.json gives {key} {options[key]!r}, and the tensors are of {have!r}")
 
 
 def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
