@@ -123,8 +123,8 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     if block_size > MAX_BLOCK:
         raise ValueError(f"config.json gives block_size {block_size}, expected at most {MAX_BLOCK} rows")
     for key in ("output_multiplier", "final_logit_softcapping"):
-        if options.get(key, 1) <= 0:
-            raise ValueError(f"config.json gives {key} {options[key]}, expected a number above 0")
+        if not 0 < options.get(key, 1) <= 1e6:
+            raise ValueError(f"config.json gives {key} {options[key]}, expected a number above 0, at most 1e6")
     return BlockConfig(
         **shapes,
         kind=kind,

@@ -223,8 +223,8 @@ def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _epsilon(layer: Mapping[str, Any]) -> float:
     found = layer.get("rms_norm_eps", 1e-6)
-    if found < 0:
-        raise ValueError(f"config.json gives rms_norm_eps {found}, expected a number >= 0")
+    if not 0 <= found <= 1:
+        raise ValueError(f"config.json gives rms_norm_eps {found}, expected a number of 0 to 1")
     return found
 
 
