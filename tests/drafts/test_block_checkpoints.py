@@ -196,3 +196,35 @@ def test_a_draft_is_named_in_words(target, tmp_path):
     draft = as_draft(head, forward_of(target, "target"), target)
     assert isinstance(draft, BlockHeadDraft)
     assert draft.levels == 4
+
+
+def test_an_assistant_of_transformers_proposes_what_their_own_generator_does(target, tmp_path):
+    """Saved by their class; two calls of their generator, the second of which has seen two more tokens."""
+    theirs = pytest.importorskip("transformers", "5.23")  # the first that has one
+    torch.manual_seed(4)
+    config = theirs.MuseGlimmerAssistantConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, block_size=5, mask_token_id=39, target_layer_ids=[1, 3, 6], sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"], initializer_range=0.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    assistant = theirs.MuseGlimmerAssistantModel(config).eval()
+    for name, weight in assistant.named_parameters():
+        torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    assistant.save_pretrained(tmp_path)
+    head = load_block(tmp_path, target)
+    ends = target.get_input_embeddings(), target.get_output_embeddings()
+    settings = theirs.GenerationConfig(max_length=64, do_sample=False)
+    generator = theirs.generation.DFlashTokenCandidateGenerator(assistant, *ends, settings)
+    with torch.inference_mode():
+        for length, read, matches in ((6, slice(0, 5), 0), (9, slice(5, 8), 2)):
+            states = target(torch.tensor([TEXT[: length - 1]]), output_hidden_states=True).hidden_states
+            places = {"position_ids": torch.arange(length)[None], "attention_mask": torch.ones(1, length).long()}
+            given = {"hidden_states": [each[:, read] for each in states]}
+            tokens, logits = generator.get_candidates(
+                torch.tensor([TEXT[:length]]), places, theirs.utils.ModelOutput(given), is_first_iteration=False,
+                n_last_matches=matches,
+            )  # fmt: skip
+            ours = driven(head, target, TEXT[:length], tokens[0, length:-1].tolist())
+            torch.testing.assert_close(ours, logits[0], rtol=0, atol=1e-4)
+            assert torch.equal(ours.argmax(-1), tokens[0, length:])
