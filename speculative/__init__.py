@@ -21,6 +21,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
 from heavypath.speculative.distillation import DistilSettings, distil
 from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.pard import Pard
 from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.heads.eagle import EagleHead
@@ -85,6 +86,7 @@ __all__ = [
     "Merge",
     "Method",
     "Mixture",
+    "Pard",
     "Plan",
     "Profile",
     "PromptLookup",

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
+from heavypath.speculative.drafts.blocks.pard import Pard
 from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.lookahead import Lookahead
@@ -136,7 +137,8 @@ def _load_pair(
     }
     if head is not None:
         return Pair(models["target"], load_trained_head(head, models["target"]), tokenizer)
-    return Pair(models["target"], _modelless(draft, tokenizer) if modelless else models.get("draft"), tokenizer)
+    drafts = _modelless(draft, tokenizer) if modelless else _as_trained(models.get("draft"))
+    return Pair(models["target"], drafts, tokenizer)
 
 
 def load_draft(
@@ -174,7 +176,13 @@ def load_draft(
         _check_vocabularies(target.tokenizer, _load_tokenizer("draft", folder))
     if head:
         return load_trained_head(folder, model, dtype)
-    return _load_model("draft", folder, model.device, dtype)
+    return _as_trained(_load_model("draft", folder, model.device, dtype))
+
+
+def _as_trained(model: PreTrainedModel | None) -> PreTrainedModel | Pard | None:
+    """A draft model, which drafts in parallel if it was trained to."""
+    mask = getattr(model and model.config, "pard_token", None)
+    return model if model is None or mask is None else Pard(model, mask)
 
 
 def _lacks_target(draft: str) -> ValueError:

@@ -24,6 +24,7 @@ from heavypath.speculative import (
     Cascade,
     Lookahead,
     Mixture,
+    Pard,
     PromptLookup,
     SpeculativeDecoder,
     TokenTree,
@@ -43,6 +44,7 @@ DRAFTS = {  # of a target
     "none": lambda target, folder: None,
     "medusa": lambda target, folder: load_medusa(write(folder, published(target, heads=2)), target),
     "block": lambda target, folder: random_block(target, head_dim=16, taps=(0,), block_size=4),
+    "pard": lambda target, folder: Pard(small_llama(2), mask_token_id=6, depths=3),
     "eagle-1": lambda target, folder: head_of(target, taps=(1,), head_dim=16, generation=1),
     "four tokens": lambda target, folder: head_of(
         target, taps=(0, 1), head_dim=16, draft_vocab_size=4, owns_lm_head=True
@@ -59,6 +61,7 @@ DRAFTS = {  # of a target
         # fewer heads near the end of a text
         ("top-k", "medusa", {"tree": TokenTree([-1, 0, 1])}, {"temperature": 1.0}, 1, 4),
         ("chain", "block", {"tree": TokenTree.chain(2)}, {"temperature": 1.0}, 1, 4),
+        ("chain", "pard", {"tree": TokenTree.chain(2)}, {"temperature": 1.0}, 1, 4),
         *(
             pytest.param(method, draft, shape, {"temperature": 1.0}, 3, 6, marks=pytest.mark.slow)
             for method, draft, shape in (

@@ -9,7 +9,7 @@ from tiny_models import tiny_llama
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
-from heavypath.speculative import BlockHead, Cascade, MedusaHeads, Merge, Mixture, PromptLookup
+from heavypath.speculative import BlockHead, Cascade, MedusaHeads, Merge, Mixture, Pard, PromptLookup
 
 PROMPTS = [torch.tensor([3, 1, 4, 1, 5, 2]), torch.tensor([2, 6, 5])]
 
@@ -118,6 +118,11 @@ def said_by(draft, target, text, path):
         before = states[-2:-1] if len(text) > 1 else torch.zeros_like(states)
         logits = draft(before, target.lm_head)[0]
         return logits[len(path)].softmax(-1).float() if len(path) < len(logits) else torch.zeros(7)
+    if isinstance(draft, Pard):  # masks stand for the path
+        if len(path) >= draft.depths:
+            return torch.zeros(7)
+        masks = torch.full((len(path),), draft.mask_token_id)
+        return draft.model(torch.cat([text, masks])[None]).logits[0, -1].softmax(-1).float()
     if isinstance(draft, BlockHead):
         return law_of(said_of(draft, target, text).after(path).float())
     if hasattr(draft, "generate"):

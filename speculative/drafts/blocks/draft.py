@@ -113,10 +113,7 @@ class BlockHeadDraft(TappedDraft):
         depths, term, tokens = self.config.depths, self.head.term, feed.tokens[:, -1:] if feed.news else feed.tokens
         if feed.news:
             self._draft_block(feed, cache)
-        if feed.drafted is None:
-            at = slice(None), min(feed.level, depths)
-        else:
-            at = torch.arange(len(tokens), device=tokens.device), feed.drafted.clamp(max=depths)
+        at = place_of(feed, depths)
         logits = cache.base[at][:, None]
         if term is not None:
             logits, state = term(cache.base[at], cache.hidden[at], tokens, self._above(feed, cache))
@@ -227,6 +224,13 @@ class BlockHeadDraft(TappedDraft):
     def _rotary_table(self, positions: int) -> Tensor:
         every = torch.arange(positions, device=self.device)
         return turns_of(self.head.rotary_emb, every, self.head.fc.weight)
+
+
+def place_of(feed: Feed, depths: int) -> tuple[Any, Any]:
+    """The index of each sequence's row of [B, depths + 1, any] for the level of a feed, or for `Feed.drafted`."""
+    if feed.drafted is None:
+        return slice(None), min(feed.level, depths)
+    return torch.arange(len(feed.tokens), device=feed.tokens.device), feed.drafted.clamp(max=depths)
 
 
 def _table(cache: BlockCache) -> Tensor:
