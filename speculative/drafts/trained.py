@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.p_eagle import ParallelHeadDraft
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.heads.draft import HeadDraft
@@ -40,7 +41,7 @@ def load_trained_head(
 
 @as_draft.register
 def _(given: EagleHead, target: Forward, model: PreTrainedModel) -> Draft:
-    return HeadDraft(given, target)
+    return (HeadDraft if given.mask_hidden is None else ParallelHeadDraft)(given, target)
 
 
 @describe.register
@@ -65,9 +66,10 @@ def _(given: BlockHead) -> str:
 
 @draft_parameter_count.register
 def _(given: EagleHead | BlockHead, target: PreTrainedModel) -> int:
-    """With the target's lm_head, where it has none of its own."""
+    """With the target's lm_head, where it has none of its own. A level takes its share of the one pass of a block."""
     lm_head: Any = target.get_output_embeddings()
-    return parameter_count(given) + (lm_head.weight.numel() if given.lm_head is None else 0)
+    count = parameter_count(given) + (lm_head.weight.numel() if given.lm_head is None else 0)
+    return count // given.config.depths if isinstance(given, BlockHead) else count
 
 
 @as_draft.register

@@ -20,10 +20,11 @@ from heavypath.speculative import (
     goodness_of_fit,
     joint_law,
 )
+from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.draft import Feed
-from heavypath.speculative.drafts.kinds import as_draft
+from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
 from heavypath.speculative.models.forward_of import forward_of
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
@@ -106,6 +107,14 @@ def test_one_draft_pass_a_step_at_any_depth(target, tmp_path, monkeypatch):
         out = SpeculativeDecoder(target, head, method, **shape).generate(PROMPT, max_new_tokens=12, temperature=1.0)
         drafting = int(out.stats.steps) - (int(out.stats.steps) > len(passes))  # the last may draft nothing
         assert len(passes) == drafting > 0
+
+
+def test_a_level_costs_its_share_of_the_one_pass(target, tmp_path):
+    head = block_of(target, tmp_path, block=5)
+    draft = as_draft(head, forward_of(target, "target"), target)
+    whole = sum(weight.numel() for weight in head.parameters()) + target.lm_head.weight.numel()
+    assert draft_parameter_count(head, target) == whole // 4
+    assert Work.of(draft)[:3] == (8 * whole // 4, whole // 4, 0)
 
 
 def test_greedy_text_is_plain_decodings_with_every_method(target, tmp_path):

@@ -290,3 +290,21 @@ def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(folder)
     with pytest.raises(ValueError, match="target and draft must share one vocabulary"):
         load_draft(folder, pair)
+
+
+@pytest.mark.parametrize(("shape", "key"), [((1, 1, 48), "mask_token_id"), ((1, 48), "ptd_token_id"),
+                                            ((48,), "pard_token")])  # fmt: skip
+def test_a_head_with_mask_hidden_drafts_all_levels_at_once(shape, key, target, tmp_path):
+    """P-EAGLE: its other tensors are a head's, in both layouts."""
+    kind = variant(layers=2)
+    for config, tensors in ((settings(kind), official(kind)), as_speculators(kind, speculators_model_type="peagle")):
+        mask = torch.randn(shape)
+        folder = write(tmp_path / str(len(config)), config | {key: 39}, tensors | {"mask_hidden": mask})
+        head = load_draft(folder, target)
+        assert (head.config.mask_token_id, head.config.model_type) == (39, "p-eagle")
+        assert torch.equal(head.mask_hidden, mask.flatten())
+        assert_same(head, kind, official(kind), target)
+        assert_returns(head, target, tmp_path / "again")
+        for given in (None, 40, *(["<mask>"] if key == "pard_token" else [])):
+            with pytest.raises(ValueError, match=r"mask_hidden, so config\.json must give .* of the target's 40, got"):
+                load_head(write(folder, config | {key: given}, tensors | {"mask_hidden": mask}), target)

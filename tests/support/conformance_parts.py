@@ -157,6 +157,7 @@ class Case:
             "model": lambda: self.small,
             "the target": lambda: self.target,
             "head": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim),
+            "p-eagle": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim, mask_token_id=3),
             "medusa": lambda: medusa_of(self.target),
             "pard": lambda: Pard(self.small, mask_token_id=3),
             "block": lambda: random_block(self.target, self.head_dim),

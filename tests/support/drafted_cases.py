@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 from block_checkpoints import said_of
-from head_cases import logits_over
+from head_cases import logits_over, logits_with_masks
 from tiny_models import tiny_llama
 from torch import Tensor
 
@@ -127,6 +127,8 @@ def said_by(draft, target, text, path):
         return law_of(said_of(draft, target, text).after(path).float())
     if hasattr(draft, "generate"):
         return draft(whole[None]).logits[0, -1].softmax(-1).float()
+    if getattr(draft, "mask_hidden", None) is not None:
+        return law_of(logits_with_masks(draft, target, text, len(path))).float()
     return logits_over(draft, target, text, path).softmax(-1).float()
 
 

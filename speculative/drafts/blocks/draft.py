@@ -50,6 +50,7 @@ class BlockHeadDraft(TappedDraft):
         config = head.config
         self.head, self.config, self.layers, self.levels = head, config, config.layers, config.depths
         check_fits(config, target)
+        self.level_share = 1 / config.depths
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)

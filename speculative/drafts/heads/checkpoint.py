@@ -5,6 +5,7 @@ What is read, by the names of its tensors:
     official EAGLE-1 and 2    fc, layers.0.*, embed_tokens
     official EAGLE-3          fc, midlayer.*, norm, lm_head, d2t; SpecForge's and NVIDIA's alike
     speculators               fc, layers.0.*, ...; of EAGLE-1 fusion_fc, transformer.*
+    P-EAGLE                   mask_hidden in either of the last two
     EAGLE-3.1                 fc_norm.0, .1, .2 in either of the last two
 
 Which variant a head is follows from the tensors where they tell: biases, layers, norms, its own embedding and lm_head.
@@ -128,6 +129,8 @@ def save_head(head: EagleHead, folder: str | Path) -> None:
             "norm_before_residual": config.norm_before_residual,
             "norm_output": config.feeds_back_normed,
         }
+    if config.mask_token_id is not None:
+        settings["mask_token_id"] = config.mask_token_id
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -161,6 +164,8 @@ def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrai
         raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
     kept = tensors.pop("t2d", None)
     check_types(tensors)
+    if "mask_hidden" in tensors:  # [3 Ht] with one or two axes before
+        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
     config = config_of(settings, tensors, target)
     if settings.get("tie_word_embeddings") and config.generation == 3 and _could_be_tied(config, tensors):
         tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)

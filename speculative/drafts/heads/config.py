@@ -45,6 +45,8 @@ class HeadConfig(TappedConfig):
     norm_before_fc:      all taps are normed together before `fc`
     norm_before_residual: the residual stream begins after the norm of the features
     feeds_back_normed:   the next level gets the output of the final norm (EAGLE-3.1)
+    mask_token_id:       of a head that drafts all levels at once (P-EAGLE), the token of entries that stand for drafted
+                         ones; None for one that drafts level by level
     """
 
     generation: Literal[1, 3]
@@ -52,8 +54,9 @@ class HeadConfig(TappedConfig):
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     feeds_back_normed: bool = False
+    mask_token_id: int | None = None
 
     @property
     def model_type(self) -> str:
         """The name of its kind in a trace."""
-        return f"eagle-{self.generation}"
+        return f"eagle-{self.generation}" if self.mask_token_id is None else "p-eagle"

@@ -6,7 +6,7 @@ not kept: an accepted node gets its entry anew. So the keys and values before a 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from heavypath.speculative.models.forward import (
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.linear import Linears
 from heavypath.speculative.models.llama import norm_of, turns_of
+
+Cached = TypeVar("Cached", bound=HeadCache)
 
 
 class _HeadFunctions(LayerFunctions):
@@ -89,12 +91,16 @@ class HeadDraft(TappedDraft):
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
+        return self.cache_of(HeadCache, batch, rows)
+
+    def cache_of(self, kind: type[Cached], batch: int, rows: int) -> Cached:
+        """An empty cache of this class."""
         rotary = self._rotary
         if rows > len(rotary):
             self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
         config = self.config
         width = config.hidden_size
-        return HeadCache(
+        return kind(
             batch,
             rows,
             (config.target_hidden_size if config.generation == 1 else width, width),
@@ -129,7 +135,10 @@ class HeadDraft(TappedDraft):
 
     def __call__(self, feed: Feed, cache: HeadCache) -> Tensor:
         """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
-        hidden = self._after_root(feed, cache) if feed.news else self._after_nodes(feed, cache)
+        return self.logits(self.after_root(feed, cache) if feed.news else self._after_nodes(feed, cache))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [B, n, V] of outputs [B, n, H]."""
         normed = hidden if self._norm is None else add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1]
         logits = as_logits(self._lm_head(normed.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:2], -1))
         if self._proposed is None:
@@ -137,8 +146,11 @@ class HeadDraft(TappedDraft):
         every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
         return every.index_copy_(2, self._proposed, logits)
 
-    def _after_root(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """Make the entries of what is new in the texts; the outputs of the roots', [B, 1, H]."""
+    def after_root(self, feed: Feed, cache: HeadCache, masks: int = 0) -> Tensor:
+        """Make the entries of what is new in the texts; the outputs of the roots', [B, 1, H].
+
+        masks: entries that follow, made of `mask_hidden`; then the outputs are [B, 1 + masks, H]
+        """
         lengths, root, drafted = feed.prefix_lengths, feed.tokens[:, -1:], feed.drafted
         new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)
         entries = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
@@ -151,15 +163,21 @@ class HeadDraft(TappedDraft):
         if drafted is not None:
             features = features.where((drafted == 0)[:, None, None], _rows_of(cache.outputs, (rows - 1).clamp(min=0)))
         tokens = _rows_of(cache.tokens[:, 0, :, 0], (rows + 1).clamp(max=cache.tokens.shape[2] - 1))
-        visible_rows = max(feed.visible_rows, entries)
+        tokens = tokens.where(rows + 1 < lengths[:, None], root)
+        if masks:
+            rows = torch.cat([rows, rows[:, -1:] + torch.arange(1, masks + 1, device=rows.device)], 1)
+            tokens = torch.cat([tokens, torch.full_like(rows[:, entries:], self.config.mask_token_id or 0)], 1)
+            features = torch.cat([features, self._mask_features().expand(len(rows), masks, -1)], 1)
+            entries += masks
+        visible_rows = max(feed.visible_rows + masks, entries)
         prefix = rows[:, 0].clamp(max=visible_rows - entries)  # of a text whose entries are one, made several times
         mask = TreeMask(
             prefix_length=prefix,
             visible_rows=visible_rows,
             ancestor_mask=torch.arange(entries, device=lengths.device) <= (rows - prefix[:, None])[..., None],
         )
-        hidden = self._run(features, tokens.where(rows + 1 < lengths[:, None], root), rows, cache, mask)[:, -1:]
-        self._keep_outputs(hidden, rows[:, -1:], cache)
+        hidden = self._run(features, tokens, rows, cache, mask)[:, -1 - masks :]
+        self._keep_outputs(hidden[:, :1], rows[:, -1 - masks : rows.shape[1] - masks], cache)
         return hidden
 
     def _after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
@@ -210,6 +228,11 @@ class HeadDraft(TappedDraft):
         if self._fc_norm is not None:
             _, joined = add_rms_norm(joined, None, self._fc_norm)
         return self._fc(joined).view(*taps[0].shape[:2], -1)
+
+    def _mask_features(self) -> Tensor:
+        """The features of a mask, [1, 1, H]."""
+        assert self.head.mask_hidden is not None
+        return self._features(self.head.mask_hidden.view(len(self.config.taps), 1, 1, -1).unbind())
 
     def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:
         """Keep what the entries below get in the place of features."""

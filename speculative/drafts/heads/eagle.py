@@ -110,6 +110,7 @@ class EagleHead(nn.Module, Draftable):
 
     Where it has no embedding or no lm_head of its own, `embed_tokens` or `lm_head` is None, and the caller takes the
     target's. d2t: LongTensor[Vd], token i + d2t[i] of the target is token i of the head; None if it has all tokens.
+    mask_hidden: [3 Ht], in the place of taps where it drafts all levels at once (`blocks.p_eagle`); else None
     """
 
     def __init__(self, config: HeadConfig):
@@ -125,6 +126,7 @@ class EagleHead(nn.Module, Draftable):
         if config.tap_norms:
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps) for _ in config.taps)
         self.input_norm = LlamaRMSNorm(read, eps) if config.norm_before_fc else None
+        self.mask_hidden = None if config.mask_token_id is None else nn.Parameter(torch.zeros(read))
         self.layers = nn.ModuleList(HeadLayer(config, index) for index in range(config.layers))
         self.norm = LlamaRMSNorm(width, eps) if config.generation == 3 else None
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.owns_lm_head else None

@@ -89,7 +89,7 @@ def _in_its_place(config: TappedConfig, missing: list[str]) -> str:
 
 
 def _why(name: str, config: TappedConfig) -> str:
-    if name in ("fc.weight", "input_norm.weight") or name.startswith("fc_norm."):
+    if name in ("fc.weight", "input_norm.weight", "mask_hidden") or name.startswith("fc_norm."):
         return (
             f" to read hidden states {', '.join(map(str, config.taps))} of width {config.target_hidden_size} of the "
             f"target; {_ANOTHER_TARGET}"

@@ -9,7 +9,7 @@ Tensors are believed before config.json. Where checkpoints that look alike mean 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -83,6 +83,9 @@ class HeadSettings(ModelSettings, LayerSettings, _Options, total=False):
     eagle_config: _Options | None
     heavypath: _OwnSettings | None
     tie_word_embeddings: bool | None
+    mask_token_id: int | None
+    ptd_token_id: int | None
+    pard_token: Any
 
 
 def is_settings_of_head(settings: Mapping[str, Any]) -> bool:
@@ -119,6 +122,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         norm_before_fc=third and norm_before_fc,
         norm_before_residual=third and bool(options.get("norm_before_residual")),
         feeds_back_normed=third and bool(own.get("feeds_back_normed", eagle31 and options.get("norm_output"))),
+        mask_token_id=_mask(settings, names, text.vocab_size) if third else None,
         owns_embedding="embed_tokens.weight" in names or width != text.hidden_size,
         owns_lm_head="lm_head.weight" in names or not same_lm_head,
     )
@@ -155,6 +159,20 @@ def layer_shapes(layer: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
 def together(*parts: Mapping[str, Any] | None) -> dict[str, Any]:
     """The fields that any of them sets, to something; the last one counts."""
     return {key: value for part in parts for key, value in (part or {}).items() if value is not None}
+
+
+def _mask(settings: Mapping[str, Any], names: Collection[str], vocab_size: int) -> int | None:
+    """The token of masks of a head that drafts all levels at once, which its tensors tell; None for any other."""
+    if "mask_hidden" not in names:
+        return None
+    told = together(*({"mask": settings.get(key)} for key in ("pard_token", "ptd_token_id", "mask_token_id")))
+    mask = told.get("mask")
+    if type(mask) is not int or not 0 <= mask < vocab_size:
+        raise ValueError(
+            f"there is mask_hidden, so config.json must give mask_token_id, ptd_token_id or pard_token as a token of "
+            f"the target's {vocab_size}, got {mask!r}"
+        )
+    return mask
 
 
 def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
