@@ -137,8 +137,9 @@ def _load_pair(
     }
     if head is not None:
         return Pair(models["target"], load_trained_head(head, models["target"]), tokenizer)
-    drafts = _modelless(draft, tokenizer) if modelless else _as_trained(models.get("draft"))
-    return Pair(models["target"], drafts, tokenizer)
+    if "draft" in models:
+        return Pair(models["target"], _as_trained(models["draft"]), tokenizer)
+    return Pair(models["target"], _modelless(draft, tokenizer) if modelless else None, tokenizer)
 
 
 def load_draft(
@@ -179,10 +180,10 @@ def load_draft(
     return _as_trained(_load_model("draft", folder, model.device, dtype))
 
 
-def _as_trained(model: PreTrainedModel | None) -> PreTrainedModel | Pard | None:
-    """A draft model, which drafts in parallel if it was trained to."""
-    mask = getattr(model and model.config, "pard_token", None)
-    return model if model is None or mask is None else Pard(model, mask)
+def _as_trained(model: PreTrainedModel) -> PreTrainedModel | Pard:
+    """A draft model, which drafts all levels at once if it was trained to."""
+    mask = getattr(model.config, "pard_token", None)
+    return model if mask is None else Pard(model, mask)
 
 
 def _lacks_target(draft: str) -> ValueError:
