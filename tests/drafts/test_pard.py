@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 from block_checkpoints import block_of
+from conformance_parts import tokenizer_of
 from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree, small_draft
 from tiny_models import tiny_llama, transformers_greedy
 
 from heavypath.speculative import Cascade, Mixture, Pard, PromptLookup, SpeculativeDecoder, TokenTree, load_draft
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe
+from heavypath.speculative.loading import load_pair
 from heavypath.speculative.models.forward_of import forward_of
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -87,6 +89,8 @@ def test_a_folder_with_a_pard_token_is_one(target, tmp_path):
     loaded = load_draft(tmp_path, target)
     assert isinstance(loaded, Pard)
     assert loaded.mask_token_id == 6
+    tokenizer_of(7).save_pretrained(tmp_path)
+    assert isinstance(load_pair(str(tmp_path), str(tmp_path)).draft, Pard)
     assert describe(loaded).startswith("pard of 8 levels, llama, 1 layers, ")
 
 
