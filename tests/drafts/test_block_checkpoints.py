@@ -137,8 +137,9 @@ CASES = {
     "fc.weight is missing; it is another kind of draft": {"without": ["fc.weight"]},
     "kind 'domino', which is not supported": {"dflash_config": INSIDE | {"projector_type": "domino"}},
     "kind 'dspark of Gemma 4', which is not": {"architectures": ["Gemma4DSparkModel"]},
-    "dflash_config 'use_swa': True, which is not known": {"dflash_config": INSIDE | {"use_swa": True}},
-    "'attention_sink_bias': True, which is": {"dflash_config": INSIDE | {"attention_sink_bias": True}},
+    "gives attention_sink_bias: True, which is not known": {"attention_sink_bias": True},
+    "gives use_swa: True, which is not known": {"dflash_config": INSIDE | {"use_swa": True}},
+    "gives depth_scale: 2, which is not known": {"dflash_config": INSIDE | {"depth_scale": 2, "more": None}},
     "layers 1, 7; expected some of the target's 8 but the last": {
         "dflash_config": INSIDE | {"target_layer_ids": [1, 7]}},
     "layers -2; expected some": {"dflash_config": INSIDE | {"target_layer_ids": [-2]}},
@@ -198,8 +199,23 @@ def test_a_draft_is_named_in_words(target, tmp_path):
     assert draft.levels == 4
 
 
-def test_an_assistant_of_transformers_proposes_what_their_own_generator_does(target, tmp_path):
+class NormedEmbedding(torch.nn.Embedding):
+    """As the targets of these assistants have it."""
+
+    def __init__(self, weight):
+        super().__init__(*weight.shape, _weight=weight)
+        self.embed_norm = torch.nn.RMSNorm(weight.shape[1], elementwise_affine=False)
+
+    def forward(self, tokens):
+        return self.embed_norm(super().forward(tokens))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_an_assistant_of_transformers_proposes_what_their_own_generator_does(normed, tmp_path):
     """Saved by their class; two calls of their generator, the second of which has seen two more tokens."""
+    target = tiny_target()
+    if normed:
+        target.set_input_embeddings(NormedEmbedding(target.get_input_embeddings().weight))
     theirs = pytest.importorskip("transformers", "5.23")  # the first that has one
     torch.manual_seed(4)
     config = theirs.MuseGlimmerAssistantConfig(

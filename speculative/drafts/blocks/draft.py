@@ -20,10 +20,12 @@ computed again, and no shape depends on how many nodes were accepted.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
@@ -54,6 +56,8 @@ class BlockHeadDraft(TappedDraft):
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
+            if hasattr(target.embedding, "embed_norm"):  # which the target alone has, see transformers' own generator
+                self.embedding = partial(embedding, weight=target.embedding.weight)
         linears = self._linears = Linears(self.name, head.parameters())
         modules: Any = head.layers
         self._attentions = [layer.self_attn for layer in modules]

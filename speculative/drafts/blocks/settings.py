@@ -23,6 +23,7 @@ from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSett
 MAX_BLOCK = 1024  # rows of a pass
 KINDS = ("dflash", "dspark", "dflash2")
 _ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
+_STRANGE = ("use_swa", "attention_sink_bias", "fc_layernorm")  # of drafts that compute something else, wherever given
 _SELECTOR = "candidate_selector.predecessor"
 _CONVOLUTION = ("base_kernel", "kernel_projection.weight")
 
@@ -102,11 +103,11 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         raise ValueError(f"it is a block draft of kind {kind!r}, which is not supported; expected {', '.join(KINDS)}")
     layer = together(settings, settings.get("transformer_layer_config"))
     inner = settings.get("dflash_config") or {}
-    unknown = sorted(key for key, value in inner.items() if value and key not in _BlockOptions.__annotations__)
-    if unknown:
+    unknown = [key for key in inner if key not in _BlockOptions.__annotations__]
+    strange = {key: value for key in (*unknown, *_STRANGE) for value in (inner.get(key), settings.get(key)) if value}
+    if strange:
         raise ValueError(
-            f"config.json gives dflash_config {unknown[0]!r}: {inner[unknown[0]]!r}, which is not known; expected "
-            f"{', '.join(_BlockOptions.__annotations__)}"
+            f"config.json gives {', '.join(f'{key}: {value!r}' for key, value in strange.items())}, which is not known"
         )
     options = together(settings, inner)
     text, names = target.config.get_text_config(), tensors.keys()
