@@ -149,6 +149,29 @@ def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, tmp_
     assert fit.is_lossless(), str(fit)
 
 
+@pytest.mark.parametrize("law", LAWS)
+@torch.inference_mode()
+def test_a_chain_is_accepted_as_often_as_the_overlap_of_both_laws_says(law, tmp_path):
+    """All of three tokens with the probability sum of prod min(P, Q) over their paths, Q by the oracle."""
+    target, text = tiny_llama(0), PROMPT[0]
+    head = block_of(target, tmp_path, **LAWS[law])
+    oracle, paths = said_of(head, target, text), {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for path, weight in paths.items():
+            whole = torch.cat([text, torch.tensor(path, dtype=torch.long)])
+            target_law = (target(whole[None]).logits[0, -1] / 3).softmax(-1)
+            overlap = target_law.minimum((oracle.after(path) / 3).softmax(-1).float())
+            longer |= {(*path, token): weight * float(part) for token, part in enumerate(overlap)}
+        paths = longer
+    expected = sum(paths.values())
+    decoder = SpeculativeDecoder(target, head, "chain", tree_size=4, verifier="rejection")
+    out = decoder.generate(PROMPT.expand(2500, -1), max_new_tokens=4, temperature=3.0, seed=3)
+    found = float((out.stats.steps_of == 1).double().mean())
+    assert 0.02 < expected < 0.98
+    assert abs(found - expected) < 5 * (expected * (1 - expected) / 2500) ** 0.5
+
+
 def test_a_block_read_one_row_off_is_accepted_hardly_ever_and_the_log_says_so(tmp_path, caplog):
     """The target counts 0 .. 5 in a circle. Of the draft the root's row knows that, a mask's row says 6 of all."""
     target, ones = tiny_llama(0, max_position_embeddings=128), torch.eye(7, 16)
