@@ -227,6 +227,8 @@ def _check(draft: EagleHead | PreTrainedModel, target: PreTrainedModel, settings
             "draft of the target's"
         )
     if isinstance(draft, EagleHead):
+        if own.mask_token_id is not None:
+            raise ValueError("a head that drafts all levels at once (P-EAGLE) is not trained here, got one")
         read = (own.target_hidden_size, text.hidden_size if draft.embed_tokens is not None else own.hidden_size)
         if read != (text.hidden_size, text.hidden_size):
             raise ValueError(

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
+from heavypath.speculative.drafts.blocks.pard import Pard
 from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.lookahead import Lookahead
@@ -58,11 +59,11 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one) or Medusa
-        heads. Or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no model. PATH is a
-        file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these: "demo-head+prompt-lookup"
-        is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup", with levels, a
-        `Cascade`.
+    target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one), Medusa
+        heads or a block draft. Or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no
+        model. PATH is a file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these:
+        "demo-head+prompt-lookup" is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and
+        "2*demo-head+4*prompt-lookup", with levels, a `Cascade`.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
@@ -136,7 +137,9 @@ def _load_pair(
     }
     if head is not None:
         return Pair(models["target"], load_trained_head(head, models["target"]), tokenizer)
-    return Pair(models["target"], _modelless(draft, tokenizer) if modelless else models.get("draft"), tokenizer)
+    if "draft" in models:
+        return Pair(models["target"], _as_trained(models["draft"]), tokenizer)
+    return Pair(models["target"], _modelless(draft, tokenizer) if modelless else None, tokenizer)
 
 
 def load_draft(
@@ -145,7 +148,7 @@ def load_draft(
     target_name: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel | Draftable:
-    """Load a draft for a target: a head or heads (EAGLE, Medusa) as published, or a model; from a folder or the cache.
+    """Load a draft for a target: a trained head of any kind as published, or a model; from a folder or the cache.
 
     path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
         "retrieval:PATH"; and several of these, as in `load_pair`
@@ -174,7 +177,13 @@ def load_draft(
         _check_vocabularies(target.tokenizer, _load_tokenizer("draft", folder))
     if head:
         return load_trained_head(folder, model, dtype)
-    return _load_model("draft", folder, model.device, dtype)
+    return _as_trained(_load_model("draft", folder, model.device, dtype))
+
+
+def _as_trained(model: PreTrainedModel) -> PreTrainedModel | Pard:
+    """A draft model, which drafts all levels at once if it was trained to."""
+    mask = getattr(model.config, "pard_token", None)
+    return model if mask is None else Pard(model, mask)
 
 
 def _lacks_target(draft: str) -> ValueError:

@@ -8,7 +8,9 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
-from heavypath.speculative.distillation import DistilSettings, distil
+from heavypath.speculative.distillation import distil
+from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.pard import Pard
 from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.heads.eagle import EagleHead
@@ -45,6 +47,7 @@ from heavypath.speculative.streaming.offloaded import stream_layers
 from heavypath.speculative.streaming.stream import LayerStream
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
 from heavypath.speculative.training.documents import read_documents
+from heavypath.speculative.training.settings import DistilSettings
 from heavypath.speculative.trees.growth import Confidence
 from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -52,6 +55,7 @@ from heavypath.speculative.trees.tree import TokenTree
 __all__ = [
     "LOSSLESS_METHODS",
     "METHODS",
+    "BlockHead",
     "Cascade",
     "Confidence",
     "Departure",
@@ -70,6 +74,7 @@ __all__ = [
     "Merge",
     "Method",
     "Mixture",
+    "Pard",
     "Plan",
     "Profile",
     "PromptLookup",

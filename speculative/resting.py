@@ -37,9 +37,9 @@ from heavypath.speculative.decoding.engine import SlotNumbers, Watcher
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
+from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, Growth
 from heavypath.speculative.trees.planning import expected_tokens
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
+from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, Confidence, Growth
+from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     if levels is not None and tree.depth > levels:
         what = f"max_depth {options['max_depth']}" if "max_depth" in options else f"a tree of {tree.depth} levels"
         raise ValueError(
-            f"the draft has {levels} heads, one for each level of a tree, got {what}; give at most {levels} levels "
+            f"the draft has the laws of {levels} levels of a tree, got {what}; give at most {levels} levels "
             f"(max_depth={levels}, tree.truncated({levels})[0])"
         )
     if len(tree) > MAX_NODES:

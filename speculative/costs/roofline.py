@@ -76,15 +76,15 @@ class Work(NamedTuple):
         """The work of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
         Of ranks that hold a model together each has its part; their messages to each other are not counted.
 
-        Of Medusa heads a level takes one, and the step computes them side by side: no level has layers of its own.
+        Of Medusa heads a level takes one, and of a block its share: no level has layers of its own.
         """
         from heavypath.speculative.drafts.tapped import TappedDraft
         from heavypath.speculative.ranks.parts import part_owned
 
         if isinstance(model, TappedDraft):
             passed, layers = model.level_weights(), 0 if model.levels else model.layers
-            weights = sum(weight.numel() for weight in passed)
-            return cls(sum(weight.nbytes for weight in passed), weights, layers, model.dtype.itemsize)
+            weights, size = (sum(each) for each in zip(*((one.numel(), one.nbytes) for one in passed), strict=True))
+            return cls(int(size * model.level_share), int(weights * model.level_share), layers, model.dtype.itemsize)
         head: Any = model.model.get_output_embeddings()
         own_head = getattr(head, "weight", None) is not model.embedding.weight
         passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]

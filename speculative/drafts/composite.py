@@ -165,9 +165,19 @@ class CompositeDraft(Draft, ABC):
         return [leaf for part in self.drafts for leaf in part.leaves]
 
     def taps(self, cache: CompositeCache) -> Taps | None:
-        """The taps of the one part that has any."""
+        """The taps of all parts that have any."""
         found = [part.taps(own) for part, own in zip(self.drafts, cache.parts, strict=True)]
-        return next((taps for taps in found if taps is not None), None)
+        parts = [taps for taps in found if taps is not None]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        numbers = tuple(dict.fromkeys(number for taps in parts for number in taps.numbers))
+
+        def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
+            by_number = dict(zip(numbers, states, strict=True))
+            for taps in parts:
+                taps.read([by_number[number] for number in taps.numbers], tokens, positions, cache_rows)
+
+        return Taps(numbers, read)
 
     def beside(self, cache: CompositeCache, root: Tensor, lengths: Tensor) -> ExtraNodes | None:
         """The nodes of the one part that has any."""

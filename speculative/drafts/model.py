@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
-from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 
 MAX_PADDING = 128  # by how many tokens padded vocabularies may differ (Qwen2's models have 151,936 and 152,064)
@@ -55,7 +55,7 @@ class ModelDraft(Draft):
                 f"padding may differ by at most 1 in 100 and {MAX_PADDING} tokens"
             )
 
-    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+    def new_cache(self, batch: int, rows: int) -> RowCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
         return self.forward.new_cache(batch, rows)
 

@@ -17,6 +17,7 @@ class TappedDraft(Draft, ABC):
 
     config:      of the module, with a `model_type`
     layers:      that its cached rows went through
+    level_share: of the work with `level_weights`, what a level takes, where one pass drafts several levels
 
     Raises ValueError for a module of another device or dtype than the target's, and for one in training mode.
     """
@@ -28,6 +29,7 @@ class TappedDraft(Draft, ABC):
     has_dynamic_rope = False
     config: Any
     layers: int
+    level_share: float = 1.0
 
     def __init__(self, model: nn.Module, target: Forward):
         self.model, self.target = model, target

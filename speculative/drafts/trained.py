@@ -1,4 +1,4 @@
-"""Trained heads of either kind, EAGLE heads and Medusa heads: how they are found, and what they draft with."""
+"""Trained heads of all kinds: how they are found, and what they draft with."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
+from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
+from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.p_eagle import ParallelHeadDraft
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.heads.draft import HeadDraft
@@ -16,25 +20,28 @@ from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.models.forward import Forward
 
-TrainedHead = EagleHead | MedusaHeads
+TrainedHead = EagleHead | MedusaHeads | BlockHead
 
 
 def is_trained_head(path_or_name: str | Path) -> bool:
-    """True if a folder, or a model in the Hugging Face cache, is an EAGLE head or has Medusa heads."""
-    return is_medusa(path_or_name) or is_head(path_or_name)
+    """True if a folder, or a model in the Hugging Face cache, has an EAGLE head, Medusa heads or a block draft."""
+    return is_block(path_or_name) or is_medusa(path_or_name) or is_head(path_or_name)
 
 
 def load_trained_head(
     path_or_name: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None
 ) -> TrainedHead:
-    """An EAGLE head or Medusa heads for a target; arguments and errors as of `load_head` and `load_medusa`."""
-    load = load_medusa if is_medusa(path_or_name) else load_head
+    """A trained head for a target; arguments and errors as of `load_head`, `load_medusa` and `load_block`.
+
+    A block draft has the tensors that an EAGLE head is known by, so it is asked for first.
+    """
+    load = load_block if is_block(path_or_name) else load_medusa if is_medusa(path_or_name) else load_head
     return load(path_or_name, target, dtype=dtype)
 
 
 @as_draft.register
 def _(given: EagleHead, target: Forward, model: PreTrainedModel) -> Draft:
-    return HeadDraft(given, target)
+    return (HeadDraft if given.mask_hidden is None else ParallelHeadDraft)(given, target)
 
 
 @describe.register
@@ -45,11 +52,24 @@ def _(given: EagleHead) -> str:
     return f"{config.model_type} head, {config.layers} layers, {parameter_count(given)} parameters{beside}"
 
 
+@as_draft.register
+def _(given: BlockHead, target: Forward, model: PreTrainedModel) -> Draft:
+    return BlockHeadDraft(given, target)
+
+
+@describe.register
+def _(given: BlockHead) -> str:
+    config = given.config
+    what = f"{config.model_type} draft of blocks of {config.block_size}, {config.layers} layers"
+    return f"{what}, {parameter_count(given)} parameters"
+
+
 @draft_parameter_count.register
-def _(given: EagleHead, target: PreTrainedModel) -> int:
-    """With the target's lm_head, where it has none of its own."""
+def _(given: EagleHead | BlockHead, target: PreTrainedModel) -> int:
+    """With the target's lm_head, where it has none of its own. A level takes its share of the one pass of a block."""
     lm_head: Any = target.get_output_embeddings()
-    return parameter_count(given) + (lm_head.weight.numel() if given.lm_head is None else 0)
+    count = parameter_count(given) + (lm_head.weight.numel() if given.lm_head is None else 0)
+    return count // given.config.depths if isinstance(given, BlockHead) else count
 
 
 @as_draft.register

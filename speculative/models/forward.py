@@ -105,15 +105,16 @@ class Taps(NamedTuple):
 
     numbers: which, by transformers' numbers: 0 is the embedding, i what layer i gets, and the last, with as many layers
              before it, is after the final norm
-    read:    called with these states [B, N, H], the tokens LongTensor[B, N] and their cache rows LongTensor[B, N]
+    read:    called with these states [B, N, H], the tokens, their positions and cache rows, LongTensor[B, N] each
     """
 
     numbers: tuple[int, ...]
-    read: Callable[[list[Tensor], Tensor, Tensor], None]
+    read: Callable[[list[Tensor], Tensor, Tensor, Tensor], None]
 
-    def take(self, states: Mapping[int, Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
+    def take(self, states: Mapping[int, Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
         """Hand on those asked for of hidden states by their numbers, [B * N, H] or [B, N, H] each."""
-        self.read([states[number].reshape(*tokens.shape, -1) for number in self.numbers], tokens, cache_rows)
+        tapped = [states[number].reshape(*tokens.shape, -1) for number in self.numbers]
+        self.read(tapped, tokens, positions, cache_rows)
 
 
 class Forward(ABC):

@@ -102,7 +102,7 @@ class TransformersForward(Forward):
         with self.alone:
             out = (self.model if needs_logits else self.model.base_model)(**arguments)
         if taps is not None:
-            taps.take(dict(enumerate(out.hidden_states)), tokens, cache_rows)
+            taps.take(dict(enumerate(out.hidden_states)), tokens, positions, cache_rows)
         if needs_logits:
             return as_logits(out.logits)
         return torch.empty(len(tokens), 0, self.vocab_size, dtype=self.dtype, device=tokens.device)

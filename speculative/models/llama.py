@@ -234,7 +234,7 @@ class LlamaForward(Forward):
         else:
             _, last = add_rms_norm(hidden, computed, self._norm)
         if taps is not None:
-            taps.take(states | {self.layers: last}, tokens, cache_rows)
+            taps.take(states | {self.layers: last}, tokens, positions, cache_rows)
         if not needs_logits:
             return hidden.new_empty(len(tokens), 0, self.vocab_size)
         return as_logits(self._head(last).view(*tokens.shape, -1))

@@ -166,7 +166,7 @@ class NativePass:
         call.kept += self, scratch, logits
         do(partial(getattr(lib, f"llama_{TYPES[self._dtype]}"), byref(self._model), byref(call)), call)
         if taps is not None:
-            taps.take(tapped, tokens, cache_rows)
+            taps.take(tapped, tokens, positions, cache_rows)
         return logits
 
 

@@ -185,7 +185,7 @@ class PromptInputs:
         if taps is not None:
             before_roots = columns[:, :-1]
             states = {number: _picked(out.hidden_states[number], before_roots) for number in taps.numbers}
-            taps.take(states, self._input_ids.gather(1, before_roots), rows[:, :-1])
+            taps.take(states, self._input_ids.gather(1, before_roots), rows[:, :-1], rows[:, :-1])
         self._check_last(cache, out.logits[:, -1].float())
         return self.seen.lengths
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from block_checkpoints import random_block
 from head_cases import head_of
 from medusa_checkpoints import published, write
 from played_graphs import Event
@@ -23,6 +24,7 @@ from heavypath.speculative import (
     Cascade,
     Lookahead,
     Mixture,
+    Pard,
     PromptLookup,
     SpeculativeDecoder,
     TokenTree,
@@ -32,6 +34,8 @@ from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.engine import SlotNumbers, Snapshots
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.step import StepPlan, new_step
+from heavypath.speculative.drafts.blocks.pard import PardDraft
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
@@ -41,6 +45,8 @@ from heavypath.speculative.models.llama import LlamaForward
 DRAFTS = {  # of a target
     "none": lambda target, folder: None,
     "medusa": lambda target, folder: load_medusa(write(folder, published(target, heads=2)), target),
+    "block": lambda target, folder: random_block(target, head_dim=16, taps=(0,), block_size=4),
+    "pard": lambda target, folder: Pard(small_llama(2), mask_token_id=6, depths=3),
     "eagle-1": lambda target, folder: head_of(target, taps=(1,), head_dim=16, generation=1),
     "four tokens": lambda target, folder: head_of(
         target, taps=(0, 1), head_dim=16, draft_vocab_size=4, owns_lm_head=True
@@ -56,6 +62,8 @@ DRAFTS = {  # of a target
         ("autoregressive", "none", {}, {"temperature": 0.9, "eos_token_id": [5, 2]}, 2, 4),
         # fewer heads near the end of a text
         ("top-k", "medusa", {"tree": TokenTree([-1, 0, 1])}, {"temperature": 1.0}, 1, 4),
+        ("chain", "block", {"tree": TokenTree.chain(2)}, {"temperature": 1.0}, 1, 4),
+        ("chain", "pard", {"tree": TokenTree.chain(2)}, {"temperature": 1.0}, 1, 4),
         *(
             pytest.param(method, draft, shape, {"temperature": 1.0}, 3, 6, marks=pytest.mark.slow)
             for method, draft, shape in (
@@ -80,6 +88,9 @@ def test_steps_done_by_rote_write_the_same_text(method, draft, shape, sampling, 
     assert 0 < len(decoder.runner.idle.launcher.graphs) < 6
 
 
+OTHERS = ("lookup", "lookahead", "early exit", "block", "pard", "p-eagle")
+
+
 def llama_without_values(layers: int) -> LlamaForward:
     forward = LlamaForward(tiny_llama(1, layers=layers, hidden_size=32, vocab_size=50))
     forward.model.to("meta")
@@ -92,7 +103,11 @@ def llama_without_values(layers: int) -> LlamaForward:
     ("method", "draft", "temperature"),
     [
         *((method, "no" if method == "autoregressive" else "model", heat) for method in METHODS for heat in (0.0, 0.7)),
-        *((method, draft, 0.7) for method in ("sequoia", "dyspec") for draft in ("lookup", "lookahead", "early exit")),
+        *(
+            (method, draft, 0.7)
+            for method in ("sequoia", "dyspec")
+            for draft in ("lookup", "lookahead", "early exit", "block", "pard", "p-eagle")
+        ),
     ],
 )
 @torch.inference_mode()
@@ -104,6 +119,11 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
         "lookup": lambda: LookupDraft(PromptLookup(), 50, target.device),
         "lookahead": lambda: LookaheadDraft(Lookahead(5, 3, 20), 50, target.device),
         "early exit": lambda: ModelDraft(target, 50),
+        "block": lambda: as_draft(random_block(target.model, head_dim=16).to("meta"), target, target.model),
+        "pard": lambda: PardDraft(llama_without_values(1), 50, Pard(target.model, 3)),
+        "p-eagle": lambda: as_draft(
+            head_of(target.model, taps=(0, 1), head_dim=16, mask_token_id=3).to("meta"), target, target.model
+        ),
     }
     filters = Filters(temperature, top_k=20, top_p=0.9)
     _, step = step_on_meta(method, filters, target, models[draft](), vocab_size=50, processing=Processing(1.2, 4))

@@ -115,6 +115,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     refused(r"must share a vocabulary, got 24 and 12 tokens", draft=tiny_head(1, vocab_size=12, draft_vocab_size=12))
     refused("is for a target of width 8, got a target of width 16", draft=tiny_head(1, target_hidden_size=8))
     refused(r"reads the hidden states \[1, 9\], the target has 0 \.\. 3", draft=tiny_head(1, taps=(1, 9)))
+    refused("drafts all levels at once", draft=tiny_head(1, mask_token_id=3))
     refused("a step takes 128 rows, the data have", tokens_per_step=2048)
     refused("the data have token 24, the target has 24", documents=[Document(torch.tensor([24]).int(), NONE)])
     refused("in training mode", target=tiny_target().train())

@@ -8,6 +8,7 @@ import json
 import huggingface_hub.constants
 import pytest
 import torch
+from block_checkpoints import block_of
 from head_checkpoints import VOCAB, as_speculators, driven, official, oracle, settings, tiny_target, variant, write
 from medusa_checkpoints import published
 from medusa_checkpoints import write as write_medusa
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from heavypath.speculative import MedusaHeads, PromptLookup, load_draft, new_head
+from heavypath.speculative import BlockHead, MedusaHeads, PromptLookup, load_draft, new_head
 from heavypath.speculative.drafts.heads import files
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head, save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
@@ -273,11 +274,13 @@ def test_load_draft_takes_models_and_other_drafts_by_one_argument(target, tmp_pa
         load_draft("nothing", target)
 
 
-@pytest.mark.parametrize("kind", [EagleHead, MedusaHeads])
+@pytest.mark.parametrize("kind", [EagleHead, MedusaHeads, BlockHead])
 def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
     target, folder = demo_pair.target, tmp_path / "head"
     if kind is EagleHead:
         save_head(new_head(target), folder)
+    elif kind is BlockHead:
+        block_of(target, folder, head_dim=4, inner=8)
     else:
         write_medusa(folder, published(target, owns=False))
     assert isinstance(load_pair(None, str(folder)).draft, kind)
@@ -290,3 +293,21 @@ def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(folder)
     with pytest.raises(ValueError, match="target and draft must share one vocabulary"):
         load_draft(folder, pair)
+
+
+@pytest.mark.parametrize(("shape", "key"), [((1, 1, 48), "mask_token_id"), ((1, 48), "ptd_token_id"),
+                                            ((48,), "pard_token")])  # fmt: skip
+def test_a_head_with_mask_hidden_drafts_all_levels_at_once(shape, key, target, tmp_path):
+    """P-EAGLE: its other tensors are a head's, in both layouts."""
+    kind = variant(layers=2)
+    for config, tensors in ((settings(kind), official(kind)), as_speculators(kind, speculators_model_type="peagle")):
+        mask = torch.randn(shape)
+        folder = write(tmp_path / str(len(config)), config | {key: 39}, tensors | {"mask_hidden": mask})
+        head = load_draft(folder, target)
+        assert (head.config.mask_token_id, head.config.model_type) == (39, "p-eagle")
+        assert torch.equal(head.mask_hidden, mask.flatten())
+        assert_same(head, kind, official(kind), target)
+        assert_returns(head, target, tmp_path / "again")
+        for given in (None, 40, *(["<mask>"] if key == "pard_token" else [])):
+            with pytest.raises(ValueError, match=r"mask_hidden, so config\.json must give .* of the target's 40, got"):
+                load_head(write(folder, config | {key: given}, tensors | {"mask_hidden": mask}), target)

@@ -43,8 +43,8 @@ def test_every_tensor_that_is_missing_or_of_another_shape_is_named(options, targ
 
 ONES, IDS = torch.ones(16), official(variant())["d2t"] + torch.arange(24)
 CASES = {
-    "2 tensors are not known: layers.0.self_attn.sinks, mask_hidden": (
-        {}, {"tensors": {"mask_hidden": torch.zeros(1), "layers.0.self_attn.sinks": torch.zeros(4)}},
+    "2 tensors are not known: layers.0.self_attn.sinks, mask_embedding": (
+        {}, {"tensors": {"mask_embedding": torch.zeros(1), "layers.0.self_attn.sinks": torch.zeros(4)}},
     ),
     "has 'layers.0.hidden_norm.weight' twice, once as": ({}, {"tensors": {"layers.0.hidden_norm.weight": ONES}}),
     r"fc\.weight is torch\.int8; expected floating point": (

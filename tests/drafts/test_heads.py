@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from drafted_cases import assert_drafts_as_said, assert_later_turns_agree, steps_of
-from head_cases import VARIANTS, entries_over, head_of, logits_over
+from head_cases import VARIANTS, entries_over, head_of, logits_over, logits_with_masks
 from medusa_checkpoints import heads_of, oracle
 from tiny_models import tiny_llama, transformers_greedy
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
@@ -30,6 +30,7 @@ def target():
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
     ("eagle-3", "chain"), ("eagle-3.1", "dyspec"), ("eagle-3, four tokens", "rsd-s"),
+    ("p-eagle", "dyspec"),
 ])  # fmt: skip
 def test_what_is_drafted_is_what_passes_over_the_whole_text_say(variant, method, target):
     head = head_of(target, **VARIANTS[variant])
@@ -59,20 +60,21 @@ def assert_roots_are(expected, steps):
             torch.testing.assert_close(drafted.logits[0, 0], root.float(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["eagle-1", "eagle-3"])
+@pytest.mark.parametrize("variant", ["eagle-1", "eagle-3", "p-eagle"])
 def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(variant, target):
     head = head_of(target, **VARIANTS[variant])
     assert_later_turns_agree(SpeculativeDecoder(target, head, "sequoia", tree_size=8))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "p-eagle", "medusa"])
 def test_kept_rows_do_not_keep_the_memory_of_the_cache_that_they_were_in(kind, target, tmp_path):
-    head = head_of(target) if kind == "eagle" else heads_of(target, tmp_path)[0]
+    variant = VARIANTS.get(kind, {})
+    head = heads_of(target, tmp_path)[0] if kind == "medusa" else head_of(target, **variant)
     cache = as_draft(head, forward_of(target, "target"), target).new_cache(2, 40)
     kept = cache.trimmed(1, 5)
     tensors = [[each for each in vars(one).values() if isinstance(each, torch.Tensor)] for one in (kept, cache)]
     held, whole = ({tensor.untyped_storage().data_ptr() for tensor in of} - {0} for of in tensors)
-    if kind == "eagle":
+    if kind != "medusa":
         assert held & whole <= {cache.rotary.untyped_storage().data_ptr()}  # a table that all caches share
         assert not kept._by_layer
         assert kept.nbytes < cache.nbytes / 4
@@ -131,7 +133,7 @@ def test_a_head_that_does_not_fit_is_refused(message, target):
         SpeculativeDecoder(target, head)
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("eagle-1", 1), ("eagle-3", 2), ("medusa", 2)])
+@pytest.mark.parametrize(("kind", "batch"), [("eagle-1", 1), ("eagle-3", 2), ("medusa", 2), ("p-eagle", 2)])
 @torch.inference_mode()
 def test_acceptance_at_a_depth_is_that_of_a_head_which_reads_itself(kind, batch, target, tmp_path):
     """Calibration walks along texts token by token, and counts a token as drafted at the depth it would have.
@@ -160,6 +162,8 @@ def test_acceptance_at_a_depth_is_that_of_a_head_which_reads_itself(kind, batch,
                 expected = torch.full((7,), -torch.inf)
             elif kind == "medusa":
                 expected = oracle(tensors, target, text)[known - 1, depth]
+            elif kind == "p-eagle":
+                expected = logits_with_masks(head, target, text[: known + 1], depth)
             else:
                 expected = logits_over(head, target, text[: known + 1], text[known + 1 : length + 1].tolist())
             torch.testing.assert_close(logits, expected.float(), atol=1e-4, rtol=1e-4)

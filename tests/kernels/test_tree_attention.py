@@ -186,6 +186,22 @@ def test_the_last_nodes_of_a_growing_tree_ask(impl, window):
 
 
 @IMPLS
+@pytest.mark.parametrize("window", [None, 70, 5])
+def test_nodes_may_all_see_each_other(impl, window):
+    """As the rows of a block do. With a window all of them then see as much of the prefix: window - nodes rows."""
+    nodes, lengths = 4 if window == 5 else 17, [60, 65]
+    query, key, value = inputs(2, 2, 1, nodes, 90, 32)
+    mask = torch.ones(nodes, nodes, dtype=torch.bool, device=DEVICE)
+    options = {"prefix_length": torch.tensor(lengths, device=DEVICE), "ancestor_mask": mask, "window": window}
+    out = tree_attention(query, key, value, **options, impl=impl)
+    for sequence, length in enumerate(lengths):
+        first = 0 if window is None else max(0, length + nodes - window)
+        seen = slice(first, length + nodes)
+        weights = (query[sequence] @ key[sequence, :, seen].mT / 32**0.5).softmax(-1)
+        torch.testing.assert_close(out[sequence], weights @ value[sequence, :, seen], atol=2e-5, rtol=0)
+
+
+@IMPLS
 def test_a_node_that_sees_nothing_gets_zeros(impl):
     query, key, value = inputs(1, 2, 1, 3, 300, 16)
     mask = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 1]], device=DEVICE).bool()

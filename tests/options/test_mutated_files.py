@@ -9,6 +9,9 @@ from itertools import product
 
 import pytest
 import torch
+from block_checkpoints import LAYOUTS
+from block_checkpoints import driven as driven_block
+from block_checkpoints import variant as block_variant
 from head_checkpoints import TEXT, as_speculators, driven, official, settings, tiny_target, variant, write
 from medusa_checkpoints import published
 from medusa_checkpoints import write as write_medusa
@@ -16,6 +19,7 @@ from profile_cases import counts, greedy_counts, profile_of
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import Profile, SpeculativeDecoder, read_trace
+from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
 from heavypath.speculative.methods import Kind
@@ -122,6 +126,23 @@ def config_of_a_head(kind, target, folder):
     return config, lambda text: (folder / "config.json").write_text(text, "utf-8"), use
 
 
+def config_of_a_block(layout, target, folder):
+    options, write_as = LAYOUTS[layout]
+    config, tensors = write_as(block_variant(**options))
+    write(folder, config, tensors)
+    known = set()
+
+    def use():
+        if not is_block(folder):
+            raise ValueError(f"{folder} is an EAGLE head")
+        head = load_block(folder, target)
+        if repr(head.config) not in known:
+            known.add(repr(head.config))
+            assert driven_block(head, target, TEXT).shape == (1, 40)
+
+    return config, lambda text: (folder / "config.json").write_text(text, "utf-8"), use
+
+
 def index(target, folder):
     write(folder, settings(variant()), official(variant()), INDEX)
     inside = {str(path) for path in folder.glob("*.safetensors")}
@@ -194,6 +215,7 @@ def line_of_a_trace(line, pair, folder):
 
 FILES = {
     **{f"config of {kind}": partial(config_of_a_head, kind) for kind in HEADS},
+    **{f"config of {layout}": partial(config_of_a_block, layout) for layout in ("DFlash2", "DSpark", "speculators")},
     "index": index,
     **{f"header of {kind}": partial(header_of_safetensors, kind) for kind in ("head", "medusa")},
     "profile": profile,

@@ -7,6 +7,7 @@ import string
 from functools import cached_property, lru_cache
 
 import torch
+from block_checkpoints import random_block
 from conformance_rows import GROWING
 from families import tiny
 from head_cases import head_of
@@ -25,6 +26,7 @@ from heavypath.speculative import (
     MedusaHeads,
     Merge,
     Mixture,
+    Pard,
     Profile,
     PromptLookup,
     Retrieval,
@@ -155,7 +157,10 @@ class Case:
             "model": lambda: self.small,
             "the target": lambda: self.target,
             "head": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim),
+            "p-eagle": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim, mask_token_id=3),
             "medusa": lambda: medusa_of(self.target),
+            "pard": lambda: Pard(self.small, mask_token_id=3),
+            "block": lambda: random_block(self.target, self.head_dim),
             "lookup": PromptLookup,
             "retrieval": lambda: Retrieval(corpus),
             "lookahead": lambda: Lookahead(window=3, ngram=3),

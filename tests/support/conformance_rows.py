@@ -15,8 +15,8 @@ TOYS = ("toy llama", "toy gpt2")  # seven tokens, whose joint law is enumerated
 AXES = {
     "method": (*METHODS,),
     "draft": (
-        "model", "the target", "head", "medusa", "lookup", "retrieval", "lookahead", "early exit", "mixture", "cascade",
-        "merge", "own", "none",
+        "model", "the target", "head", "p-eagle", "medusa", "block", "pard", "lookup", "retrieval", "lookahead",
+        "early exit", "mixture", "cascade", "merge", "own", "none",
     ),
     "target": (*TOYS, "llama", "mistral", "qwen3", "mixtral", "gemma3_text", "gpt_oss"),
     "tree": ("default", "of 6 nodes", "own", "deep", "by options", "threshold", "profile", "replanned", "by batch"),

@@ -3,13 +3,14 @@
 from typing import NamedTuple
 
 import torch
-from head_cases import logits_over
+from block_checkpoints import said_of
+from head_cases import logits_over, logits_with_masks
 from tiny_models import tiny_llama
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.native.recording import Recording
-from heavypath.speculative import Cascade, MedusaHeads, Merge, Mixture, PromptLookup
+from heavypath.speculative import BlockHead, Cascade, MedusaHeads, Merge, Mixture, Pard, PromptLookup
 from heavypath.speculative.decoding import runner
 from heavypath.speculative.decoding.launching import Launcher
 
@@ -158,8 +159,17 @@ def said_by(draft, target, text, path):
         before = states[-2:-1] if len(text) > 1 else torch.zeros_like(states)
         logits = draft(before, target.lm_head)[0]
         return logits[len(path)].softmax(-1).float() if len(path) < len(logits) else torch.zeros(7)
+    if isinstance(draft, Pard):  # masks stand for the path
+        if len(path) >= draft.depths:
+            return torch.zeros(7)
+        masks = torch.full((len(path),), draft.mask_token_id)
+        return draft.model(torch.cat([text, masks])[None]).logits[0, -1].softmax(-1).float()
+    if isinstance(draft, BlockHead):
+        return law_of(said_of(draft, target, text).after(path).float())
     if hasattr(draft, "generate"):
         return draft(whole[None]).logits[0, -1].softmax(-1).float()
+    if getattr(draft, "mask_hidden", None) is not None:
+        return law_of(logits_with_masks(draft, target, text, len(path))).float()
     return logits_over(draft, target, text, path).softmax(-1).float()
 
 

@@ -14,6 +14,8 @@ VARIANTS = {
     "eagle-3, residual normed, biases": {"norm_before_residual": True, "biases": frozenset({"q_proj", "k_proj"})},
     "eagle-3, heads normed, taps normed together": {"head_norms": True, "norm_before_fc": True},
     "eagle-3, four tokens": {"draft_vocab_size": 4, "owns_lm_head": True},
+    "p-eagle": {"mask_token_id": 6, "layers": 2, "tap_norms": True},
+    "p-eagle, four tokens": {"mask_token_id": 6, "draft_vocab_size": 4, "owns_lm_head": True},
     "eagle-3, another width": {"hidden_size": 24, "owns_embedding": True, "owns_lm_head": True},
 }
 
@@ -31,6 +33,17 @@ def head_of(target, seed=0, **changes):
     for name, weight in head.named_parameters():
         torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
     return head.eval().to(target.dtype)
+
+
+@torch.no_grad()
+def logits_with_masks(head, target, text, masks):
+    """What follows a text and so many masks, [V], of a head that drafts all levels at once (P-EAGLE)."""
+    features, embedding = features_of(head, target, text), embedding_of(head, target)
+    features, tokens = (features[:, :-1], text[1:]) if len(text) > 1 else (0 * features, text)
+    read = head.mask_hidden.view(len(head.config.taps), 1, 1, -1).unbind()
+    features = torch.cat([features, head.features(read).expand(1, masks, -1)], 1)
+    tokens = torch.cat([tokens, torch.full((masks,), head.config.mask_token_id)])
+    return logits_of(head, target, over(head, features, embedding(tokens[None])))[-1]
 
 
 @torch.no_grad()

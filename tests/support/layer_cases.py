@@ -55,7 +55,7 @@ def passed(forward, lengths, interval, needs_logits=True):
         mask = replace(mask, subtree_end=None, ancestor_mask=TREE.mask()[None].expand(batch, -1, -1))
     states = []
     layers = forward.model.config.num_hidden_layers
-    taps = Taps((0, 2, 3)[:layers], lambda tapped, tokens, rows: states.extend(tapped))
+    taps = Taps((0, 2, 3)[:layers], lambda tapped, tokens, positions, rows: states.extend(tapped))
     rows = prefix[:, None] + torch.arange(nodes)
     logits = forward(tokens, prefix[:, None] + TREE.depths, rows, cache, mask, needs_logits=needs_logits, taps=taps)
     return [logits, *states, cache.keys, cache.values]

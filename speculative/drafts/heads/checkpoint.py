@@ -5,6 +5,7 @@ What is read, by the names of its tensors:
     official EAGLE-1 and 2    fc, layers.0.*, embed_tokens
     official EAGLE-3          fc, midlayer.*, norm, lm_head, d2t; SpecForge's and NVIDIA's alike
     speculators               fc, layers.0.*, ...; of EAGLE-1 fusion_fc, transformer.*
+    P-EAGLE                   mask_hidden in either of the last two
     EAGLE-3.1                 fc_norm.0, .1, .2 in either of the last two
 
 Which variant a head is follows from the tensors where they tell: biases, layers, norms, its own embedding and lm_head.
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.files import find_files, read_tensors, tensor_names
+from heavypath.speculative.drafts.heads.fitting import check_types, fill, take_the_tokens
 from heavypath.speculative.drafts.heads.settings import (
     OWN_KEY,
     HeadSettings,
@@ -40,7 +42,6 @@ from heavypath.speculative.files.typed_json import read_json
 _RENAMED = {"model.": "", "midlayer.": "layers.0.", "fusion_fc.": "fc.", "transformer.": "layers.0."}
 # What a head does without: copies of the target's tensors, tables that are computed, and the inverse of d2t.
 _HARMLESS = re.compile(r"(t2d|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq)$")
-_ANOTHER_TARGET = "give the target that the head was trained for"
 
 
 def load_head(
@@ -66,7 +67,7 @@ def load_head(
     try:
         tensors = _renamed(tensors)
         head = _built(settings, tensors, target)
-        _fill(head, tensors, dtype or target.dtype, torch.device(device or target.device))
+        fill(head, tensors, dtype or target.dtype, torch.device(device or target.device))
     except ValueError as error:
         raise ValueError(f"the head {files.folder!r} cannot draft for this target: {error}") from error
     return head.requires_grad_(False).eval()
@@ -128,6 +129,8 @@ def save_head(head: EagleHead, folder: str | Path) -> None:
             "norm_before_residual": config.norm_before_residual,
             "norm_output": config.feeds_back_normed,
         }
+    if config.mask_token_id is not None:
+        settings["mask_token_id"] = config.mask_token_id
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -160,13 +163,13 @@ def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrai
         hint = "" if is_settings_of_head(settings) else "; a whole model loads by AutoModelForCausalLM.from_pretrained"
         raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
     kept = tensors.pop("t2d", None)
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() and (name != "d2t" or tensor.is_complex()):
-            raise ValueError(f"{name} is {tensor.dtype}; expected floating point: quantised heads are not supported")
+    check_types(tensors)
+    if "mask_hidden" in tensors:  # [3 Ht] with one or two axes before
+        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
     config = config_of(settings, tensors, target)
     if settings.get("tie_word_embeddings") and config.generation == 3 and _could_be_tied(config, tensors):
         tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)
-    _take_the_tokens(config, tensors, kept)
+    take_the_tokens(config, tensors, kept)
     try:
         with torch.device("meta"):
             return EagleHead(config)
@@ -178,84 +181,3 @@ def _could_be_tied(config: HeadConfig, tensors: dict[str, Tensor]) -> bool:
     """True if the lm_head may have been left out as a copy of the head's own embedding."""
     all_tokens = config.draft_vocab_size == config.vocab_size
     return all_tokens and "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
-
-
-def _take_the_tokens(config: HeadConfig, tensors: dict[str, Tensor], kept: Tensor | None) -> None:
-    """Check d2t, and drop it where the head has all tokens. kept: t2d, which tells offsets from absolute ids."""
-    size, vocab, d2t = config.draft_vocab_size, config.vocab_size, tensors.pop("d2t", None)
-    if kept is not None and "embed_tokens.weight" not in tensors and len(kept) != vocab:
-        raise ValueError(f"t2d has shape {[*kept.shape]}, expected [{vocab}], the target's tokens; {_ANOTHER_TARGET}")
-    if d2t is None:
-        if size != vocab:
-            raise ValueError(
-                f"lm_head.weight has shape [{size}, {config.hidden_size}], expected [{vocab}, {config.hidden_size}] "
-                f"for the target's tokens, or beside it d2t of shape [{size}], which is missing; {_ANOTHER_TARGET}"
-            )
-        return
-    if d2t.is_floating_point() or [*d2t.shape] != [size]:
-        raise ValueError(f"d2t is {d2t.dtype} of shape {[*d2t.shape]}, expected integers of shape [{size}]")
-    offsets = d2t.long()
-    tokens = offsets + torch.arange(size)
-    confirmed = kept is not None and torch.equal(tokens.sort().values, kept.nonzero().flatten())
-    # Tokens side by side have one offset: where all entries differ they are ids.
-    if size > 1 and not confirmed and offsets.min() >= 0 and len(offsets.unique()) == size:
-        raise ValueError(
-            "d2t holds absolute ids of tokens, expected offsets: token i of the head is token i + d2t[i] of the "
-            "target; subtract torch.arange(len(d2t)) from it"
-        )
-    if tokens.min() < 0 or tokens.max() >= vocab or len(tokens.unique()) < size:
-        raise ValueError(
-            f"d2t of shape [{size}] leads to tokens {int(tokens.min())} to {int(tokens.max())}, {len(tokens.unique())} "
-            f"different ones; expected {size} different ones of the target's {vocab}; {_ANOTHER_TARGET}"
-        )
-    if size < vocab:
-        tensors["d2t"] = offsets
-    elif offsets.any():
-        raise ValueError(f"d2t permutes all {vocab} tokens; expected zeros where the head has all tokens of the target")
-
-
-def _fill(head: EagleHead, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """Put the tensors into a module on "meta"; ValueError unless they are those that it has."""
-    expected = head.state_dict()
-    unknown, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
-    if unknown:
-        raise ValueError(f"{len(unknown)} tensors are not known: {_list(unknown)}; it is another kind of head")
-    if missing:
-        raise ValueError(f"{len(missing)} tensors are missing: {_list(missing)}{_in_its_place(head.config, missing)}")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{name} has shape {[*tensor.shape]}, expected {[*expected[name].shape]}{_why(name, head.config)}"
-            )
-    on_device = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in tensors.items()}
-    head.load_state_dict(on_device, assign=True)
-    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(device)  # of no tensor; stays float32
-    if not head.rotary_emb.inv_freq.isfinite().all():
-        raise ValueError(
-            f"config.json gives rotary settings {head.config.rope_parameters}, whose angles are no numbers"
-        )
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-
-
-def _in_its_place(config: HeadConfig, missing: list[str]) -> str:
-    """The reason why the target's own cannot stand in for a missing tensor."""
-    if not {"lm_head.weight", "embed_tokens.weight"} & {*missing}:
-        return "; fetch the checkpoint again"
-    return (
-        f"; the target's cannot stand in, of width {config.target_hidden_size} and {config.vocab_size} tokens, for a "
-        f"head of width {config.hidden_size} and {config.draft_vocab_size} tokens"
-    )
-
-
-def _why(name: str, config: HeadConfig) -> str:
-    if name in ("fc.weight", "input_norm.weight") or name.startswith("fc_norm."):
-        return (
-            f" to read hidden states {', '.join(map(str, config.taps))} of width {config.target_hidden_size} of the "
-            f"target; {_ANOTHER_TARGET}"
-        )
-    if name in ("embed_tokens.weight", "lm_head.weight"):
-        return f" for the target's vocabulary of {config.vocab_size} tokens; {_ANOTHER_TARGET}"
-    return ", by config.json and the tensors beside it; fetch the checkpoint again"

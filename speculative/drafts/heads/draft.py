@@ -7,17 +7,18 @@ not kept: an accepted node gets its entry anew. So the keys and values before a 
 PyTorch's operations are here. On a CPU compiled code takes their place (`native`), for which they are the reference.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
-from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store, store_rows
+from heavypath.kernels.layers.rms_norm import add_rms_norm
+from heavypath.kernels.layers.rotary import Turns, store_rows
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits, norm_if_any
 from heavypath.speculative.drafts.heads.native import NativeHead
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.forward import (
@@ -29,37 +30,21 @@ from heavypath.speculative.models.forward import (
     chain_mask,
 )
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.models.linear import Linears, Product, Products, are_plain, each_alone
-from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
+from heavypath.speculative.models.linear import Linears, Product, are_plain, each_alone
+from heavypath.speculative.models.llama import norm_of, turns_of
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import has_hooks
 
+Cached = TypeVar("Cached", bound=HeadCache)
 
-class _HeadFunctions:
+
+class _HeadFunctions(LayerFunctions):
     """A `HeadLayer`'s modules and functions."""
 
-    window = None
-
     def __init__(self, layer: Any):
-        attention, mlp = layer.self_attn, layer.mlp
-        self.projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.gates, self.mixing, self.last = [mlp.gate_proj, mlp.up_proj], attention.o_proj, mlp.down_proj
+        super().__init__(layer)
         self.side_by_side, self.norm_before_residual = layer.side_by_side, layer.norm_before_residual
-        self.norm, self.hidden_norm = (_norm(layer, name) for name in ("input_layernorm", "hidden_norm"))
-        query_norm, key_norm = (_norm(attention, name) for name in ("q_norm", "k_norm"))
-        self.head_norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm)
-        self.mlp_norm, self.head_dim = norm_of(layer.post_attention_layernorm), attention.head_dim
-        self.gated, self.scaling = gated_of(mlp.act_fn), attention.head_dim**-0.5
-
-    @property
-    def linears(self) -> list[nn.Module]:
-        """All linear layers."""
-        return [*self.projections, self.mixing, *self.gates, self.last]
-
-    def look_up(self, one: Callable[[Any], Product], together: Callable[[Sequence[Any]], Products]) -> None:
-        """Find the functions that PyTorch multiplies by."""
-        self.project, self.gate_and_up = together(self.projections), together(self.gates)
-        self.mix, self.down = one(self.mixing), one(self.last)
+        self.hidden_norm = norm_if_any(layer, "hidden_norm")
 
     def before_attention(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [R, H], and what queries, keys and values are made of, [R, H] or [R, 2 H]."""
@@ -86,7 +71,7 @@ class HeadDraft(TappedDraft):
         super().__init__(head, target)
         config = head.config
         self.head, self.config, self.layers = head, config, config.layers
-        _check_fits(head, target)
+        check_fits(config, target)
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
@@ -139,12 +124,16 @@ class HeadDraft(TappedDraft):
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
+        return self.cache_of(HeadCache, batch, rows)
+
+    def cache_of(self, kind: type[Cached], batch: int, rows: int) -> Cached:
+        """An empty cache of this class."""
         rotary = self._rotary
         if rows > len(rotary):
             self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
         config = self.config
         width = config.hidden_size
-        return HeadCache(
+        return kind(
             batch,
             rows,
             (config.target_hidden_size if config.generation == 1 else width, width),
@@ -158,7 +147,7 @@ class HeadDraft(TappedDraft):
     def taps(self, cache: HeadCache) -> Taps:
         """The hidden states of the target's passes that the head reads, to be kept in a cache."""
 
-        def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
+        def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             if self._native is not None and self._native.takes(tokens.numel()):
                 self._native.keep(states, tokens, cache_rows, cache)
             else:
@@ -187,7 +176,10 @@ class HeadDraft(TappedDraft):
         """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
         if self._native is not None and self._native.takes(len(feed.tokens) * (feed.news or feed.tokens.shape[1])):
             return self._native(feed, cache)
-        hidden = self._after_root(feed, cache) if feed.news else self._after_nodes(feed, cache)
+        return self.logits(self.after_root(feed, cache) if feed.news else self._after_nodes(feed, cache))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [B, n, V] of outputs [B, n, H]."""
         normed = hidden if self._norm is None else add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1]
         logits = as_logits(self._lm_head(normed.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:2], -1))
         if self._proposed is None:
@@ -195,8 +187,11 @@ class HeadDraft(TappedDraft):
         every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
         return every.index_copy_(2, self._proposed, logits)
 
-    def _after_root(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """Make the entries of what is new in the texts; the outputs of the roots', [B, 1, H]."""
+    def after_root(self, feed: Feed, cache: HeadCache, masks: int = 0) -> Tensor:
+        """Make the entries of what is new in the texts; the outputs of the roots', [B, 1, H].
+
+        masks: entries that follow, made of `mask_hidden`; then the outputs are [B, 1 + masks, H]
+        """
         lengths, root, drafted = feed.prefix_lengths, feed.tokens[:, -1:], feed.drafted
         new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)
         entries = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
@@ -209,15 +204,21 @@ class HeadDraft(TappedDraft):
         if drafted is not None:
             features = features.where((drafted == 0)[:, None, None], _rows_of(cache.outputs, (rows - 1).clamp(min=0)))
         tokens = _rows_of(cache.tokens[:, 0, :, 0], (rows + 1).clamp(max=cache.tokens.shape[2] - 1))
-        visible_rows = max(feed.visible_rows, entries)
+        tokens = tokens.where(rows + 1 < lengths[:, None], root)
+        if masks:
+            rows = torch.cat([rows, rows[:, -1:] + torch.arange(1, masks + 1, device=rows.device)], 1)
+            tokens = torch.cat([tokens, torch.full_like(rows[:, entries:], self.config.mask_token_id or 0)], 1)
+            features = torch.cat([features, self._mask_features().expand(len(rows), masks, -1)], 1)
+            entries += masks
+        visible_rows = max(feed.visible_rows + masks, entries)
         prefix = rows[:, 0].clamp(max=visible_rows - entries)  # of a text whose entries are one, made several times
         mask = TreeMask(
             prefix_length=prefix,
             visible_rows=visible_rows,
             ancestor_mask=torch.arange(entries, device=lengths.device) <= (rows - prefix[:, None])[..., None],
         )
-        hidden = self._run(features, tokens.where(rows + 1 < lengths[:, None], root), rows, cache, mask)[:, -1:]
-        self._keep_outputs(hidden, rows[:, -1:], cache)
+        hidden = self._run(features, tokens, rows, cache, mask)[:, -1 - masks :]
+        self._keep_outputs(hidden[:, :1], rows[:, -1 - masks : rows.shape[1] - masks], cache)
         return hidden
 
     def _after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
@@ -247,20 +248,14 @@ class HeadDraft(TappedDraft):
         attend = mask.attention(self.dtype, {None})[None]
         assert cache.rotary is not None
         turns = Turns.at(cache.rotary, rows if positions is None else positions)
-        by_head = *tokens.shape, -1, self.config.head_dim
         embedded, hidden = self.embedding(tokens.flatten()), features.flatten(0, 1)
         if self.config.generation == 1:
             hidden = self._fc(torch.cat([embedded, hidden], -1))
         for index, layer in enumerate(self._layers):
             hidden, attended = layer.before_attention(hidden, embedded)
-            projected = Projected(*[states.view(by_head) for states in layer.project(attended)])
-            keys, values = cache.read(index)
-            query = rotate_and_store(projected, turns, keys, values, rows, layer.head_norms)
-            mixed = attend(query.transpose(1, 2), keys, values, layer.scaling)
-            hidden, normed = add_rms_norm(
-                hidden, layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1)), layer.mlp_norm
-            )
-            hidden = hidden + layer.down(layer.gated(*layer.gate_and_up(normed)))
+            mixed = layer.attention(attended, turns, rows, cache.read(index), attend)
+            hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
+            hidden = hidden + layer.mlp(normed)
         return hidden.view(*tokens.shape, -1)
 
     def _features(self, taps: Sequence[Tensor]) -> Tensor:
@@ -274,6 +269,11 @@ class HeadDraft(TappedDraft):
         if self._fc_norm is not None:
             _, joined = add_rms_norm(joined, None, self._fc_norm)
         return self._fc(joined).view(*taps[0].shape[:2], -1)
+
+    def _mask_features(self) -> Tensor:
+        """The features of a mask, [1, 1, H]."""
+        assert self.head.mask_hidden is not None
+        return self._features(self.head.mask_hidden.view(len(self.config.taps), 1, 1, -1).unbind())
 
     def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:
         """Keep what the entries below get in the place of features."""
@@ -304,31 +304,3 @@ def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
 
 def _itself(layer: Any) -> Product:
     return layer
-
-
-def _norm(module: Any, name: str) -> Norm | None:
-    return norm_of(getattr(module, name)) if hasattr(module, name) else None
-
-
-def _check_fits(head: EagleHead, target: Forward) -> None:
-    """Raise ValueError where a head and a target do not fit."""
-    config, width = head.config, target.embedding.weight.shape[1]
-    if config.target_hidden_size != width or config.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the head was made for a target of width {config.target_hidden_size} with {config.vocab_size} tokens, "
-            f"got one of width {width} with {target.vocab_size}"
-        )
-    if head.embed_tokens is None and config.hidden_size != width:
-        raise ValueError(
-            f"a head of width {config.hidden_size} needs an embedding of its own; the target's has {width}"
-        )
-    if max(config.taps) > target.layers or min(config.taps) < 0:
-        raise ValueError(
-            f"the head reads the hidden states {[*config.taps]}, the target has 0 .. {target.layers}; "
-            "it was made for a target of more layers"
-        )
-    kind = config.rope_parameters.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(
-            f"a head's rotary embeddings must not depend on the length of the text, got rope type {kind!r}"
-        )

@@ -29,7 +29,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from heavypath.speculative.drafts.draft import Draftable
-from heavypath.speculative.drafts.heads.config import HeadConfig
+from heavypath.speculative.drafts.heads.config import HeadConfig, TappedConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of query [B, Hq, N, D], key and value [B, Hkv, N, D]; as query
 
@@ -37,14 +37,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of query [B, Hq, N, D], k
 class HeadAttention(nn.Module):
     """Attention whose queries, keys and values are made of `width` columns."""
 
-    def __init__(self, config: HeadConfig, width: int):
+    def __init__(self, config: TappedConfig, width: int):
         super().__init__()
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.head_dim = head_dim
-        self.q_proj = _linear(config, "q_proj", width, heads * head_dim)
-        self.k_proj = _linear(config, "k_proj", width, kv_heads * head_dim)
-        self.v_proj = _linear(config, "v_proj", width, kv_heads * head_dim)
-        self.o_proj = _linear(config, "o_proj", heads * head_dim, config.hidden_size)
+        self.q_proj = linear_of(config, "q_proj", width, heads * head_dim)
+        self.k_proj = linear_of(config, "k_proj", width, kv_heads * head_dim)
+        self.v_proj = linear_of(config, "v_proj", width, kv_heads * head_dim)
+        self.o_proj = linear_of(config, "o_proj", heads * head_dim, config.hidden_size)
         if config.head_norms:
             self.q_norm = LlamaRMSNorm(head_dim, config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(head_dim, config.rms_norm_eps)
@@ -64,11 +64,11 @@ class HeadAttention(nn.Module):
 class HeadMLP(nn.Module):
     """A gated perceptron, as Llama's."""
 
-    def __init__(self, config: HeadConfig):
+    def __init__(self, config: TappedConfig):
         super().__init__()
-        self.gate_proj = _linear(config, "gate_proj", config.hidden_size, config.intermediate_size)
-        self.up_proj = _linear(config, "up_proj", config.hidden_size, config.intermediate_size)
-        self.down_proj = _linear(config, "down_proj", config.intermediate_size, config.hidden_size)
+        self.gate_proj = linear_of(config, "gate_proj", config.hidden_size, config.intermediate_size)
+        self.up_proj = linear_of(config, "up_proj", config.hidden_size, config.intermediate_size)
+        self.down_proj = linear_of(config, "down_proj", config.intermediate_size, config.hidden_size)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -110,6 +110,7 @@ class EagleHead(nn.Module, Draftable):
 
     Where it has no embedding or no lm_head of its own, `embed_tokens` or `lm_head` is None, and the caller takes the
     target's. d2t: LongTensor[Vd], token i + d2t[i] of the target is token i of the head; None if it has all tokens.
+    mask_hidden: [3 Ht], in the place of taps where it drafts all levels at once (`blocks.p_eagle`); else None
     """
 
     def __init__(self, config: HeadConfig):
@@ -120,28 +121,19 @@ class EagleHead(nn.Module, Draftable):
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
         else:
             self.embed_tokens = None
-        self.fc = _linear(config, "fc", read + (width if config.generation == 1 else 0), width)
+        self.fc = linear_of(config, "fc", read + (width if config.generation == 1 else 0), width)
         self.fc_norm = None
         if config.tap_norms:
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps) for _ in config.taps)
         self.input_norm = LlamaRMSNorm(read, eps) if config.norm_before_fc else None
+        self.mask_hidden = None if config.mask_token_id is None else nn.Parameter(torch.zeros(read))
         self.layers = nn.ModuleList(HeadLayer(config, index) for index in range(config.layers))
         self.norm = LlamaRMSNorm(width, eps) if config.generation == 3 else None
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.owns_lm_head else None
         self.d2t: Tensor | None
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
-        rope = config.rope_parameters
-        longest = rope.get("original_max_position_embeddings", 2048) * rope.get("factor", 1)  # sizes no table
-        self.rotary_emb = LlamaRotaryEmbedding(
-            LlamaConfig(
-                max_position_embeddings=int(longest),
-                head_dim=config.head_dim,
-                hidden_size=width,
-                num_attention_heads=config.num_attention_heads,
-                rope_parameters=dict(rope),
-            )
-        )
+        self.rotary_emb = rotary_of(config)
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         """The kept part of the target's hidden states [.., Ht], of `config.taps`: [.., H], or of EAGLE-1 [.., Ht]."""
@@ -176,5 +168,21 @@ class EagleHead(nn.Module, Draftable):
         return hidden if self.norm is None else self.norm(hidden)
 
 
-def _linear(config: HeadConfig, name: str, columns: int, rows: int) -> nn.Linear:
+def linear_of(config: TappedConfig, name: str, columns: int, rows: int) -> nn.Linear:
+    """The linear layer of this name, with a bias if the head has one there."""
     return nn.Linear(columns, rows, bias=name in config.biases)
+
+
+def rotary_of(config: TappedConfig) -> LlamaRotaryEmbedding:
+    """The rotary embedding of a head."""
+    rope = config.rope_parameters
+    longest = rope.get("original_max_position_embeddings", 2048) * rope.get("factor", 1)  # sizes no table
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            max_position_embeddings=int(longest),
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            rope_parameters=dict(rope),
+        )
+    )

@@ -9,7 +9,7 @@ Tensors are believed before config.json. Where checkpoints that look alike mean 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -46,7 +46,9 @@ class _RopeSettings(TypedDict, total=False):
     truncate: bool | None
 
 
-class _LayerSettings(TypedDict, total=False):
+class LayerSettings(TypedDict, total=False):
+    """The fields that are read of the layers of a head."""
+
     num_attention_heads: int | None
     num_key_value_heads: int | None
     head_dim: int | None
@@ -74,13 +76,16 @@ class _OwnSettings(TypedDict, total=False):
     feeds_back_normed: bool
 
 
-class HeadSettings(ModelSettings, _LayerSettings, _Options, total=False):
+class HeadSettings(ModelSettings, LayerSettings, _Options, total=False):
     """The fields that are read of a head's config.json."""
 
-    transformer_layer_config: _LayerSettings | None
+    transformer_layer_config: LayerSettings | None
     eagle_config: _Options | None
     heavypath: _OwnSettings | None
     tie_word_embeddings: bool | None
+    mask_token_id: int | None
+    ptd_token_id: int | None
+    pard_token: Any
 
 
 def is_settings_of_head(settings: Mapping[str, Any]) -> bool:
@@ -94,19 +99,12 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
 
     It has an embedding or an lm_head of its own where the checkpoint does, and where the target's would not fit.
     """
-    layer = _together(settings, settings.get("transformer_layer_config"))
-    options = _together(settings.get("eagle_config"), settings)
+    layer = together(settings, settings.get("transformer_layer_config"))
+    options = together(settings.get("eagle_config"), settings)
     own = settings.get(OWN_KEY) or {}
     text, names = target.config.get_text_config(), tensors.keys()
-    width, heads = tensors["fc.weight"].shape[0], _number(layer, "num_attention_heads")
-    kv_heads = _number({"num_key_value_heads": heads} | layer, "num_key_value_heads")
-    head_dim = layer.get("head_dim") or _rows(tensors, "self_attn.q_proj") // heads
-    layers = 1 + max(int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name)))
-    if heads % kv_heads or head_dim < 1 or head_dim % 2 or layers > len(tensors):
-        raise ValueError(
-            f"config.json and the tensors give {heads} heads of width {head_dim}, {kv_heads} of them of keys, and "
-            f"{layers} layers; no such head can be"
-        )
+    shapes = layer_shapes(layer, tensors)
+    width = shapes["hidden_size"]
     tap_norms = bool(options.get("fc_norm")) or any(name.startswith("fc_norm.") for name in names)
     norm_before_fc = bool(options.get("norm_before_fc")) or "input_norm.weight" in names
     eagle31 = "speculators_model_type" in settings or tap_norms or norm_before_fc
@@ -114,34 +112,67 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     drafted = _drafted_tokens(layer, options, tensors, text.vocab_size) if third else text.vocab_size
     same_lm_head = not third or (drafted == text.vocab_size and width == text.hidden_size)
     return HeadConfig(
+        **shapes,
         generation=3 if third else 1,
-        hidden_size=width,
         target_hidden_size=text.hidden_size,
-        intermediate_size=_rows(tensors, "mlp.gate_proj"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
         vocab_size=text.vocab_size,
         draft_vocab_size=drafted,
         taps=_taps(options, own, text.num_hidden_layers) if third else (text.num_hidden_layers,),
-        layers=layers,
-        rms_norm_eps=_epsilon(layer),
-        hidden_act=_activation(layer),
-        rope_parameters=_rope(layer),
-        biases=frozenset(name for name in _LINEAR if any(re.search(rf"\b{name}\.bias$", found) for found in names)),
-        head_norms=any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in names),
         tap_norms=third and tap_norms,
         norm_before_fc=third and norm_before_fc,
         norm_before_residual=third and bool(options.get("norm_before_residual")),
         feeds_back_normed=third and bool(own.get("feeds_back_normed", eagle31 and options.get("norm_output"))),
+        mask_token_id=_mask(settings, names, text.vocab_size) if third else None,
         owns_embedding="embed_tokens.weight" in names or width != text.hidden_size,
         owns_lm_head="lm_head.weight" in names or not same_lm_head,
     )
 
 
-def _together(*parts: Mapping[str, Any] | None) -> dict[str, Any]:
+def layer_shapes(layer: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of `TappedConfig` that say what the layers are; ValueError for layers that cannot be."""
+    width, heads = tensors["fc.weight"].shape[0], number_in(layer, "num_attention_heads")
+    kv_heads = number_in({"num_key_value_heads": heads} | layer, "num_key_value_heads")
+    head_dim = layer.get("head_dim") or _rows(tensors, "self_attn.q_proj") // heads
+    layers = 1 + max(int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name)))
+    if heads % kv_heads or head_dim < 1 or head_dim % 2 or layers > len(tensors):
+        raise ValueError(
+            f"config.json and the tensors give {heads} heads of width {head_dim}, {kv_heads} of them of keys, and "
+            f"{layers} layers; no such head can be"
+        )
+    return {
+        "hidden_size": width,
+        "intermediate_size": _rows(tensors, "mlp.gate_proj"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "layers": layers,
+        "rms_norm_eps": _epsilon(layer),
+        "hidden_act": _activation(layer),
+        "rope_parameters": _rope(layer),
+        "biases": frozenset(
+            name for name in _LINEAR if any(re.search(rf"^(layers\..*)?\b{name}\.bias$", found) for found in tensors)
+        ),
+        "head_norms": any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in tensors),
+    }
+
+
+def together(*parts: Mapping[str, Any] | None) -> dict[str, Any]:
     """The fields that any of them sets, to something; the last one counts."""
     return {key: value for part in parts for key, value in (part or {}).items() if value is not None}
+
+
+def _mask(settings: Mapping[str, Any], names: Collection[str], vocab_size: int) -> int | None:
+    """The token of masks of a head that drafts all levels at once, which its tensors tell; None for any other."""
+    if "mask_hidden" not in names:
+        return None
+    told = together(*({"mask": settings.get(key)} for key in ("pard_token", "ptd_token_id", "mask_token_id")))
+    mask = told.get("mask")
+    if type(mask) is not int or not 0 <= mask < vocab_size:
+        raise ValueError(
+            f"there is mask_hidden, so config.json must give mask_token_id, ptd_token_id or pard_token as a token of "
+            f"the target's {vocab_size}, got {mask!r}"
+        )
+    return mask
 
 
 def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
@@ -193,7 +224,7 @@ def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tu
 
 def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings as transformers 5 has them. The length that the head was trained for limits nothing."""
-    given = _together(layer.get("rope_scaling"), layer.get("rope_parameters"))
+    given = together(layer.get("rope_scaling"), layer.get("rope_parameters"))
     kind = given.pop("rope_type", given.pop("type", "default"))
     if "mrope_section" in given:  # of images and text; of text alone it is the usual one
         kind, given = "default", {"rope_theta": given.get("rope_theta")}
@@ -210,8 +241,8 @@ def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _epsilon(layer: Mapping[str, Any]) -> float:
     found = layer.get("rms_norm_eps", 1e-6)
-    if found < 0:
-        raise ValueError(f"config.json gives rms_norm_eps {found}, expected a number >= 0")
+    if not 0 <= found <= 1:
+        raise ValueError(f"config.json gives rms_norm_eps {found}, expected a number of 0 to 1")
     return found
 
 
@@ -229,7 +260,8 @@ def _rows(tensors: Mapping[str, Tensor], name: str) -> int:
     return found.shape[0]
 
 
-def _number(settings: Mapping[str, Any], key: str) -> int:
+def number_in(settings: Mapping[str, Any], key: str) -> int:
+    """The positive number of this key; else ValueError."""
     found = settings.get(key)
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"config.json must give {key}, a positive number, got {found!r}")

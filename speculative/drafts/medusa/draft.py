@@ -107,7 +107,7 @@ class MedusaDraft(TappedDraft):
     def taps(self, cache: MedusaCache) -> Taps:
         """The target's hidden states after its final norm, to be kept in a cache."""
 
-        def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
+        def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             if self._native is None:
                 store_rows(cache.keys, states[0][:, :, None], cache_rows)
             else:

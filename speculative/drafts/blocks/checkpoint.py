@@ -1,0 +1,105 @@
+"""Load a block draft as its authors published it.
+
+    z-lab, JetSpec, SpecForge, DeepSpec    fc, hidden_norm, layers.*, norm, of a Qwen3 that has no embedding;
+                                           of DSpark also markov_head.*, of DFlash2 candidate_selector.* and
+                                           convolutions in its layers
+    speculators                            the same, with embed_tokens, lm_head and d2t of its own
+    transformers' assistants               encoder.fc and encoder.output_norm_enc in place of the first two
+
+`settings` reads config.json. Whatever does not fit the target, is missing or is not known is refused by name: a draft
+that is half loaded drafts noise, and nothing else would show it.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.settings import BlockSettings, KindSettings, config_of, kind_of
+from heavypath.speculative.drafts.heads.files import find_files, read_tensors
+from heavypath.speculative.drafts.heads.fitting import check_types, fill, take_the_tokens
+from heavypath.speculative.files.typed_json import read_json
+from heavypath.speculative.ranks.parts import local_of
+
+_RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+# What a draft does without: copies of the target's tensors, tables that are computed, and the head that estimates how
+# likely a token is to be accepted, by which others cut their chains short.
+_HARMLESS = re.compile(
+    r"(verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq|confidence_head\.proj\.\w+)$"
+)
+
+
+def load_block(
+    path_or_name: str | Path,
+    target: PreTrainedModel,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> BlockHead:
+    """A block draft for a target, in eval mode and without gradients; arguments as of `load_head`.
+
+    Raises FileNotFoundError for missing files. Raises ValueError for a kind that is not supported, and for keys and
+    tensors that do not fit the target, are missing, or are not known.
+    """
+    files = find_files(path_or_name, revision, local_files_only)
+    settings = read_json(files.config, BlockSettings)
+    try:
+        head, tensors = _built(settings, read_tensors(files), target)
+        fill(head, tensors, dtype or target.dtype, torch.device(device or target.device))
+    except ValueError as error:
+        raise ValueError(f"the block draft {files.folder!r} cannot draft for this target: {error}") from error
+    return head.requires_grad_(False).eval()
+
+
+def is_block(path_or_name: str | Path, revision: str | None = None) -> bool:
+    """True if a folder, or a model in the Hugging Face cache, is a block draft of any kind. Nothing is downloaded."""
+    try:
+        files = find_files(path_or_name, revision, local_files_only=True)
+    except FileNotFoundError:
+        return False
+    return kind_of(read_json(files.config, KindSettings)) is not None
+
+
+def _built(
+    settings: Mapping[str, Any], given: Mapping[str, Tensor], target: PreTrainedModel
+) -> tuple[BlockHead, dict[str, Tensor]]:
+    """The module that the tensors fit into, still without them, and the tensors by its names."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in given.items():
+        ours = name.removeprefix("model.")
+        for theirs, replacement in _RENAMED.items():
+            ours = replacement + ours.removeprefix(theirs) if ours.startswith(theirs) else ours
+        if ours in tensors:
+            raise ValueError(f"the checkpoint has {ours!r} twice, once as {name!r}; expected one of them")
+        if not _HARMLESS.match(ours):
+            tensors[ours] = tensor
+    for needed in ("fc.weight", "layers.0.self_attn.k_proj.weight"):
+        if needed not in tensors:
+            raise ValueError(f"{needed} is missing; it is another kind of draft, or fetch the checkpoint again")
+    kept = tensors.pop("t2d", None)
+    check_types(tensors)
+    ends: dict[str, Any] = {
+        "embed_tokens.weight": target.get_input_embeddings(), "lm_head.weight": target.get_output_embeddings(),
+    }  # fmt: skip
+    for name, module in ends.items():
+        if name in tensors and _is_copy(tensors[name], local_of(module.weight)):
+            del tensors[name]
+    config = config_of(settings, tensors, target)
+    take_the_tokens(config, tensors, kept)
+    try:
+        with torch.device("meta"):
+            return BlockHead(config), tensors
+    except Exception as error:  # transformers' and PyTorch's, of all kinds
+        raise ValueError(f"config.json gives what no draft can be made of: {error}") from error
+
+
+def _is_copy(tensor: Tensor, of_target: Tensor) -> bool:
+    """True if a checkpoint's tensor is the target's own, which need not be in memory twice."""
+    return tensor.shape == of_target.shape and torch.equal(tensor.to(of_target.device, of_target.dtype), of_target)

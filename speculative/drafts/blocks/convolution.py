@@ -1,0 +1,50 @@
+"""Convolutions over the rows of a block, before and after a sublayer (DFlash2).
+
+With y_r the normed input of row r, f the attention or the perceptron, c a column in its group g, t < T rows back:
+
+    K_r,s,t,c = base_s,t,c + (P y_r)_s,t,g        s = 0 before f, s = 1 after it
+    conv_s(u)_r,c = sum_t K_r,s,t,c u_(r-t),c     rows before the block are 0
+    h = h + conv_1(f(conv_0(y)))
+
+The context's keys and values know nothing of it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from heavypath.speculative.drafts.blocks.config import BlockConfig
+
+
+class BlockConvolution(nn.Module):
+    """The two convolutions of a sublayer. base_kernel: [2, T, H], kernel_projection: from H to 2 T H / group."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        size, width = config.conv_size, config.hidden_size
+        self.size, self.group = size, config.conv_group
+        self.base_kernel = nn.Parameter(torch.zeros(2, size, width))
+        self.kernel_projection = nn.Linear(width, 2 * size * width // config.conv_group, bias=False)
+
+    def forward(self, normed: Tensor, rows: int) -> list[Callable[[Tensor], Tensor]]:
+        """The functions conv_0 and conv_1 of [B * rows, H], by the sublayer's input [B * rows, H]."""
+        own = self.kernel_projection(normed).view(len(normed), 2, self.size, -1)
+        kernels = self.base_kernel + own.repeat_interleave(self.group, -1)  # [B * rows, 2, T, H]
+
+        def convolved(given: Tensor, kernel: Tensor) -> Tensor:
+            padded = pad(given.view(-1, rows, given.shape[-1]), (0, 0, self.size - 1, 0))
+            back = padded.unfold(1, self.size, 1).flip(-1)  # [B, rows, H, T]
+            return (back.flatten(0, 1) * kernel.mT).sum(-1)
+
+        return [lambda given, kernel=kernel: convolved(given, kernel) for kernel in kernels.unbind(1)]
+
+
+def around(convolution: nn.Module | None, normed: Tensor, rows: int) -> list[Callable[[Tensor], Tensor]]:
+    """The functions before and after a sublayer with this input; they do nothing without a convolution."""
+    return [_same, _same] if convolution is None else convolution(normed, rows)
+
+
+def _same(given: Tensor) -> Tensor:
+    return given

@@ -1,0 +1,255 @@
+"""A block draft at work: one pass of its layers for each step, over the root and masks, gives all depths of the tree.
+
+The target has read the text x_0 .. x_L but for its root x_L. Let f_t be the taps of token t side by side, E the
+embedding, and B the rows of a block. A layer has one W_k and one W_v for both:
+
+    context   c_t = norm_hidden(fc f_t)                       t < L, for all layers alike
+    rows      h_0 = E[x_L], h_r = E[mask]                     at positions L + r
+    layer     y = norm_in(h);  q = W_q y;  keys W_k [c; y], values W_v [c; y];  heads of q and keys normed, then turned
+              h = h + W_o attention(q, keys, values);  h = h + mlp(norm_post(h))
+    logits    lm_head(norm(h)), scaled and capped
+
+A row sees the whole text before L, and of the block the rows up to itself or all rows, by layer. In a causal layer
+with a window of W positions a row at p sees those above p - W. In another one all rows see what the root's row sees.
+Source: Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036; with all layers
+causal it is JetSpec. The laws of a tree's nodes then follow without another pass. The law below a node is the one of
+its depth, to which some drafts add a term of its token or path (`terms`).
+
+A pass of the target makes keys and values of the context for all of its nodes, at once for all layers. So nothing is
+computed again, and no shape depends on how many nodes were accepted.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
+from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
+from heavypath.speculative.drafts.blocks.cache import BlockCache
+from heavypath.speculative.drafts.blocks.convolution import around
+from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.draft import Feed
+from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
+from heavypath.speculative.drafts.tapped import TappedDraft
+from heavypath.speculative.models.forward import Attend, Forward, Taps, TreeMask, as_logits
+from heavypath.speculative.models.linear import Linears
+from heavypath.speculative.models.llama import norm_of, turns_of
+
+
+class BlockHeadDraft(TappedDraft):
+    """A `BlockHead` as a draft for the target whose hidden states it reads. No tree is deeper than its block.
+
+    Raises ValueError as `TappedDraft` does, for a draft that reads states that the target does not have, and for one
+    whose rotary embeddings depend on the length of the text.
+    """
+
+    def __init__(self, head: BlockHead, target: Forward):
+        super().__init__(head, target)
+        config = head.config
+        self.head, self.config, self.layers, self.levels = head, config, config.layers, config.depths
+        check_fits(config, target)
+        self.level_share = 1 / config.depths
+        self.embedding: Any = head.embed_tokens
+        if self.embedding is None:
+            self.embedding = target.parts.embedded(target.embedding)
+            if hasattr(target.embedding, "embed_norm"):  # which the target alone has, see transformers' own generator
+                self.embedding = partial(embedding, weight=target.embedding.weight)
+        linears = self._linears = Linears(self.name, head.parameters())
+        modules: Any = head.layers
+        self._attentions = [layer.self_attn for layer in modules]
+        self._fc, self._context_norm = linears.one(head.fc), norm_of(head.hidden_norm)
+        projections = [[getattr(each, name) for each in self._attentions] for name in ("k_proj", "v_proj")]
+        self._context = linears.together([*projections[0], *projections[1]])
+        self._key_norm = Norm(torch.ones_like(self._attentions[0].k_norm.weight), config.rms_norm_eps)
+        self._layers = [LayerFunctions(layer) for layer in head.layers]
+        for layer in self._layers:
+            layer.look_up(linears.one, linears.together)
+        self._convolutions = [(layer.attention_conv, layer.mlp_conv) for layer in modules]
+        self._norm = norm_of(head.norm)
+        self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
+        offsets: Any = head.d2t
+        self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        self._rotary = self._rotary_table(1)
+
+    def is_current(self) -> bool:
+        """True if the draft's modules are the same, and copies of its weights are still up to date."""
+        return super().is_current() and self._linears.is_current()
+
+    @property
+    def lm_head(self) -> Any:
+        """Its own, or the target's."""
+        return self.target_lm_head if self.head.lm_head is None else self.head.lm_head
+
+    def new_cache(self, batch: int, rows: int) -> BlockCache:
+        """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and a block after them."""
+        rotary, config, like, term = self._rotary, self.config, self.head.fc.weight, self.head.term
+        rows += config.block_size
+        if rows > len(rotary):
+            self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
+        return BlockCache(
+            as_logits(like.new_full((batch, config.depths + 1, config.draft_vocab_size), -torch.inf)),
+            rows,
+            (config.hidden_size, term.state_size) if term is not None else (0, 0),
+            layers=config.layers,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            like=like,
+            rotary=rotary,
+        )
+
+    def taps(self, cache: BlockCache) -> Taps:
+        """The hidden states of the target's passes, of which the keys and values of the text are made."""
+
+        def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
+            joined = torch.cat([state.flatten(0, 1) for state in states], -1)
+            _, context = add_rms_norm(self._fc(joined), None, self._context_norm)
+            self._keep(context, positions, cache_rows, cache)
+            cache.tokens.scatter_(1, cache_rows, tokens)
+
+        return Taps(self.config.taps, read)
+
+    def prefill(self, tokens: Tensor, cache: BlockCache, starts: Sequence[int] | None = None) -> None:
+        """Nothing: the target's passes have left all that is read of a text in the cache."""
+
+    def __call__(self, feed: Feed, cache: BlockCache) -> Tensor:
+        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        depths, term, tokens = self.config.depths, self.head.term, feed.tokens[:, -1:] if feed.news else feed.tokens
+        if feed.news:
+            self._draft_block(feed, cache)
+        at = place_of(feed, depths)
+        logits = cache.base[at][:, None]
+        if term is not None:
+            logits, state = term(cache.base[at], cache.hidden[at], tokens, self._above(feed, cache))
+            if state is not None:
+                store_rows(cache.state[:, None], state[:, :, None], feed.cache_rows[:, -tokens.shape[1] :])
+        if self._proposed is not None:
+            every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+            logits = every.index_copy_(2, self._proposed, logits)
+        return logits.expand(-1, tokens.shape[1], -1)
+
+    def level_weights(self) -> list[Tensor]:
+        """All but the embedding, of which a few rows are read."""
+        own = [weight for name, weight in self.weights() if not name.startswith(("embed_tokens", "lm_head"))]
+        return [*own, self.lm_head.weight]
+
+    def unsure_rows(self, levels: int) -> int:
+        """None: the target computes them with its own."""
+        return 0
+
+    def _keep(self, context: Tensor, positions: Tensor, cache_rows: Tensor, cache: BlockCache) -> None:
+        """Keep the keys and values of all layers of context [B * N, H], of tokens at these positions."""
+        config, by_head = self.config, (*cache_rows.shape, -1, self.config.head_dim)
+        projected = self._context(context)
+        keys, values = torch.cat([*projected[: config.layers]], -1), torch.cat([*projected[config.layers :]], -1)
+        # The norms of the layers differ by their weights alone, which come after the division.
+        _, normed = add_rms_norm(keys.view(-1, config.head_dim), None, self._key_norm)
+        weights = torch.stack([each.k_norm.weight for each in self._attentions])
+        weights = weights.repeat_interleave(config.num_key_value_heads, 0)
+        normed = normed.view(by_head) * weights
+        turns = Turns.at(_table(cache), positions)
+        # It turns queries, too, of which there are none here: the first head stands for them.
+        rotate_and_store(
+            Projected(normed[:, :, :1], normed, values.view(by_head)), turns, cache.keys, cache.values, cache_rows
+        )
+
+    def _draft_block(self, feed: Feed, cache: BlockCache) -> None:
+        """Run the layers over the block of each root, and keep the logits of as many depths as the step drafts."""
+        config, lengths, root = self.config, feed.prefix_lengths, feed.tokens[:, -1:]
+        if feed.drafted is not None:
+            lengths = lengths - feed.drafted
+            root = root.where(feed.drafted[:, None] == 0, cache.tokens.gather(1, lengths[:, None]))
+        levels = min(feed.levels, config.depths)
+        count = levels + (not config.from_root) if all(config.causal) else config.block_size
+        rows = lengths[:, None] + torch.arange(count, device=root.device)
+        # Tokens that count as drafted keep their rows, which later texts go on from.
+        kept = None if feed.drafted is None else [_heads_of(each, rows) for each in (cache.keys, cache.values)]
+        masks = torch.full_like(rows[:, 1:], config.mask_token_id)
+        hidden = self.embedding(torch.cat([root, masks], 1).flatten())
+        turns, visible = Turns.at(_table(cache), rows), min(feed.visible_rows + count, cache.keys.shape[2])
+        attends = self._attends(lengths, count, visible)
+        for index, layer in enumerate(self._layers):
+            assert layer.norm is not None
+            of_attention, of_mlp = self._convolutions[index]
+            _, normed = add_rms_norm(hidden, None, layer.norm)
+            before, after = around(of_attention, normed, count)
+            mixed = after(layer.attention(before(normed), turns, rows, cache.read(index), attends[index]))
+            hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
+            before, after = around(of_mlp, normed, count)
+            hidden = hidden + after(layer.mlp(before(normed)))
+        if kept is not None:
+            for own, before in zip((cache.keys, cache.values), kept, strict=True):
+                store_rows(own, before, rows)
+        first = 0 if config.from_root else 1
+        read = hidden.view(*rows.shape, -1)[:, first : first + levels]
+        _, normed = add_rms_norm(read.reshape(-1, config.hidden_size), None, self._norm)
+        logits = as_logits(self._lm_head(normed)).view(*read.shape[:2], -1)
+        if config.multiplier != 1:
+            logits = logits * config.multiplier
+        if config.softcap is not None:
+            logits = config.softcap * torch.tanh(logits / config.softcap)
+        cache.base[:, :levels] = logits
+        if self.head.term is not None:
+            cache.hidden[:, :levels] = normed.view(read.shape)
+
+    def _above(self, feed: Feed, cache: BlockCache) -> Tensor | None:
+        """The states of the nodes' parents [B, n, s]; None for a term without states."""
+        term = self.head.term
+        if term is None or not term.state_size:
+            return None
+        if not feed.news:
+            return _rows_of(cache.state, feed.parent_rows)
+        state = cache.state.new_zeros(len(feed.tokens), 1, term.state_size)
+        if feed.drafted is not None:  # a path of tokens of the text
+            root = feed.prefix_lengths - feed.drafted
+            for depth in range(self.config.depths):
+                token = cache.tokens.gather(1, (root + depth).clamp(max=cache.tokens.shape[1] - 1)[:, None])
+                _, below = term(cache.base[:, depth], cache.hidden[:, depth], token, state)
+                assert below is not None
+                state = below.where((depth < feed.drafted)[:, None, None], state)
+        return state
+
+    def _attends(self, lengths: Tensor, count: int, visible: int) -> list[Attend]:
+        """The attention of each layer's `count` rows after texts of these lengths."""
+        config, every = self.config, torch.ones(count, count, dtype=torch.bool, device=lengths.device)
+        windows = [
+            window if causal or window is None else window + count - 1
+            for causal, window in zip(config.causal, config.windows, strict=True)
+        ]
+        attends = {
+            causal: TreeMask(prefix_length=lengths, visible_rows=visible, ancestor_mask=seen).attention(
+                self.dtype, {window for own, window in zip(config.causal, windows, strict=True) if own == causal}
+            )
+            for causal, seen in ((True, every.tril()), (False, every))
+        }
+        return [attends[causal][window] for causal, window in zip(config.causal, windows, strict=True)]
+
+    @torch.inference_mode()
+    def _rotary_table(self, positions: int) -> Tensor:
+        every = torch.arange(positions, device=self.device)
+        return turns_of(self.head.rotary_emb, every, self.head.fc.weight)
+
+
+def place_of(feed: Feed, depths: int) -> tuple[Any, Any]:
+    """The index of each sequence's row of [B, depths + 1, any] for the level of a feed, or for `Feed.drafted`."""
+    if feed.drafted is None:
+        return slice(None), min(feed.level, depths)
+    return torch.arange(len(feed.tokens), device=feed.tokens.device), feed.drafted.clamp(max=depths)
+
+
+def _table(cache: BlockCache) -> Tensor:
+    assert cache.rotary is not None
+    return cache.rotary
+
+
+def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
+    """The rows LongTensor[B, N] of [B, S, ..]."""
+    return field[torch.arange(len(field), device=rows.device)[:, None], rows]
+
+
+def _heads_of(field: Tensor, rows: Tensor) -> Tensor:
+    """The rows LongTensor[B, N] of keys or values [B, heads, S, D], as [B, N, heads, D]."""
+    return _rows_of(field.transpose(1, 2), rows)

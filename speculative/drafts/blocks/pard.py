@@ -1,0 +1,171 @@
+"""A model that drafts all levels of a tree in one pass (PARD): masks stand for the tokens that it does not know.
+
+    input    the tokens that are new since the last step, the root, and masks, at positions that follow each other
+    output   the root's row is the law of its children, and that of the j-th mask the law at depth j + 1
+
+It is an ordinary causal model of the target's vocabulary, trained on such rows. So laws are by depth alone. Keys and
+values of text stay, those of masks are overwritten. Source: An et al. 2025, "PARD: Accelerating LLM Inference with
+Low-Cost PARallel Draft Model Adaptation", arXiv 2504.18583.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heavypath.kernels.cache_compaction import compact_unchecked
+from heavypath.kernels.layers.rotary import store_rows
+from heavypath.speculative.drafts.blocks.draft import place_of
+from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
+from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
+from heavypath.speculative.drafts.model import ModelDraft
+from heavypath.speculative.models.caches import KeyValueCache, RowCache
+from heavypath.speculative.models.forward import Forward, Taps, as_logits
+from heavypath.speculative.models.host import host_can_read
+
+
+@dataclass(frozen=True, eq=False)
+class Pard(Draftable):
+    """A model trained by PARD as a draft; `load_draft` makes one of a folder whose config.json has a `pard_token`.
+
+    model:         as transformers loads it
+    mask_token_id: its token for masks, `pard_token` in its config
+    depths:        levels that it drafts at most; PARD's own models were trained with 8
+    """
+
+    model: PreTrainedModel
+    mask_token_id: int
+    depths: int = 8
+
+    def __post_init__(self) -> None:
+        vocab = self.model.config.get_text_config().vocab_size
+        if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < vocab:
+            raise ValueError(f"mask_token_id must be a token of the draft's {vocab}, got {self.mask_token_id!r}")
+        if self.depths < 1:
+            raise ValueError(f"depths must be at least 1, got {self.depths}")
+
+
+class PardCache(RowCache):
+    """The model's cache, and the text's tokens in the rows of the target's cache.
+
+    tokens: LongTensor[B, 1, rows, 1], which the target's passes write
+    known:  LongTensor[B], tokens of each text whose keys and values have been computed
+    base:   [B, D + 1, V], the logits of the D depths in this step. After them -inf, for nodes that are deeper
+    """
+
+    _OWN = ("tokens", "known", "base")
+
+    def __init__(self, model: KeyValueCache, base: Tensor):
+        super().__init__(model.keys, model.values)
+        batch, rows = len(base), model.keys.shape[2]
+        self.model, self.base = model, base
+        self.tokens = torch.zeros(batch, 1, rows, 1, dtype=torch.long, device=base.device)
+        self.known = torch.zeros(batch, dtype=torch.long, device=base.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return super().nbytes + sum(getattr(self, name).nbytes for name in self._OWN)
+
+    def begin(self, lengths: Tensor) -> None:
+        """The prefill computes all tokens before the roots."""
+        self.known.copy_(lengths)
+
+    def first(self, slots: int) -> Self:
+        """A view of the first `slots` sequences."""
+        view = super().first(slots)
+        view.model = self.model.first(slots)
+        for name in self._OWN:
+            setattr(view, name, getattr(self, name)[:slots])
+        return view
+
+    def remembered(self) -> list[Tensor]:
+        """See `RowCache.remembered`."""
+        return [self.keys, self.values, self.tokens, self.known]
+
+    def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
+        """Move the tokens of an accepted path, whose keys and values are computed in the next step."""
+        compact_unchecked([self.tokens], path=path, length=length, prefix_length=prefix_length)
+
+
+class PardDraft(ModelDraft):
+    """`Pard` at work. No tree has more levels than it drafts."""
+
+    can_rest = False  # of what was accepted last, its cache has nothing
+
+    def __init__(self, forward: Forward, vocab_size: int, given: Pard):
+        super().__init__(forward, vocab_size)
+        self.levels = self._depths = given.depths
+        self._mask, self._columns = given.mask_token_id, vocab_size
+
+    def new_cache(self, batch: int, rows: int) -> PardCache:
+        """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and masks after them."""
+        base = as_logits(self.forward.like.new_full((batch, self._depths + 1, self._columns), -torch.inf))
+        return PardCache(self.forward.new_cache(batch, rows + self._depths), base)
+
+    def taps(self, cache: PardCache) -> Taps:
+        """The tokens that the target reads, and no hidden state."""
+
+        def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
+            store_rows(cache.tokens, tokens[:, :, None, None], cache_rows)
+
+        return Taps((), read)
+
+    def prefill(self, tokens: Tensor, cache: PardCache, starts: Any = None) -> None:
+        """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`."""
+        super().prefill(tokens, cache.model, starts)
+
+    def __call__(self, feed: Feed, cache: PardCache) -> Tensor:
+        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        if feed.news:
+            self._draft_all(feed, cache)
+        nodes = 1 if feed.news else feed.tokens.shape[1]
+        return cache.base[place_of(feed, self._depths)][:, None].expand(-1, nodes, -1)
+
+    def unsure_rows(self, levels: int) -> int:
+        """All that was accepted last, the last root and the token before it."""
+        return levels + 2
+
+    def _draft_all(self, feed: Feed, cache: PardCache) -> None:
+        """Run the model over the tokens that it has not read yet and masks; keep the logits of each depth."""
+        lengths, root, levels = feed.prefix_lengths, feed.tokens[:, -1:], min(feed.levels, self._depths)
+        rows_of_text = cache.tokens[:, 0, :, 0]
+        if feed.drafted is not None:  # tokens of the text that count as drafted are read later, as if they were new
+            lengths = lengths - feed.drafted
+            root = root.where(feed.drafted[:, None] == 0, rows_of_text.gather(1, lengths[:, None]))
+        new = lengths + 1 - cache.known
+        cache.known.copy_(lengths + 1)
+        count = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
+        # The last so many tokens. Where a text has not so many, its first token is given several times.
+        rows = (lengths[:, None] + torch.arange(1 - count, levels, device=lengths.device)).clamp(min=0)
+        text = rows_of_text.gather(1, rows[:, : count - 1]).where(rows[:, : count - 1] < lengths[:, None], root)
+        masks = torch.full_like(rows[:, count:], self._mask)
+        every = torch.arange(count + levels - 1, device=lengths.device)
+        given = replace(
+            feed,
+            tokens=torch.cat([text, root, masks], 1),
+            positions=rows,
+            cache_rows=rows,
+            parent_rows=rows - 1,
+            prefix_lengths=rows[:, 0],
+            visible_rows=min(max(feed.visible_rows, count) + levels, cache.keys.shape[2]),
+            ancestor_mask=every <= (rows - rows[:, :1])[..., None],
+        )
+        cache.base[:, :levels] = super().__call__(given, cache.model)[:, count - 1 :]
+
+
+@as_draft.register
+def _(given: Pard, target: Forward, model: PreTrainedModel) -> Draft:
+    return PardDraft(as_draft(given.model, target, model).forward, target.vocab_size, given)
+
+
+@describe.register
+def _(given: Pard) -> str:
+    return f"pard of {given.depths} levels, {describe(given.model)}"
+
+
+@draft_parameter_count.register
+def _(given: Pard, target: PreTrainedModel) -> int:
+    return parameter_count(given.model)

@@ -1,0 +1,89 @@
+"""A layer of a trained head as functions: what EAGLE heads and block drafts have in common."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from heavypath.kernels.layers.rms_norm import Norm
+from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
+from heavypath.speculative.drafts.heads.config import TappedConfig
+from heavypath.speculative.models.forward import Attend, Forward
+from heavypath.speculative.models.linear import Product, Products
+from heavypath.speculative.models.llama import gated_of, norm_of
+
+
+class LayerFunctions:
+    """The modules and functions of a layer's attention and perceptron."""
+
+    window = None
+
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.gates, self.mixing, self.last = [mlp.gate_proj, mlp.up_proj], attention.o_proj, mlp.down_proj
+        self.norm, self.mlp_norm = norm_if_any(layer, "input_layernorm"), norm_of(layer.post_attention_layernorm)
+        query_norm, key_norm = (norm_if_any(attention, name) for name in ("q_norm", "k_norm"))
+        self.head_norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm)
+        self.gated, self.head_dim, self.scaling = gated_of(mlp.act_fn), attention.head_dim, attention.head_dim**-0.5
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """All linear layers."""
+        return [*self.projections, self.mixing, *self.gates, self.last]
+
+    def look_up(self, one: Callable[[Any], Product], together: Callable[[Sequence[Any]], Products]) -> None:
+        """Find the functions that PyTorch multiplies by."""
+        self._project, self._gate_and_up = together(self.projections), together(self.gates)
+        self._mix, self._down = one(self.mixing), one(self.last)
+
+    def attention(
+        self, attended: Tensor, turns: Turns, rows: Tensor, kept: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """The output [R, H] of entries, whose keys and values are stored in a cache first.
+
+        attended: [R, any], what their queries, keys and values are made of
+        turns:    of their positions
+        rows:     LongTensor[B, N], theirs in the cache
+        kept:     the layer's keys and values [B, Hkv, rows, D]
+        attend:   attention from them to whatever they see
+        """
+        by_head = *rows.shape, -1, self.head_dim
+        projected = Projected(*[states.view(by_head) for states in self._project(attended)])
+        keys, values = kept
+        query = rotate_and_store(projected, turns, keys, values, rows, self.head_norms)
+        mixed = attend(query.transpose(1, 2), keys, values, self.scaling)
+        return self._mix(mixed.transpose(1, 2).reshape(len(attended), -1))
+
+    def mlp(self, normed: Tensor) -> Tensor:
+        """The perceptron's output, [R, H] of [R, H]."""
+        return self._down(self.gated(*self._gate_and_up(normed)))
+
+
+def norm_if_any(module: Any, name: str) -> Norm | None:
+    """The settings of a module's norm of this name; None if it has none."""
+    return norm_of(getattr(module, name)) if hasattr(module, name) else None
+
+
+def check_fits(config: TappedConfig, target: Forward) -> None:
+    """Raise ValueError where a head and a target do not fit."""
+    width = target.embedding.weight.shape[1]
+    if config.target_hidden_size != width or config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the head was made for a target of width {config.target_hidden_size} with {config.vocab_size} tokens, "
+            f"got one of width {width} with {target.vocab_size}"
+        )
+    if not config.owns_embedding and config.hidden_size != width:
+        raise ValueError(
+            f"a head of width {config.hidden_size} needs an embedding of its own; the target's has {width}"
+        )
+    if max(config.taps) > target.layers or min(config.taps) < 0:
+        raise ValueError(
+            f"the head reads the hidden states {[*config.taps]}, the target has 0 .. {target.layers}; "
+            "it was made for a target of more layers"
+        )
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ValueError(
+            f"a head's rotary embeddings must not depend on the length of the text, got rope type {kind!r}"
+        )

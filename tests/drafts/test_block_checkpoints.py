@@ -1,0 +1,246 @@
+"""Block drafts as published: every layout has the laws of the formulas, and what is not understood is refused by name.
+
+The oracle computes them row by row, of the tensors alone. Most cases are what would be wrong in silence: nothing but
+the number of accepted tokens shows a shifted row, another mask, or the states of another layer.
+"""
+
+import re
+
+import pytest
+import torch
+from block_checkpoints import KEPT, LAYOUTS, OWN, TEXT, Oracle, deepspec, driven, loaded, tensors_of, variant, zlab
+from head_checkpoints import LAYERS, VOCAB, tiny_target, write
+
+from heavypath.speculative import BlockHead, SpeculativeDecoder, load_draft
+from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
+from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
+from heavypath.speculative.drafts.kinds import as_draft, describe
+from heavypath.speculative.models.forward_of import forward_of
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def published(folder, target, name):
+    options, write_as = LAYOUTS[name]
+    kind = variant(**options)
+    config, tensors = write_as(kind)
+    return loaded(folder, target, kind, config, tensors), kind
+
+
+def assert_said(head, kind, target, text, path=(8, 9, 2, 7)):
+    oracle = Oracle(kind, tensors_of(kind), target, text)
+    path = path[: kind.block - 2 + kind.shift]
+    expected = torch.stack([oracle.after(path[:depth]) for depth in range(len(path) + 1)])
+    torch.testing.assert_close(driven(head, target, text, path), expected.float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", [TEXT, TEXT[:3], TEXT[:1]], ids=["eleven tokens", "three", "one"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_laws_of_the_formulas(name, text, target, tmp_path):
+    head, kind = published(tmp_path, target, name)
+    assert not head.training
+    assert not any(parameter.requires_grad for parameter in head.parameters())
+    assert_said(head, kind, target, text)
+
+
+WRONG = {  # what a reader could take for another, and how the draft would then be
+    "the row of the root": ("z-lab", {"shift": 1}),
+    "the rows of masks": ("DeepSpec", {"shift": 0}),
+    "all rows of the block seen": ("JetSpec", {"causal": (False, False)}),
+    "sliding layers not causal": ("z-lab, sliding layers are causal", {"causal": (False, False)}),
+    "layers' outputs": ("z-lab", {"ids": (0, 2, 5)}),
+    "numbers of hidden states": ("speculators", {"ids": (2, 4, 7)}),
+    "no window": ("JetSpec, windows", {"windows": (None, None)}),
+    "from the anchor": ("speculators, from the anchor", {"shift": 0}),
+    "the root's row of DSpark": ("DSpark of SpecForge", {"shift": 0}),
+    "no term": ("DSpark", {"term": ""}),
+    "no convolution": ("DFlash2", {"conv": 0}),
+    "other groups of columns": ("DFlash2", {"group": 8}),
+    "no choice": ("DFlash2", {"term": ""}),
+    "no gate": ("DSpark, gated", {"term": "vanilla"}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_another_reading_would_be_noticed(case, target, tmp_path):
+    name, change = WRONG[case]
+    head, kind = published(tmp_path, target, name)
+    oracle = Oracle(variant(**vars(kind) | change), tensors_of(kind), target, TEXT)
+    found = driven(head, target, TEXT, (8,))
+    expected = torch.stack([oracle.after(), oracle.after((8,))]).float()
+    assert (found - expected).nan_to_num(0).abs().max() > 1e-2
+
+
+def test_a_causal_block_does_not_depend_on_the_masks_that_follow_and_another_does(target, tmp_path):
+    for name, same in (("JetSpec", True), ("z-lab", False)):
+        head, kind = published(tmp_path / name, target, name)
+        short, whole = driven(head, target, TEXT), driven(head, target, TEXT, (8, 9, 2))[:1]
+        fewer = Oracle(variant(**vars(kind) | {"block": 2}), tensors_of(kind), target, TEXT).after()
+        torch.testing.assert_close(short, whole, rtol=0, atol=1e-6)
+        assert torch.allclose(short[0], fewer.float(), atol=1e-5) == same
+
+
+def test_a_folder_of_any_layout_is_a_block_draft_and_load_draft_takes_it(target, tmp_path):
+    for name in LAYOUTS:
+        published(tmp_path / name, target, name)
+        assert is_block(tmp_path / name)
+        assert isinstance(load_draft(tmp_path / name, target), BlockHead)
+    target.save_pretrained(tmp_path / "model")
+    assert not is_block(tmp_path / "model")
+    assert not is_block(tmp_path)
+
+
+def test_a_copy_of_the_targets_tensors_is_not_kept_and_any_other_is(target, tmp_path):
+    head, _ = published(tmp_path / "copies", target, "DeepSpec")
+    assert head.embed_tokens is head.lm_head is None
+    config, tensors = deepspec(variant(shift=1, ids=(-1, 2, 5)))
+    tensors["model.lm_head.weight"][0, 0] += 1
+    head = load_block(write(tmp_path / "other", config, tensors), target)
+    assert head.embed_tokens is None
+    assert head.lm_head is not None
+
+
+def refused(folder, target, message, kind=None, tensors=(), without=(), config=None, **given):
+    kind = kind or variant()
+    found = {name: tensor for name, tensor in (tensors_of(kind) | dict(tensors)).items() if name not in without}
+    settings = (config or zlab(kind)[0]) | given
+    with pytest.raises(ValueError, match=r"the block draft .* cannot draft for this target") as caught:
+        load_block(write(folder, settings, found), target)
+    assert re.search(message, str(caught.value)), caught.value
+
+
+def test_every_tensor_that_is_missing_or_of_another_shape_is_named(target, tmp_path):
+    kind = variant(drafted=KEPT, **OWN)
+    for name, tensor in tensors_of(kind).items():
+        sizes = ("fc.weight", "d2t", "t2d", "q_proj.weight", "gate_proj.weight", "lm_head.weight")
+        if name not in ("t2d", "embed_tokens.weight", "lm_head.weight"):
+            refused(tmp_path, target, f"{re.escape(name)}.*missing|missing.*{re.escape(name)}", kind, without=[name])
+        if not name.endswith(sizes):
+            wider = torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])
+            shapes = ".*".join(re.escape(str([*each.shape])) for each in (wider, tensor))
+            refused(tmp_path, target, f"{re.escape(name)}.*{shapes}", kind, tensors={name: wider})
+
+
+UNKNOWN = {name: {"tensors": {name: torch.zeros(4)}} for name in (
+    "layers.0.self_attn.g_proj.weight", "aux_hidden_norms.0.weight", "mask_embedding", "layers.0.self_attn.sinks",
+    "hidden_dim_adapter.weight", "prefix_gru.weight_ih_l0", "layers.0.layer_scalar",
+)}  # fmt: skip
+CHOOSING = variant(term="selector", selected=6, conv=2)
+DSPARK = variant(term="vanilla", shift=1)
+INSIDE = {"mask_token_id": 39, "target_layer_ids": [1, 3, 6]}
+CASES = {
+    **{f"1 tensors are not known: {re.escape(name)}": case for name, case in UNKNOWN.items()},
+    r"fc\.weight is torch\.int8; expected floating point": {"tensors": {"fc.weight": torch.zeros(16, 48).char()}},
+    "fc.weight is missing; it is another kind of draft": {"without": ["fc.weight"]},
+    "kind 'domino', which is not supported": {"dflash_config": INSIDE | {"projector_type": "domino"}},
+    "kind 'dspark of Gemma 4', which is not": {"architectures": ["Gemma4DSparkModel"]},
+    "gives attention_sink_bias: True, which is not known": {"attention_sink_bias": True},
+    "gives use_swa: True, which is not known": {"dflash_config": INSIDE | {"use_swa": True}},
+    "gives depth_scale: 2, which is not known": {"dflash_config": INSIDE | {"depth_scale": 2, "more": None}},
+    "layers 1, 7; expected some of the target's 8 but the last": {
+        "dflash_config": INSIDE | {"target_layer_ids": [1, 7]}},
+    "layers -2; expected some": {"dflash_config": INSIDE | {"target_layer_ids": [-2]}},
+    "num_target_layers 36, the target has 8; give the": {"num_target_layers": 36},
+    r"fc.weight has shape \[16, 48\], expected \[16, 32\] to read": {
+        "dflash_config": INSIDE | {"target_layer_ids": [1, 3]}},
+    "mask_token_id, a token of the target's 40, got None": {"dflash_config": {"target_layer_ids": [1, 3, 6]}},
+    "mask_token_id, a token of the target's 40, got 40": {"dflash_config": INSIDE | {"mask_token_id": 40}},
+    "target_layer_ids, or aux_hidden_state_layer_ids": {
+        "dflash_config": {"mask_token_id": 39}, "num_target_layers": None},
+    "must give selector_top_k, 1 to 40 tokens to choose from, got 0": {"kind": CHOOSING, "dflash_config": INSIDE},
+    "conv_kernel_size 3, and the tensors are of 2": {
+        "kind": CHOOSING, "dflash_config": INSIDE | {"conv_kernel_size": 3, "selector_top_k": 4}},
+    r"missing: layers\.1\.mlp_conv\.base_kernel": {"kind": CHOOSING, "without": ["layers.1.mlp_conv.base_kernel"]},
+    "markov_rank 8, and the tensors are of 4": {"kind": DSPARK, "markov_rank": 8},
+    "markov_head_type 'rnn', and the tensors are of 'vanilla'": {
+        "kind": DSPARK, "markov_head_type": "rnn"},
+    "markov_rank 256, and the tensors are of 0": {"markov_rank": 256},
+    r"missing: markov_head\.markov_w2\.weight": {"kind": DSPARK, "without": ["markov_head.markov_w2.weight"]},
+    "must give block_size, a positive number, got None": {"block_size": None},
+    "block_size 100000, expected at most 1024": {"block_size": 100_000},
+    "final_logit_softcapping -1.0, expected a number above 0": {"final_logit_softcapping": -1.0},
+    "output_multiplier 0, expected a number above 0": {"output_multiplier": 0},
+    "block_size 1, a block of the root alone": {"block_size": 1},
+    "layer_types .*chunked_attention.*, expected full": {"layer_types": ["full_attention", "chunked_attention"]},
+    "layer_types .*expected full_attention or sliding_attention for each of 2": {"layer_types": ["full_attention"]},
+    "must give sliding_window, a positive number, got None": {"layer_types": ["sliding_attention"] * 2},
+    "type 'dynamic', expected default, linear": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    r"4 tensors are missing: layers\.0\.self_attn\.k_norm": {
+        "without": [f"layers.{i}.self_attn.{part}_norm.weight" for i in range(2) for part in "qk"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_what_is_not_understood_is_refused_by_its_name(message, target, tmp_path):
+    refused(tmp_path, target, message, **CASES[message])
+
+
+def test_another_target_is_refused(tmp_path):
+    wide = tiny_target(width=24)
+    refused(tmp_path, wide, "the target's cannot stand in, of width 24 and 40 tokens, for a head of width 16")
+    shapes = r"fc\.weight has shape \[16, 48\], expected \[16, 72\].*give the target"
+    refused(tmp_path, wide, shapes, variant(**OWN))
+    refused(tmp_path, tiny_target(layers=LAYERS - 2), "num_target_layers 8, the target has 6")
+    other = tiny_target(vocab=VOCAB + 10)
+    refused(tmp_path, other, r"lm_head.weight has shape \[40, 16\], expected \[50, 16\]", variant(**OWN))
+    head = loaded(tmp_path / "head", tiny_target(), variant(), *zlab(variant()))
+    with pytest.raises(ValueError, match="for a target of width 16 with 40 tokens, got one of width 16 with 50"):
+        SpeculativeDecoder(other, head)
+
+
+def test_a_draft_is_named_in_words(target, tmp_path):
+    head, _ = published(tmp_path, target, "z-lab")
+    assert describe(head).startswith("dflash draft of blocks of 5, 2 layers, ")
+    draft = as_draft(head, forward_of(target, "target"), target)
+    assert isinstance(draft, BlockHeadDraft)
+    assert draft.levels == 4
+
+
+class NormedEmbedding(torch.nn.Embedding):
+    """As the targets of these assistants have it."""
+
+    def __init__(self, weight):
+        super().__init__(*weight.shape, _weight=weight)
+        self.embed_norm = torch.nn.RMSNorm(weight.shape[1], elementwise_affine=False)
+
+    def forward(self, tokens):
+        return self.embed_norm(super().forward(tokens))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_an_assistant_of_transformers_proposes_what_their_own_generator_does(normed, tmp_path):
+    """Saved by their class; two calls of their generator, the second of which has seen two more tokens."""
+    target = tiny_target()
+    if normed:
+        target.set_input_embeddings(NormedEmbedding(target.get_input_embeddings().weight))
+    theirs = pytest.importorskip("transformers", "5.23")  # the first that has one
+    torch.manual_seed(4)
+    config = theirs.MuseGlimmerAssistantConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, block_size=5, mask_token_id=39, target_layer_ids=[1, 3, 6], sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"], initializer_range=0.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    assistant = theirs.MuseGlimmerAssistantModel(config).eval()
+    for name, weight in assistant.named_parameters():
+        torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    assistant.save_pretrained(tmp_path)
+    head = load_block(tmp_path, target)
+    ends = target.get_input_embeddings(), target.get_output_embeddings()
+    settings = theirs.GenerationConfig(max_length=64, do_sample=False)
+    generator = theirs.generation.DFlashTokenCandidateGenerator(assistant, *ends, settings)
+    with torch.inference_mode():
+        for length, read, matches in ((6, slice(0, 5), 0), (9, slice(5, 8), 2)):
+            states = target(torch.tensor([TEXT[: length - 1]]), output_hidden_states=True).hidden_states
+            places = {"position_ids": torch.arange(length)[None], "attention_mask": torch.ones(1, length).long()}
+            given = {"hidden_states": [each[:, read] for each in states]}
+            tokens, logits = generator.get_candidates(
+                torch.tensor([TEXT[:length]]), places, theirs.utils.ModelOutput(given), is_first_iteration=False,
+                n_last_matches=matches,
+            )  # fmt: skip
+            ours = driven(head, target, TEXT[:length], tokens[0, length:-1].tolist())
+            torch.testing.assert_close(ours, logits[0], rtol=0, atol=1e-4)
+            assert torch.equal(ours.argmax(-1), tokens[0, length:])

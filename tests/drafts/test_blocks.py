@@ -1,0 +1,236 @@
+"""Block drafts at work: each node has the law that the oracle gives, in one pass a step; cached rows are the text's."""
+
+import logging
+
+import pytest
+import torch
+from block_checkpoints import block_of, said_of, tensors_of, variant, zlab
+from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree
+from head_checkpoints import write
+from tiny_models import tiny_llama, transformers_greedy
+
+from heavypath.speculative import (
+    METHODS,
+    Cascade,
+    Mixture,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    calibrate,
+    goodness_of_fit,
+    joint_law,
+)
+from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.drafts.blocks.checkpoint import load_block
+from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
+from heavypath.speculative.drafts.draft import Feed
+from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
+from heavypath.speculative.models.forward_of import forward_of
+
+DRAFTED = [method for method in METHODS if method != "autoregressive"]
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+VARIANTS = {
+    "both see all": {},
+    "causal": {"causal": (True, True)},
+    "from the root": {"shift": 1},
+    "windows": {"windows": (3, 3)},
+    "causal windows, capped": {"windows": (3, 3), "causal": (True, True), "cap": 2.0},
+    "four tokens": {"drafted": 4, "own_lm_head": True},
+    "vanilla": {"term": "vanilla", "shift": 1},
+    "gated, four tokens": {"term": "gated", "shift": 1, "drafted": 4, "own_lm_head": True},
+    "rnn": {"term": "rnn", "shift": 1},
+    "selector": {"term": "selector", "selected": 3, "conv": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    """In fp64: random weights with opinions make much of rounding."""
+    return tiny_llama(0, max_position_embeddings=256).double()
+
+
+@pytest.mark.parametrize(("variant", "method"), [
+    *((variant, "sequoia") for variant in VARIANTS),
+    ("causal", "chain"), ("from the root", "dyspec"), ("four tokens", "rsd-s"), ("windows", "eagle-2"),
+    ("gated, four tokens", "eagle-2"), ("rnn", "dyspec"), ("rnn", "rsd-s"),
+])  # fmt: skip
+def test_every_node_has_the_law_of_its_depth(variant, method, target, tmp_path):
+    """In a batch of texts of several lengths, one of them of one token, over steps that accept some nodes."""
+    head = block_of(target, tmp_path, **VARIANTS[variant])
+    decoder = SpeculativeDecoder(target, head, method, tree_size=8)
+    nodes = assert_drafts_as_said(decoder, head, 14, [*PROMPTS, torch.tensor([4])], atol=2e-5)
+    assert max(len(node.path) for node in nodes) > 1, "no node was deep"
+    assert min(len(node.text) for node in nodes) == 1
+
+
+def test_beside_and_below_other_drafts_its_laws_are_the_same(target, tmp_path):
+    head = block_of(target, tmp_path)
+    for draft in (Mixture([head, PromptLookup()], [0.8, 0.2]), Cascade([head, PromptLookup()], [1, 2]),
+                  Cascade([PromptLookup(), head], [1, 2])):  # fmt: skip
+        assert_drafts_as_said(SpeculativeDecoder(target, draft, "dyspec", tree_size=8), draft, 10, atol=2e-5)
+
+
+def test_a_later_turn_drafts_the_same_and_computes_nothing_again(target, tmp_path):
+    head = block_of(target, tmp_path)
+    decoder = SpeculativeDecoder(target, head, "sequoia", tree_size=8)
+    assert_later_turns_agree(decoder, unread=0)
+    plain = SpeculativeDecoder(target, method="autoregressive").generate(PROMPT, max_new_tokens=1)
+    assert decoder.generate(plain.sequences, max_new_tokens=4, past=plain.cache).stats.reused_tokens == 0
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+@torch.inference_mode()
+def test_keys_and_values_after_decoding_are_those_of_a_pass_over_the_text(method, target, tmp_path):
+    """Of a batch, whatever was drafted, accepted or dropped in between."""
+    head = block_of(target, tmp_path, windows=(3, 3), causal=(True, True))
+    decoder = SpeculativeDecoder(target, head, method, tree_size=8)
+    prompts = torch.tensor([[3, 1, 4, 1], [2, 6, 5, 0]])
+    out = decoder.generate(prompts, max_new_tokens=20, temperature=1.0)
+    assert out.stats.tokens_per_step > 1.1
+    forward = forward_of(target, "target")
+    draft = as_draft(head, forward, target)
+    _, kept = [rows.cache for rows in out.cache._models]
+    for slot, text in zip(out.cache._slots, out.cache.tokens, strict=True):
+        fresh = draft.new_cache(1, len(text) + 1)
+        forward.prefill(text[None], forward.new_cache(1, len(text) + 1), taps=draft.taps(fresh))
+        for one, other in ((kept.keys, fresh.keys), (kept.values, fresh.values)):
+            torch.testing.assert_close(one[slot, :, : len(text)], other[0, :, : len(text)])
+
+
+def test_one_draft_pass_a_step_at_any_depth(target, tmp_path, monkeypatch):
+    """And the layers run as many times as there are of them."""
+    passes, blocks = [], BlockHeadDraft._draft_block
+    monkeypatch.setattr(BlockHeadDraft, "_draft_block", lambda *given: passes.append(1) or blocks(*given))
+    head = block_of(target, tmp_path, block=8)
+    for method, shape in (("chain", {"tree_size": 8}), ("dyspec", {"tree_size": 20, "max_depth": 7}), ("chain", {})):
+        passes.clear()
+        out = SpeculativeDecoder(target, head, method, **shape).generate(PROMPT, max_new_tokens=12, temperature=1.0)
+        drafting = int(out.stats.steps) - (int(out.stats.steps) > len(passes))  # the last may draft nothing
+        assert len(passes) == drafting > 0
+
+
+def test_a_level_costs_its_share_of_the_one_pass(target, tmp_path):
+    head = block_of(target, tmp_path, block=5)
+    draft = as_draft(head, forward_of(target, "target"), target)
+    whole = sum(weight.numel() for weight in head.parameters()) + target.lm_head.weight.numel()
+    assert draft_parameter_count(head, target) == whole // 4
+    assert Work.of(draft)[:3] == (8 * whole // 4, whole // 4, 0)
+
+
+def test_greedy_text_is_plain_decodings_with_every_method(target, tmp_path):
+    head = block_of(target, tmp_path, shift=1)
+    expected = transformers_greedy(target, PROMPT, 12)
+    for method in DRAFTED:
+        if METHODS[method].is_lossless:
+            assert torch.equal(SpeculativeDecoder(target, head, method).generate(PROMPT, 12).sequences, expected)
+
+
+LAWS = {
+    "of depths": {},
+    "of tokens": {"term": "vanilla", "shift": 1},
+    "of paths": {"term": "rnn", "shift": 1},
+    "of few tokens": {"term": "selector", "selected": 3, "conv": 2, "drafted": 7, "own_lm_head": False},
+}
+WAYS = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"), ("dyspec", "rejection"),
+        ("ersd", None), ("eagle-2", None)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "verifier"), WAYS)
+@pytest.mark.parametrize("law", LAWS)
+def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, tmp_path):
+    """By enumeration. The draft has few of the tokens, so that Q lacks what P has."""
+    target = tiny_llama(0)
+    head = block_of(target, tmp_path, **{"drafted": 4, "own_lm_head": True, "causal": (True, False)} | LAWS[law])
+    given = {} if verifier is None else {"verifier": verifier}
+    decoder = SpeculativeDecoder(target, head, method, tree_size=6, **given)
+    out = decoder.generate(PROMPT.expand(3000, -1), max_new_tokens=4, temperature=0.8, seed=5)
+    assert out.stats.tokens_per_step > 1.1
+    fit = goodness_of_fit(out.sequences[:, PROMPT.shape[1] :], joint_law(target, PROMPT[0], 4, temperature=0.8))
+    assert fit.is_lossless(), str(fit)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@torch.inference_mode()
+def test_a_chain_is_accepted_as_often_as_the_overlap_of_both_laws_says(law, tmp_path):
+    """All of three tokens with the probability sum of prod min(P, Q) over their paths, Q by the oracle."""
+    target, text = tiny_llama(0), PROMPT[0]
+    head = block_of(target, tmp_path, **LAWS[law])
+    oracle, paths = said_of(head, target, text), {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for path, weight in paths.items():
+            whole = torch.cat([text, torch.tensor(path, dtype=torch.long)])
+            target_law = (target(whole[None]).logits[0, -1] / 3).softmax(-1)
+            overlap = target_law.minimum((oracle.after(path) / 3).softmax(-1).float())
+            longer |= {(*path, token): weight * float(part) for token, part in enumerate(overlap)}
+        paths = longer
+    expected = sum(paths.values())
+    decoder = SpeculativeDecoder(target, head, "chain", tree_size=4, verifier="rejection")
+    out = decoder.generate(PROMPT.expand(2500, -1), max_new_tokens=4, temperature=3.0, seed=3)
+    found = float((out.stats.steps_of == 1).double().mean())
+    assert 0.02 < expected < 0.98
+    assert abs(found - expected) < 5 * (expected * (1 - expected) / 2500) ** 0.5
+
+
+def test_a_block_read_one_row_off_is_accepted_hardly_ever_and_the_log_says_so(tmp_path, caplog):
+    """The target counts 0 .. 5 in a circle. Of the draft the root's row knows that, a mask's row says 6 of all."""
+    target, ones = tiny_llama(0, max_position_embeddings=128), torch.eye(7, 16)
+    kind = variant(vocab=7, drafted=7, width=16, read=16, ids=(0,), mask=6, shift=1)
+    tensors = tensors_of(kind)
+    circle = ones[[5, 0, 1, 2, 3, 4, 6]]
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        target.model.embed_tokens.weight.copy_(ones)
+        target.lm_head.weight.copy_(5 * circle)
+    tensors |= {name: 0 * tensor for name, tensor in tensors.items() if "o_proj" in name or "down_proj" in name}
+    tensors["norm.weight"] = torch.ones(16)
+    for shift_label in (True, False):
+        config, _ = zlab(kind, shift_label=shift_label)
+        head = load_block(write(tmp_path, config | {"num_target_layers": 2}, tensors), target)
+        with caplog.at_level(logging.WARNING):
+            out = SpeculativeDecoder(target, head, "chain", tree_size=4).generate(torch.tensor([[1, 2, 3]]), 80)
+        assert torch.equal(out.sequences[0, 3:], torch.arange(4, 84) % 6)
+        assert out.stats.tokens_per_step == (2 if shift_label else 1)
+        assert shift_label or "the draft does not pay: 1.00 tokens a step" in caplog.text
+
+
+@pytest.mark.parametrize("law", LAWS)
+@torch.inference_mode()
+def test_acceptance_at_a_depth_leaves_no_trace_in_the_text(law, target, tmp_path):
+    """Calibration walks along texts token by token, and counts a token as drafted at the depth it would have."""
+    head, text = block_of(target, tmp_path, **LAWS[law]), torch.tensor([3, 1, 4, 1, 5, 2, 6])
+    forward = forward_of(target, "target")
+    draft = as_draft(head, forward, target)
+    cache, texts = draft.new_cache(2, 7), text.expand(2, -1)
+    forward.prefill(texts, forward.new_cache(2, 7), taps=draft.taps(cache))
+    before = cache.keys.clone(), cache.values.clone()
+    for length, depths in ((3, (0, 0)), (4, (1, 1)), (5, (2, 0)), (6, (5, 3))):
+        drafted, at = torch.tensor(depths), torch.full((2,), length)
+        feed = Feed(
+            tokens=texts[:, length - 1 : length + 1], positions=at[:, None], cache_rows=at[:, None],
+            parent_rows=at[:, None] - 1, prefix_lengths=at, visible_rows=length + 1,
+            ancestor_mask=torch.ones(1, 1, 1).bool(), news=4, levels=9, drafted=drafted,
+        )  # fmt: skip
+        for logits, depth in zip(draft(feed, cache)[:, -1], depths, strict=True):
+            expected = said_of(head, target, text[: length - depth + 1]).after(
+                text[length - depth + 1 : length + 1].tolist()
+            )
+            torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-4)
+        for now, then in zip((cache.keys, cache.values), before, strict=True):
+            assert torch.equal(now[:, :, :7], then[:, :, :7])
+
+
+@pytest.mark.usefixtures("any_noise")
+def test_calibration_knows_of_no_acceptance_beyond_the_block(target, tmp_path):
+    head = block_of(target, tmp_path, block=3)
+    profile = calibrate(
+        target, head, prompts=[PROMPT[0]], temperatures=[0.0], sizes=[1, 2], batch_sizes=[1], tokens=8,
+        sequences=1, limit=60,
+    )  # fmt: skip
+    accepted = torch.tensor(profile.acceptance[0].accepted)
+    assert accepted[0].sum() > 0
+    assert accepted[2:].sum() == 0
+    with pytest.raises(ValueError, match="the laws of 2 levels of a tree, got a tree of 4 levels"):
+        SpeculativeDecoder(target, head, "sequoia", tree=TokenTree.chain(4))
