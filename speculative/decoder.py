@@ -32,7 +32,7 @@ from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of, peers_of
 from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.options import NOTHING, GenerateOptions, SamplingOptions, check_options, request_of
-from heavypath.speculative.output.remark import Remark
+from heavypath.speculative.output.remark import Remark, in_words
 from heavypath.speculative.output.watchers import checked_streamers, watching
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
@@ -66,12 +66,9 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self,
-        target: PreTrainedModel,
-        draft: AnyDraft | None = None,
-        method: str = "sequoia",
+        self, target: PreTrainedModel, draft: AnyDraft | None = None, method: str = "sequoia",
         **options: Unpack[DecoderOptions],
-    ):
+    ):  # fmt: skip
         check_options("SpeculativeDecoder", options, DecoderOptions)
         self.method, self.target, self._given_draft, self.verifier = method, target, draft, options.get("verifier")
         self.clock, self._remark = time.perf_counter, Remark()
@@ -91,14 +88,10 @@ class SpeculativeDecoder:
         if self.profile is not None:
             self.profile.check(target, draft, method, row.verification)
         self.trees = TreeSource(method, row, options, self.profile, self._target, self._draft, is_own_verifier=own)
-        self.tree_from = self.trees.tree_from
         self._peers = peers_of(self._models, self._target.device)
 
     def __repr__(self) -> str:
-        draft = None if self._given_draft is None else type(self._given_draft).__name__
-        tree = "by profile" if self.tree is None else f"{len(self.tree)} nodes"
-        target = type(self.target).__name__
-        return f"SpeculativeDecoder(target={target}, draft={draft}, method={self.method!r}, tree={tree})"
+        return in_words(self, self._given_draft)
 
     @property
     def _models(self) -> list[Any]:
@@ -174,8 +167,8 @@ class SpeculativeDecoder:
             cache = workspace.finish(request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
         self.runner.kept.append(cache)
-        expected = self.trees.expected_gain(stats.tokens_per_step, plan.tree, len(input_ids))
-        self._remark(stats, self._draft if plan.drafts_always else None, expected)
+        drafts_always = min(map(len, plan.trees)) > 1
+        self._remark(stats, self._draft if drafts_always else None, self.trees.expected_gain(stats, plan.tree))
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,

@@ -36,9 +36,10 @@ from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.engine import SlotNumbers, Watcher
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
-from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.tree_choice import TreesByBatch, tree_by_estimates, trees_up_to
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, Growth
 from heavypath.speculative.trees.planning import expected_tokens
 from heavypath.speculative.trees.tree import ROOT, TokenTree
@@ -121,6 +122,37 @@ class Gain:
         if not self._said:
             self._said = True
             logger.info("the draft rests, which changes no text: by estimated costs %s. `tree_size` drafts always", why)
+
+
+class EstimatedTrees:
+    """The trees of a decoder without a profile and without options for the tree, by costs that are estimated."""
+
+    def __init__(self, method: str, target: Forward, draft: Draft | None, alone: TokenTree | Growth):
+        """alone: the tree of one sequence."""
+        self._method, self._target, self._draft, self.alone = method, target, draft, alone
+        self.rests = draft is not None and draft.can_rest
+        self._found = {1: alone}
+
+    def up_to(self, most: int, rests: bool = True) -> TreesByBatch:
+        """The trees for 1 to `most` running sequences; rests: whether the draft may rest, if it can catch up.
+
+        A lookahead adds nodes of its own to each pass. The trees of a merge have a child of the root for each of its
+        drafts. So their trees are the same in all batches.
+        """
+        draft = self._draft or NO_DRAFT
+        fixed, rests = draft.extra_nodes > 0 or draft.laws > 1, rests and self.rests
+        return trees_up_to(most, (1,) if fixed else BATCHES, self._tree, self._method, rests=rests)
+
+    @cached_property
+    def gain(self) -> Gain:
+        """The gain of the trees."""
+        return Gain(self._target, self._draft or NO_DRAFT)
+
+    def _tree(self, batch: int) -> TokenTree | Growth:
+        if batch not in self._found:
+            self._found[batch] = tree = tree_by_estimates(self._method, self._target, self._draft, batch)
+            logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
+        return self._found[batch]
 
 
 class Resting(Watcher):

@@ -13,62 +13,28 @@ they do with a profile alone, whose user has asked for the trees that are fastes
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.costs.table import BATCHES
 from heavypath.speculative.decoder_options import TreeOptions
 from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.engine import Watcher
+from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import Method
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.tree_choice import TreesByBatch, chosen_tree, tree_by_estimates, trees_up_to
+from heavypath.speculative.tree_choice import TreesByBatch, chosen_tree
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from heavypath.speculative.profile import Profile
-    from heavypath.speculative.resting import Gain
+    from heavypath.speculative.resting import EstimatedTrees, Gain
 
 logger = logging.getLogger(__name__)
-
-
-class EstimatedTrees:
-    """The trees of a decoder without a profile and without options for the tree, by costs that are estimated."""
-
-    def __init__(self, method: str, target: Forward, draft: Draft | None, alone: TokenTree | Growth):
-        """alone: the tree of one sequence."""
-        self._method, self._target, self._draft, self.alone = method, target, draft, alone
-        self.rests = draft is not None and draft.can_rest
-        self._found = {1: alone}
-
-    def up_to(self, most: int, rests: bool = True) -> TreesByBatch:
-        """The trees for 1 to `most` running sequences; rests: whether the draft may rest, if it can catch up.
-
-        A lookahead adds nodes of its own to each pass. The trees of a merge have a child of the root for each of its
-        drafts. So their trees are the same in all batches.
-        """
-        draft = self._draft or NO_DRAFT
-        fixed, rests = draft.extra_nodes > 0 or draft.laws > 1, rests and self.rests
-        return trees_up_to(most, (1,) if fixed else BATCHES, self._tree, self._method, rests=rests)
-
-    @cached_property
-    def gain(self) -> "Gain":
-        """The gain of the trees."""
-        from heavypath.speculative.resting import Gain
-
-        return Gain(self._target, self._draft or NO_DRAFT)
-
-    def _tree(self, batch: int) -> TokenTree | Growth:
-        if batch not in self._found:
-            self._found[batch] = tree = tree_by_estimates(self._method, self._target, self._draft, batch)
-            logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
-        return self._found[batch]
 
 
 class FollowBatch(Watcher):
@@ -141,6 +107,8 @@ class TreeSource:
             return
         self.tree, self.tree_from = chosen_tree(method, given, target, draft)
         if not given:
+            from heavypath.speculative.resting import EstimatedTrees
+
             self._estimated = EstimatedTrees(method, target, draft, self.tree)
 
     @property
@@ -158,12 +126,14 @@ class TreeSource:
         estimated = self._by_default
         return estimated.gain if estimated and estimated.rests and self.ignored_by_texts(filters) else None
 
-    def expected_gain(self, tokens: float, tree: Shape, batch: int) -> float | None:
-        """The gain of a default tree whose steps bring so many tokens, by estimated costs; None for other trees."""
-        return self._by_default.gain.of(tokens, tree, batch) if self._by_default and len(tree) > 1 else None
+    def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
+        """The gain of a default tree by estimated costs, after a generation; None for other trees."""
+        if self._by_default is None or len(tree) == 1:
+            return None
+        return self._by_default.gain.of(stats.tokens_per_step, tree, len(stats.tokens_of))
 
     @property
-    def _by_default(self) -> EstimatedTrees | None:
+    def _by_default(self) -> "EstimatedTrees | None":
         return self._estimated if self._estimated is not None and self._estimated.alone is self.tree else None
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:

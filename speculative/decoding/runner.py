@@ -97,8 +97,7 @@ class StepRunner:
     ) -> None:
         """Run each step that a batch may take, twice: a step is run once before it is captured.
 
-        longest: as of `run`
-        tree_of: the tree of so many sequences, or the root alone if the plan has it; None for any of the plan's trees
+        longest: as of `run`; tree_of: the tree of so many sequences, beside the root; None for any of the plan's
         """
         sizes = [batch, *(1 << power for power in reversed(range((batch - 1).bit_length())))]
         for each in plan.each():

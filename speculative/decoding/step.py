@@ -66,11 +66,6 @@ class StepPlan:
         return tuple(dict.fromkeys((self.tree, *self.others)))
 
     @property
-    def drafts_always(self) -> bool:
-        """True if each of the trees has drafted nodes."""
-        return min(map(len, self.trees)) > 1
-
-    @property
     def depth(self) -> int:
         """The most levels that any of the trees has."""
         return max(tree.depth for tree in self.trees)

@@ -113,8 +113,7 @@ class Taps(NamedTuple):
 
     def take(self, states: Mapping[int, Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
         """Hand on those asked for of hidden states by their numbers, [B * N, H] or [B, N, H] each."""
-        tapped = [states[number].reshape(*tokens.shape, -1) for number in self.numbers]
-        self.read(tapped, tokens, positions, cache_rows)
+        self.read([states[number].reshape(*tokens.shape, -1) for number in self.numbers], tokens, positions, cache_rows)
 
 
 class Forward(ABC):

@@ -1,6 +1,7 @@
-"""A remark on generations whose speculation costs more than it brings."""
+"""Words of a decoder: what it consists of, and a remark if its speculation costs more than it brings."""
 
 import logging
+from typing import Any
 
 from heavypath.speculative.decoding.statistics import ENOUGH_STEPS, Statistics
 from heavypath.speculative.drafts.draft import Draft
@@ -29,3 +30,11 @@ class Remark:
             self._said = True
             can_calibrate = draft.extra_nodes == 0
             logger.warning("%s%s", why, "; `heavypath calibrate` finds out which trees pay" if can_calibrate else "")
+
+
+def in_words(decoder: Any, given: object) -> str:
+    """The parts of a decoder and the draft that it was given, as its repr."""
+    target = type(decoder.target).__name__
+    draft = None if given is None else type(given).__name__
+    tree = "by profile" if decoder.tree is None else f"{len(decoder.tree)} nodes"
+    return f"SpeculativeDecoder(target={target}, draft={draft}, method={decoder.method!r}, tree={tree})"

@@ -100,12 +100,5 @@ class Growth:
         """Rows of the draft's cache that a tree takes while it grows, root included."""
         return 1 + self.depth * self.width
 
-    @property
-    def cache_rows(self) -> int:
-        """The same, by the name that a static tree has for it."""
-        return self.slots
-
-    @property
-    def grows(self) -> bool:
-        """True: its nodes depend on what is drafted."""
-        return True
+    cache_rows = slots  # by the name that a static tree has for it
+    grows = True  # its nodes depend on what is drafted

@@ -253,20 +253,9 @@ class TokenTree:
 
     def occupied_blocks(self, block_size: int) -> int:
         """The number of block_size x block_size blocks of mask() with a true entry: block-sparse attention's work."""
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        block_size = min(block_size, len(self))
-        block = np.arange(len(self)) // block_size
-        bit = np.uint64(1) << (block % 64).astype(np.uint64)
-        occupied = 0
-        for word in range(int(block[-1]) // 64 + 1):  # 64 columns of blocks at a time, as the bits of an integer
-            columns = bit * (block // 64 == word)
-            columns |= columns[0]  # every node sees the root
-            for above in self._above:
-                columns |= columns[above]
-            rows = np.bitwise_or.reduceat(columns, np.arange(0, len(self), block_size))
-            occupied += int(np.bitwise_count(rows).sum())
-        return occupied
+        from heavypath.speculative.trees.looks import occupied_blocks
+
+        return occupied_blocks(self._above, len(self), block_size)
 
     def truncated(self, depth: int) -> "tuple[TokenTree, Tensor]":
         """The tree of the nodes at most `depth` edges below the root, and kept[new] = old, LongTensor."""
@@ -286,10 +275,7 @@ class TokenTree:
         """Rows of each cache that a step takes for it."""
         return len(self)
 
-    @property
-    def grows(self) -> bool:
-        """True if its nodes depend on what is drafted."""
-        return False
+    grows = False  # its nodes do not depend on what is drafted
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -305,17 +291,9 @@ class TokenTree:
         return f"TokenTree(parents={self._parents.tolist()}, ranks={self._ranks.tolist()})"
 
     def __str__(self) -> str:
-        """A drawing in text, with a line for each node and siblings in draw order."""
-        lines = [f"{len(self)} nodes, depth {self.depth}", "0"]
-        children = [self._children[begin:end].tolist() for begin, end in pairwise(self._first.tolist())]
-        stack = [(child, "") for child in reversed(children[0])]
-        while stack:
-            node, indent = stack.pop()
-            last = node == children[self._parents[node]][-1]
-            lines.append(f"{indent}{'└─' if last else '├─'} {node}")
-            below = indent + ("   " if last else "│  ")
-            stack.extend((child, below) for child in reversed(children[node]))
-        return "\n".join(lines)
+        from heavypath.speculative.trees.looks import as_text
+
+        return as_text(self._parents, self._children, self._first)
 
 
 def _tensor(values: np.ndarray) -> "Tensor":

@@ -82,7 +82,7 @@ def test_a_sampled_batch_that_drafts_do_not_pay_for_is_told_so(pairs, caplog):
     for batch in (1, 32):
         stats = decoder.generate(prompt.expand(batch, -1), 40, temperature=1.0, eos_token_id=None, pad_token_id=0).stats
         assert ("does not pay" in caplog.text) == (batch == 32)
-    gain = decoder.trees.expected_gain(stats.tokens_per_step, decoder.tree, 32)
+    gain = decoder.trees.expected_gain(stats, decoder.tree)
     assert f"a batch of 32, are {gain:.2f} times the speed" in caplog.text
     assert gain < 1
 
@@ -175,7 +175,7 @@ def test_a_draft_that_would_not_pay_if_all_was_accepted_never_drafts():
 def test_the_gain_of_the_shipped_pair_falls_with_the_batch(pairs):
     target, drafts, _ = pairs
     decoder = SpeculativeDecoder(target, drafts["good"])
-    gains = [decoder.trees.expected_gain(2.0, decoder.tree, batch) for batch in (1, 2, 4, 8, 16)]
+    gains = [decoder.trees._estimated.gain.of(2.0, decoder.tree, batch) for batch in (1, 2, 4, 8, 16)]
     assert gains == sorted(gains, reverse=True)
     assert 1.3 < gains[0] < 1.7, "docs/results.md has it measured"
     assert gains[-1] < 1

@@ -1,0 +1,43 @@
+"""A tree as lines of text, and as blocks of an attention mask."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+
+def as_text(parents: np.ndarray, children: np.ndarray, first: np.ndarray) -> str:
+    """A drawing with a line for each node and siblings in draw order.
+
+    children: int64 [N - 1], those of node 0, those of node 1, ..., of which node j's begin at first[j]
+    """
+    own = [children[begin:end].tolist() for begin, end in pairwise(first.tolist())]
+    lines, stack, depth = ["0"], [(child, "") for child in reversed(own[0])], 0
+    while stack:
+        node, indent = stack.pop()
+        last, depth = node == own[parents[node]][-1], max(depth, len(indent) // 3 + 1)
+        lines.append(f"{indent}{'└─' if last else '├─'} {node}")
+        below = indent + ("   " if last else "│  ")
+        stack.extend((child, below) for child in reversed(own[node]))
+    return "\n".join([f"{len(parents)} nodes, depth {depth}", *lines])
+
+
+def occupied_blocks(above: Sequence[np.ndarray], nodes: int, block_size: int) -> int:
+    """The number of block_size x block_size blocks of a tree's mask with a true entry.
+
+    above: the ancestors 1, 2, 4, ... edges above each node, int64 [N] each
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    block_size = min(block_size, nodes)
+    block = np.arange(nodes) // block_size
+    bit = np.uint64(1) << (block % 64).astype(np.uint64)
+    occupied = 0
+    for word in range(int(block[-1]) // 64 + 1):  # 64 columns of blocks at a time, as the bits of an integer
+        columns = bit * (block // 64 == word)
+        columns |= columns[0]  # every node sees the root
+        for each in above:
+            columns |= columns[each]
+        rows = np.bitwise_or.reduceat(columns, np.arange(0, nodes, block_size))
+        occupied += int(np.bitwise_count(rows).sum())
+    return occupied
