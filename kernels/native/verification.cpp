@@ -164,7 +164,9 @@ struct Chain {
         left[token] = 0;
         const double emitted = factor * sum_of(left.data(), vocab);
         const double total = leaving + std::accumulate(held.begin(), held.end(), 0.0) + emitted;
-        if (total > 0) {
+        if (total == 0) {
+            ending *= share;
+        } else {
             ending = emitted / total * share;
             share /= total;
             factor *= share, leaving *= share;

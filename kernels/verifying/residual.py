@@ -98,8 +98,8 @@ class Chain:
                 self.mass = float(self.draft.sum())
         emitted = self.factor * float(self.left.sum())  # S
         total = self.leaving + sum(self.held) + emitted
+        self.ending = (emitted / total if total > 0 else self.ending) * share  # 1 where nothing is leaving or held
         if total > 0:  # else rounding has left nothing where something must be emitted: the node ends it
-            self.ending = emitted / total * share  # exactly 1 where nothing is leaving or held
             share /= total
             self.factor *= share
             self.leaving *= share

@@ -108,6 +108,7 @@ def weigh_children(
                             False, FILTERED, DRAFT_FILTERED, PIECES,
                         )  # fmt: skip
                 total = leaving + held + emitted
+                ending *= share  # where rounding has left nothing
                 if total > 0:
                     ending = tl.div_rn(emitted, total) * share  # exactly 1 where nothing is leaving or held
                     share = share / total

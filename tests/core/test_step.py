@@ -4,7 +4,6 @@ What CUDA does is played here without a GPU: `Tape` stands for a graph (`played_
 drafts and shapes are played by the conformance suite.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -132,11 +131,10 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
         step()
 
 
-def test_a_plan_has_each_of_its_trees_and_drafts_where_none_is_a_root_alone():
+def test_a_plan_has_each_of_its_trees():
     root, chain = TokenTree([-1]), TokenTree.chain(3)
     plan = StepPlan(None, None, chain, None, (root, chain))
     assert [each.tree for each in plan.each()] == [chain, root]
-    assert (plan.drafts_always, replace(plan, others=()).drafts_always) == (False, True)
 
 
 def test_a_shape_that_nobody_drafts_is_refused():

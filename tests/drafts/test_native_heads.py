@@ -29,7 +29,7 @@ from heavypath.speculative.models.forward_of import forward_of
 
 pytestmark = needs_compiler
 ODD = {"hidden_size": 78, "intermediate_size": 70, "owns_embedding": True, "owns_lm_head": True, "head_dim": 20}
-HEADS = VARIANTS | {
+HEADS = {name: given for name, given in VARIANTS.items() if "p-eagle" not in name} | {  # whose calls are PyTorch's
     "eagle-3, odd sizes": ODD | {"num_attention_heads": 3, "num_key_value_heads": 1},
     "eagle-3 of two layers": {"layers": 2, "norm_before_residual": True},
     "eagle-1, other biases": {"generation": 1, "taps": (1,), "biases": frozenset({"v_proj", "o_proj", "down_proj"})},
@@ -95,12 +95,12 @@ def compare_calls(monkeypatch, compare, exact=None):
 
     for kind in (HeadDraft, MedusaDraft):
 
-        def read_alone(draft, states, cache, tokens, rows, taps=kind.taps):
-            taps(draft, cache).read([each.to(draft.dtype) for each in states], tokens, rows)
+        def read_alone(draft, states, cache, tokens, positions, rows, taps=kind.taps):
+            taps(draft, cache).read([each.to(draft.dtype) for each in states], tokens, positions, rows)
 
         def taps(draft, cache, taps=kind.taps, read_alone=read_alone):
-            def both(states, tokens, rows):
-                beside("taps", read_alone)(draft, states, cache, tokens, rows)
+            def both(states, tokens, positions, rows):
+                beside("taps", read_alone)(draft, states, cache, tokens, positions, rows)
 
             return Taps(taps(draft, cache).numbers, both)
 

@@ -6,8 +6,11 @@ That it keeps the target's law: test_verification_oracle.py; that the implementa
 from fractions import Fraction
 
 import pytest
+import torch
 import verification_oracle as oracle
 from verification_oracle import GROWTHS, Drawn, Language, drawn
+
+from heavypath.kernels.verification import verify_tree
 
 
 def block_verification(target, draft, tokens) -> list[Fraction]:
@@ -56,3 +59,15 @@ def test_no_fewer_tokens_are_accepted_than_by_rejection(name, replacement):
         rejection, traversal, held = (accepted(verifier, Language(3, seed)) for verifier in verifiers)
         assert rejection <= min(traversal, held)
         assert traversal <= held or name != "star"
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("method", ["traversal", "held_traversal"])
+def test_a_chain_that_the_target_itself_has_drafted_is_accepted(method, impl):
+    """Rounding leaves nothing where a child is taken all but for its last bit: a held one was let go half the time."""
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(64, 5, 7)
+    drafted = torch.distributions.Categorical(logits=logits[:, :4]).sample()
+    tokens, rows = torch.cat([torch.zeros_like(drafted[:, :1]), drafted], 1), torch.arange(64 * 5).view(64, 5)
+    found = verify_tree(tokens, torch.arange(-1, 4), logits, logits, method=method, seed=1, rows=rows, impl=impl)
+    assert found.length.tolist() == [4] * 64

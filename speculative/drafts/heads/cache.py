@@ -82,5 +82,5 @@ class HeadCache(KeyValueCache):
         copied._by_layer, copied.outputs = [], self.outputs.new_empty(slots, 0, self.outputs.shape[2])
         for name in ("keys", "values", "features", "tokens"):
             setattr(copied, name, getattr(self, name)[:slots, :, :rows].clone())
-        copied.known = self.known[:slots].clone()
+        copied.known, copied.offsets = self.known[:slots].clone(), self.offsets[:slots].clone()
         return copied
