@@ -1,7 +1,4 @@
-"""Settings of trees that grow: those of DySpec, of EAGLE-2's expansion and of RSD-S's stochastic beam.
-
-`decoding.growing` grows them.
-"""
+"""Settings of trees that `decoding.growing` grows: DySpec's, those of EAGLE-2's expansion and of RSD-S's beam."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
