@@ -2,8 +2,7 @@
 
     draft a tree level by level -> target forward on all its nodes -> verify -> compact both caches -> commit
 
-Everything that a step reads or writes, but for its own intermediate tensors, is in a `Workspace`, and on a GPU a step
-asks the host nothing. Run again, it does the next step. So it can be captured as a CUDA graph and replayed.
+A step changes a `Workspace` alone, and on a GPU asks the host nothing. So a CUDA graph can replay it.
 """
 
 from collections.abc import Sequence
