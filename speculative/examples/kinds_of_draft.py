@@ -29,7 +29,7 @@ if __name__ == "__main__":
     prompt = tokenizer(args.prompt, return_tensors="pt").input_ids.to(args.device)
     drafts |= {"draft model": draft, "prompt lookup": PromptLookup(), "early exit": EarlyExit(args.layers)}
     drafts["retrieval"] = Retrieval([Path(file) for file in args.texts], tokenizer)
-    decoders = {name: SpeculativeDecoder(target, each, "ersd") for name, each in drafts.items()}
+    decoders = {name: SpeculativeDecoder(target, each, "ersd", tree_size=5) for name, each in drafts.items()}
     decoders["no draft"] = SpeculativeDecoder(target, None, "autoregressive")
     different = set()
     for name, decoder in decoders.items():

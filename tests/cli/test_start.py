@@ -44,6 +44,7 @@ def loaded(*lines):
     program = f"""
 import contextlib, io, sys
 from pathlib import Path
+sys.argv = ["heavypath"]  # as the command has it
 from heavypath.speculative.cli import app, info
 info.DRIVER, info.DEVICES = Path("/none"), ()  # as on a machine without a GPU
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -79,6 +80,7 @@ def test_simulate_imports_no_pytorch():
 def test_without_triton_a_command_says_what_is_missing_in_one_line():
     program = """
 import sys
+sys.argv = ["heavypath"]  # as the command has it
 sys.modules["triton"] = None
 from heavypath.speculative.cli.app import main
 assert main(["--version"]) == 0

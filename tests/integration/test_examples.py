@@ -91,7 +91,7 @@ def test_the_folder_lists_its_examples():
 
 def numbers_of(table):
     """{method: [tokens per forward, tokens/s, ratio]} and {method: text} of a printed comparison."""
-    line = re.compile(r"^ +(\S+(?: \S+)?) +([\d.]+) +(\d+) +([\d.]+) +[\d.]+ - [\d.]+ +(\S.*?) *$", re.MULTILINE)
+    line = re.compile(r"^ +(\S+(?: \S+)?) +([\d.]+) +(\d+) +([\d.]+) +[\d.]+ ?- ?[\d.]+ +\S+ +(\S.*?) *$", re.MULTILINE)
     found = line.findall(table)
     return {row[0]: [float(number) for number in row[1:4]] for row in found}, {row[0]: row[4] for row in found}
 
@@ -242,7 +242,7 @@ def test_chat_reads_standard_input_until_its_end(example, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "arguments", "printed"), [
-    ("compare_methods", ["--max-new-tokens", 2], "\n  naive "),
+    ("compare_methods", ["--max-new-tokens", 2], "\n naive "),
     ("own_tree", ["import os", "--branching", 2, 1, "--acceptance", 0.5, 0.25], "\nexpected: 2.12 tokens per step\n"),
     ("kinds_of_draft", ["--layers", 1], "\ndifferent texts: 1\n"),
     ("own_verifier", [], "of your own: "),

@@ -58,7 +58,7 @@ def texts(target, drafts):
     """For each draft, by a method of its own: tokens, digests of each step's logits, and the first step's logits."""
     found = {}
     for (name, draft), method in zip(drafts.items(), ("sequoia", "dyspec", "ersd"), strict=True):
-        decoder = SpeculativeDecoder(target, draft, method)
+        decoder = SpeculativeDecoder(target, draft, method, tree_size=5)
         watching = Watching(decoder)
         out = decoder.generate(PROMPTS, 10, 0.6, **OPTIONS)
         digests = [hashlib.sha256(logits.numpy().tobytes()).hexdigest() for logits in watching.logits]
