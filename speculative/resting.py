@@ -64,7 +64,7 @@ class Gain:
         self._target, self._draft = target, draft
         self._costs: dict[int, Costs] = {}
         self.loss, self.pause, self._vain = FIRST, 0, -1
-        self._said, self._expected = False, True
+        self._said, self._is_new = False, True
 
     def of(self, tokens: float, tree: Shape, running: int) -> float:
         """The gain of a tree whose steps bring so many tokens to each of the running sequences."""
@@ -75,10 +75,16 @@ class Gain:
         if tree.depth + 1 <= self._cost(tree, running):
             self._say("no draft is expected to pay, not even one that is always right")
             return None if len(tree) > 1 else tree
-        if self._expected and self.of(_expected_tokens(tree), tree, running) < 1:
+        doubtful = self._is_new and self.of(_expected_tokens(tree), tree, running) < 1
+        return ROOT if doubtful or self.pause > self._rest_of_text else tree
+
+    def begin(self, first: Shape, *, rests: bool) -> None:
+        """Begin a text, whose first step drafts a tree or, if the draft `rests`, nothing in its place."""
+        if rests and self._is_new:
             self._rest()
-        self._expected = False  # from now on it is known
-        return ROOT if self.pause else tree
+        elif len(first) > 1:
+            self.pause = 0
+        self._is_new = False
 
     def after(self, tree: Shape, running: int, tokens: float | None) -> Shape:
         """The tree of the next step, or the root alone.
@@ -92,9 +98,13 @@ class Gain:
             elif self.loss == 0:
                 self._vain = -1
         elif self.pause:
-            self.pause -= 1
-        waits = tokens is None and self._share_of_trials <= 0  # for the next text
-        return ROOT if self.pause or waits else tree
+            self.pause = max(self.pause - 1, self._rest_of_text)
+        return ROOT if self.pause else tree
+
+    @property
+    def _rest_of_text(self) -> int:
+        """Steps of a pause that no text outlasts: 1 where the draft would read too much for a trial within a text."""
+        return int(self._share_of_trials <= 0)
 
     def _rest(self) -> None:
         share = self._share_of_trials if self._share_of_trials > 0 else LOSS

@@ -186,6 +186,7 @@ class TreeSource:
             return [FollowBatch(trees)]
         from heavypath.speculative.resting import Resting
 
+        gain.begin(plan.tree, rests=plan.tree != trees.of(batch))
         return [Resting(gain, trees.of)]
 
     def of_slots(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:

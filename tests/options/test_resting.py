@@ -87,6 +87,22 @@ def test_a_sampled_batch_that_drafts_do_not_pay_for_is_told_so(pairs, caplog):
     assert gain < 1
 
 
+def test_asking_for_a_tree_changes_nothing():
+    gain = gain_with(0.9)
+    assert [gain.first(TREE, 1) for _ in range(3)] == [ROOT] * 3
+    assert (gain.pause, gain.loss) == (0, FIRST)
+    gain.begin(ROOT, rests=True)
+    assert gain.pause > 0
+
+
+def test_a_large_draft_drafts_once_a_batch_is_small_enough():
+    """Only a draft that did not pay waits for the next text."""
+    gain = gain_with(0.3, read=0.5)
+    gain.begin(ROOT, rests=False)
+    assert gain.after(ROOT, 64, None) == ROOT
+    assert gain.after(TREE, 1, None) == TREE
+
+
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:, -1:]], ids=["ragged", "one token"])
 def test_a_draft_that_rests_from_the_first_step_on_reads_the_prompt_later(prompts, monkeypatch):
     """Its rows are those of the text, or less would be accepted: it is the target, and wins the same races."""
