@@ -113,7 +113,7 @@ class Packed:
 
     def __init__(self, layers: Sequence[Any], paired: bool):
         self.parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
-        self._looks = [*map(_look_of, self.parameters)]
+        self._looks = [(*place, bits.clone()) for *place, bits in map(_look_of, self.parameters)]
         self.blocks = Blocks.of([layer.weight for layer in layers], [layer.bias for layer in layers], paired)
 
     def is_current(self) -> bool:
@@ -136,21 +136,21 @@ def are_plain(layers: Sequence[Any]) -> bool:
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
-    """The look of a parameter [N] or [N, K]: where it lies, its version, and some of its bits in each row."""
+    """The look of a parameter [N] or [N, K]: where it lies, its version, and some of its bits in each row, as a view if it can be."""
     bits = parameter.detach().view(torch.int32 if parameter.dtype.itemsize == 4 else torch.int16)
-    if bits.ndim == 1:
-        bits = bits.clone()
-    else:
+    if bits.ndim > 1:
         rows, columns = bits.shape
         width = min(SAMPLE, columns)
         period = columns // width  # rows until the diagonal begins again
         whole = rows // period * period
-        sizes, steps = (rows // period, period, width), (period * columns, columns + width, 1)
-        begun = bits[whole:].as_strided((rows - whole, width), steps[1:])
-        bits = torch.cat([bits.as_strided(sizes, steps).flatten(), begun.flatten()])
+        begun = bits[whole:]
+        bits = bits.as_strided((rows // period, period, width), (period * columns, columns + width, 1))
+        if whole < rows:
+            begun = begun.as_strided((rows - whole, width), (columns + width, 1))
+            bits = torch.cat([bits.flatten(), begun.flatten()])
     return parameter.data_ptr(), version_of(parameter), bits
 
 
 def _is_as_before(parameter: Tensor, look: tuple[int, int, Tensor]) -> bool:
-    place, version, bits = _look_of(parameter)
-    return (place, version) == look[:2] and bits.dtype == look[2].dtype and torch.equal(bits, look[2])
+    *place, bits = _look_of(parameter)
+    return place == [*look[:2]] and bits.dtype == look[2].dtype and torch.equal(bits, look[2])

@@ -278,7 +278,7 @@ class TokenTree:
     grows = False  # its nodes do not depend on what is drafted
 
     def __eq__(self, other: object) -> bool:
-        return (
+        return self is other or (
             isinstance(other, TokenTree)
             and np.array_equal(self._parents, other._parents)
             and np.array_equal(self._ranks, other._ranks)

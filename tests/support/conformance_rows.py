@@ -5,7 +5,7 @@ it stands for one more line of conformance_parts.py.
 """
 
 import random
-from functools import lru_cache
+from functools import cache
 from itertools import combinations, product
 
 from heavypath.speculative import METHODS
@@ -46,6 +46,7 @@ def refused_verifier(method, verifier):
     return verifier not in ("default", *METHODS[method].verifiers)
 
 
+@cache
 def takes_several_laws(method, verifier):
     word = {"default": "rejection" if METHODS[method].verifiers else None}.get(verifier, verifier)
     return verifier != "own" and row_of(method, word).takes_several_laws
@@ -108,13 +109,16 @@ REFUSED = [
 ]  # fmt: skip
 
 
+REFUSED_OF = {axis: [(axes, refuses) for axes, refuses in REFUSED if axis in axes] for axis in AXES}
+
+
 def fits(row, new=None):
     """Whether the values of a row, or of a part of one, go together; those without the axis `new` are known to."""
-    refused = [(axes, refuses) for axes, refuses in REFUSED if new is None or new in axes]
-    return not any(refuses(*(row[axis] for axis in axes)) for axes, refuses in refused if row.keys() >= {*axes})
+    refused = REFUSED if new is None else REFUSED_OF[new]
+    return not any(row.keys() >= {*axes} and refuses(*map(row.get, axes)) for axes, refuses in refused)
 
 
-@lru_cache
+@cache
 def covering(strength=2, seed=0):
     """Rows that hold each pair of values (or each triple) that some row can hold.
 
