@@ -24,6 +24,7 @@ class Gpu(NamedTuple):
 
 
 GPUS = {80: Gpu(108, 163), 90: Gpu(132, 227), 100: Gpu(148, 227)}  # A100, H100 and H200, B200
+LEAST_SHARED = {80: 99}  # KiB that sm_86 and sm_89 (RTX 3090, A10, RTX 4090, L4) have, which run the programs for sm_80
 
 
 class OnGpu(Tensor):
