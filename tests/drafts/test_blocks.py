@@ -4,30 +4,25 @@ import logging
 
 import pytest
 import torch
-from block_checkpoints import block_of, said_of, tensors_of, variant, zlab
+from block_checkpoints import LAWS, block_of, said_of, tensors_of, variant, zlab
 from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree
 from head_checkpoints import write
-from tiny_models import tiny_llama, transformers_greedy
+from tiny_models import tiny_llama
 
 from heavypath.speculative import (
-    METHODS,
     Cascade,
     Mixture,
     PromptLookup,
     SpeculativeDecoder,
-    TokenTree,
-    calibrate,
     goodness_of_fit,
     joint_law,
 )
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
-from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
 from heavypath.speculative.models.forward_of import forward_of
 
-DRAFTED = [method for method in METHODS if method != "autoregressive"]
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 VARIANTS = {
     "both see all": {},
@@ -41,12 +36,6 @@ VARIANTS = {
     "rnn": {"term": "rnn", "shift": 1},
     "selector": {"term": "selector", "selected": 3, "conv": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def target():
-    """In fp64: random weights with opinions make much of rounding."""
-    return tiny_llama(0, max_position_embeddings=256).double()
 
 
 @pytest.mark.parametrize(("variant", "method"), [
@@ -117,20 +106,6 @@ def test_a_level_costs_its_share_of_the_one_pass(target, tmp_path):
     assert Work.of(draft)[:3] == (8 * whole // 4, whole // 4, 0)
 
 
-def test_greedy_text_is_plain_decodings_with_every_method(target, tmp_path):
-    head = block_of(target, tmp_path, shift=1)
-    expected = transformers_greedy(target, PROMPT, 12)
-    for method in DRAFTED:
-        if METHODS[method].is_lossless:
-            assert torch.equal(SpeculativeDecoder(target, head, method).generate(PROMPT, 12).sequences, expected)
-
-
-LAWS = {
-    "of depths": {},
-    "of tokens": {"term": "vanilla", "shift": 1},
-    "of paths": {"term": "rnn", "shift": 1},
-    "of few tokens": {"term": "selector", "selected": 3, "conv": 2, "drafted": 7, "own_lm_head": False},
-}
 WAYS = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"), ("dyspec", "rejection"),
         ("ersd", None), ("eagle-2", None)]  # fmt: skip
 EVERY = [(law, *way, 20_000) for law in LAWS for way in WAYS]
@@ -197,43 +172,3 @@ def test_a_block_read_one_row_off_is_accepted_hardly_ever_and_the_log_says_so(tm
         assert torch.equal(out.sequences[0, 3:], torch.arange(4, 84) % 6)
         assert out.stats.tokens_per_step == (2 if shift_label else 1)
         assert shift_label or "the draft does not pay: 1.00 tokens a step" in caplog.text
-
-
-@pytest.mark.parametrize("law", LAWS)
-@torch.inference_mode()
-def test_acceptance_at_a_depth_leaves_no_trace_in_the_text(law, target, tmp_path):
-    """Calibration walks along texts token by token, and counts a token as drafted at the depth it would have."""
-    head, text = block_of(target, tmp_path, **LAWS[law]), torch.tensor([3, 1, 4, 1, 5, 2, 6])
-    forward = forward_of(target, "target")
-    draft = as_draft(head, forward, target)
-    cache, texts = draft.new_cache(2, 7), text.expand(2, -1)
-    forward.prefill(texts, forward.new_cache(2, 7), taps=draft.taps(cache))
-    before = cache.keys.clone(), cache.values.clone()
-    for length, depths in ((3, (0, 0)), (4, (1, 1)), (5, (2, 0)), (6, (5, 3))):
-        drafted, at = torch.tensor(depths), torch.full((2,), length)
-        feed = Feed(
-            tokens=texts[:, length - 1 : length + 1], positions=at[:, None], cache_rows=at[:, None],
-            parent_rows=at[:, None] - 1, prefix_lengths=at, visible_rows=length + 1,
-            ancestor_mask=torch.ones(1, 1, 1).bool(), news=4, levels=9, drafted=drafted,
-        )  # fmt: skip
-        for logits, depth in zip(draft(feed, cache)[:, -1], depths, strict=True):
-            expected = said_of(head, target, text[: length - depth + 1]).after(
-                text[length - depth + 1 : length + 1].tolist()
-            )
-            torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-4)
-        for now, then in zip((cache.keys, cache.values), before, strict=True):
-            assert torch.equal(now[:, :, :7], then[:, :, :7])
-
-
-@pytest.mark.usefixtures("any_noise")
-def test_calibration_knows_of_no_acceptance_beyond_the_block(target, tmp_path):
-    head = block_of(target, tmp_path, block=3)
-    profile = calibrate(
-        target, head, prompts=[PROMPT[0]], temperatures=[0.0], sizes=[1, 2], batch_sizes=[1], tokens=8,
-        sequences=1, limit=60,
-    )  # fmt: skip
-    accepted = torch.tensor(profile.acceptance[0].accepted)
-    assert accepted[0].sum() > 0
-    assert accepted[2:].sum() == 0
-    with pytest.raises(ValueError, match="the laws of 2 levels of a tree, got a tree of 4 levels"):
-        SpeculativeDecoder(target, head, "sequoia", tree=TokenTree.chain(4))

@@ -21,11 +21,6 @@ PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
 @pytest.fixture(scope="module")
-def target():
-    return tiny_llama(0, max_position_embeddings=256).double()
-
-
-@pytest.fixture(scope="module")
 def composites(target, tmp_path_factory):
     small, head, lookup = small_draft(), head_of(target), PromptLookup(2)
     medusa, _ = heads_of(target, tmp_path_factory.mktemp("medusa"), heads=2)

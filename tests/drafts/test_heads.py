@@ -4,14 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from drafted_cases import assert_drafts_as_said, assert_later_turns_agree, steps_of
-from head_cases import VARIANTS, entries_over, head_of, logits_over, logits_with_masks
+from block_checkpoints import LAWS, block_of
+from drafted_cases import assert_drafts_as_said, assert_later_turns_agree, law_of, said_by, small_draft, steps_of
+from head_cases import VARIANTS, entries_over, head_of
 from medusa_checkpoints import heads_of, oracle
 from tiny_models import tiny_llama, transformers_greedy
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
-from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative import Pard, SpeculativeDecoder
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads import draft as head_module
 from heavypath.speculative.drafts.kinds import as_draft
@@ -19,12 +20,6 @@ from heavypath.speculative.models import forward as forward_module
 from heavypath.speculative.models.forward_of import forward_of
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
-
-
-@pytest.fixture(scope="module")
-def target():
-    """In fp64: random weights with opinions make much of rounding."""
-    return tiny_llama(0, max_position_embeddings=256).double()
 
 
 @pytest.mark.parametrize(("variant", "method"), [
@@ -133,37 +128,38 @@ def test_a_head_that_does_not_fit_is_refused(message, target):
         SpeculativeDecoder(target, head)
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("eagle-1", 1), ("eagle-3", 2), ("medusa", 2), ("p-eagle", 2)])
+@pytest.mark.parametrize("kind", ["eagle-1", "eagle-3", "p-eagle", "medusa", "pard", *LAWS])
 @torch.inference_mode()
-def test_acceptance_at_a_depth_is_that_of_a_head_which_reads_itself(kind, batch, target, tmp_path):
+def test_acceptance_at_a_depth_is_that_of_a_draft_which_reads_itself(kind, target, tmp_path):
     """Calibration walks along texts token by token, and counts a token as drafted at the depth it would have.
 
-    Beside one text may be another as long at another depth: the last rows of the cache are then one text's only entry,
-    and another's last of several. Medusa heads propose nothing below the last of them, here the third.
+    Beside one text is another as long at another depth: the last rows of a cache are then one text's only entry, and
+    another's last of several. Medusa heads and the like propose nothing below their last level, here the third.
     """
-    head, tensors = (
-        heads_of(target, tmp_path, heads=3) if kind == "medusa" else (head_of(target, **VARIANTS[kind]), None)
-    )
+    if kind == "pard":
+        given = Pard(small_draft(), mask_token_id=6, depths=3)
+    elif kind == "medusa":
+        given = heads_of(target, tmp_path, heads=3)[0]
+    else:
+        given = block_of(target, tmp_path, block=4, **LAWS[kind]) if kind in LAWS else head_of(target, **VARIANTS[kind])
     forward, text = forward_of(target, "target"), torch.tensor([3, 1, 4, 1, 5, 2, 6])
-    draft = as_draft(head, forward, target)
-    cache, texts = draft.new_cache(batch, 7), text.expand(batch, -1)
-    forward.prefill(texts, forward.new_cache(batch, 7), taps=draft.taps(cache))
-    draft.prefill(texts, cache)
+    draft = as_draft(given, forward, target)
+    cache, texts = draft.new_cache(2, 7), text.expand(2, -1)
+    forward.prefill(texts, forward.new_cache(2, 7), taps=draft.taps(cache))
+    cache.begin(torch.tensor([3, 3]))
+    draft.prefill(texts[:, :3], cache)
+    before = cache.keys.clone(), cache.values.clone()
     for length, depths in ((3, (0, 0)), (4, (1, 1)), (5, (2, 2)), (6, (0, 3))):
-        drafted, at = torch.tensor(depths[-batch:]), torch.full((batch,), length)
+        at = torch.full((2,), length)
         feed = Feed(
             tokens=texts[:, length - 1 : length + 1], positions=at[:, None], cache_rows=at[:, None],
             parent_rows=at[:, None] - 1, prefix_lengths=at, visible_rows=length + 1,
-            ancestor_mask=torch.ones(1, 1, 1).bool(), news=4, levels=9, drafted=drafted,
+            ancestor_mask=torch.ones(1, 1, 1).bool(), news=5, levels=9, drafted=torch.tensor(depths),
         )  # fmt: skip
-        for logits, depth in zip(draft(feed, cache)[:, -1], drafted.tolist(), strict=True):
-            known = length - depth
-            if kind == "medusa" and depth == 3:
-                expected = torch.full((7,), -torch.inf)
-            elif kind == "medusa":
-                expected = oracle(tensors, target, text)[known - 1, depth]
-            elif kind == "p-eagle":
-                expected = logits_with_masks(head, target, text[: known + 1], depth)
-            else:
-                expected = logits_over(head, target, text[: known + 1], text[known + 1 : length + 1].tolist())
-            torch.testing.assert_close(logits, expected.float(), atol=1e-4, rtol=1e-4)
+        for logits, depth in zip(draft(feed, cache)[:, -1], depths, strict=True):
+            known, path = text[: length - depth + 1], text[length - depth + 1 : length + 1]
+            said = said_by(given, target, known, path.tolist())
+            torch.testing.assert_close(law_of(logits.float()), said, atol=1e-4, rtol=1e-4)
+        if kind in LAWS:  # the others keep their own entries there
+            for now, then in zip((cache.keys, cache.values), before, strict=True):
+                assert torch.equal(now[:, :, :7], then[:, :, :7])

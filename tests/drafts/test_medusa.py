@@ -4,7 +4,6 @@ import pytest
 import torch
 from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree
 from medusa_checkpoints import heads_of
-from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, MedusaHeads, SpeculativeDecoder, TokenTree, calibrate, read_trace
@@ -17,12 +16,6 @@ from heavypath.speculative.trees.growth import Growth
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
-
-
-@pytest.fixture(scope="module")
-def target():
-    """In fp64: random weights with opinions make much of rounding."""
-    return tiny_llama(0, max_position_embeddings=256).double()
 
 
 @pytest.fixture(scope="module")

@@ -33,11 +33,6 @@ TREE = TokenTree([-1, 0, 1, 1, 3, 0, 5, 0, 7, 0], [0, 0, 0, 1, 0, 1, 0, 2, 0, 3]
 
 
 @pytest.fixture(scope="module")
-def target():
-    return tiny_llama(0, max_position_embeddings=256).double()
-
-
-@pytest.fixture(scope="module")
 def small():
     return [small_draft(5), small_draft(6)]
 

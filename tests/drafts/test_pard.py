@@ -7,20 +7,13 @@ import torch
 from block_checkpoints import block_of
 from conformance_parts import tokenizer_of
 from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree, small_draft
-from tiny_models import tiny_llama, transformers_greedy
+from tiny_models import transformers_greedy
 
 from heavypath.speculative import Cascade, Mixture, Pard, PromptLookup, SpeculativeDecoder, TokenTree, load_draft
-from heavypath.speculative.drafts.draft import Feed
-from heavypath.speculative.drafts.kinds import as_draft, describe
+from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.loading import load_pair
-from heavypath.speculative.models.forward_of import forward_of
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_llama(0, max_position_embeddings=256).double()
 
 
 @pytest.fixture(scope="module")
@@ -57,28 +50,6 @@ def test_one_pass_a_step_whose_text_is_greedy(target, pard, monkeypatch):
     assert torch.equal(out.sequences, transformers_greedy(target, PROMPT, 24))
     steps = int(out.stats.steps)
     assert steps <= sum(passes) <= steps + 1  # and the prompt's
-
-
-@torch.inference_mode()
-def test_acceptance_at_a_depth_is_that_of_masks(target, pard):
-    """Calibration walks along texts, and counts a token as drafted at the depth it would have."""
-    forward, text = forward_of(target, "target"), torch.tensor([3, 1, 4, 1, 5, 2, 6])
-    draft = as_draft(pard, forward, target)
-    cache, texts = draft.new_cache(2, 7), text.expand(2, -1)
-    forward.prefill(texts, forward.new_cache(2, 7), taps=draft.taps(cache))
-    cache.begin(torch.tensor([3, 3]))
-    draft.prefill(texts[:, :3], cache)
-    for length, depths in ((3, (0, 0)), (4, (1, 0)), (5, (2, 1)), (6, (4, 0))):
-        at = torch.full((2,), length)
-        feed = Feed(
-            tokens=texts[:, length - 1 : length + 1], positions=at[:, None], cache_rows=at[:, None],
-            parent_rows=at[:, None] - 1, prefix_lengths=at, visible_rows=length + 1,
-            ancestor_mask=torch.ones(1, 1, 1).bool(), news=5, levels=9, drafted=torch.tensor(depths),
-        )  # fmt: skip
-        for logits, depth in zip(draft(feed, cache)[:, -1], depths, strict=True):
-            masked = torch.cat([text[: length + 1 - depth], torch.full((depth,), 6)])
-            expected = pard.model(masked[None]).logits[0, -1] if depth < 4 else torch.full((7,), -torch.inf).double()
-            torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_folder_with_a_pard_token_is_one(target, tmp_path):

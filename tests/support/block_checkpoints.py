@@ -344,6 +344,12 @@ def loaded(folder, target, kind, config, tensors):
     return head
 
 
+LAWS = {  # of what drafts of each depend on
+    "of depths": {},
+    "of tokens": {"term": "vanilla", "shift": 1},
+    "of paths": {"term": "rnn", "shift": 1},
+    "of few tokens": {"term": "selector", "selected": 3, "conv": 2, "drafted": 7, "own_lm_head": False},
+}
 SAID = {}  # of drafts that were loaded here: their kinds and tensors
 ORACLES = {}  # of texts that have been asked about
 
