@@ -145,26 +145,10 @@ def test_arrivals_drawn_one_by_one_follow_the_law_of_the_index():
     assert chi_square_p_value(marks.gather(1, index[:, None]).flatten().bincount(minlength=4), TARGET) > SIGNIFICANCE
 
 
-def test_the_entropy_of_the_index_term_by_term():
-    cdf = races.race_index_cdf(TARGET, DRAFT, 400)
-    law = cdf.diff(prepend=torch.zeros(1))
-    assert float(cdf[-1]) == pytest.approx(1, abs=1e-12)
-    assert float(races.race_index_entropy(TARGET, DRAFT)) == pytest.approx(float(races.entropy_bits(law)), abs=1e-4)
-    far = [torch.tensor([0.5, 0.5]), torch.tensor([0.997, 0.003])]  # hundreds of arrivals, beyond the single terms
-    law = races.race_index_cdf(*far, 6000).diff(prepend=torch.zeros(1))
-    assert float(races.race_index_entropy(*far)) == pytest.approx(float(races.entropy_bits(law)), abs=1e-4)
-
-
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: bounds.tree_bounds([0.5], 0), "size"),
     (lambda: bounds.tree_bounds([0.5, 0.6], 3), "sum to at most 1"),
     (lambda: bounds.tree_bounds([-0.1], 3), "acceptance"),
-    (lambda: races.tokens_per_doubling([[0.5], [0.4]]), r"\[child\]"),
-    (lambda: races.overlap(TARGET, DRAFT[:3]), "shapes"),
-    (lambda: races.race_acceptance(TARGET, DRAFT * 2), "draft_probs"),
-    (lambda: races.race_acceptance(TARGET - 0.1, DRAFT), "target_probs"),
-    (lambda: races.race_index_cdf(TARGET, DRAFT, 0), "children"),
-    (lambda: races.race_index_entropy(TARGET[None], DRAFT[None]), r"\[V\]"),
 ])  # fmt: skip
 def test_what_is_no_law_is_refused(call, message):
     with pytest.raises(ValueError, match=message):

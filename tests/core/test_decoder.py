@@ -48,15 +48,6 @@ def test_the_last_position_can_be_used(method, tiny_pair):
     assert out.sequences.shape == (1, 64)
 
 
-def test_a_draft_equal_to_the_target_is_always_accepted(tiny_pair):
-    target, _ = tiny_pair
-    decoder = SpeculativeDecoder(target, target, "chain", tree_size=5)
-    out = decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=41, temperature=1.0)
-    assert out.stats.acceptance_by_rank == [1.0]
-    assert out.stats.acceptance_by_depth == [1.0] * 4
-    assert out.stats.steps == 9  # of 5 tokens, but for the last
-
-
 def test_a_decoder_says_what_it_is(tiny_pair):
     target, draft = tiny_pair[:2]
     name = "SpeculativeDecoder(target=LlamaForCausalLM, draft="

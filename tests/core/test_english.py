@@ -8,7 +8,6 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from inspect import cleandoc
 from pathlib import Path
 
 import pytest
@@ -116,17 +115,3 @@ def test_docstrings_and_comments_are_plain(folder):
     found = {path: wrong for path in sorted((ROOT / folder).rglob("*.py")) if (wrong := violations(path))}
     lines = [line for path, wrong in found.items() for line in (str(path.relative_to(ROOT)), *wrong)]
     assert not found, f"{sum(map(len, found.values()))} in {len(found)} files\n" + "\n".join(lines)
-
-
-def test_sentences_are_told_apart():
-    text = cleandoc("""Sum of `a b c` (see eq. 3 of the paper). Shapes follow:
-
-        # an example that is no prose
-    first: one number, e.g. 2
-    second, third: [B, N] numbers. They are
-        sorted.
-    - an item
-    | a | table |
-    Last words.""")
-    given = [*map(words, sentences(text))]
-    assert given == [9, 2, 5, 5, 3, 2, 2]  # "- an item" and the last ones

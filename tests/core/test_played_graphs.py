@@ -59,21 +59,6 @@ def test_a_capture_runs_nothing_and_a_replay_all_of_it():
     assert launched == [[1, 2, 2], [2, 4, 4]]
 
 
-def test_a_capture_knows_no_values_that_indices_could_have():
-    state, rows = torch.zeros(3), torch.tensor([2])
-
-    def work(graph):
-        made = torch.empty(1, dtype=torch.long)
-        graph.launch(lambda made, rows: made.copy_(rows), made, rows)
-        state.index_copy_(0, made - 1, torch.ones(1))
-        return state.index_select(0, made - 1), state.gather(0, made - 1)
-
-    graph, out = captured(work)
-    assert not state.any()
-    graph.replay()
-    assert [state.tolist(), *(each.item() for each in out)] == [[0, 1, 0], 1, 1]
-
-
 def test_what_a_capture_freed_is_garbage_when_a_replay_begins():
     """A graph that counts in memory of its own without writing it first."""
     given, seen = torch.ones(2), []

@@ -44,6 +44,21 @@ from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.visits import sizes_worth_timing
 
 
+def counted_by(texts, depth, children):
+    """What was accepted [depth, children] and reached [depth], by the ranks that were noted along each text."""
+    accepted, reached = torch.zeros(depth, children, dtype=torch.long), torch.zeros(depth, dtype=torch.long)
+    for ranks in (text for several in texts for text in several.tolist()):
+        at = 0
+        for rank in ranks:
+            assert (rank == -2) == (at == depth)
+            if at < depth:
+                reached[at] += 1
+            if rank >= 0:
+                accepted[at, rank] += 1
+            at = at + 1 if rank >= 0 else 0
+    return accepted, reached
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_acceptance_on_a_walk_is_that_of_the_law(kind):
     """Where no law depends on the text, every depth has the same acceptance, known for the first child or for all."""
@@ -53,12 +68,13 @@ def test_acceptance_on_a_walk_is_that_of_the_law(kind):
     target = LlamaForward(constant_llama(target_logits))
     draft = as_draft(constant_llama(draft_logits), target, None)
     tokens, sequences = 40, 100
-    accepted, reached, moments, _ = walk(
+    accepted, reached, moments, ranks = walk(
         target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], Way(kind, None), filters,
         Extent(tokens, sequences, depth=3, children=3), seed=3,
     )  # fmt: skip
     assert moments[0, 0] == reached.sum()
     assert moments[:, 3].tolist() == accepted.sum(0).tolist()
+    assert all(map(torch.equal, counted_by(ranks, 3, 3), (accepted, reached)))
     p, q = (filtered_logprobs(torch.tensor([x]), filters)[0].exp() for x in (target_logits, draft_logits))
     assert (reached[1:] <= accepted.sum(1)[:-1]).all()
     assert int(reached.sum()) <= tokens * sequences  # the rest follow three accepted ones
