@@ -2,18 +2,13 @@
 
 The list is that of published code: stale noise, the factor 1 - D dropped, draft filters ignored, draft noise used again
 for the recovered token, the recovered token drawn from the target instead of the residual, siblings tried out of draw
-order, `<=` for `<`. `make mutants` puts in many more, which the tests of each kernel and of the step are to find.
+order. `make mutants` puts in many more, which the tests of each kernel and of the step are to find.
 """
-
-import ast
-import inspect
-from functools import lru_cache
 
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from tiny_models import exact_law, tiny_llama
-from toy_language import ToyLanguage, decode
 
 from heavypath.kernels import verification
 from heavypath.kernels.filtering import Filters
@@ -21,29 +16,17 @@ from heavypath.kernels.noise import Stream
 from heavypath.kernels.verifying.residual import Chain
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding import drafting
-from heavypath.speculative.models.caches import KeyValueCache
 
-BINARY = TokenTree.k_ary(2, 2)
-verify_tree, gumbels, coins = verification.verify_tree, verification.gumbels, verification.coins
+PROMPT, BINARY = torch.tensor([1, 2, 0]), TokenTree.k_ary(2, 2)
+PAIR = [tiny_llama(seed, vocab_size=3, layers=1) for seed in (5, 6)]
+OTHER = [tiny_llama(seed, vocab_size=4, layers=1, initializer_range=0.5) for seed in (1, 2)]
+verify, gumbels, coins = verification.verify_unchecked, verification.gumbels, verification.coins
 accepted, pass_over = verification._accepted, Chain.pass_over
 
 
-@pytest.fixture
-def references(monkeypatch):
-    """Decoding on this CPU runs the references, into which bugs are put, and no compiled code."""
+def without_compiled_code(monkeypatch):
+    """Decoding on this CPU runs the references, into which bugs are put."""
     monkeypatch.setattr("heavypath.kernels.implementation.library", lambda: None)
-
-
-def rewritten(function, change):
-    """A function with `change` made to each node of its syntax tree."""
-
-    class Change(ast.NodeTransformer):
-        def visit(self, node):
-            return change(self.generic_visit(node))
-
-    tree, copy = Change().visit(ast.parse(inspect.getsource(function))), {}
-    exec(compile(ast.fix_missing_locations(tree), "<rewritten>", "exec"), vars(inspect.getmodule(function)), copy)
-    return copy[function.__name__]
 
 
 def with_all_mass(chain, *given):
@@ -58,8 +41,12 @@ def from_the_target(*given):
     return accepted(*given)[0], None
 
 
-def no_draft_filters(*given, **named):
-    return verify_tree(*given, **named | {"draft_temperature": 1.0, "draft_top_k": 0, "draft_top_p": 1.0})
+def no_draft_filters(*given, draft_filters, **named):
+    return verify(*given, draft_filters=Filters(), **named)
+
+
+def younger_first(nodes, *given, **named):
+    return verify(nodes._replace(ranks=1 - nodes.ranks), *given, **named)
 
 
 def noise_of(stream):
@@ -70,79 +57,56 @@ def shared_draws(seed, stream, rows, vocab_size, draws):
     return gumbels(seed, stream, rows, vocab_size, draws=1).repeat(draws, 1)
 
 
-BUGS = {  # what is put where, as arguments of `decode` or by name into modules; and settings that show it
-    "the first step's noise in every step": ({"stale": True}, {}),
-    "1 - D dropped": ({}, {"verifying.residual.Chain.pass_over": with_all_mass}),
-    "draft filters ignored": ({"verify_tree": no_draft_filters, "draft_filters": Filters(0.5)}, {}),
+VERIFY = "speculative.decoding.rules.verify_unchecked"
+BUGS = {  # what is put where; and another pair, number of tokens, or options of the decoder that show it
+    "the first step's noise in every step": (
+        "speculative.decoding.drafting.root_rows", lambda rows, positions: rows, {},
+    ),
+    "the same noise at all nodes": (
+        "speculative.decoding.drafting.node_rows", lambda roots, nodes: roots[:, None] + 0 * nodes, {},
+    ),
+    "rows of the cache that stay": (
+        "speculative.models.caches.KeyValueCache.accept", lambda *_: None, {"pair": OTHER, "length": 4},
+    ),
+    "1 - D dropped": ("kernels.verifying.residual.Chain.pass_over", with_all_mass, {}),
+    "draft filters ignored": (VERIFY, no_draft_filters, {"draft_temperature": 0.5}),
     "the draft's noise for the recovered token": (
-        {"tree": TokenTree.chain(1), "sequences": 7_000}, {"verifying.distributions.gumbels": noise_of(Stream.DRAFT)},
+        "kernels.verifying.distributions.gumbels", noise_of(Stream.DRAFT), {"pair": OTHER, "tree": TokenTree.chain(1)},
     ),
-    "the recovered token from the target": ({}, {"verification._accepted": from_the_target}),
-    "siblings out of draw order": (
-        {"verify_tree": lambda *given, ranks, **named: verify_tree(*given, **named),
-         "tree": TokenTree([-1, 0, 0, 2, 2], [0, 1, 0, 1, 0])}, {},
+    "the recovered token from the target": ("kernels.verification._accepted", from_the_target, {}),
+    "siblings out of draw order": (VERIFY, younger_first, {}),
+    "one coin for all children": (
+        "kernels.verification.coins", lambda seed, rows, ranks: coins(seed, rows, 0 * ranks), {},
     ),
-    "one coin for all children": ({}, {"verification.coins": lambda seed, rows, ranks: coins(seed, rows, 0 * ranks)}),
-    "one noise for independent draws": (
-        {"method": "with_replacement", "replacement": True}, {"sampling.gumbels": shared_draws},
-    ),
+    "one noise for independent draws": ("kernels.sampling.gumbels", shared_draws, {"method": "specinfer"}),
 }  # fmt: skip
 
 
-@lru_cache
-def p_value(sequences, **options):
-    language = ToyLanguage(3, seed=7, spread=1.4)
-    text = decode(language, sequences=sequences, length=2, **options)
-    return chi_square_p_value(joint_counts(text, 3), language.law(Filters(), 2))
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_bug_is_found(bug, monkeypatch):
+    place, wrong, options = BUGS.get(bug, ("", None, {}))
+    options = {"pair": PAIR, "length": 3, "method": "rsd-c", "tree": BINARY, "verifier": "rejection"} | options
+    pair, length, sequences = options.pop("pair"), options.pop("length"), 5_000
+    if place.startswith("kernels"):
+        without_compiled_code(monkeypatch)
+        sequences = 2_000
+    if bug is not None:
+        monkeypatch.setattr(f"heavypath.{place}", wrong)
+    out = SpeculativeDecoder(*pair, **options).generate(PROMPT.expand(sequences, -1), length, temperature=1.0, seed=3)
+    counts = joint_counts(out.sequences[:, 3:], pair[0].config.vocab_size)
+    p_value = chi_square_p_value(counts, exact_law(pair[0], PROMPT, Filters(), length))
+    assert (p_value > SIGNIFICANCE) == (bug is None)
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_is_found(bug, monkeypatch, request):
-    arguments, patches = BUGS[bug]
-    settings = {"tree": BINARY, "method": "without_replacement", "sequences": 2_500 if patches else 12_000} | arguments
-    if patches:
-        request.getfixturevalue("references")
-    code = {name: settings.pop(name) for name in ("stale", "verify_tree") if name in settings}
-    assert p_value(**settings) > SIGNIFICANCE
-    for name, value in patches.items():
-        monkeypatch.setattr(f"heavypath.kernels.{name}", value)
-    assert p_value.__wrapped__(**settings, **code) < SIGNIFICANCE
-
-
-def test_a_race_with_noise_of_its_own_is_found(monkeypatch, references):
+def test_a_race_with_noise_of_its_own_is_found(monkeypatch):
     """It is still a sample of the target, but not the one that plain decoding takes."""
-    language, settings = ToyLanguage(3, seed=5, spread=2.0), {"method": "race", "sequences": 500}
-    plain = decode(language, TokenTree([-1]), **settings)
-    assert torch.equal(decode(language, BINARY, **settings), plain)
+    without_compiled_code(monkeypatch)
+    options = {"input_ids": PROMPT.expand(100, -1), "max_new_tokens": 4, "temperature": 1.0}
+    plain = SpeculativeDecoder(PAIR[0], None, "autoregressive").generate(**options).sequences
+    decoder = SpeculativeDecoder(*PAIR, "ersd", tree=BINARY)
+    assert torch.equal(decoder.generate(**options).sequences, plain)
     monkeypatch.setattr(verification, "gumbels", noise_of(Stream.TARGET))
-    assert not torch.equal(decode(language, BINARY, **settings), plain)
-
-
-def test_accepting_at_equality_is_found(monkeypatch):
-    """A token that the target cannot draw is accepted by no coin, not even by 0."""
-    monkeypatch.setattr(verification, "coins", lambda seed, row, rank: 0.0 * row)
-    target, given = torch.tensor([-torch.inf, 0.0]).expand(1, 2, 2), (torch.tensor([[0, 0]]), torch.tensor([-1, 0]))
-    options = {"method": "without_replacement", "impl": "torch"}
-    assert verify_tree(*given, target, torch.zeros(1, 2, 2), **options).length.tolist() == [0]
-    wrong = rewritten(accepted, lambda node: ast.LtE() if isinstance(node, ast.Lt) else node)
-    monkeypatch.setattr(verification, "_accepted", wrong)
-    assert verify_tree(*given, target, torch.zeros(1, 2, 2), **options).length.tolist() == [1]
-
-
-@pytest.mark.parametrize(("owner", "name", "wrong"), [
-    (None, "", None),
-    (drafting, "root_rows", lambda rows, positions: rows),  # alike in every step
-    (drafting, "node_rows", lambda roots, nodes: roots[:, None] + 0 * nodes),  # shared by all nodes
-    (KeyValueCache, "accept", lambda *_: None),  # rows of the cache stay where they were
-], ids=["right", "stale noise", "shared noise", "rows that stay"])  # fmt: skip
-def test_a_bug_of_the_decoder_is_found(owner, name, wrong, monkeypatch):
-    target, draft, prompt = tiny_llama(1, layers=1), tiny_llama(2, layers=1), torch.tensor([3, 1, 4])
-    if owner is not None:
-        monkeypatch.setattr(owner, name, wrong)
-    decoding = SpeculativeDecoder(target, draft, "rsd-c", tree=TokenTree.k_ary(3, 2), verifier="rejection")
-    out = decoding.generate(prompt.expand(5_000, -1), max_new_tokens=4, temperature=1.0, seed=3)
-    p_value = chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), exact_law(target, prompt, Filters(), 4))
-    assert (p_value > SIGNIFICANCE) == (owner is None)
+    assert not torch.equal(decoder.generate(**options).sequences, plain)
 
 
 def test_a_gap_in_the_drafts_cache_is_found(monkeypatch):
