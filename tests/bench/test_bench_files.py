@@ -1,4 +1,4 @@
-"""bench/: what a script is told to write is written, what is predicted is measured, and gpu.sh leaves one archive."""
+"""bench/: what is predicted is measured, and gpu.sh leaves one archive."""
 
 import json
 import os
@@ -9,27 +9,6 @@ import tarfile
 
 import pytest
 from bench_scripts import BENCH, script
-
-ELSEWHERE = ("pictures.py",)  # a temporary folder
-
-
-def test_results_are_written_into_a_folder_that_is_made_as_by_every_script(tmp_path):
-    """Each line of bench/ that writes a file stands beside one that makes its folder."""
-    path, lacking = tmp_path / "new" / "folder" / "results.json", []
-    script("common").write_results(path, {"device": "cpu"}, rows=[1, 2])
-    written = json.loads(path.read_text())
-    assert written["rows"] == [1, 2]
-    assert written["environment"].pop("command").startswith("python ")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", written["environment"].pop("date"))
-    assert written["environment"] == {"device": "cpu"}
-    for path in sorted(BENCH.rglob("*.py")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        for number, line in enumerate(lines):
-            near = "\n".join(lines[max(0, number - 3) : number + 1])
-            makes = "made(" in near or "mkdir(" in near or path.name in ELSEWHERE
-            if (".write_text(" in line or "savefig(" in line) and not makes:
-                lacking.append(f"{path.name}:{number + 1}")
-    assert not lacking
 
 
 def test_every_command_of_this_folder_that_a_text_names_is_there():

@@ -42,16 +42,3 @@ def test_two_tokens_of_the_loop_follow_the_targets_law(method, lazy):
     assert min(depths[:3]) > TEXTS // 50  # recovered and bonus tokens at every depth
     joint = law[0][:, None] * law[1:]
     assert chi_square_p_value(joint_counts(torch.tensor(texts), VOCABULARY), joint.flatten()) > SIGNIFICANCE
-
-
-def test_the_greedy_loop_walks_along_the_arg_max_and_the_benchmarks_tree_is_wide_at_the_root():
-    bench, tokens = script("bench_verification"), torch.tensor([0, 1, 0, 2])
-    logits = torch.tensor([[0.0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0]])
-    for lazy in (False, True):
-        options = {"method": "greedy", "temperature": 1.0, "lazy": lazy}
-        assert bench.loop_verify([[2, 1], [3], [], []], tokens, logits, None, **options) == ([1, 3], 1)
-    tree = bench.wide_tree(64)
-    fanout = torch.bincount(tree.parents[1:], minlength=64)
-    assert (len(tree), int(fanout[0])) == (64, 8)
-    assert sorted(set(fanout[1:].tolist())) == [0, 1, 2]
-    assert torch.equal(tree.subtree_end, tree.reordered("heavy_path")[0].subtree_end)

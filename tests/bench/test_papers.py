@@ -31,11 +31,6 @@ def test_tokens_per_forward_and_gains_with_their_errors_by_hand():
     assert batches.gain(stats([9, 6], [3, 3]), stats([6, 6], [3, 3])) == pytest.approx((0.25, 0.25))
 
 
-def test_a_batch_has_each_prompt_as_often_as_there_are_seeds():
-    texts = script("batches").batch_of([torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6, 0, 2]])], 2)
-    assert texts.tokens[texts.mask > 0].tolist() == 2 * [1, 2, 3] + 2 * [4, 5, 6, 0, 2]
-
-
 def test_trees_have_the_nodes_and_levels_of_their_groups_and_the_decoder_takes_them():
     """And DySpec's are the same by the paper's values, the draft's probabilities, and by the decoder's default."""
     target, labels, grown = tiny_llama(1, layers=1), {"rsd-1": set(), "rsd-2": set()}, {}
@@ -99,13 +94,6 @@ def test_what_is_measured_is_kept_when_the_script_is_stopped(tmp_path, monkeypat
     assert "stopped before the end" in printed
 
 
-def test_what_cannot_be_measured_is_refused(capsys):
-    for wrong in (["rsd-3"], ["--prompts", "1"], ["--tokens", "0"], ["--timed", "-1"]):
-        with pytest.raises(SystemExit):
-            script("papers").main(wrong)
-        assert "error: " in capsys.readouterr().err
-
-
 def row(group, label, method="sequoia", **tokens):
     errors = dict.fromkeys(tokens, 0.125)
     return {"group": group, "label": label, "method": method, "nodes": 3, "levels": 2, "temperature": 0.6} | {
@@ -129,15 +117,3 @@ def test_a_table_in_markdown(tmp_path, capsys):
     assert lines[1] == ["2 levels", "SD", "3", "2", "**2.00 ± 0.12**", "2.00 ± 0.12", "-", "-", "1.50", "50"]
     assert lines[2] == ["", "RSD-C [2, 1]", "3", "2", "1.62 ± 0.12", "2.34 ± 0.12", "-", "-", "1.50", "50"]
     assert lines[3][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "1.00 ± 0.12"], "nothing to be compared with"
-
-
-def test_no_winner_is_bold_whose_lead_over_any_other_is_within_the_noise():
-    shown = script("papers_shown")
-    first, second, third = (row("", each, own=value) for each, value in (("a", 3.0), ("b", 2.5), ("c", 2.4)))
-    assert shown.is_more(first, second, "own")
-    assert not shown.is_more(second, third, "own")
-    assert shown.best_of([first, second, third], "own") is first
-    third["standard_error"]["own"] = 0.5  # it may well be the best one
-    assert shown.best_of([first, second, third], "own") is None
-    assert shown.best_of([first, row("", "d", own=3.0)], "own") is None, "a tie"
-    assert shown.best_of([first, row("", "d", held=1.0)], "own") is None, "the only one"

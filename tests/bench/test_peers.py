@@ -25,15 +25,6 @@ def test_weights_and_tokens_are_exported_as_llama_cpp_reads_them():
     assert export.tokens_spelled("\n <0007><12345>[end of text]") == [7, 12345]
 
 
-def test_a_program_that_ends_without_its_figures_is_run_again(tmp_path):
-    figures = 'echo "0.1 I decoded    4 tokens in    0.002 seconds, speed: 2000.000 t/s" >&2'
-    lines = f"printf '<0001><0002><0003><0004><0005>'; [ -e $0.ran ] && {figures}; >$0.ran"
-    program(tmp_path, "llama-speculative", lines)
-    programs, models = script("llama_cpp"), (tmp_path / "a.gguf", tmp_path / "b.gguf")
-    run = programs.speculative_runner(tmp_path, "llama-speculative", models, programs.Drafting(2))
-    assert run([1, 2], asked()) == (4, 0.002, [3, 4, 5])
-
-
 def test_plain_decoding_is_timed_by_its_passes_of_one_token_and_none_without_figures(tmp_path):
     lines = "prompt eval time = 9.00 ms / 2 tokens ( 4.5 ms per token)\nx:  eval time =  10.00 ms /   2 runs   (5.0"
     program(tmp_path, "llama-completion", f"printf '<0003><0004><0005>'; printf '{lines}' >&2")

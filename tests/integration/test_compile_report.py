@@ -1,4 +1,4 @@
-"""The compile report: its command on a small case, what it reads in machine code, what it keeps, and its faults."""
+"""The compile report: its command on a small case, what it keeps, and its faults."""
 
 import json
 import subprocess
@@ -27,27 +27,6 @@ for name in sys.argv[1:]:
     print(name, *re.findall(r"fma\\.\\S*f\\d\\S*", kernel.asm["ptx"]), *["may fuse"] * kernel.metadata.enable_fp_fusion)
 """
 CASE = "bf16 D64 64x1"
-LISTING = """\
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/              @!P0 LDG.E.U8 R2, desc[UR4][R2.64] ;
-        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
-        /*0030*/               @P1 BRA `(.L_x_1) ;
-.L_x_2:
-        /*0040*/                   DEPBAR.LE SB0, 0xa ;
-        /*0050*/                   LDGSTS.E.BYPASS.128 [R6], desc[UR4][R4.64] ;
-        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
-        /*0070*/              @!P2 BRA `(.L_x_2) ;
-        /*0080*/                   STL.64 [R1+0x8], R8 ;
-.L_x_3:
-        /*0090*/                   LDGSTS.E.BYPASS.128 [R6], desc[UR4][R4.64] ;
-        /*00a0*/              @!P2 BRA `(.L_x_3) ;
-        /*00b0*/                   LDG.E R7, desc[UR4][R4.64] ;
-        /*00c0*/                   EXIT ;
-.L_x_4:
-        /*00d0*/                   BRA `(.L_x_4);
-"""
-
 FIGURES = {
     "kernel": "attention", "registers": 255, "warps": 8, "spill": 0, "shared": 227 * 1024, "tensor_memory": 0, "fit": 1,
     "dot": "HGMMA", "half_rows": 64, "load": "LDGSTS.128", "load_bytes": 16, "ahead": 2, "waits": 1, "loop": 300,
@@ -164,24 +143,6 @@ def test_small_products_and_other_architectures_need_no_wgmma_nor_others_wide_lo
     assert report.faults_of(row(half_rows=0, load_bytes=4)) == []
 
 
-def test_the_inner_loop_takes_products_and_copies_asynchronously_if_any_does():
-    instructions, labels = machine_code.parse(LISTING)
-    loop = machine_code.inner_loop(instructions, labels, {"HGMMA"})
-    assert [instruction.name for instruction in loop] == ["DEPBAR", "LDGSTS", "HGMMA", "BRA"]
-    assert [instruction.groups_left for instruction in loop] == [10, 0, 0, 0]
-    without_copies = [instruction for instruction in instructions if instruction.name != "LDGSTS"]
-    shortest = machine_code.inner_loop(without_copies, {".L_x_1": 1, ".L_x_2": 4, ".L_x_3": 8, ".L_x_4": 11}, {"HGMMA"})
-    assert [instruction.name for instruction in shortest] == ["LDG", "HGMMA", "BRA"]
-    assert machine_code.inner_loop(instructions, labels, {"HMMA"}) == instructions
-
-
-def test_widths_are_read_in_bytes():
-    instructions, _ = machine_code.parse(LISTING)
-    sizes = [(instruction.name, instruction.bytes) for instruction in instructions if "LD" in instruction.name]
-    assert sizes == [("LDC", 4), ("LDG", 1), ("LDGSTS", 16), ("LDGSTS", 16), ("LDG", 4)]
-    assert [instruction.bytes for instruction in instructions if instruction.name == "STL"] == [8]
-
-
 @pytest.mark.parametrize(("arch", "registers", "warps", "shared", "tensor_memory", "programs"), [
     (90, 32, 1, 0, 0, 32),  # the most there are
     (90, 255, 8, 0, 0, 1),  # 65,536 registers are 8 warps of 32 x 256
@@ -285,21 +246,3 @@ def test_of_what_the_repository_keeps_some_is_compiled_again_and_must_agree(kept
     assert len(found.disagreements) == 2
     assert found.disagreements[0].endswith("record.json is wrong: attention: registers 7 became 255")
     assert len(report.find([90], names, anew=False).disagreements) == 4  # two more are tried, and two are known
-
-
-def test_a_file_of_another_form_is_no_record(tmp_path):
-    path, kernels = tmp_path / "kept.json", {"a case": {"one": figures()}}
-    assert record.read_record(path) == {}
-    record.write_record(path, kernels)
-    assert record.read_record(path) == kernels
-    for other in (path.read_text().replace('"special"', '"exp"'), "[]"):
-        path.write_text(other)
-        assert record.read_record(path) == {}
-
-
-def test_kernels_that_come_or_go_are_a_difference_and_how_long_compiling_took_is_none():
-    one = figures()
-    assert record.differences({"a": one}, {"a": one._replace(seconds=9.0)}) == []
-    assert record.differences({"a": one}, {"b": one, "c": one._replace(kernel="merge")}) == [
-        "attention became attention, merge"
-    ]

@@ -251,19 +251,6 @@ def test_a_cache_keeps_the_positions_that_it_was_made_for(tiny_pair):
     assert torch.allclose(cache.read(0)[0][:, :, :40], keys, atol=1e-5)
 
 
-class Int8Linear(nn.Linear):
-    """Weights as bytes, as bitsandbytes has them."""
-
-    def __init__(self, linear):
-        super().__init__(linear.in_features, linear.out_features, bias=False)
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
-        self.scale = nn.Buffer(scale)
-
-    def forward(self, hidden):
-        return nn.functional.linear(hidden, self.weight * self.scale)
-
-
 class Packed(torch.Tensor):
     """A weight whose module is an ordinary nn.Linear, as torchao has them; it lends itself to `linear` alone."""
 
@@ -275,20 +262,12 @@ class Packed(torch.Tensor):
         return out.as_subclass(torch.Tensor) if func is nn.functional.linear else out
 
 
-def int8(mlp):
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        setattr(mlp, name, Int8Linear(getattr(mlp, name)))
-
-
-def packed(mlp):
-    mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.detach().as_subclass(Packed), requires_grad=False)
-
-
-@pytest.mark.parametrize("quantise", [int8, packed])
-def test_quantised_linear_layers_are_called_as_they_are(quantise):
+def test_quantised_linear_layers_are_called_as_they_are():
+    """Those that are a class of their own: kernels/test_linear."""
     target = tiny_llama(1, hidden_size=256, intermediate_size=1024)  # large enough to be read from memory
     for layer in target.model.layers:
-        quantise(layer.mlp)
+        packed = layer.mlp.up_proj.weight.detach().as_subclass(Packed)
+        layer.mlp.up_proj.weight = nn.Parameter(packed, requires_grad=False)
     expected = transformers_greedy(target, IDS, 24)
     out = SpeculativeDecoder(target, EarlyExit(1), "sequoia").generate(IDS, 24)
     assert torch.equal(out.sequences, expected)

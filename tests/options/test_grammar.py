@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
+from conformance_parts import LARK, tokenizer_of
 from processed_texts import assert_same_or_tie, odd_behind_even, references
 from texts_with_rules import EOS
 from tiny_models import tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 from heavypath.speculative import Grammar, SpeculativeDecoder
@@ -34,10 +34,7 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def letters():
     """A tokenizer of the letters a to e, an end, and one token of two letters."""
-    tokens = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4, "<end>": EOS, "ab": 6}
-    tokenizer = Tokenizer(models.BPE(tokens, [("a", "b")]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    return tokenizer_of(7)
 
 
 def allowed_after(following, paths):
@@ -93,9 +90,6 @@ def test_sampled_json_parses_in_a_batch(demo_pair):
         eos_token_id=0, sequence_ids=torch.tensor([2]),
     )  # fmt: skip
     assert texts[2] == tokenizer.decode(free.sequences[0, width:], skip_special_tokens=True)
-
-
-LARK = 'start: "a" (tail | "b" start)\ntail: "c" | "d" tail "e"'
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,7 +4,6 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from functools import cache
 
-import numpy as np
 import pytest
 from bench_scripts import script
 
@@ -64,20 +63,3 @@ def test_without_chromium_the_command_says_what_is_missing(monkeypatch, tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         script("pictures").main(["--plot", str(tmp_path / "file")])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    reason="no Chromium on the path",
-)
-def test_the_page_of_a_trace_is_cropped_to_what_is_drawn(tmp_path, capsys):
-    image = pytest.importorskip("PIL.Image")
-    script("pictures").main(["--plot", str(tmp_path), "--only", "trace"])
-    path = tmp_path / "pictures-trace.png"
-    assert capsys.readouterr().out == f"{path}\n"
-    assert path.stat().st_size < 200_000
-    with image.open(path) as picture:
-        rows = np.asarray(picture.convert("L"))
-    assert rows[len(rows) * 9 // 10 :].min() < 150  # the legend is there, at the end
-    assert rows[-8:].min() > 200

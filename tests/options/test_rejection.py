@@ -93,10 +93,3 @@ def test_a_command_prints_and_writes_its_table_and_draws_a_picture(capsys, tmp_p
     assert f"{result['methods']['k-seq']['rejection'][3]:.3f}" in capsys.readouterr().out
     picture = image.imread(tmp_path / "out.png")[..., :3]
     assert (picture.max(-1) - picture.min(-1) > 0.3).mean() > 0.002  # colour
-
-
-@pytest.mark.parametrize("wrong", ["--prompts=1", "--children=0", "--temperatures=0", "--draws=0"])
-def test_what_cannot_be_measured_is_refused(wrong, capsys):
-    with pytest.raises(SystemExit):
-        rejection.main([wrong])
-    assert "error: " in capsys.readouterr().err

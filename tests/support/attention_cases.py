@@ -3,6 +3,7 @@
 import math
 
 import torch
+import tree_cases
 from devices import DEVICE
 
 from heavypath.kernels.attention.masks import pack_ancestors
@@ -34,9 +35,7 @@ def oracle(query, key, value, lengths, mask, scale=None, softcap=None, window=No
 
 
 def random_tree(nodes: int, seed: int = 0, order: str = "heavy_path") -> TokenTree:
-    generator = torch.Generator().manual_seed(seed)
-    parents = [-1, *(int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, nodes))]
-    return TokenTree(parents).reordered(order)[0]
+    return tree_cases.random_tree(nodes, seed).reordered(order)[0]
 
 
 def inputs(batch, heads, kv_heads, nodes, rows, head_dim, dtype=torch.float32, seed=0):

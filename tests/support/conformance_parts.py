@@ -12,6 +12,7 @@ from conformance_rows import GROWING
 from families import tiny
 from head_cases import head_of
 from own_drafts import Bigrams
+from processed_texts import odd_behind_even
 from tiny_models import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -100,17 +101,6 @@ def tokenizer_of(vocab_size):
 @lru_cache
 def grammar_of(vocab_size):
     return Grammar.lark(LARK, tokenizer_of(vocab_size))
-
-
-@lru_cache
-def same_last_bit(vocab_size):
-    """[2, V]: which tokens are even, and which are odd."""
-    return torch.arange(vocab_size) % 2 == torch.tensor([[0], [1]])
-
-
-def odd_after_even(input_ids, scores):
-    """After a token no other that has its last bit."""
-    return scores.masked_fill(same_last_bit(scores.shape[1])[input_ids[:, -1] & 1], -torch.inf)
 
 
 def naive(log_target, log_draft, children):
@@ -259,8 +249,8 @@ class Case:
         no_grammar = not self.row["grammar"]  # which may have only one way to go on
         kinds = {
             "class": [theirs.SequenceBiasLogitsProcessor(bias)] + [theirs.NoRepeatNGramLogitsProcessor(3)] * no_grammar,
-            "function": [odd_after_even],
-            "by sequence": [[odd_after_even], [], [theirs.SequenceBiasLogitsProcessor(bias)]][place % 3],
+            "function": [odd_behind_even],
+            "by sequence": [[odd_behind_even], [], [theirs.SequenceBiasLogitsProcessor(bias)]][place % 3],
         }
         return kinds.get(self.row["processors"], [])
 

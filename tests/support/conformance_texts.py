@@ -6,11 +6,13 @@ A text is the list of a prompt's new tokens.
 from functools import partial
 
 import torch
-from conformance_parts import EOS, PROMPTS, SEED, grammar_of
+from conformance_parts import EOS, FILTERS, PROMPTS, SEED, grammar_of
+from processed_texts import processed_law
+from texts_with_rules import left_padded
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
-from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.filtering import Filters
 
 LENGTH = 4  # of texts whose law is enumerated
 
@@ -28,19 +30,11 @@ class Told:
         self.ended = True
 
 
-def left_padded(numbers):
-    """input_ids and attention_mask [B, T] of the prompts of these numbers."""
-    width = max(len(PROMPTS[number]) for number in numbers)
-    rows = [[0] * (width - len(PROMPTS[number])) + PROMPTS[number] for number in numbers]
-    mask = [[0] * (width - len(PROMPTS[number])) + [1] * len(PROMPTS[number]) for number in numbers]
-    return torch.tensor(rows), torch.tensor(mask)
-
-
 def texts(case, decoder, *, way=None, only=None, past=None):
     """The texts of a case's batch, or of its sequence `only` alone, by a decoder in some way (default: the row's)."""
     way = case.row["way"] if way is None else way
     places = [*range(len(case.members))] if only is None else [only]
-    ids, mask = left_padded([case.members[place] for place in places])
+    ids, mask = left_padded([PROMPTS[case.members[place]] for place in places]).values()
     settings = {"temperature": case.row["temperature"], **case.sampling, **case.ending, **case.constraints_of(places)}
     if way == "served":
         return served(case, decoder, places, settings)
@@ -137,28 +131,12 @@ def every_processor(case, place):
     return LogitsProcessorList(processors + case.processors(place) + grammars(case, width))
 
 
-@torch.inference_mode()
 def law_of(case):
     """The joint law [V, V, V, V] of the first prompt's new tokens, by enumeration; the end fills up."""
-    target, vocab = case.target, case.vocab_size
-    prompt = torch.tensor(PROMPTS[case.members[0]])
-    kept = {name: case.sampling.get(name) for name in ("top_k", "top_p", "min_p")}
-    filters = Filters(case.row["temperature"], **kept)
-    processors, ends = every_processor(case, 0), case.row["stop"] == "token"
-    contexts, law = prompt[None], torch.ones(1).double()
-    for _ in range(LENGTH):
-        there, step = law > 0, torch.zeros(len(contexts), vocab).double()
-        if ends:
-            ended = (contexts[:, len(prompt) :] == EOS).any(1)
-            step[ended, EOS] = 1.0
-            there &= ~ended
-        if there.any():
-            logits = processors(contexts[there], target(contexts[there]).logits[:, -1].float())
-            step[there] = filtered_logprobs(logits, filters).exp().double()
-        law = (law[:, None] * step).flatten()
-        new = torch.arange(vocab).repeat(len(contexts))[:, None]
-        contexts = torch.cat([contexts.repeat_interleave(vocab, 0), new], 1)
-    return law.view([vocab] * LENGTH)
+    filters = Filters(case.row["temperature"], **FILTERS[case.row["filter"]])
+    end, prompt = EOS if case.row["stop"] == "token" else None, torch.tensor(PROMPTS[case.members[0]])
+    law = processed_law(case.target, prompt, every_processor(case, 0), filters, LENGTH, end)
+    return law.view([case.vocab_size] * LENGTH)
 
 
 def sampled(case, decoder):

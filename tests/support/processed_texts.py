@@ -22,14 +22,19 @@ def assert_same_or_tie(model, ours, theirs):
 
 
 @torch.inference_mode()
-def processed_law(model, prompt, processors, filters, length):
-    """Joint probabilities [V ** length] of the next tokens, by enumeration."""
+def processed_law(model, prompt, processors, filters, length, end=None):
+    """Joint probabilities [V ** length] of the next tokens, by enumeration; after the token `end` only it follows."""
     vocab, contexts, law = model.config.vocab_size, prompt[None], torch.ones(1).double()
     for _ in range(length):
         there = law > 0  # no processor is asked what follows a text that cannot come about
         step = torch.zeros(len(contexts), vocab).double()
-        logits = LogitsProcessorList(processors)(contexts[there], model(contexts[there]).logits[:, -1].float())
-        step[there] = filtered_logprobs(logits, filters).exp().double()
+        if end is not None:
+            ended = (contexts[:, len(prompt) :] == end).any(1)
+            step[ended, end] = 1.0
+            there &= ~ended
+        if there.any():
+            logits = LogitsProcessorList(processors)(contexts[there], model(contexts[there]).logits[:, -1].float())
+            step[there] = filtered_logprobs(logits, filters).exp().double()
         law = (law[:, None] * step).flatten()
         more = torch.arange(vocab).repeat(len(contexts))[:, None]
         contexts = torch.cat([contexts.repeat_interleave(vocab, 0), more], 1)
