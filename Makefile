@@ -32,7 +32,7 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	unusable_prompts_are_refused_in_one_line unusable_models_are_refused_in_one_line) \
 	core/test_decoder.py::test_statistics_add_up)
 
-.PHONY: help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature test-oldest test-newest test-libraries \
+.PHONY: hub try-hub hub-generate wheels try-wheels help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature test-oldest test-newest test-libraries \
 	check docs docs-serve docs-tables report record pictures clean requirements
 
 help:
@@ -56,6 +56,11 @@ help:
 	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
 	@echo "make durations    write how long each test file takes into tests/durations.json"
 	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
+	@echo "make hub          write the kernels as a repository of Hugging Face's Kernel Hub into build/hub"
+	@echo "make try-hub      load that with Hugging Face's kernels, and run its tests and benchmarks"
+	@echo "make hub-generate write the custom_generate repository into build/hub-generate"
+	@echo "make wheels       build wheel and source distribution twice into dist, and compare them"
+	@echo "make try-wheels   install the wheel into empty environments of PYTHONS, and decode with it, without Triton too"
 	@echo "make pictures     draw the pictures of docs/images again; one of them needs Chromium"
 	@echo "make clean        remove what was built and installed here"
 
@@ -76,7 +81,7 @@ durations: setup
 
 # Every part runs, whatever became of those before it.
 nightly: setup
-	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature test-newest test-libraries; do \
+	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature test-newest test-libraries try-hub; do \
 		$(MAKE) $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 .PHONY: slow triples today races
@@ -134,6 +139,45 @@ report: setup
 
 record: setup
 	$(BIN)/python bench/compile_report.py --record
+
+hub: setup
+	$(BIN)/python bench/hub/generate.py build/hub
+
+# An environment that has all of the other one, too.
+try-hub: setup
+	$(BIN)/python -m venv --clear build/try-hub
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		>$$(echo build/try-hub/lib/python3*/site-packages)/other.pth
+	build/try-hub/bin/pip install --quiet kernels==0.17.2 tabulate
+	build/try-hub/bin/python -m pytest -m integration tests/integration/test_hub.py
+
+hub-generate:
+	rm -rf build/hub-generate && mkdir -p build
+	cp -r speculative/examples/hub build/hub-generate
+
+wheels: setup
+	$(PIP) build twine
+	rm -rf build/lib build/twice dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation --outdir build/twice
+	cd dist && sha256sum * | (cd ../build/twice && sha256sum --check)
+	$(BIN)/twine check --strict dist/*
+
+PYTHONS ?= python3.11 python3.12 python3.13
+EXTRAS ?= figures,grammar,offload,serve
+PROMPT = generate 'def read_lines(path):' --max-new-tokens 32 --temperature 0
+
+# The second text is that of an environment without Triton.
+try-wheels: wheels
+	@for python in $(PYTHONS); do \
+		command -v $$python >/dev/null || { echo "$$python: not found, not tried"; continue; }; \
+		rm -rf build/try && $$python -m venv build/try && \
+		build/try/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION) && \
+		build/try/bin/pip install --quiet "$$(echo dist/*.whl)[$(EXTRAS)]" && cd build && \
+		try/bin/heavypath demo >demo.txt && try/bin/heavypath $(PROMPT) >with.txt && \
+		try/bin/pip uninstall --quiet --yes triton && try/bin/heavypath $(PROMPT) >without.txt && \
+		cmp with.txt without.txt && cd .. && echo "$$python: $$(build/try/bin/python --version), demo and text without Triton" \
+		|| exit 1; done
 
 pictures: setup
 	$(BIN)/python bench/pictures.py --plot docs/images

@@ -22,11 +22,10 @@ from math import gcd
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.native.steps import compact
 
 MAX_PATH = 2048  # columns of path that the kernel takes
@@ -34,6 +33,7 @@ _TILE = 8192  # units that a program moves, at most: 16 for each thread of 16 wa
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by bytes
 
 
+@operator
 def compact_cache(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],

@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.native.steps import commit as commit_natively
 from heavypath.kernels.nodes import Nodes, Verified
 
@@ -73,6 +72,7 @@ class State(NamedTuple):
     counts: Tensor
 
 
+@operator
 def commit(
     state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int, *, impl: str = "auto"
 ) -> None:

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from triton import knobs
+
+from heavypath.kernels.language import knobs
 
 Compilation = Callable[[], object]
 

@@ -22,11 +22,10 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.filtering import HIDDEN_BITS, LEAST, LOWEST, Filters, raised, score, softmax_scale
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sharing import (
     LOOKS,
     OVER,

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from heavypath.kernels.language import tl, triton
 
 LEAST_TEMPERATURE = 2.0**-126  # the smallest normal fp32 number, to which lower temperatures above 0 are raised
 

@@ -4,7 +4,7 @@
 torch. Some functions have a third: "native", compiled C++ for CPU tensors (`heavypath.kernels.native`). For these
 "auto" is native where a compiler is found. Each kernel's own file checks what else the kernel cannot take.
 
-Public functions that compute outside of PyTorch are `opaque`: neither torch.compile nor torch.func looks into them.
+torch.compile sees a public function as one operator (`operator`), and torch.func does not look into it.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from triton import knobs
 
+from heavypath.kernels.language import MISSING, knobs
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import refuse
 
@@ -23,28 +23,33 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
-def opaque(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Have torch.compile call a function as it is, with a graph break, and torch.func's transforms refused.
+def operator(func: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Have torch.compile and torch.export call a public function by its operator, which is in `operators.public`.
 
-    It costs half of what torch.compiler.disable does, and does not import the compiler where nobody compiles.
+    Otherwise it is called as it is, and torch.func's transforms are refused.
     """
 
-    @wraps(function)
+    @wraps(func)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        func: Any = function
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(f"{function.__name__} computes outside of PyTorch")  # what fullgraph=True says
-            func = torch.compiler.disable(call)
-        elif peek_interpreter_stack() is not None and any(
+            return call_operator(func.__name__, args, kwargs)
+        if peek_interpreter_stack() is not None and any(
             isinstance(each, Tensor) and is_functorch_wrapped_tensor(each) for each in (*args, *kwargs.values())
         ):
             raise TypeError(
-                f"{function.__name__} cannot be transformed by torch.func (vmap, grad, jvp): it computes outside of "
+                f"{func.__name__} cannot be transformed by torch.func (vmap, grad, jvp): it computes outside of "
                 "PyTorch; give it all rows at once, it takes a batch"
             )
         return func(*args, **kwargs)
 
     return call
+
+
+def call_operator(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Call a function by its operator."""
+    from heavypath.kernels.operators import OPERATORS  # which imports all kernels
+
+    return OPERATORS[name](args, named)
 
 
 def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = False) -> str:
@@ -54,7 +59,7 @@ def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = Fals
     """
     if impl == "auto":
         if tensor.is_cuda:
-            return "triton"
+            return _triton(function)
         if native and tensor.is_cpu and library() is not None:
             return "native"
         refuse(function)
@@ -68,12 +73,23 @@ def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = Fals
     if impl not in ("torch", "triton"):
         others = "'auto', 'native', 'triton' or 'torch'" if native else "'auto', 'triton' or 'torch'"
         raise ValueError(f"{function} has impl {others}, got {impl!r}")
-    if impl == "triton" and not tensor.is_cuda and not knobs.runtime.interpret:
+    if impl == "torch":
+        return impl
+    if not tensor.is_cuda and not MISSING and not knobs.runtime.interpret:
         raise ValueError(
             f"impl 'triton' needs CUDA tensors, got {tensor.device}; on a CPU take impl 'torch', "
             "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
         )
-    return impl
+    return _triton(function)
+
+
+def _triton(function: str) -> str:
+    if MISSING:
+        raise ValueError(
+            f"{function}: impl 'triton' needs the package triton, which is not installed: on Linux `pip install "
+            "triton`, elsewhere take CPU tensors, which other implementations serve"
+        )
+    return "triton"
 
 
 def in_rows(tensor: Tensor) -> Tensor:

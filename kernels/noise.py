@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from heavypath.kernels.language import tl, triton
 
 _MASK = 0xFFFFFFFF
 Words = np.ndarray | int

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 
 MAX_NODES = 2048  # of the kernel: parent, size, rank and node have 11 bits each in a sorting key
 _FIELD = tl.constexpr(MAX_NODES)
@@ -44,6 +43,7 @@ class Ordering(NamedTuple):
     subtree_end: Tensor
 
 
+@operator
 def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str = "auto") -> Ordering:
     """Number the nodes of each tree in preorder, siblings by falling subtree size, then by sibling index.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_scores
-from heavypath.kernels.implementation import choose_impl, opaque
+from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.native.sampling import draw
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels, noise_bits
 from heavypath.kernels.sampling_kernel import launch_topk
@@ -42,7 +42,7 @@ class TopK(NamedTuple):
     logprobs: Tensor
 
 
-@opaque
+@operator
 def gumbel_topk(
     logits: Tensor,
     k: int,
@@ -88,8 +88,8 @@ def gumbel_topk(
             raise ValueError(f"rows must be a LongTensor {[*lead]}, one per row of logits, got {given}")
         if rows.device != logits.device:
             raise ValueError(f"rows must be on the logits' device {logits.device}, got {rows.device}")
-        if rows.device.type == "cpu" and rows.numpy().min(initial=0) < 0:
-            raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
+        if rows.device.type == "cpu":
+            _check_values(rows)
         rows = rows.reshape(-1)
     check_seed(seed, logits.device)
     impl = choose_impl("gumbel_topk", impl, logits, native=True)
@@ -98,6 +98,11 @@ def gumbel_topk(
     draws = {"replacement": replacement, "uniform_fill": uniform_fill}
     fields = _draw(impl, logits.reshape(-1, vocab_size), k, filters, Noise(seed, rows), **draws)
     return TopK(*(field.view(*lead, k) for field in fields))
+
+
+def _check_values(rows: Tensor) -> None:
+    if rows.numpy().min(initial=0) < 0:
+        raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
 
 
 def draw_unchecked(

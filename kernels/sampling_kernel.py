@@ -15,12 +15,11 @@ row into chunks and groups.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.filter_cuts import filter_cuts, filtered
 from heavypath.kernels.filtering import LOG2E, LOWEST, Filters, raised, score, softmax_scale
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
 from heavypath.kernels.tickets import is_last, tickets
 

@@ -13,13 +13,12 @@ token has all of the probability, whatever the noise.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.filter_cuts import cuts_by_sequence, filtered
 from heavypath.kernels.filtering import LEAST, LEAST_TEMPERATURE, Filters, score
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.native.sampling import sequence_scores as scores_natively
 
 LOWEST = torch.finfo(torch.float32).min
@@ -31,6 +30,7 @@ def settings_of(filters: Filters) -> list[float]:
     return [float(filters.temperature), float(filters.top_k or 0), top_p, float(filters.min_p or 0)]
 
 
+@operator
 def sequence_scores(logits: Tensor, settings: Tensor, *, impl: str = "auto") -> Tensor:
     """The scores fp32 [B, N, V] of logits [B, N, V].
 

@@ -46,9 +46,8 @@ The counters, int32, are zero before and after a launch (see `tickets`):
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
 import torch
-import triton
-import triton.language as tl
-from triton import knobs
+
+from heavypath.kernels.language import knobs, tl, triton
 
 LOOKS = tl.constexpr(24 if knobs.runtime.interpret else 4096)  # of one helper; 4096 take a few milliseconds
 LOOK = tl.constexpr(1024)  # counters that a helper loads at once: at least the threads of a program

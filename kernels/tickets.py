@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
+
+from heavypath.kernels.language import driver, tl, triton
 
 buffers: dict[object, Tensor] = {}
 _given = threading.local()

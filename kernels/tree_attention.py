@@ -36,7 +36,7 @@ from heavypath.kernels.attention.launch import (
     plan_launch,
 )
 from heavypath.kernels.attention.masks import PackedAncestors, Visible, attention_bias
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import call_operator, choose_impl
 
 _FEW_QUERIES = 8  # up to this many, queries of a group share one matrix product on a CPU
 
@@ -96,10 +96,7 @@ def tree_attention(
     else:
         ancestors, nodes = ancestor_mask, query.shape[-2] if ancestor_mask is None else ancestor_mask.shape[-1]
     visible = Visible(length, lengths, subtree_end, ancestors, nodes, first_row, window, counts)
-    impl, as_operator = _route(query, key, value, impl)
-    if as_operator:
-        return _call_operator(query, key, value, visible, softcap, scale, impl)
-    return _compute(query, key, value, visible, softcap, scale, impl).transpose(1, 2)
+    return _routed(query, key, value, visible, softcap, scale, impl).transpose(1, 2)
 
 
 def chain_attention(
@@ -119,17 +116,16 @@ def chain_attention(
     """
     length, lengths = (0, prefix_length) if isinstance(prefix_length, Tensor) else (prefix_length, None)
     visible = Visible(length, lengths, None, None, query.shape[2], first_row, window)
-    impl, as_operator = _route(query, key, value, impl)
-    if as_operator:
-        return _call_operator(query, key, value, visible, softcap, scale, impl).transpose(1, 2)
-    return _compute(query, key, value, visible, softcap, scale, impl)
+    return _routed(query, key, value, visible, softcap, scale, impl)
 
 
-def _route(query: Tensor, key: Tensor, value: Tensor, impl: str) -> tuple[str, bool]:
-    """Choose the implementation that runs, and whether it runs as an operator of PyTorch.
+def _routed(
+    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float | None, impl: str
+) -> Tensor:
+    """`visible_attention` by the implementation that runs, and as an operator of PyTorch where somebody looks.
 
-    The custom operator makes attention one node for all that record or replace operators: compilers, tracers, modes of
-    dispatch and subclasses of Tensor. Its dispatch takes as long as a small attention, and it has no gradient.
+    The operator makes attention one node for all that record or replace operators: compilers, tracers, modes of
+    dispatch and subclasses of Tensor. Its dispatch takes time, and it has no gradient.
     """
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if impl == "auto" and needs_gradient:
@@ -138,64 +134,16 @@ def _route(query: Tensor, key: Tensor, value: Tensor, impl: str) -> tuple[str, b
     if impl == "triton" and needs_gradient:
         raise ValueError("impl 'triton' has no gradient; take impl 'torch', or call it under torch.no_grad()")
     if torch.compiler.is_compiling():
-        return impl, not needs_gradient
-    if impl == "torch":  # which is operators of PyTorch
-        return impl, False
-    return impl, type(query) is not Tensor or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+        as_operator = not needs_gradient
+    else:  # what impl "torch" does is operators of PyTorch
+        watched = type(query) is not Tensor or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+        as_operator = watched and impl != "torch"
+    if as_operator:
+        return call_operator("tree_attention", (query, key, value, visible, softcap, scale, impl), {})
+    return visible_attention(query, key, value, visible, softcap, scale, impl)
 
 
-def _call_operator(
-    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float | None, impl: str
-) -> Tensor:
-    return _operator(
-        query,
-        key,
-        value,
-        prefix_length=visible.length,
-        prefix_lengths=visible.lengths,
-        subtree_end=visible.subtree_end,
-        ancestor_mask=visible.ancestors,
-        nodes=visible.nodes,
-        counts=visible.counts,
-        first_row=visible.first_row,
-        window=visible.window,
-        softcap=softcap,
-        scale=scale,
-        impl=impl,
-    )
-
-
-def _tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prefix_length: int,
-    prefix_lengths: Tensor | None,
-    subtree_end: Tensor | None,
-    ancestor_mask: Tensor | None,
-    nodes: int,
-    counts: Tensor | None,
-    first_row: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
-    impl: str,
-) -> Tensor:
-    """`tree_attention` with the flat list of arguments that a custom operator of PyTorch must have."""
-    visible = Visible(prefix_length, prefix_lengths, subtree_end, ancestor_mask, nodes, first_row, window, counts)
-    return _compute(query, key, value, visible, softcap, scale, impl).transpose(1, 2)
-
-
-# For torch.compile and torch.export this is one node. Its output is laid out as [B, N, Hq, D].
-_operator = torch.library.custom_op("heavypath::tree_attention", _tree_attention, mutates_args=())
-
-
-@_operator.register_fake
-def _(query: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def _compute(
+def visible_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float | None, impl: str
 ) -> Tensor:
     """Check the arguments and attend: [B, N, Hq, D]."""
@@ -232,7 +180,7 @@ def _compute(
         return _by_node(query) if query.numel() == 0 else _reference(query, key, value, visible, softcap, factor)
     if plan.in_place and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0:
         return launch_tree_attention(query, key, value, visible, softcap, factor, plan)
-    return _compute(in_place(query), in_place(key), in_place(value), visible, softcap, scale, impl)
+    return visible_attention(in_place(query), in_place(key), in_place(value), visible, softcap, scale, impl)
 
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # a `TensorLayout` without its names
@@ -243,7 +191,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _named(layouts: tuple[Any, ...]) -> Layouts:
-    """`Layouts` of what `_compute` makes in less time: query, key and value in one tuple, and then the masks."""
+    """`Layouts` of what is made in less time by `visible_attention`: query, key, value in one tuple, then the masks."""
     query, key, value = (TensorLayout._make(layouts[at : at + 4]) for at in (0, 4, 8))
     return Layouts(query, key, value, *(mask and TensorLayout._make(mask) for mask in layouts[12] or (None,) * 5))
 

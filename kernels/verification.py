@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_scores
-from heavypath.kernels.implementation import choose_impl, opaque
+from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.native.verification import verify
 from heavypath.kernels.nodes import (
     Laws,
@@ -74,7 +74,7 @@ from heavypath.kernels.verifying.walk import launch_walk
 __all__ = ["DRAFT_AWARE", "VERIFICATION_METHODS", "Rule", "verify_tree", "verify_unchecked"]
 
 
-@opaque
+@operator
 def verify_tree(
     tokens: Tensor,
     parents: Tensor,

@@ -27,9 +27,7 @@ byte tensor cores are the limit, below it memory is.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 
-import triton
-import triton.language as tl
-
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.tickets import is_last
 
 MAX_NODES = 2048  # each of 64 blocks of 32 keys has a bit in one word

@@ -18,12 +18,11 @@ number is less than w. A query that sees n nodes of the tree sees the last w - n
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.language import tl, triton
 
 _WORDS = tl.constexpr(8)  # of 32 nodes each, that a program packs at once
 

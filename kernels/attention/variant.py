@@ -14,9 +14,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.runtime import driver as drivers
+from heavypath.kernels.language import CompiledKernel, driver, knobs
 
 
 class Variant:
@@ -80,5 +78,5 @@ def current_stream(device: int) -> int | None:
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return None
-    driver: Any = drivers.active
-    return driver.get_current_stream(device)
+    active: Any = driver.active
+    return active.get_current_stream(device)

@@ -9,17 +9,17 @@ they are. In 16 bits silu is rounded before the product, as by the modules of tr
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rounding import rounded
 
 _ELEMENTS = 1024  # of a program
 
 
+@operator
 def silu_product(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
     """silu(gate) * up, [R, F].
 

@@ -15,12 +15,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rounding import rounded
 
 MAX_COLUMNS = 1 << 15  # what a program of 32 warps keeps in registers
@@ -33,6 +32,7 @@ class Norm(NamedTuple):
     epsilon: float
 
 
+@operator
 def add_rms_norm(hidden: Tensor, added: Tensor | None, norm: Norm, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """The sum hidden + added and its RMS norm, [R, K] both; without `added` the sum is `hidden` itself.
 

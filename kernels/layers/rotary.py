@@ -15,11 +15,10 @@ both products, and their sum.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rms_norm import Norm, normalized
 from heavypath.kernels.layers.rounding import rounded
 
@@ -60,6 +59,7 @@ class HeadNorms(NamedTuple):
     key: Norm
 
 
+@operator
 def rotate_and_store(
     projected: Projected,
     turns: Turns,

@@ -6,8 +6,7 @@ rounds once, of a rounded product and the sum after it; in fp32, too, where `rou
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-import triton
-import triton.language as tl
+from heavypath.kernels.language import tl, triton
 
 
 @triton.jit

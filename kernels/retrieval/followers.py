@@ -24,11 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.retrieval.corpus import SortedCorpus
 
 PRIOR = tl.constexpr(256.0)  # a, in occurrences in the corpus
@@ -40,6 +39,7 @@ _NEVER = [0] * 64
 _SAMPLE = np.arange(MOST.value)
 
 
+@operator
 def follower_logprobs(
     corpus: SortedCorpus,
     cache_rows: Tensor,

@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.retrieval.corpus import SortedCorpus
 
 
@@ -54,6 +53,7 @@ def store_texts(corpus: SortedCorpus, tokens: Tensor, keys: Tensor, values: Tens
         low, high = (pad(bound[:, :-1], (1, 0)) for bound in (low, high))  # of the token before
 
 
+@operator
 def append_tokens(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor, *, impl: str = "auto") -> None:
     """Write the rows of nodes whose parents' rows are written, or are among the nodes.
 

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.native.growth import assemble as assemble_natively
 from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
 from heavypath.kernels.trees.levels import Fed

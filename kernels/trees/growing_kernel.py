@@ -9,11 +9,10 @@ rows of values fall; the program takes the best of their n heads, `width` times.
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.filtering import LOG2E, LOWEST
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.levels import Fed
 from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots

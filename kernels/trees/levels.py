@@ -22,11 +22,10 @@ the logits after them, because a verification takes the children of both for dra
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.native import steps
 
 _BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
@@ -133,6 +132,7 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, 
     )
 
 
+@operator
 def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, *, whole: bool = False, impl: str = "auto") -> Fed:
     """Put what was drawn into trees.tokens, in place, and gather the nodes to be given to a model next.
 

@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, check_kernel_takes
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.native.verification import verify
 from heavypath.kernels.nodes import (
     Nodes,
@@ -61,6 +61,7 @@ class Typical(NamedTuple):
         return epsilon, delta
 
 
+@operator
 def accept_typical(
     tokens: Tensor,
     parents: Tensor,

@@ -12,11 +12,10 @@ Rows of nodes without children are not read.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import torch
-import triton
-import triton.language as tl
 
 from heavypath.kernels.filter_cuts import filtered
 from heavypath.kernels.filtering import LOWEST, softmax_scale
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream
 from heavypath.kernels.sampling_kernel import launch_topk

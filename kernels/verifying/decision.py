@@ -17,10 +17,9 @@ numbers stand for, so whoever shares it reads them where the draw of the token f
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import VerifyInputs
 from heavypath.kernels.sharing import LOOKS, OVER, counters, find_open, helpers, leave, take_chunk
 from heavypath.kernels.tickets import is_last, tickets

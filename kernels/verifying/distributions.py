@@ -19,12 +19,11 @@ import math
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.filter_cuts import filtered
 from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised, softmax_scale
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Verified, VerifyInputs, as_verified
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sharing import finish_chunks, open_pass, take_chunk, wait_for_all

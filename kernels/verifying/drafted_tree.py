@@ -6,12 +6,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import triton
-import triton.language as tl
-
 from heavypath.kernels.filter_cuts import filter_cuts
 from heavypath.kernels.filtering import raised
 from heavypath.kernels.implementation import in_rows
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Laws, Nodes, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
 from heavypath.kernels.verifying.distributions import LANES

@@ -50,9 +50,7 @@ child but a single one takes a pass over both rows: one more than of rejection w
 
 # pyright: reportOperatorIssue=false
 
-import triton
-import triton.language as tl
-
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.verifying.distributions import NONE
 
 

@@ -22,9 +22,8 @@ rows, which is shared by programs that are free (see `sharing`). It ends once fp
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import numpy as np
-import triton
-import triton.language as tl
 
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
 
 SEARCH_STEPS = tl.constexpr(12)  # of the search for g

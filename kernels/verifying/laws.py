@@ -31,11 +31,10 @@ touched. A node that rejects two children of two drafts moves 0.26 MB x (1 + 2 +
 import math
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Laws, VerifyInputs
 from heavypath.kernels.verifying.decision import Decided
 from heavypath.kernels.verifying.distributions import (

@@ -27,10 +27,9 @@ both rows, which is shared by programs that are free (see `sharing`).
 import math
 
 import numpy as np
-import triton
-import triton.language as tl
 
 from heavypath.kernels.filtering import LOWEST
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
 from heavypath.kernels.verifying.held import held_child_at_node, hold_at_node
 

@@ -9,9 +9,7 @@ unless nothing leaves the subtree or is held. In that case the node ends all tha
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
-import triton
-import triton.language as tl
-
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sharing import call_leader
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
 from heavypath.kernels.verifying.residual import add_logs, log_sum, undrawn

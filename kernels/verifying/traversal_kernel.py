@@ -20,9 +20,8 @@ need the sum of the most passes of each level. `python bench/predict.py verifica
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import torch
-import triton
-import triton.language as tl
 
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.sharing import OVER, call_leader, counters, find_open, helpers, leave, take_chunk
 from heavypath.kernels.tickets import is_last

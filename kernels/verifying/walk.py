@@ -16,9 +16,8 @@ token's key is computed exactly only where an upper bound of it is above the bes
 import math
 
 import torch
-import triton
-import triton.language as tl
 
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.noise import Stream, gumbel_of, log2_below, octet_bits, seed_words
 from heavypath.kernels.sampling_kernel import NEVER, pack, unpack

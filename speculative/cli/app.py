@@ -94,9 +94,8 @@ def _expected() -> tuple[type[Exception], ...]:
 
 def _in_words(error: Exception) -> str:
     """The message of an error; of a package that is missing, what needs it."""
-    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "triton", "numpy"):
-        linux = ", which has packages for Linux alone" if error.name == "triton" else ""
-        return f"{error.name} is not installed{linux}; it comes with `pip install .` in a checkout ({error})"
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "numpy"):
+        return f"{error.name} is not installed; it comes with `pip install .` in a checkout ({error})"
     return str(error)
 
 

@@ -124,7 +124,7 @@ def installation(device: "torch.device | None" = None) -> dict:
         "heavypath": importlib.metadata.version("heavypath"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
+        "triton": _version_of("triton"),
         "transformers": transformers.__version__,
         "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else "cpu",
         "threads": torch.get_num_threads(),
@@ -179,7 +179,8 @@ def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
         )
     if gpus and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         advice.append("TRITON_INTERPRET is set: the kernels run in an interpreter instead of on the GPU; unset it.")
-    missing = [name for name in ("torch", "triton", "transformers") if facts.get(name) == "missing"]
+    needed = ("torch", "triton", "transformers") if gpus else ("torch", "transformers")
+    missing = [name for name in needed if facts.get(name) == "missing"]
     if missing:
         advice.append(f"{' and '.join(missing)} must be installed: `pip install .` in a checkout.")
     if load.threads > load.cores:

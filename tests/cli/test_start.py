@@ -1,5 +1,6 @@
 """The start of the `heavypath` command: what it does not import, and that its words are those of the package."""
 
+import os
 import re
 import subprocess
 import sys
@@ -76,16 +77,37 @@ def test_simulate_imports_no_pytorch():
     assert loaded(*lines) == ([0, 0, 0], ["numpy"])
 
 
-@pytest.mark.integration
-def test_without_triton_a_command_says_what_is_missing_in_one_line():
-    program = """
+WITHOUT_TRITON = """
 import sys
-sys.argv = ["heavypath"]  # as the command has it
-sys.modules["triton"] = None
+if sys.argv.pop():
+    sys.modules["triton"] = None
+import torch
+from heavypath import SpeculativeDecoder, load_demo_pair
+from heavypath.kernels.layers.gated import silu_product
 from heavypath.speculative.cli.app import main
-assert main(["--version"]) == 0
-assert main(["generate", "x"]) == 1
+target, draft, tokenizer = load_demo_pair()
+ids = tokenizer("class Stack:", return_tensors="pt").input_ids
+for method in ("sequoia", "dyspec", "ersd"):
+    print(SpeculativeDecoder(target, draft, method).generate(ids, 12, 0.8, top_k=20, seed=2).sequences.tolist())
+assert main(["generate", "def read_lines(path):", "--max-new-tokens", "12"]) == 0
+if sys.modules["triton"] is None:
+    try:
+        silu_product(torch.ones(1, 2), torch.ones(1, 2), impl="triton")
+    except ValueError as error:
+        print(error, file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("heavypath: triton is not installed, which has packages for Linux alone; it comes with ")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_without_triton_the_text_is_the_same_and_a_kernel_says_what_is_missing(native):
+    both = [
+        subprocess.run(
+            [sys.executable, "-c", WITHOUT_TRITON, argument], capture_output=True, text=True, check=True,
+            env=os.environ | {"HEAVYPATH_NATIVE": native, "TRITON_INTERPRET": "0"},
+        )
+        for argument in ("", "without")
+    ]  # fmt: skip
+    assert len(both[0].stdout) > 100
+    assert both[0].stdout == both[1].stdout
+    assert "silu_product: impl 'triton' needs the package triton, which is not installed" in both[1].stderr

@@ -245,7 +245,7 @@ def test_what_was_compiled_is_launched_on_its_grid():
 
 def test_a_stream_is_told_unless_a_profiler_wants_to_know_of_launches(monkeypatch):
     monkeypatch.setattr(
-        variant, "drivers", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: device))
+        variant, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: device))
     )
     assert variant.current_stream(3) == 3
     for hook in ("launch_enter_hook", "launch_exit_hook"):

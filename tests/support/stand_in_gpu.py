@@ -375,9 +375,9 @@ def install() -> None:
     torch.Generator = Generator
     torch.compile = compiling_without_placing(torch.compile)
     threading.Thread.run = placed(threading.Thread.run)
-    custom_op = torch.library.custom_op
-    torch.library.custom_op = lambda name, function=None, /, **kwargs: custom_op(
-        name, None if function is None else placed(function), **kwargs
+    impl = torch.library.Library.impl
+    torch.library.Library.impl = lambda library, name, function, *rest, **options: impl(
+        library, name, placed(function) if library.ns == "heavypath" else function, *rest, **options
     )
     Placing().__enter__()
 

@@ -1,0 +1,185 @@
+"""Define a function as an operator of PyTorch, which torch.compile and torch.export see as one node.
+
+An operator takes tensors, numbers and names, in one flat list. So arguments are taken apart by their annotations, and
+results are put together again:
+
+    a NamedTuple                    its fields, one after the other
+    A | B                           an A and a B, of which one is None
+    Tensor, int, float, bool, str   itself
+
+Compilers assume that results share memory neither with arguments nor with each other, and are laid out as they were
+told, here contiguously. The operator copies results for which that does not hold.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("heavypath", "FRAGMENT")
+_SCHEMAS = {
+    Tensor: "Tensor", Sequence[Tensor]: "Tensor[]", int: "SymInt", float: "float", bool: "bool", str: "str",
+}  # fmt: skip
+
+
+class Leaf(NamedTuple):
+    """A value that an operator takes as it is."""
+
+    name: str
+    kind: Any
+    optional: bool
+
+    def schema(self, mutated: str) -> str:
+        """As an operator's schema has it; mutated: the mark of memory that is changed, or nothing."""
+        text = _SCHEMAS[self.kind]
+        if mutated:
+            text = f"Tensor({mutated}!){text.removeprefix('Tensor')}"
+        return f"{text}{'?' * self.optional} {self.name}"
+
+
+class Record(NamedTuple):
+    """A NamedTuple, or several results."""
+
+    kind: Any
+    optional: bool
+    parts: tuple[Any, ...]
+
+
+class Either(NamedTuple):
+    """One of several kinds of values."""
+
+    parts: tuple[Any, ...]
+
+
+def parted(name: str, hint: Any, optional: bool = False) -> Leaf | Record | Either:
+    """The parts of a value with this annotation; names of fields follow that of the value."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        optional = optional or len(kinds) < len(get_args(hint))
+        if len(kinds) > 1:
+            return Either(tuple(parted(f"{name}_{kind.__name__.lower()}", kind, True) for kind in kinds))
+        hint = kinds[0]
+    if get_origin(hint) is tuple:
+        return Record(_together, optional, tuple(parted(f"{name}_{i}", kind) for i, kind in enumerate(get_args(hint))))
+    if get_origin(hint) is None and issubclass(hint, tuple):
+        hints: Any = get_type_hints(hint)
+        fields: Any = hint
+        return Record(hint, optional, tuple(parted(f"{name}_{each}", hints[each], optional) for each in fields._fields))
+    return Leaf(name, hint, optional)
+
+
+def _together(*fields: Any) -> tuple[Any, ...]:
+    return fields
+
+
+def leaves_of(part: Leaf | Record | Either) -> list[Leaf]:
+    """The leaves of a part, in the order of `flat`."""
+    return [part] if isinstance(part, Leaf) else [leaf for each in part.parts for leaf in leaves_of(each)]
+
+
+def flat(part: Leaf | Record | Either, value: Any) -> list[Any]:
+    """The values of the leaves."""
+    if isinstance(part, Leaf):
+        return [value]
+    if isinstance(part, Either):
+        return [leaf for each in part.parts for leaf in flat(each, value if isinstance(value, each.kind) else None)]
+    fields = [None] * len(part.parts) if value is None else value
+    return [leaf for each, field in zip(part.parts, fields, strict=True) for leaf in flat(each, field)]
+
+
+def built(part: Leaf | Record | Either, leaves: Iterator[Any]) -> Any:
+    """The value whose leaves these are."""
+    if isinstance(part, Leaf):
+        return next(leaves)
+    fields = [built(each, leaves) for each in part.parts]
+    if isinstance(part, Either):
+        return next((field for field in fields if field is not None), None)
+    if part.optional and all(field is None for field in fields):
+        return None
+    func = part.kind
+    return func(*fields)
+
+
+class Operator:
+    """A function as an operator.
+
+    function: takes anything that `parted` can take apart, and returns tensors
+    results:  the same with empty tensors, from the shapes of the arguments; None for a function without results
+    mutates:  names of leaves that it changes in place, such as "state_numbers"
+    is_fresh: whether its results are contiguous, and share memory with nothing
+    name:     of the operator; default: the function's
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        results: Callable[..., Any] | None = None,
+        mutates: Sequence[str] = (),
+        *,
+        is_fresh: bool = False,
+        name: str = "",
+    ) -> None:
+        direct = inspect.unwrap(function)
+        name = name or direct.__name__
+        hints, given = get_type_hints(direct), inspect.signature(direct).parameters
+        self._direct, self._fake, self._is_fresh = direct, results, is_fresh
+        self._names = [*given]
+        self._defaults = {name: each.default for name, each in given.items() if each.default is not each.empty}
+        self._given = [parted(name, hints[name]) for name in given]
+        self._result = None if hints["return"] is NoneType else parted("result", hints["return"])
+        leaves = [leaf for part in self._given for leaf in leaves_of(part)]
+        if unknown := {*mutates} - {leaf.name for leaf in leaves}:
+            raise ValueError(f"{name} has no {', '.join(sorted(unknown))}, which it mutates")
+        marks = {name: f"a{i}" for i, name in enumerate(mutates)}
+        taken = ", ".join(leaf.schema(marks.get(leaf.name, "")) for leaf in leaves)
+        made = ", ".join("Tensor" for _ in (() if self._result is None else leaves_of(self._result)))
+        LIBRARY.define(f"{name}({taken}) -> ({made})", tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{LIBRARY.ns}::{name}", self._pretend, lib=LIBRARY)
+        self.overload: Any = getattr(getattr(torch.ops, LIBRARY.ns), name).default
+
+    def leaves(self, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+        """The function's arguments as those of the operator."""
+        given = self._defaults | dict(zip(self._names, args, strict=False)) | named
+        return [leaf for name, part in zip(self._names, self._given, strict=True) for leaf in flat(part, given[name])]
+
+    def __call__(self, args: Sequence[Any], named: dict[str, Any]) -> Any:
+        """The function's result, by the operator."""
+        made = self.overload(*self.leaves(args, named))
+        if self._result is None:
+            return None
+        return built(self._result, iter([made] if isinstance(made, Tensor) else made))
+
+    def _arguments(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        rest = iter(leaves)
+        return {name: built(part, rest) for name, part in zip(self._names, self._given, strict=True)}
+
+    def _run(self, *leaves: Any) -> Any:
+        made = self._direct(**self._arguments(leaves))
+        if self._result is None:
+            return None
+        if self._is_fresh:
+            return _returned(flat(self._result, made))
+        tensors = [each for leaf in leaves for each in (leaf if isinstance(leaf, list) else [leaf])]
+        taken = {each.untyped_storage().data_ptr() for each in tensors if isinstance(each, Tensor)}
+        return _returned([_own(result, taken) for result in flat(self._result, made)])
+
+    def _pretend(self, *leaves: Any) -> Any:
+        if self._result is None or self._fake is None:
+            return None
+        return _returned(flat(self._result, self._fake(**self._arguments(leaves))))
+
+
+def _own(result: Tensor, taken: set[int]) -> Tensor:
+    """The result, or a copy if it is not contiguous or its memory is taken; its memory is taken then."""
+    if not result.is_contiguous() or result.untyped_storage().data_ptr() in taken:
+        result = result.clone(memory_format=torch.contiguous_format)
+    taken.add(result.untyped_storage().data_ptr())
+    return result
+
+
+def _returned(results: list[Tensor]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
