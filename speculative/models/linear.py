@@ -136,7 +136,7 @@ def are_plain(layers: Sequence[Any]) -> bool:
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
-    """The look of a parameter [N] or [N, K]: where it lies, its version, and some of its bits in each row, as a view if it can be."""
+    """The look of a parameter [N] or [N, K]: where it lies, its version, and bits of each row, a view if it can be."""
     bits = parameter.detach().view(torch.int32 if parameter.dtype.itemsize == 4 else torch.int16)
     if bits.ndim > 1:
         rows, columns = bits.shape
