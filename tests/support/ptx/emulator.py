@@ -52,7 +52,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "operands", "constants")),
         *((name, ctypes.c_int64) for name in ("constant_bytes", "register_bytes")),
         ("ranges", ctypes.c_void_p), ("range_count", ctypes.c_int64), ("counts", ctypes.c_void_p),
-        ("seed", ctypes.c_uint64), ("limit", ctypes.c_int64), ("grid", ctypes.c_uint32 * 3),
+        ("seed", ctypes.c_uint64), ("limit", ctypes.c_int64), ("most", ctypes.c_int64), ("grid", ctypes.c_uint32 * 3),
         *((name, ctypes.c_uint32) for name in ("threads", "shared", "at_once")),
         ("late", ctypes.c_int32), ("error_row", ctypes.c_int32), ("error", ctypes.c_char * 400),
     ]  # fmt: skip
@@ -76,9 +76,9 @@ class Emulated:
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, arguments: list[int],
-        ranges: list[tuple[int, int]], schedule: Schedule,
+        ranges: list[tuple[int, int]], schedule: Schedule, most: int = 1 << 60,
     ) -> None:  # fmt: skip
-        """Run all programs of the grid; raises Fault.
+        """Run the programs of the grid, at most so many of them; raises Fault.
 
         arguments: the bits of each parameter; what is left out, as scratch memory of Triton's own, is 0
         ranges:    begin and end of the memory that the launch may touch
@@ -95,8 +95,8 @@ class Emulated:
         job = _Job(
             rows=self.rows.ctypes.data, operands=self.operands.ctypes.data, constants=constants.ctypes.data,
             constant_bytes=len(constants), register_bytes=self.lowered.size, ranges=table.ctypes.data,
-            range_count=len(table), counts=self.counts.ctypes.data, seed=schedule.seed, limit=LIMIT, grid=grid,
-            threads=threads, shared=shared, at_once=min(schedule.at_once, fit), late=schedule.late,
+            range_count=len(table), counts=self.counts.ctypes.data, seed=schedule.seed, limit=LIMIT, most=most,
+            grid=grid, threads=threads, shared=shared, at_once=min(schedule.at_once, fit), late=schedule.late,
         )  # fmt: skip
         if machine().ptx_launch(ctypes.byref(job)):
             raise Fault(f"{job.error.decode()}\n    {self.lowered.rows[job.error_row].text}")

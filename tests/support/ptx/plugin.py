@@ -22,9 +22,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "0"  # kernels are compiled; before Triton is imported
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # of kernels that tests have of their own
 
-import json
 import random
-import struct
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -35,7 +33,8 @@ import stand_in_gpu
 import torch
 import triton
 from ptx.compile import BUILT
-from ptx.emulator import PLAIN, Emulated, Schedule
+from ptx.emulator import PLAIN, Emulated, Fault, Schedule
+from ptx.launching import arguments_of, without_ptxas
 from ptx.report import Traffic, write_report
 from torch import Tensor
 from triton.compiler import CompiledKernel
@@ -44,7 +43,6 @@ ARCHS = {"sm_80": 80, "sm_90": 90}
 LONGEST = 600  # seconds of a processor that a test may take
 FOLLOWS_ADDRESSES = {"_compact_kernel"}  # finds tensors by a table, so any memory of the GPU is allowed
 
-_schedule = PLAIN
 _source: random.Random | None = None  # of a schedule for each launch
 _launched: Counter[str] = Counter()
 _traffic: dict[str, Traffic] = {}  # by kernel and variant
@@ -69,39 +67,17 @@ def emulated(kernel: CompiledKernel) -> Emulated:
 def run(launched: Launched, *given: object) -> None:
     """Run a launch with all of its arguments, constants too."""
     kernel, name = launched.kernel, launched.kernel.metadata.name
-    arguments, ranges = [], []
-    for kind, value in zip(kernel.src.signature.values(), given, strict=True):
-        if kind == "constexpr":
-            continue
-        value = getattr(value, "base", value) if not isinstance(value, Tensor) else value
-        arguments.append(bits(kind, value))
-        if isinstance(value, Tensor) and value.numel():
-            ranges.append(hull(value))
+    arguments, ranges = arguments_of(kernel, given)
     if name in FOLLOWS_ADDRESSES:
         ranges += stand_in_gpu.memory()
-    schedule = _schedule if _source is None else Schedule.drawn(_source)
-    machine = emulated(kernel)
+    schedule = PLAIN if _source is None else Schedule.drawn(_source)
+    machine, warps = emulated(kernel), kernel.metadata.num_warps
     try:
-        machine.launch(launched.grid, 32 * kernel.metadata.num_warps, kernel.metadata.shared, arguments, ranges, schedule)
-    except AssertionError as error:
-        raise type(error)(f"{name} {launched.grid}, {schedule}:\n    {error}") from None
+        machine.launch(launched.grid, 32 * warps, kernel.metadata.shared, arguments, ranges, schedule)
+    except Fault as fault:
+        raise Fault(f"{name} {launched.grid}, {schedule}:\n    {fault}") from None
     _launched[name] += 1
     _traffic.setdefault(f"{name} {kernel.hash[:12]}", Traffic(name, machine))
-
-
-def bits(kind: str, value: object) -> int:
-    """The bits of an argument of a type of Triton's."""
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    if kind in ("fp32", "fp64"):
-        return int.from_bytes(struct.pack("<f" if kind == "fp32" else "<d", value), "little")
-    return int(value)
-
-
-def hull(tensor: Tensor) -> tuple[int, int]:
-    """The memory from a tensor's first number to its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def emulate_kernels() -> object:
@@ -119,25 +95,21 @@ def emulate_kernels() -> object:
     return run
 
 
-def without_ptxas(backend=None, stages=None, *_):
-    """Triton's hook into its compiler: the machine code is not wanted."""
-    if stages is None:
-        return "no machine code", "no machine code"
-    stages["cubin"] = lambda source, metadata: b""
-    return None
-
-
 class Adversary:
     """The same to a test as that of adversary.py: launches within take turns at random, by a seed."""
 
     def __init__(self, seed: int):
         self.seed = seed
 
+    @property
+    def launched(self) -> Counter[str]:
+        return _launched - self.before
+
     def knows(self, *tensors: Tensor) -> None:
-        pass
+        """Launches may touch all memory that a table of theirs names."""
 
     def met(self, *kernels: str) -> None:
-        assert {*kernels} <= {*(_launched - self.before)}
+        assert {*kernels} <= {*self.launched}
 
     def __enter__(self) -> "Adversary":
         global _source

@@ -122,9 +122,9 @@ extern "C" int ptx_launch(Job* given) {
   std::vector<Program*> going, spare;
   auto clear = [&] { for (auto* list : {&going, &spare}) for (Program* one : *list) delete one; };
   try {
-    const u64 total = (u64)job.grid[0] * job.grid[1] * job.grid[2];
-    std::vector<u64> order(total);
-    for (u64 k = 0; k < total; k++) order[k] = k;
+    const u64 all = (u64)job.grid[0] * job.grid[1] * job.grid[2], total = std::min(all, (u64)job.most);
+    std::vector<u64> order(all);
+    for (u64 k = 0; k < all; k++) order[k] = k;
     if (job.seed) std::shuffle(order.begin(), order.end(), m.random);
     const u64 bursts[] = {3, 40, 1000};
     const u64 burst = job.seed ? bursts[m.random() % 3] : 5000;

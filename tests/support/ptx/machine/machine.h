@@ -31,6 +31,7 @@ struct Job {
   Count* counts;  // of each row
   u64 seed;
   s64 limit;  // instructions of all warps; more are taken for a hang
+  s64 most;  // programs that run
   u32 grid[3], threads, shared, at_once;
   s32 late;  // when asynchronous work is done: 0 at once, 1 at the wait for it, 2 either, by chance
   s32 error_row;
