@@ -32,12 +32,8 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	unusable_prompts_are_refused_in_one_line unusable_models_are_refused_in_one_line) \
 	core/test_decoder.py::test_statistics_add_up)
 
-# Kernels run as the PTX that Triton compiles: of each a few variants, which take three minutes together.
-PTX_TESTS := $(addprefix tests/kernels/test_, commit.py cache_compaction.py::test_rows_are_moved_in_any_schedule \
-	sampling.py::test_rows_of_several_chunks_are_drawn_from_in_any_schedule)
-
-.PHONY: help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature ptx ptx-all test-oldest test-newest test-libraries \
-	check docs docs-serve docs-tables report record pictures clean requirements
+.PHONY: help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature ptx ptx-all \
+	test-oldest test-newest test-libraries check docs docs-serve docs-tables report record pictures clean requirements
 
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
@@ -103,10 +99,11 @@ test-as-on-a-gpu: setup
 	PYTHONPATH=tests/support $(BIN)/python -m pytest -p stand_in_gpu --numprocesses $(WORKERS) \
 		-m "not gpu and not slow and not integration" $(or $(TESTS),$(GPU_TESTS))
 
-# tests/support/ptx/plugin.py says what this finds.
+# Kernels run as the PTX that Triton compiles; tests/support/ptx/plugin.py says what this finds. Without TESTS `ptx` takes
+# of each kernel a few variants: the tests in any schedule, and attention by wgmma.
 PTX = PYTHONPATH=tests/support $(PYTEST) -p ptx.plugin
 ptx: setup
-	$(PTX) --ptx sm_90 $(or $(TESTS),$(PTX_TESTS))
+	$(PTX) --ptx sm_90 $(or $(TESTS),tests/kernels -k "any_schedule or three_blocks")
 
 ptx-all: setup
 	$(PTX) --ptx sm_90 -m "not integration" $(or $(TESTS),tests/kernels)

@@ -45,7 +45,9 @@ def traffic_of(name: str, launched: list) -> Ratios:
         threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
         machine.launch((x, y, z), threads, shared, arguments, whole, PLAIN, most=PROGRAMS)
         parts = (Traffic(name, machine).of(space) for space in ("global", "shared"))
-        found[kernel_name(kernel.metadata.name)] = [round(units / least, 2) if least else None for _, units, least in parts]
+        found[kernel_name(kernel.metadata.name)] = [
+            round(units / least, 2) if least else None for _, units, least in parts
+        ]
     return found
 
 
@@ -64,8 +66,10 @@ def main(words: Sequence[str] | None = None) -> None:
     compile_for(arguments.arch, launched.append)
     triton.knobs.runtime.add_stages_inspection_hook = without_ptxas
     CompiledKernel.run = property(
-        lambda kernel: lambda x, y, z, stream, function, packed, told, enter, leave, *given: launched.append(
-            (kernel, (x, y, z, given))
+        lambda kernel: (
+            lambda x, y, z, stream, function, packed, told, enter, leave, *given: launched.append(
+                (kernel, (x, y, z, given))
+            )
         )
     )
     record, rows = read_traffic(), []
@@ -73,7 +77,10 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, key in keys.items():
         if key not in record:
             record[key] = traffic_of(name, launched)
-        rows += [{"kernel": kernel, "case": name, "sectors": one, "banks": other} for kernel, (one, other) in record[key].items()]
+        rows += [
+            {"kernel": kernel, "case": name, "sectors": one, "banks": other}
+            for kernel, (one, other) in record[key].items()
+        ]
     show(rows, title=f"sm_{arguments.arch}, {GPUS[arguments.arch].processors} multiprocessors")
     if arguments.record:
         known = {key_of(arch, name, case) for arch in ARCHS for name, case in CASES.items()}

@@ -89,7 +89,11 @@ DRAW = Known(5e-6, 4e-6, 8e-6, "bench/predict.py verification: instructions of 3
 DECIDE = Known(12e-6, 10e-6, 24e-6, "bench/predict.py verification; the worst with five rejected children")
 
 Pick = Callable[[Known], float]
-PICKS: dict[str, Pick] = {"likely": lambda one: one.likely, "least": lambda one: one.best, "most": lambda one: one.worst}
+PICKS: dict[str, Pick] = {
+    "likely": lambda one: one.likely,
+    "least": lambda one: one.best,
+    "most": lambda one: one.worst,
+}
 
 
 def share(size: float) -> Known:

@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from ptx.lower import Form
 from ptx.meaning import FLOATS, HALVES, PAIRS
+from ptx.places import Form
 
 SOURCE = Path(__file__).parent / "machine"
 BUILT = Path(__file__).parents[3] / "build" / "ptx"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-shared",
-         "-fPIC", "-w", f"-I{SOURCE}")  # fmt: skip
+FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-shared",
+    "-fPIC", "-w", f"-I{SOURCE}",
+)  # fmt: skip
 
 
 @cache
@@ -120,7 +122,8 @@ def code_of(form: Form, name: str) -> str:
     if head.endswith("(o[0]);"):
         body = body.replace("d[i] =", "D[i] =")
         head = head.replace("auto d", "auto D")
-    return f'extern "C" void {name}(Registers& r, const s64* o, u32 mask) {{ {pointers}{head} EACH(mask, {body}) {tail} }}'
+    text = f"{pointers}{head} EACH(mask, {body}) {tail}"
+    return f'extern "C" void {name}(Registers& r, const s64* o, u32 mask) {{ {text} }}'
 
 
 def _loaded(letter: str, kind: str, half: int, flush: bool) -> str:

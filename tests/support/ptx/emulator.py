@@ -1,7 +1,7 @@
 """Kernels as Triton compiled them, run by the machine on the memory of the host.
 
-    kernel = Emulated(ptx)
-    kernel.launch(grid, threads, shared_bytes, arguments, ranges, schedule)
+kernel = Emulated(ptx)
+kernel.launch(grid, threads, shared_bytes, arguments, ranges, schedule)
 """
 
 import ctypes
@@ -9,19 +9,20 @@ import random
 from typing import NamedTuple
 
 import numpy as np
-
 from ptx.compile import addresses, machine
 from ptx.lower import lower
 from ptx.parse import parse
 
-ROW = np.dtype([("run", "u8"), ("first", "u4"), ("guard", "i4"), ("sense", "i4"), ("kind", "i4"), ("target", "i4"), ("_", "u4")])
+ROW = np.dtype([
+    ("run", "u8"), ("first", "u4"), ("guard", "i4"), ("sense", "i4"), ("kind", "i4"), ("target", "i4"), ("_", "u4")
+])  # fmt: skip
 COUNT = np.dtype([("requests", "u8"), ("units", "u8"), ("least", "u8")])
 AT_ONCE = (1, 2, 4, 16, 1 << 30)  # programs
 MEMORY = 1 << 29  # bytes of registers that programs may take together
 LIMIT = 10**9  # instructions of a launch
 
 
-class Fault(AssertionError):
+class FaultError(AssertionError):
     """A launch that would go wrong on a GPU."""
 
 
@@ -78,7 +79,7 @@ class Emulated:
         self, grid: tuple[int, int, int], threads: int, shared: int, arguments: list[int],
         ranges: list[tuple[int, int]], schedule: Schedule, most: int = 1 << 60,
     ) -> None:  # fmt: skip
-        """Run the programs of the grid, at most so many of them; raises Fault.
+        """Run the programs of the grid, at most so many of them; raises FaultError.
 
         arguments: the bits of each parameter; what is left out, as scratch memory of Triton's own, is 0
         ranges:    begin and end of the memory that the launch may touch
@@ -99,4 +100,4 @@ class Emulated:
             grid=grid, threads=threads, shared=shared, at_once=min(schedule.at_once, fit), late=schedule.late,
         )  # fmt: skip
         if machine().ptx_launch(ctypes.byref(job)):
-            raise Fault(f"{job.error.decode()}\n    {self.lowered.rows[job.error_row].text}")
+            raise FaultError(f"{job.error.decode()}\n    {self.lowered.rows[job.error_row].text}")

@@ -1,10 +1,13 @@
 """A launch of Triton's as the machine takes it: parameters as bits, and the memory that the launch may touch."""
 
+import gc
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 
 def arguments_of(kernel: CompiledKernel, given: tuple[object, ...]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -41,3 +44,21 @@ def without_ptxas(backend: Any = None, stages: dict[str, Any] | None = None, *_:
         return "no machine code", "no machine code"
     stages["cubin"] = lambda source, metadata: b""
     return None
+
+
+def compiling_anew(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`JITFunction.run` for tests that change a module's constants, which compiled kernels have in them."""
+
+    def run(function: Any, *given: Any, **options: Any) -> Any:
+        try:
+            return launch(function, *given, **options)
+        except RuntimeError as error:
+            if not str(error).startswith("Global variable"):
+                raise
+        for each in gc.get_objects():
+            if isinstance(each, JITFunction):
+                each.hash, each.used_global_vals = None, {}
+                each.device_caches.clear()
+        return launch(function, *given, **options)
+
+    return run

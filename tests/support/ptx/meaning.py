@@ -18,14 +18,12 @@ class Meaning(NamedTuple):
     """A result of a type, by a formula of operands of some types. "pred" is a condition.
 
     The operands of a result of two halves, such as bf16x2, are the halves of theirs, which the formula meets in turn.
-    first: the place among the instruction's operands of the first one that the formula has
     flush: whether numbers of fp32 that are below the normal ones count as 0
     """
 
     result: str
     sources: tuple[str, ...]
     formula: str
-    first: int = 1
     flush: bool = False
 
 
@@ -139,7 +137,8 @@ def _moves(given: Instruction, bits: str) -> list[Meaning]:
     results, source = given.operands
     if isinstance(source, tuple):
         part = BITS[bits] // len(source)
-        joined = " | ".join(f"({bits.replace('b', 'u')}){name} << {part * at}" for at, name in enumerate("abcdefgh"[: len(source)]))
+        letters, wide = "abcdefgh"[: len(source)], bits.replace("b", "u")
+        joined = " | ".join(f"({wide}){name} << {part * at}" for at, name in enumerate(letters))
         return [Meaning(bits, (f"b{part}",) * len(source), joined)]
     if isinstance(results, tuple):
         part = BITS[bits] // len(results)
@@ -150,7 +149,7 @@ def _moves(given: Instruction, bits: str) -> list[Meaning]:
 def _comparisons(given: Instruction, flush: bool) -> list[Meaning]:
     """Of a comparison, or of one joined with another condition: that it holds, and that it does not hold."""
     (how, *others), kind = given.modifiers, given.kind
-    first, *second = str(given.operands[0]).split("|")
+    count = len(str(given.operands[0]).split("|"))
     unordered = len(how) > 2 and how.endswith("u")
     if how in ("num", "nan"):
         formula = "a == a && b == b" if how == "num" else "a != a || b != b"
@@ -164,10 +163,10 @@ def _comparisons(given: Instruction, flush: bool) -> list[Meaning]:
     third = ("pred",) if join else ()
     tail = f" {join} c" if join else ""
     if kind in PAIRS:
-        halves = [f"{kind}.{half}" for half in range(1 + len(second))]
+        halves = [f"{kind}.{half}" for half in range(count)]
         return [Meaning("pred", (half, half, *third), f"({formula}){tail}") for half in halves]
     sources = (kind, kind, *third)
-    both = [f"({formula}){tail}", f"!({formula}){tail}"][: 1 + len(second)]
+    both = [f"({formula}){tail}", f"!({formula}){tail}"][:count]
     return [Meaning("pred", sources, one, flush=flush) for one in both]
 
 

@@ -7,12 +7,12 @@ names of their own.
 import re
 from typing import NamedTuple
 
-BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
-        "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64}  # fmt: skip
+BITS = {
+    "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32,
+    "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
+}  # fmt: skip
 
-_STATEMENT = re.compile(
-    r"\s*(?:(?P<label>[\w$]+):(?!:)|(?P<brace>[{}])|(?P<text>[^;{}]+(?:\{[^{}]*\}[^;{}]*)*);)"
-)
+_STATEMENT = re.compile(r"\s*(?:(?P<label>[\w$]+):(?!:)|(?P<brace>[{}])|(?P<text>[^;{}]+(?:\{[^{}]*\}[^;{}]*)*);)")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{\[][^,]*")
 _LINES = re.compile(r"//[^\n]*|^\s*\.(?:loc|file|section)\b[^\n]*", re.MULTILINE)
 

@@ -3,7 +3,7 @@
     PYTHONPATH=tests/support python -m pytest -p ptx.plugin --ptx sm_90 tests/kernels/test_sampling.py
 
 The machine with a GPU is the one that stand_in_gpu.py plays. Each launch compiles with Triton's own compiler, but for
-ptxas, and the machine of machine/ runs what it gives. A launch fails with `Fault` where
+ptxas, and the machine of machine/ runs what it gives. A launch fails with `FaultError` where
 
     * an access is misaligned, or outside the tensors that the launch was given;
     * warps meet in shared memory with no barrier between them, or a byte is read that nothing has written;
@@ -28,16 +28,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import stand_in_gpu
-import torch
 import triton
 from ptx.compile import BUILT
-from ptx.emulator import PLAIN, Emulated, Fault, Schedule
-from ptx.launching import arguments_of, without_ptxas
+from ptx.emulator import PLAIN, Emulated, FaultError, Schedule
+from ptx.launching import arguments_of, compiling_anew, without_ptxas
 from ptx.report import Traffic, write_report
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 ARCHS = {"sm_80": 80, "sm_90": 90}
 LONGEST = 600  # seconds of a processor that a test may take
@@ -74,8 +73,8 @@ def run(launched: Launched, *given: object) -> None:
     machine, warps = emulated(kernel), kernel.metadata.num_warps
     try:
         machine.launch(launched.grid, 32 * warps, kernel.metadata.shared, arguments, ranges, schedule)
-    except Fault as fault:
-        raise Fault(f"{name} {launched.grid}, {schedule}:\n    {fault}") from None
+    except FaultError as fault:
+        raise FaultError(f"{name} {launched.grid}, {schedule}:\n    {fault}") from None
     _launched[name] += 1
     _traffic.setdefault(f"{name} {kernel.hash[:12]}", Traffic(name, machine))
 
@@ -85,11 +84,14 @@ def emulate_kernels() -> object:
     os.environ.setdefault("TRITON_CACHE_DIR", str(BUILT / "triton"))
     triton.knobs.runtime.interpret = False
     triton.knobs.runtime.add_stages_inspection_hook = without_ptxas
+    JITFunction.run = compiling_anew(JITFunction.run)
     CompiledKernel._init_handles = lambda kernel: None
     CompiledKernel.launch_metadata = lambda *_: None
     CompiledKernel.run = property(
-        lambda kernel: lambda x, y, z, stream, function, packed, told, enter, leave, *given: stand_in_gpu.launch(
-            Launched(kernel, (x, y, z)), *given
+        lambda kernel: (
+            lambda x, y, z, stream, function, packed, told, enter, leave, *given: stand_in_gpu.launch(
+                Launched(kernel, (x, y, z)), *given
+            )
         )
     )
     return run
@@ -124,7 +126,7 @@ class Adversary:
 def pytest_addoption(parser):
     parser.addoption("--ptx", choices=[*ARCHS], default="sm_90", help="the GPU that kernels are compiled for")
     parser.addoption("--ptx-seed", type=int, metavar="SEED", help="have warps and programs take turns at random")
-    parser.addoption("--ptx-report", type=Path, metavar="FILE", help="write there what memory the kernels' accesses take")
+    parser.addoption("--ptx-report", type=Path, metavar="FILE", help="write there what memory kernels' accesses take")
 
 
 def pytest_load_initial_conftests(early_config):
@@ -141,8 +143,9 @@ def pytest_load_initial_conftests(early_config):
 def pytest_terminal_summary(terminalreporter):
     """Say what ran; it is empty in the process that only hands out tests."""
     if _launched:
-        names = ", ".join(f"{name.strip('_').removesuffix('_kernel')} {count}" for name, count in sorted(_launched.items()))
-        terminalreporter.write_line(f"{len(_traffic)} variants as PTX: {names}")
+        counts = {name.strip("_").removesuffix("_kernel"): count for name, count in sorted(_launched.items())}
+        launches = ", ".join(f"{name} {count}" for name, count in counts.items())
+        terminalreporter.write_line(f"{len(_traffic)} variants as PTX, launches: {launches}")
 
 
 def pytest_sessionfinish(session):

@@ -1,7 +1,7 @@
 """What kernels' accesses take of memory: sectors of global memory, and cycles of shared memory, beside the fewest.
 
-A sector is 32 bytes. A warp's access to shared memory takes as many cycles as it wants words of one bank, 8 and 16 bytes
-a lane in parts. Both are counted as the machine runs; `least` is what the same bytes would take side by side.
+A sector is 32 bytes. A warp's access to shared memory takes as many cycles as it wants words of one bank; with 8 and 16
+bytes a lane, in parts. Both are counted as the machine runs; `least` is what the same bytes would take side by side.
 """
 
 import json

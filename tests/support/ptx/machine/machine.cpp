@@ -33,7 +33,7 @@ static void begin(Machine& m, Program& p, u64 id) {
     w.at = p.registers.data() + k * job.register_bytes;
     w.salt = (u32)(job.seed * 0x9E3779B97F4A7C15ull >> 32);
     w.machine = &m, w.program = &p, w.index = k, w.place = 0, w.waits = -1, w.fenced = false;
-    w.live = w.active = ~0u;
+    w.live = w.active = ~0u, w.parked = 0, w.alone = false;
     u8* constants = w.at + job.register_bytes - job.constant_bytes;
     memcpy(constants, job.constants, job.constant_bytes);
     u32* special = (u32*)constants;
@@ -47,7 +47,8 @@ static void begin(Machine& m, Program& p, u64 id) {
 
 // Let the lanes that are furthest behind go on, together with those at the same row.
 static void regroup(Warp& w) {
-  u32 least = ~0u, others = w.live & ~w.active;
+  u32 least = ~0u, others = w.live & ~w.active & ~w.parked;
+  if (!w.active && !others) others = w.parked, w.parked = 0, w.alone = true;  // nobody comes any more
   LANES(others) least = std::min(least, w.places[i]);
   if (w.active && w.place < least) return;
   if (!w.active || w.place > least) {
@@ -56,6 +57,18 @@ static void regroup(Warp& w) {
     w.place = least;
   }
   LANES(others) if (w.places[i] == least) w.active |= 1u << i;
+  if (w.alone) w.parked = others & ~w.active;
+}
+
+// Whether the lanes at a row where they must be together go on; if others may still come, they wait for these.
+static bool gather(Warp& w) {
+  LANES(w.parked) if (w.places[i] == w.place) w.active |= 1u << i, w.parked &= ~(1u << i);
+  if (w.active == w.live || w.alone) return w.alone = false, true;
+  LANES(w.active) w.places[i] = w.place;
+  w.parked |= w.active;
+  w.active = 0;
+  regroup(w);
+  return false;
 }
 
 static void finish(Warp& w, u32 ending) {
@@ -87,12 +100,14 @@ static s64 run(Machine& m, Warp& w, s64 most) {
   while (done < most && w.live && w.waits < 0) {
     const u32 at = m.row = w.place;
     const Row& row = rows[at];
+    if (row.kind >= BARRIER && w.active != w.live && !gather(w)) continue;
     u32 mask = w.active;
     if (row.guard >= 0) mask &= *w.reg<u32>(row.guard) ^ (row.sense ? 0 : ~0u);
     done++, w.place++;
     const s64* o = m.job.operands + row.first;
     switch (row.kind) {
       case COMPUTE:
+      case TOGETHER:
         if (mask) row.run(w, o, mask);
         break;
       case BRANCH:

@@ -9,7 +9,7 @@
 #include "registers.h"
 
 typedef void (*Run)(Registers&, const s64*, u32);
-enum Kind { COMPUTE, BRANCH, END, BARRIER, TURN };
+enum Kind { COMPUTE, BRANCH, END, TURN, BARRIER, TOGETHER };  // the last: what lanes of a warp do with each other
 
 struct Row {  // an instruction
   Run run;
@@ -70,6 +70,8 @@ struct Warp : Registers {
   Program* program;
   u32 index, live, active, place;  // lanes that have not ended; those at `place`; the row that comes next
   u32 places[32];  // of the lanes that are elsewhere
+  u32 parked;  // lanes that wait for the others of their warp where they must be together
+  bool alone;  // these go on without the others, which never come
   s32 waits;  // for a barrier of this number, or -1
   std::vector<Copy> copies[32];
   std::vector<Product> products;
