@@ -76,13 +76,17 @@ BANDWIDTH = {
 # The share of a copy's bandwidth that a product of 33 to 128 rows reaches, by bytes of its weights, at most.
 SHARES = (
     (10e6, Known(0.50, 0.70, 0.35, "judged: too few blocks for all multiprocessors")),
-    (50e6, Known(0.62, 0.80, 0.45, "github.com/NVIDIA/cutlass/issues/1176: of an H100's nominal bandwidth cuBLAS reaches "
-                 "40% with 23 MB of fp16, a kernel by hand 55%; a copy has 90%")),
-    (150e6, Known(0.78, 0.88, 0.70, "github.com/NVIDIA/cutlass/issues/1139: 68 to 70% of nominal with 59 MB, 16 to 64 rows")),
-    (float("inf"), Known(0.85, 0.92, 0.78, "hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles: 78% of nominal by one "
-                         "kernel for a whole model, without any gap")),
+    (50e6, Known(
+        0.62, 0.80, 0.45, "github.com/NVIDIA/cutlass/issues/1176: of an H100's nominal bandwidth, of which a copy has "
+        "90%, cuBLAS reaches 40% with 23 MB of fp16, and a kernel by hand 55%",
+    )),
+    (150e6, Known(0.78, 0.88, 0.70, "github.com/NVIDIA/cutlass/issues/1139: 68 to 70% of it with 59 MB of fp8")),
+    (float("inf"), Known(
+        0.85, 0.92, 0.78, "hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles: 78% of it by one kernel for all of a "
+        "model",
+    )),
 )  # fmt: skip
-GAP = Known(1.5e-6, 1.0e-6, 2.5e-6, "the same blog: 1.3 us from a kernel to the next in a CUDA graph on an H100")
+GAP = Known(1.5e-6, 1.0e-6, 2.5e-6, "the same page: 1.3 us from kernel to kernel in a CUDA graph on an H100")
 SMALL = Known(2.3e-6, 1.8e-6, 3.0e-6, "that gap, and a load and a store to memory that wait for each other")
 ATTENTION = Known(7e-6, 5e-6, 8e-6, "judged: 256 to 1,000 rows of keys, parts, a ticket, a merge")
 DRAW = Known(5e-6, 4e-6, 8e-6, "bench/predict.py verification: instructions of 32,000 tokens, and the last program")

@@ -311,8 +311,11 @@ def _merge(
     )  # fmt: skip
     peak = tl.max(peaks, 0)
     weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
-    total = tl.sum(weights * totals, 0)
-    merged = tl.sum(weights[:, :, None] * outs, 0) / tl.where(total == 0, 1.0, total)[:, None]
+    # Chosen from, products are rounded before they are added. Otherwise a thread adds its own product unrounded to that
+    # of another, both get other sums, and the last one to store its sum decides about the lowest bit.
+    total = tl.sum(tl.where(there, weights * totals, 0.0), 0)
+    merged = tl.sum(tl.where(there[:, :, None], weights[:, :, None] * outs, 0.0), 0)
+    merged = merged / tl.where(total == 0, 1.0, total)[:, None]
     out_row = row // GROUP * (kv_heads * GROUP) + kv_head * GROUP + row % GROUP
     tl.store(
         out + (out_row[:, None] * HEAD_DIM + columns[None, :]), merged,

@@ -9,11 +9,11 @@ NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU 
 CUDA graphs, and what torch refuses around them, are those of played_graphs.py. TRITON_INTERPRET is not set, for who
 looks.
 
-What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST), or as what they
-compile to (`-p ptx.plugin`, see there); nothing is asynchronous, streams and events are empty; what torch.compile makes knows of no GPU; memory has no limits, and the
-allocator counts nothing but graphs; gradients forget where they are; the numbers are those of a CPU. So it says nothing
-of compilers, races, rounding or speed. A test that launches kernels for longer than LONGEST is broken off and counts as
-skipped: decoding with the shipped pair takes minutes here.
+What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST), or else as PTX
+(ptx/plugin.py); nothing is asynchronous, streams and events are empty; what torch.compile makes knows of no GPU; memory
+has no limits, and the allocator counts nothing but graphs; gradients forget where they are; the numbers are those of a
+CPU. So it says nothing of compilers, races, rounding or speed. A test that launches kernels for longer than LONGEST is
+broken off and counts as skipped: decoding with the shipped pair takes minutes here.
 """
 
 import inspect
@@ -358,7 +358,8 @@ def install(arch: int = 90, running: Callable[[], Callable[..., None]] = interpr
     implementation.knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
     triton.runtime.driver.set_active(driver(arch))
     properties = SimpleNamespace(
-        name=NAME, multi_processor_count=PROCESSORS, major=arch // 10, minor=arch % 10, total_memory=80 << 30, L2_cache_size=50 << 20,
+        name=NAME, multi_processor_count=PROCESSORS, major=arch // 10, minor=arch % 10, total_memory=80 << 30,
+        L2_cache_size=50 << 20,
         clock_rate=1_830_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
         shared_memory_per_block_optin=232_448, warp_size=32, regs_per_multiprocessor=65536, uuid="played",
     )  # fmt: skip

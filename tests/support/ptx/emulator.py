@@ -29,18 +29,22 @@ class FaultError(AssertionError):
 class Schedule(NamedTuple):
     """In which order warps and programs run, when asynchronous work is done, and how approximate instructions err.
 
+    A GPU differs in all but the last from one launch to the next.
+
     seed:    0 for programs in their order
     at_once: programs that run together
     late:    0 for asynchronous work at once, 1 at the wait for it, 2 for either by chance
+    errors:  a seed
     """
 
     seed: int
     at_once: int
     late: int
+    errors: int = 0
 
     @classmethod
-    def drawn(cls, source: random.Random) -> "Schedule":
-        return cls(source.randrange(1, 1 << 60), source.choice(AT_ONCE), source.randrange(3))
+    def drawn(cls, source: random.Random, errors: int) -> "Schedule":
+        return cls(source.randrange(1, 1 << 60), source.choice(AT_ONCE), source.randrange(3), errors)
 
 
 PLAIN = Schedule(0, 4, 1)
@@ -53,7 +57,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "operands", "constants")),
         *((name, ctypes.c_int64) for name in ("constant_bytes", "register_bytes")),
         ("ranges", ctypes.c_void_p), ("range_count", ctypes.c_int64), ("counts", ctypes.c_void_p),
-        ("seed", ctypes.c_uint64), ("limit", ctypes.c_int64), ("most", ctypes.c_int64), ("grid", ctypes.c_uint32 * 3),
+        ("seed", ctypes.c_uint64), ("errors", ctypes.c_uint64), ("limit", ctypes.c_int64), ("most", ctypes.c_int64), ("grid", ctypes.c_uint32 * 3),
         *((name, ctypes.c_uint32) for name in ("threads", "shared", "at_once")),
         ("late", ctypes.c_int32), ("error_row", ctypes.c_int32), ("error", ctypes.c_char * 400),
     ]  # fmt: skip
@@ -96,7 +100,7 @@ class Emulated:
         job = _Job(
             rows=self.rows.ctypes.data, operands=self.operands.ctypes.data, constants=constants.ctypes.data,
             constant_bytes=len(constants), register_bytes=self.lowered.size, ranges=table.ctypes.data,
-            range_count=len(table), counts=self.counts.ctypes.data, seed=schedule.seed, limit=LIMIT, most=most,
+            range_count=len(table), counts=self.counts.ctypes.data, seed=schedule.seed, errors=schedule.errors, limit=LIMIT, most=most,
             grid=grid, threads=threads, shared=shared, at_once=min(schedule.at_once, fit), late=schedule.late,
         )  # fmt: skip
         if machine().ptx_launch(ctypes.byref(job)):

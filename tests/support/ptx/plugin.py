@@ -43,6 +43,7 @@ LONGEST = 600  # seconds of a processor that a test may take
 FOLLOWS_ADDRESSES = {"_compact_kernel"}  # finds tensors by a table, so any memory of the GPU is allowed
 
 _source: random.Random | None = None  # of a schedule for each launch
+_errors = 0  # of approximate instructions: the same in all launches
 _launched: Counter[str] = Counter()
 _traffic: dict[str, Traffic] = {}  # by kernel and variant
 
@@ -69,11 +70,14 @@ def run(launched: Launched, *given: object) -> None:
     arguments, ranges = arguments_of(kernel, given)
     if name in FOLLOWS_ADDRESSES:
         ranges += stand_in_gpu.memory()
-    schedule = PLAIN if _source is None else Schedule.drawn(_source)
+    schedule = PLAIN if _source is None else Schedule.drawn(_source, _errors)
     machine, warps = emulated(kernel), kernel.metadata.num_warps
     try:
         machine.launch(launched.grid, 32 * warps, kernel.metadata.shared, arguments, ranges, schedule)
     except FaultError as fault:
+        from heavypath.kernels.tickets import buffers
+
+        buffers.clear()  # which it has left at any values
         raise FaultError(f"{name} {launched.grid}, {schedule}:\n    {fault}") from None
     _launched[name] += 1
     _traffic.setdefault(f"{name} {kernel.hash[:12]}", Traffic(name, machine))
@@ -131,13 +135,13 @@ def pytest_addoption(parser):
 
 def pytest_load_initial_conftests(early_config):
     """Before tests/conftest.py looks for a GPU."""
-    global _source
+    global _source, _errors
     options = early_config.known_args_namespace
     stand_in_gpu.LONGEST = LONGEST
     stand_in_gpu.install(ARCHS[options.ptx], emulate_kernels)
     early_config.pluginmanager.register(stand_in_gpu, "stand_in_gpu")
     if options.ptx_seed is not None:
-        _source = random.Random(options.ptx_seed)
+        _source, _errors = random.Random(options.ptx_seed), options.ptx_seed
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -31,7 +31,7 @@ static void begin(Machine& m, Program& p, u64 id) {
   for (u32 k = 0; k < warps; k++) {
     Warp& w = p.warps[k];
     w.at = p.registers.data() + k * job.register_bytes;
-    w.salt = (u32)(job.seed * 0x9E3779B97F4A7C15ull >> 32);
+    w.salt = (u32)(job.errors * 0x9E3779B97F4A7C15ull >> 32);
     w.machine = &m, w.program = &p, w.index = k, w.place = 0, w.waits = -1, w.fenced = false;
     w.live = w.active = ~0u, w.parked = 0, w.alone = false;
     u8* constants = w.at + job.register_bytes - job.constant_bytes;

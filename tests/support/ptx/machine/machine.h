@@ -29,7 +29,7 @@ struct Job {
   const Range* ranges;
   s64 range_count;
   Count* counts;  // of each row
-  u64 seed;
+  u64 seed, errors;  // of schedules and garbage; and of the errors of approximate instructions
   s64 limit;  // instructions of all warps; more are taken for a hang
   s64 most;  // programs that run
   u32 grid[3], threads, shared, at_once;
