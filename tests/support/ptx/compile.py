@@ -118,6 +118,7 @@ def code_of(form: Form, name: str) -> str:
         head, tail = f"auto D = r.reg<u{width}>(o[0]);", ""
         value = f"to_{result}({each.formula})" if result in HALVES else f"({result})({each.formula})"
         value = f"ftz({value})" if each.flush and result == "f32" else value
+        value = f"canonical({value})" if result in ("f32", "f64") else value
         body = f"{loads()} D[i] = raw<u{width}>({value});"
     if head.endswith("(o[0]);"):
         body = body.replace("d[i] =", "D[i] =")

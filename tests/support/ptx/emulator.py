@@ -57,8 +57,9 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "operands", "constants")),
         *((name, ctypes.c_int64) for name in ("constant_bytes", "register_bytes")),
         ("ranges", ctypes.c_void_p), ("range_count", ctypes.c_int64), ("counts", ctypes.c_void_p),
-        ("seed", ctypes.c_uint64), ("errors", ctypes.c_uint64), ("limit", ctypes.c_int64), ("most", ctypes.c_int64), ("grid", ctypes.c_uint32 * 3),
-        *((name, ctypes.c_uint32) for name in ("threads", "shared", "at_once")),
+        *((name, ctypes.c_uint64) for name in ("seed", "errors")),
+        *((name, ctypes.c_int64) for name in ("limit", "most")),
+        ("grid", ctypes.c_uint32 * 3), *((name, ctypes.c_uint32) for name in ("threads", "shared", "at_once")),
         ("late", ctypes.c_int32), ("error_row", ctypes.c_int32), ("error", ctypes.c_char * 400),
     ]  # fmt: skip
 
@@ -100,8 +101,9 @@ class Emulated:
         job = _Job(
             rows=self.rows.ctypes.data, operands=self.operands.ctypes.data, constants=constants.ctypes.data,
             constant_bytes=len(constants), register_bytes=self.lowered.size, ranges=table.ctypes.data,
-            range_count=len(table), counts=self.counts.ctypes.data, seed=schedule.seed, errors=schedule.errors, limit=LIMIT, most=most,
-            grid=grid, threads=threads, shared=shared, at_once=min(schedule.at_once, fit), late=schedule.late,
+            range_count=len(table), counts=self.counts.ctypes.data, seed=schedule.seed, errors=schedule.errors,
+            limit=LIMIT, most=most, grid=grid, threads=threads, shared=shared, at_once=min(schedule.at_once, fit),
+            late=schedule.late,
         )  # fmt: skip
         if machine().ptx_launch(ctypes.byref(job)):
             raise FaultError(f"{job.error.decode()}\n    {self.lowered.rows[job.error_row].text}")

@@ -136,13 +136,17 @@ extern "C" void ptx_load(Registers& r, const s64* o, u32 mask) {
 extern "C" void ptx_store(Registers& r, const s64* o, u32 mask) {
   WARP;
   Access access(w, o, mask, "a store");
+  const u32 size = access.size * access.count;
+  u8 bytes[32][32];
   LANES(mask) {
-    u8 bytes[64];
     for (u32 k = 0; k < access.count; k++) {
       const u64 value = number(w, o[7 + 2 * k], o[8 + 2 * k], i);
-      memcpy(bytes + k * access.size, &value, access.size);
+      memcpy(bytes[i] + k * access.size, &value, access.size);
     }
-    memcpy(access.at(w, i, bytes), bytes, access.size * access.count);
+    for (int j = 0; j < i; j++)
+      if ((mask >> j & 1) && access.address[i] == access.address[j] && memcmp(bytes[i], bytes[j], size))
+        fail("lanes %d and %d store different values to one address", j, i);
+    memcpy(access.at(w, i, bytes[i]), bytes[i], size);
   }
 }
 

@@ -77,7 +77,7 @@ extern "C" void ptx_mma(Registers& r, const s64* o, u32 mask) {
   multiply(c, a, b, 8);
   for (int i = 0; i < 32; i++)
     for (int k = 0; k < 4; k++)
-      w.reg<f32>(o[1 + k])[i] = (f32)c[(i / 4 + 8 * (k >> 1)) * 8 + 2 * (i % 4) + (k & 1)];
+      w.reg<f32>(o[1 + k])[i] = canonical((f32)c[(i / 4 + 8 * (k >> 1)) * 8 + 2 * (i % 4) + (k & 1)]);
 }
 
 // The place in shared memory of a 16-bit number of a matrix that a descriptor names: row of M or N, and k of the
@@ -125,7 +125,7 @@ static void multiply_now(Warp& w, Product& product) {
     for (int i = 0; i < 32; i++) c[place(i, k)] = product.adds >> i & 1 ? w.reg<f32>(o[9 + k])[i] : 0.0;
   multiply(c.data(), a, b.data(), columns);
   for (int k = 0; k < columns / 2; k++)
-    for (int i = 0; i < 32; i++) w.reg<f32>(o[9 + k])[i] = (f32)c[place(i, k)];
+    for (int i = 0; i < 32; i++) w.reg<f32>(o[9 + k])[i] = canonical((f32)c[place(i, k)]);
   product.done = true;
 }
 extern "C" void ptx_wgmma(Registers& r, const s64* o, u32 mask) {

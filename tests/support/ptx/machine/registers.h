@@ -60,6 +60,10 @@ static inline f16 to_f16(f64 x) {
   return {__builtin_bit_cast(u16, (_Float16)odd(x))};
 }
 
+// A GPU has one NaN.
+static inline f32 canonical(f32 x) { return x != x ? __builtin_bit_cast(f32, 0x7FFFFFFFu) : x; }
+static inline f64 canonical(f64 x) { return x != x ? __builtin_bit_cast(f64, 0x7FF8000000000000ull) : x; }
+
 static inline f32 ftz(f32 x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 template <class T> static inline T low(T a, T b) {
   return a != a ? b : b != b ? a : a < b ? a : b < a ? b : std::signbit(a) ? a : b;
