@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-    from common import show  # which is slow to import
+    from common import made, show  # which is slow to import
     from ptx.launching import without_ptxas
 
     launched: list = []
@@ -86,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> None:
         known = {key_of(arch, name, case) for arch in ARCHS for name, case in CASES.items()}
         kept = {key: ratios for key, ratios in sorted(record.items()) if key in known}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(ratios)}" for key, ratios in kept.items())
-        TRAFFIC.write_text(f"{{\n{lines}\n}}\n")
+        made(TRAFFIC).write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":

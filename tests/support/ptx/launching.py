@@ -56,7 +56,7 @@ def compiling_anew(launch: Callable[..., Any]) -> Callable[..., Any]:
             if not str(error).startswith("Global variable"):
                 raise
         for each in gc.get_objects():
-            if isinstance(each, JITFunction):
+            if type(each) is JITFunction:
                 each.hash, each.used_global_vals = None, {}
                 each.device_caches.clear()
         return launch(function, *given, **options)
