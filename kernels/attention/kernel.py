@@ -296,7 +296,7 @@ def _merge(
     out, partial, row, first_slot, slots, parts, kv_head, kv_heads, rows,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of some query rows, all loaded at once: outputs [slots, D], then peaks, and totals, [slots] each."""
+    """Merge the parts of some rows, all loaded at once: outputs [slots, D], then peaks and totals, [slots] each."""
     part, columns, asks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D), row < rows
     slot = first_slot + part[:, None] * rows + row[None, :]
     there = (part < parts)[:, None] & asks[None, :]

@@ -6,7 +6,9 @@ The machine with a GPU is the one that stand_in_gpu.py plays. Each launch compil
 ptxas, and the machine of machine/ runs what it gives. A launch fails with `FaultError` where
 
     * an access is misaligned, or outside the tensors that the launch was given;
-    * warps meet in shared memory with no barrier between them, or a byte is read that nothing has written;
+    * warps of a program meet in memory with no barrier between them, and one of them changes what is there;
+    * lanes of one store write different values to one address;
+    * a byte of shared memory is read that nothing has written;
     * lanes of a warp come apart where they must be together, or not all warps come to a barrier;
     * wgmma lacks its fences, or a program ends with copies or products on their way;
     * no program gets on.
