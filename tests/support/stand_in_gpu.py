@@ -32,7 +32,16 @@ import pytest
 import torch
 import triton
 import triton.language
-from played_graphs import Event, PlayedGraph, Stream, capturing, current_stream, on_stream, refuse_while_capturing
+from played_graphs import (
+    Event,
+    PlayedGraph,
+    Stream,
+    capturing,
+    current_stream,
+    on_stream,
+    refuse_while_capturing,
+    spoil,
+)
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -41,6 +50,7 @@ from torch.utils._pytree import tree_leaves
 NAME = "a GPU that is only played"
 PROCESSORS = 16  # few, because the interpreter runs the programs of a launch one after the other
 LONGEST = 20  # seconds of a processor that a test may take
+SPOILED = 0  # bytes up to which new memory becomes garbage
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 _there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
@@ -94,6 +104,7 @@ MEETING = {
     "__repr__", "__format__",
 }  # fmt: skip
 ASKING = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal", "unique"}
+EMPTY = {"empty", "empty_like", "new_empty", "empty_strided"}  # which leave what they find
 MOVING = {"to", "as_tensor", "asarray", "cpu", "cuda"}  # which give the same tensor where it is there already
 
 
@@ -141,6 +152,8 @@ class Placing(TorchFunctionMode):
         for tensor in tensors_in(out):
             if not any(shares(tensor, other) for other in at_home):
                 bring(tensor)
+                if name in EMPTY and 0 < tensor.untyped_storage().nbytes() <= SPOILED:
+                    spoil(tensor.untyped_storage(), tensor.dtype)
         return out
 
     def property(self, name: str, tensor: Tensor) -> object:
