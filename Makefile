@@ -32,7 +32,8 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	unusable_prompts_are_refused_in_one_line unusable_models_are_refused_in_one_line) \
 	core/test_decoder.py::test_statistics_add_up)
 
-.PHONY: hub try-hub hub-generate wheels try-wheels help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature test-oldest test-newest test-libraries \
+.PHONY: hub try-hub hub-generate wheels try-wheels help setup demo test integration nightly mutants durations \
+	test-as-on-a-gpu gpu-miniature ptx ptx-all test-oldest test-newest test-libraries \
 	check docs docs-serve docs-tables report record pictures clean requirements
 
 help:
@@ -50,6 +51,8 @@ help:
 	@echo "make mutants      change the functions that decide the text, and see whether a test finds it"
 	@echo "make test-as-on-a-gpu  run the tests that look for a GPU as on a machine that has one, which is played; of those"
 	@echo "                  of the command line and the decoder a part"
+	@echo "make ptx          run a part of the kernels' tests on the PTX that Triton compiles, which takes three minutes"
+	@echo "make ptx-all      run all of them so, for two GPUs, and with warps that take turns at random"
 	@echo "make gpu-miniature     run all that bench/gpu.sh runs on a GPU, in miniature"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
 	@echo "make test-newest  run them with the newest versions that there are today, instead of those of .ci/newest.txt"
@@ -81,10 +84,11 @@ durations: setup
 
 # Every part runs, whatever became of those before it.
 nightly: setup
-	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature test-newest test-libraries try-hub; do \
+	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature ptx-all ptx-oldest test-newest \
+		test-libraries try-hub; do \
 		$(MAKE) $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-.PHONY: slow triples today races
+.PHONY: slow triples today races ptx-oldest
 slow: setup
 	$(PYTEST) -m slow
 
@@ -100,6 +104,20 @@ mutants: setup
 test-as-on-a-gpu: setup
 	PYTHONPATH=tests/support $(BIN)/python -m pytest -p stand_in_gpu --numprocesses $(WORKERS) \
 		-m "not gpu and not slow and not integration" $(or $(TESTS),$(GPU_TESTS))
+
+# Kernels run as the PTX that Triton compiles; tests/support/ptx/plugin.py says what this finds. Without TESTS `ptx` takes
+# of each kernel a few variants: the tests in any schedule, and attention by wgmma.
+PTX = PYTHONPATH=tests/support $(PYTEST) -p ptx.plugin
+ptx: setup
+	$(PTX) --ptx sm_90 $(or $(TESTS),tests/kernels -k "any_schedule or three_blocks")
+
+ptx-all: setup
+	$(PTX) --ptx sm_90 -m "not integration" $(or $(TESTS),tests/kernels)
+	$(PTX) --ptx sm_80 $(or $(TESTS),tests/kernels)
+	for seed in 1 2; do $(PTX) --ptx sm_90 --ptx-seed $$seed $(or $(TESTS),tests/kernels) || exit 1; done
+
+ptx-oldest:
+	$(MAKE) ptx-all VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt
 
 gpu-miniature: setup
 	bash bench/gpu.sh build/gpu-miniature all $(abspath $(BIN)/python)

@@ -18,6 +18,8 @@ names, in processes that serve one architecture each. What is printed is read of
                  them; of a kernel without products, the first that loads from global memory, which in gumbel_topk has
                  a thread draw 8 tokens; of a kernel without such loops, all instructions
     fp32, exp    those of the loop that compute in fp32, and in the unit for special functions
+    sectors      sectors of global memory that accesses touch, over the fewest, as memory_traffic.py has recorded it
+    banks        cycles of shared memory that they take, over the fewest, likewise: 1 without conflicts
     seconds      that compiling took when it was compiled, which no comparison looks at
 
 The exit status is 1 and a list says why if a case does not compile, if a kernel of the package is in no case, if
@@ -60,6 +62,7 @@ from triton.runtime.jit import JITFunction
 
 PACKAGE = "heavypath.kernels"
 RECORD = Path(__file__).parent / "results" / "compile_report.json"
+TRAFFIC = RECORD.with_name("memory_traffic.json")
 CACHE = Path(__file__).parent.parent / "build" / "compile_report.json"
 CHUNK = 20  # cases that a process compiles
 SAMPLED = 10  # one in so many of the cases that only the repository knows is compiled again
@@ -299,14 +302,19 @@ def rows_of(found: Mapping[Case, Kernels]) -> list[Row]:
     return rows
 
 
-def shown(row: Row) -> dict[str, object]:
+def read_traffic() -> dict[str, dict[str, list[float | None]]]:
+    """Ratios of sectors and of banks, by the key of a case and a kernel: what memory_traffic.py records."""
+    return json.loads(TRAFFIC.read_text(encoding="utf-8")) if TRAFFIC.exists() else {}
+
+
+def shown(row: Row, sectors: float | None, banks: float | None) -> dict[str, object]:
     """A line of the table."""
     found = row.figures
     return {
         "kernel": found.kernel, "case": row.case, "regs": found.registers, "warps": found.warps, "spill": found.spill,
         "KiB": found.shared / 1024, "tmem": found.tensor_memory, "fit": found.fit, "dot": found.dot,
         "load": found.load, "ahead": found.ahead, "waits": found.waits, "loop": found.loop, "fp32": found.fp32,
-        "exp": found.special, "seconds": found.seconds,
+        "exp": found.special, "sectors": sectors, "banks": banks, "seconds": found.seconds,
     }  # fmt: skip
 
 
@@ -333,10 +341,12 @@ def main(words: Sequence[str] | None = None) -> None:
     kernels = {case: done for case, done in found.kernels.items() if not isinstance(done, str)}
     faults = [f"sm_{arch} {name}: {done}" for (arch, name), done in found.kernels.items() if isinstance(done, str)]
     faults += found.disagreements
-    rows = rows_of(kernels)
+    rows, traffic = rows_of(kernels), read_traffic()
     for arch in archs:
         own = [row for row in rows if row.arch == arch]
-        show([shown(row) for row in own], title=f"sm_{arch}, {GPUS[arch].shared} KiB of shared memory")
+        ratios = [traffic.get(key_of(arch, row.case, CASES[row.case]), {}) for row in own]
+        lines = [shown(row, *each.get(row.figures.kernel, (None, None))) for row, each in zip(own, ratios, strict=True)]
+        show(lines, title=f"sm_{arch}, {GPUS[arch].shared} KiB of shared memory")
         if not arguments.case:
             missing = package_kernels() - {row.figures.kernel for row in own}
             faults += [f"sm_{arch} {name}: it is in no case" for name in sorted(missing)]

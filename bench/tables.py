@@ -379,14 +379,15 @@ def predictions() -> None:
     """What was predicted for a GPU, where nothing has been measured yet."""
     rows = []
     for each in json.loads((BENCH / "predictions.json").read_text(encoding="utf-8"))["figures"]:
-        where, unit, predicted = each["where"], each["unit"], each["predicted"]
+        where, unit, predicted, bounds = each["where"], each["unit"], each["predicted"], each["range"]
         if each["file"] == "large" and where["method"] == "sequoia" and each.get("field") in LARGE:
             name = f"`sequoia`, {where['nodes']} nodes: {LARGE[each['field']]}"
         elif "64 x 128256" in where.get("case", ""):
             name = f"{each['file'].removeprefix('kernel_')}, {where['case']}".replace("_", " ")
         else:
             continue
-        rows.append([name, *(f"{predicted[gpu]:.3g} {unit}".strip() for gpu in ("H100", "H200"))])
+        spans = {gpu: "{:.3g} - {:.3g}".format(*bounds[gpu]) for gpu in predicted}
+        rows.append([name, *(f"{predicted[gpu]:.3g} ({spans[gpu]}) {unit}".strip() for gpu in ("H100", "H200"))])
     table(["figure", "H100", "H200"], rows)
     cog.outl()
     cog.outl("*Predicted, not measured: `bench/predictions.json`, by `python bench/predict.py step` and its siblings*")

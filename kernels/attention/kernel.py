@@ -294,10 +294,7 @@ def _merge(
     out, partial, row, first_slot, slots, parts, kv_head, kv_heads, rows,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of some query rows, loading all parts at once.
-
-    `partial` has the outputs of all parts, [slots, D], then their peaks and then their totals, [slots] each.
-    """
+    """Merge the parts of some rows, all loaded at once: outputs [slots, D], then peaks and totals, [slots] each."""
     part, columns, asks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D), row < rows
     slot = first_slot + part[:, None] * rows + row[None, :]
     there = (part < parts)[:, None] & asks[None, :]
@@ -309,8 +306,10 @@ def _merge(
     )  # fmt: skip
     peak = tl.max(peaks, 0)
     weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
-    total = tl.sum(weights * totals, 0)
-    merged = tl.sum(weights[:, :, None] * outs, 0) / tl.where(total == 0, 1.0, total)[:, None]
+    # Chosen from, a product is rounded before another thread's is added to it. Else both threads have other sums.
+    total = tl.sum(tl.where(there, weights * totals, 0.0), 0)
+    merged = tl.sum(tl.where(there[:, :, None], weights[:, :, None] * outs, 0.0), 0)
+    merged = merged / tl.where(total == 0, 1.0, total)[:, None]
     out_row = row // GROUP * (kv_heads * GROUP) + kv_head * GROUP + row % GROUP
     tl.store(
         out + (out_row[:, None] * HEAD_DIM + columns[None, :]), merged,

@@ -39,7 +39,8 @@ def test_every_prediction_names_a_row_that_is_measured_and_says_where_it_comes_f
     sources = "".join(path.read_text() for path in (BENCH.parent / "kernels").rglob("*.py"))
     for each in figures:
         assert {"file", "where", "unit", "predicted", "from"} <= each.keys()
-        assert {"H100", "H200"} == each["predicted"].keys()
+        assert {"H100", "H200"} == each["predicted"].keys() == each["range"].keys()
+        assert all(low <= each["predicted"][gpu] <= high for gpu, (low, high) in each["range"].items()), each
         assert ("field" in each) != ("kernels" in each)
         if bench := kernels.get(each["file"]):
             assert each["where"]["case"] in map(str, bench.CASES)
@@ -55,13 +56,13 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path):
     (tmp_path / "large.json").write_text(json.dumps(results))
     common = {"where": {"method": "a"}, "predicted": {"H200": 1, "H100": 2}, "unit": "us", "from": "thin air"}
     predictions = [
-        common | {"file": "large", "field": "step.ms", "times": 1000, "bar": 3},
+        common | {"file": "large", "field": "step.ms", "times": 1000, "bar": 3, "range": {"H100": [1, 5]}},
         common | {"file": "large", "kernels": "gemm|nvjet"},
         common | {"file": "large", "field": "absent"},
         common | {"file": "absent", "field": "step.ms"},
     ]
     found = [[*line.values()][1:5] for line in script("predict").compared(tmp_path, predictions)]
-    assert found == [["4 us", "2 (H100)", "2.00", "3 missed"], ["3 us", "2 (H100)", "1.50", ""]]
+    assert found == [["4 us", "2 (H100, 1 to 5)", "2.00", "3 missed"], ["3 us", "2 (H100)", "1.50", ""]]
     benchmarks = {"benchmarks": [{"extra_info": {"method": "a", "device": "NVIDIA H200", "microseconds": 2.0}}]}
     (tmp_path / "kernel.json").write_text(json.dumps(benchmarks))
     found = script("predict").compared(tmp_path, [common | {"file": "kernel", "field": "microseconds"}])

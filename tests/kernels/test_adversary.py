@@ -23,7 +23,7 @@ from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS
 from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative import TokenTree
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adversary needs Triton's interpreter")
+of_the_tool = pytest.mark.usefixtures("interpreter")
 ROOT = Path(__file__).parents[2]
 TREES = pytest.mark.parametrize("trees", [4, pytest.param(217, marks=pytest.mark.slow)])  # random ones
 NO_BARRIER = "another thread .* with no barrier"
@@ -105,6 +105,7 @@ def hand_over(x_ptr, flag_ptr, out_ptr, RELEASE: tl.constexpr, ACQUIRE: tl.const
             tl.store(out_ptr + tl.program_id(0) * 256 + place, tl.load(x_ptr + 255 - place))
 
 
+@of_the_tool
 @pytest.mark.parametrize(("release", "acquire", "barrier", "right"), [
     ("release", "acquire", True, True), ("acq_rel", "acq_rel", True, True), ("release", "acquire", False, False),
     ("relaxed", "acquire", True, False), ("acquire", "acquire", True, False), ("release", "relaxed", True, False),
@@ -133,6 +134,7 @@ def wait(done_ptr, COUNT: tl.constexpr):
             done = tl.atomic_add(done_ptr, 0, sem="acquire")
 
 
+@of_the_tool
 def test_waiting_works_for_programs_that_have_started(monkeypatch):
     """As few as one runs at a time."""
     monkeypatch.setattr(tool, "PATIENCE", 2000)
@@ -154,6 +156,7 @@ def fill(x_ptr, count, BLOCK: tl.constexpr):
     tl.store(x_ptr + place, place.to(tl.float32), mask=place < count)
 
 
+@of_the_tool
 def test_a_view_is_all_that_a_launch_may_touch():
     storage = torch.zeros(4, 16)
     with Adversary(1):
@@ -184,6 +187,7 @@ def exchange(x_ptr, COUNT: tl.constexpr, HOW: tl.constexpr):
         tl.store(x_ptr + place // 2, x)
 
 
+@of_the_tool
 @pytest.mark.parametrize(("count", "how", "warps", "finding"), [
     (256, "barrier", 4, None),
     (256, "reversed", 4, NO_BARRIER),
@@ -199,6 +203,7 @@ def test_threads_of_a_program_need_barriers_where_they_meet(count, how, warps, f
         exchange[(1,)](torch.arange(count), count, how, num_warps=warps)
 
 
+@of_the_tool
 def test_a_seed_is_a_schedule():
     def order_of_arrival(seed: int) -> list[int]:
         out, count = torch.empty(12, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)

@@ -166,7 +166,7 @@ def test_on_a_gpu_rows_outside_the_cache_stay():
 
 @pytest.mark.parametrize("sequences", [4, pytest.param(217, marks=pytest.mark.slow)])
 def test_rows_are_moved_in_any_schedule(sequences, adversary):
-    storage = [torch.randn(sequences, 20, 2, 70) for _ in range(2)]  # [B, S, H, D]
+    storage = [torch.randn(sequences, 20, 2, 70, device=DEVICE) for _ in range(2)]  # [B, S, H, D]
     adversary.knows(*storage)  # the kernel finds them by their addresses in a table
     path, length, prefix = drawn(sequences, 9, 6, 11)
     path[0, 1:4], length[0] = torch.tensor([2, 3, 5]), 3  # row 2 is written and read

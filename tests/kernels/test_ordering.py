@@ -113,6 +113,7 @@ def test_trees_are_ordered_in_any_schedule(trees, nodes, adversary):
     parents = torch.stack([parents_of("random", nodes) for _ in range(trees)])
     ranks = torch.stack([*map(shuffled_ranks, parents)])
     parents[trees // 2 :] = with_absent_leaves(parents[trees // 2 :], 0.3)
+    parents, ranks = parents.to(DEVICE), ranks.to(DEVICE)
     for half, given in ((slice(0, None, 2), None), (slice(1, None, 2), ranks[1::2])):
         assert_same(*(heavy_path_order(parents[half], given, impl=impl) for impl in ("triton", "torch")))
     adversary.met("_heavy_path_kernel")

@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from devices import PLACES, run_on
+from devices import DEVICE, PLACES, placed, run_on
 from kernel_cases import same
 from statistical import SIGNIFICANCE, chi_square_p_value
 
@@ -121,7 +121,7 @@ def test_equal_logits_are_taken_by_their_index():
     ({"logits": torch.zeros(2, 3).double(), "impl": "triton"}, "takes fp32, fp16 or bf16 logits, got torch.float64"),
 ])  # fmt: skip
 def test_bad_input_is_refused(change, message):
-    arguments = {"logits": torch.zeros(2, 3), "k": 1} | change
+    arguments = placed({"logits": torch.zeros(2, 3), "k": 1} | change)
     logits, k = arguments.pop("logits"), arguments.pop("k")
     with pytest.raises(ValueError, match=message):
         gumbel_topk(logits, k, **arguments)
@@ -166,8 +166,8 @@ def test_the_kernel_draws_what_the_reference_draws(vocab_size, k, dtype, options
     (2, 17_000, {}), (1, 9_000, {"replacement": True}), (1, 9_000, {"top_k": 50}),  # in three chunks, or two
 ])  # fmt: skip
 def test_rows_of_several_chunks_are_drawn_from_in_any_schedule(count, vocab_size, options, adversary):
-    logits = 3 * torch.randn(count, vocab_size).bfloat16()
-    options = {"seed": adversary.seed, "rows": torch.arange(count)} | options
+    logits = 3 * torch.randn(count, vocab_size).bfloat16().to(DEVICE)
+    options = {"seed": adversary.seed, "rows": torch.arange(count, device=DEVICE)} | options
     assert same(*(gumbel_topk(logits, 3, impl=impl, **options) for impl in ("triton", "torch")))
     adversary.met("_gumbel_topk_kernel")
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from devices import PLACES, run_on
+from devices import DEVICE, PLACES, run_on
 from kernel_cases import NATIVE, needs_compiler
 
 from heavypath.kernels.filtering import Filters, filtered_scores
@@ -98,5 +98,6 @@ def test_scores_are_right_in_any_schedule(adversary):
     filters = [Filters(0.0), Filters(0.6, top_k=9), Filters(2.0)]
     settings = torch.tensor([settings_of(each) for each in filters], dtype=torch.float64)
     logits = (3 * torch.randn(3, 1, 4_200)).round()
-    assert torch.equal(*(sequence_scores(logits, settings, impl=impl) for impl in ("triton", "torch")))
+    given = logits.to(DEVICE), settings.to(DEVICE)
+    assert torch.equal(*(sequence_scores(*given, impl=impl) for impl in ("triton", "torch")))
     adversary.met("_scores_kernel", "_cuts_kernel")

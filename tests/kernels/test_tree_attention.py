@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 from attention_cases import DEVICE, inputs, masks, oracle, random_tree
+from devices import placed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
@@ -333,6 +334,7 @@ def test_bad_input_is_refused(change, message):
         "query": torch.zeros(1, 4, 3, 16), "key": torch.zeros(1, 2, 8, 16), "value": torch.zeros(1, 2, 8, 16),
         "prefix_length": 2, "subtree_end": torch.tensor([3, 3, 3]),
     } | change  # fmt: skip
+    arguments = placed(arguments)
     with pytest.raises(TypeError if "must be a tensor" in message else ValueError, match=message):
         tree_attention(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
 

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from devices import placed
 from statistical import SIGNIFICANCE, chi_square_p_value
 from typical_cases import Problem, random_problem
 from verification_cases import TREES
@@ -123,4 +124,4 @@ def test_what_does_not_fit_is_refused(changes, message):
     problem = Problem(TREES["chain"])
     given = {"tokens": problem.tokens, "parents": problem.parents, "target_logits": problem.target} | changes
     with pytest.raises(ValueError, match=message):
-        accept_typical(**given)
+        accept_typical(**placed(given))

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import verification_oracle as oracle
-from devices import DEVICE, run_on
+from devices import DEVICE, placed, run_on
 from verification_laws import check_decisions
 from verification_oracle import GROWTHS, Drawn, Filtered, Language, by_the_first_token, drawn, static
 
@@ -221,7 +221,7 @@ ELSEWHERE = torch.zeros(1, 3, dtype=torch.long, device="meta")
 ])  # fmt: skip
 def test_bad_input_is_refused_with_what_was_given_and_expected(change, message):
     with pytest.raises(ValueError, match=message):
-        verify_tree(**GOOD | change)
+        verify_tree(**placed(GOOD | change))
 
 
 @pytest.mark.parametrize("name", ["gumbel_topk", "greedy"])

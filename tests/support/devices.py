@@ -16,6 +16,11 @@ def moved(value: Any, device: str) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
+def placed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call, where its implementation takes them."""
+    return moved(arguments, DEVICE) if arguments.get("impl") == "triton" else arguments
+
+
 def run_on(device: str, function: Callable, *arguments: Any, **options: Any) -> Any:
     """What a function gives for these arguments on a device, brought to the CPU."""
     return moved(function(*moved(arguments, device), **moved(options, device)), "cpu")

@@ -9,11 +9,11 @@ NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU 
 CUDA graphs, and what torch refuses around them, are those of played_graphs.py. TRITON_INTERPRET is not set, for who
 looks.
 
-What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
-asynchronous, streams and events are empty; what torch.compile makes knows of no GPU; memory has no limits, and the
-allocator counts nothing but graphs; gradients forget where they are; the numbers are those of a CPU. So it says nothing
-of compilers, races, rounding or speed. A test that launches kernels for longer than LONGEST is broken off and counts as
-skipped: decoding with the shipped pair takes minutes here.
+What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST), or else as PTX
+(ptx/plugin.py); nothing is asynchronous, streams and events are empty; what torch.compile makes knows of no GPU; memory
+has no limits, and the allocator counts nothing but graphs; gradients forget where they are; the numbers are those of a
+CPU. So it says nothing of compilers, races, rounding or speed. A test that launches kernels for longer than LONGEST is
+broken off and counts as skipped: decoding with the shipped pair takes minutes here.
 """
 
 import inspect
@@ -21,17 +21,27 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import SimpleNamespace
 
-os.environ["TRITON_INTERPRET"] = "1"  # Triton's own functions look when they are imported
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look when they are imported
 
 import pytest
 import torch
 import triton
 import triton.language
-from played_graphs import Event, PlayedGraph, Stream, capturing, current_stream, on_stream, refuse_while_capturing
+from played_graphs import (
+    Event,
+    PlayedGraph,
+    Stream,
+    capturing,
+    current_stream,
+    on_stream,
+    refuse_while_capturing,
+    spoil,
+)
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -40,6 +50,7 @@ from torch.utils._pytree import tree_leaves
 NAME = "a GPU that is only played"
 PROCESSORS = 16  # few, because the interpreter runs the programs of a launch one after the other
 LONGEST = 20  # seconds of a processor that a test may take
+SPOILED = 0  # bytes up to which new memory becomes garbage
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 _there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
@@ -68,6 +79,13 @@ def bring(tensor: Tensor) -> None:
             _most = max(1000, 2 * len(_there))
 
 
+def memory() -> list[tuple[int, int]]:
+    """The begin and the end of all memory on the GPU."""
+    there = [one for one in _there.values() if not one.expired()]
+    storages = [torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in there]
+    return [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
+
+
 def is_cuda(value: object) -> bool:
     """Whether an argument names the GPU."""
     if isinstance(value, torch.device):
@@ -86,6 +104,7 @@ MEETING = {
     "__repr__", "__format__",
 }  # fmt: skip
 ASKING = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal", "unique"}
+EMPTY = {"empty", "empty_like", "new_empty", "empty_strided"}  # which leave what they find
 MOVING = {"to", "as_tensor", "asarray", "cpu", "cuda"}  # which give the same tensor where it is there already
 
 
@@ -133,6 +152,8 @@ class Placing(TorchFunctionMode):
         for tensor in tensors_in(out):
             if not any(shares(tensor, other) for other in at_home):
                 bring(tensor)
+                if name in EMPTY and 0 < tensor.untyped_storage().nbytes() <= SPOILED:
+                    spoil(tensor.untyped_storage(), tensor.dtype)
         return out
 
     def property(self, name: str, tensor: Tensor) -> object:
@@ -220,12 +241,12 @@ class Generator(torch.Generator):
         return super().__new__(cls, "cpu" if is_cuda(device) else device)
 
 
-def driver() -> SimpleNamespace:
-    """Triton's driver: what its benchmarks ask for."""
+def driver(arch: int) -> SimpleNamespace:
+    """Triton's driver: what its benchmarks ask for, and which GPU it compiles for."""
     facts = {"multiprocessor_count": PROCESSORS, "sm_clock_rate": 1_980_000, "max_shared_mem": 232_448}
     return SimpleNamespace(
         utils=SimpleNamespace(get_device_properties=lambda device: facts),
-        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", arch, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device=None: 0,
         get_active_torch_device=lambda: CUDA,
@@ -266,12 +287,6 @@ def launch(executor, *args, **kwargs):
     for name, tensor in [*named, *kwargs.items()]:
         if isinstance(tensor, Tensor) and not is_there(tensor) and not tensor.is_meta:
             raise ValueError(f"Pointer argument {name} cannot be accessed from Triton (cpu tensor?)")
-    for name in {"INTERPRETED", "UPCAST"}.intersection(executor.arg_names):
-        place = executor.arg_names.index(name)
-        if place < len(args):
-            args = (*args[:place], True, *args[place + 1 :])
-        else:
-            kwargs[name] = True
     graph = capturing()
     (_launch if graph is None else graph.launch)(executor, *args, **kwargs)
 
@@ -282,7 +297,26 @@ def _launch(executor, *args, **kwargs):
 
 
 def _run(executor, *args, **kwargs):
-    raise AssertionError("install() puts the interpreter's own launch here")
+    raise AssertionError("install() puts here what runs kernels")
+
+
+def interpret_kernels() -> Callable[..., None]:
+    """Have launches come here, and return what runs a kernel: Triton's interpreter."""
+    triton.knobs.runtime.interpret = True
+    from triton.runtime.interpreter import GridExecutor
+
+    run, GridExecutor.__call__ = GridExecutor.__call__, launch
+
+    def interpret(executor, *args, **kwargs):
+        for name in {"INTERPRETED", "UPCAST"}.intersection(executor.arg_names):
+            place = executor.arg_names.index(name)
+            if place < len(args):
+                args = (*args[:place], True, *args[place + 1 :])
+            else:
+                kwargs[name] = True
+        run(executor, *args, **kwargs)
+
+    return interpret
 
 
 def placed(function):
@@ -321,30 +355,32 @@ def compiling_without_placing(compile_function):
     return compile_
 
 
-def install() -> None:
-    """From now on this process is on a machine with a GPU. Before any kernel is imported."""
+def install(arch: int = 90, running: Callable[[], Callable[..., None]] = interpret_kernels) -> None:
+    """From now on this process is on a machine with a GPU. Before any kernel is imported.
+
+    arch: what the GPU is, 90 for sm_90
+    running: has kernels' launches come to `launch`, and returns what runs a kernel
+    """
     global _run
     triton.knobs.propagate_env = False
     os.environ.pop("TRITON_INTERPRET", None)
-    triton.knobs.runtime.interpret = True
-    from triton.runtime.interpreter import GridExecutor
+    _run = running()
 
     from heavypath.kernels import implementation
 
-    _run = GridExecutor.__call__
-    GridExecutor.__call__ = launch
     implementation.knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
-    triton.runtime.driver.set_active(driver())
+    triton.runtime.driver.set_active(driver(arch))
     properties = SimpleNamespace(
-        name=NAME, multi_processor_count=PROCESSORS, major=9, minor=0, total_memory=80 << 30, L2_cache_size=50 << 20,
+        name=NAME, multi_processor_count=PROCESSORS, major=arch // 10, minor=arch % 10, total_memory=80 << 30,
+        L2_cache_size=50 << 20,
         clock_rate=1_830_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
         shared_memory_per_block_optin=232_448, warp_size=32, regs_per_multiprocessor=65536, uuid="played",
     )  # fmt: skip
     constant = {
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": NAME,
-        "get_device_capability": (9, 0), "get_device_properties": properties, "is_bf16_supported": True,
+        "get_device_capability": divmod(arch, 10), "get_device_properties": properties, "is_bf16_supported": True,
         "memory_allocated": 0, "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0,
-        "mem_get_info": (79 << 30, 80 << 30), "get_arch_list": ["sm_90"],
+        "mem_get_info": (79 << 30, 80 << 30), "get_arch_list": [f"sm_{arch}"],
     }  # fmt: skip
     nothing = ("init", "_lazy_init", "manual_seed", "manual_seed_all", "reset_peak_memory_stats")
     nothing += ("set_sync_debug_mode", "set_device", "ipc_collect", "seed_all")

@@ -1,0 +1,146 @@
+"""What a step of a static tree at batch 1 should take on a GPU: how likely each part is, and how well that is known.
+
+A step is a chain of kernels, each of which waits for the one before:
+
+    product of few rows    weight bytes / (bandwidth x share) + GAP     every weight is read once
+    attention              ATTENTION                                    with its parts and their merge
+    any other kernel       SMALL                                        a launch in a graph, and what it does
+    draw of a level        + DRAW, verification + DECIDE                what these take beyond a small kernel
+
+`before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels. `now` is with
+joined products and fused kernels, as tests/kernels/test_layer_kernels.py and tests/core/test_step.py count them. The
+limit is the time to read the target's weights once, at a copy's bandwidth.
+
+Each constant is what we expect, the best and the worst that published measurements allow, and where these are from. The
+least and the most of a step have all constants at their best, or all at their worst, so they are wide.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from common import Row
+
+
+class Known(NamedTuple):
+    """A constant as it likely is, at its best and at its worst."""
+
+    likely: float
+    best: float
+    worst: float
+    source: str
+
+
+class Model(NamedTuple):
+    """The shape of a Llama with as many key heads as query heads."""
+
+    layers: int
+    hidden: int
+    inner: int
+    vocabulary: int = 32000
+
+    def layer(self, *, joined: bool) -> list[int]:
+        """Bytes of the weights of each product of a layer, in bf16."""
+        square, wide = BYTES * self.hidden**2, BYTES * self.hidden * self.inner
+        return [3 * square, square, 2 * wide, wide] if joined else [square] * 4 + [wide] * 3
+
+    @property
+    def head(self) -> int:
+        return BYTES * self.hidden * self.vocabulary
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the weights that a pass reads: all but the token embedding."""
+        return self.layers * sum(self.layer(joined=True)) + self.head
+
+
+class Kernels(NamedTuple):
+    """Other kernels of a layer than products and attention, those beside the layers of either model, and of a step."""
+
+    joined: bool
+    others: int
+    target_ends: int
+    draft_ends: int
+    step: int
+
+
+BYTES = 2  # of a weight
+TARGET, DRAFT = Model(32, 4096, 11008), Model(2, 768, 3072)  # Llama-2-7B and llama-68m
+LEVELS = 5
+WAYS = {"before": Kernels(False, 13, 3, 7, 78), "now": Kernels(True, 4, 2, 3, 23)}
+
+# Bytes in a second of a large copy.
+BANDWIDTH = {
+    "H200": Known(4.3e12, 4.4e12, 4.1e12, "nine tenths of the data sheet's 4.8 TB/s"),
+    "H100": Known(3.0e12, 3.1e12, 2.9e12, "nine tenths of the data sheet's 3.35 TB/s"),
+}
+# The share of a copy's bandwidth that a product of 33 to 128 rows reaches, by bytes of its weights, at most.
+SHARES = (
+    (10e6, Known(0.50, 0.70, 0.35, "judged: too few blocks for all multiprocessors")),
+    (50e6, Known(
+        0.62, 0.80, 0.45, "github.com/NVIDIA/cutlass/issues/1176: of an H100's nominal bandwidth, of which a copy has "
+        "90%, cuBLAS reaches 40% with 23 MB of fp16, and a kernel by hand 55%",
+    )),
+    (150e6, Known(0.78, 0.88, 0.70, "github.com/NVIDIA/cutlass/issues/1139: 68 to 70% of it with 59 MB of fp8")),
+    (float("inf"), Known(
+        0.85, 0.92, 0.78, "hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles: 78% of it by one kernel for all of a "
+        "model",
+    )),
+)  # fmt: skip
+GAP = Known(1.5e-6, 1.0e-6, 2.5e-6, "the same page: 1.3 us from kernel to kernel in a CUDA graph on an H100")
+SMALL = Known(2.3e-6, 1.8e-6, 3.0e-6, "that gap, and a load and a store to memory that wait for each other")
+ATTENTION = Known(7e-6, 5e-6, 8e-6, "judged: 256 to 1,000 rows of keys, parts, a ticket, a merge")
+DRAW = Known(5e-6, 4e-6, 8e-6, "bench/predict.py verification: instructions of 32,000 tokens, and the last program")
+DECIDE = Known(12e-6, 10e-6, 24e-6, "bench/predict.py verification; the worst with five rejected children")
+
+Pick = Callable[[Known], float]
+PICKS: dict[str, Pick] = {
+    "likely": lambda one: one.likely,
+    "least": lambda one: one.best,
+    "most": lambda one: one.worst,
+}
+
+
+def share(size: float) -> Known:
+    """The share of a copy's bandwidth that a product with so many bytes of weights reaches."""
+    return next(found for most, found in SHARES if size <= most)
+
+
+def pass_seconds(model: Model, kernels: Kernels, ends: int, bandwidth: Known, pick: Pick) -> dict[str, float]:
+    """A forward pass over few tokens, by what it spends its time on."""
+    products = model.layers * model.layer(joined=kernels.joined) + [model.head]
+    reading = sum(size / (pick(bandwidth) * pick(share(size))) for size in products)
+    return {
+        "reading weights": reading,
+        "between products": len(products) * pick(GAP),
+        "attention": model.layers * pick(ATTENTION),
+        "other kernels": (model.layers * kernels.others + ends) * pick(SMALL),
+    }
+
+
+def step_seconds(kernels: Kernels, bandwidth: Known, pick: Pick) -> dict[str, float]:
+    """A step, by what it spends its time on."""
+    target = pass_seconds(TARGET, kernels, kernels.target_ends, bandwidth, pick)
+    draft = pass_seconds(DRAFT, kernels, kernels.draft_ends, bandwidth, pick)
+    parts = {f"target: {name}": seconds for name, seconds in target.items()}
+    parts |= {f"draft: {name}": LEVELS * seconds for name, seconds in draft.items()}
+    return parts | {
+        "beside: launches": kernels.step * pick(SMALL), "beside: drawing": LEVELS * pick(DRAW),
+        "beside: deciding": pick(DECIDE),
+    }  # fmt: skip
+
+
+def rows() -> list[Row]:
+    """Milliseconds of each part, their sum and its range, and these over the limit, by GPU."""
+    found = []
+    for gpu, bandwidth in BANDWIDTH.items():
+        for way, kernels in WAYS.items():
+            limit = TARGET.read_bytes / bandwidth.likely
+            sums = {name: sum(step_seconds(kernels, bandwidth, pick).values()) for name, pick in PICKS.items()}
+            parts = step_seconds(kernels, bandwidth, PICKS["likely"])
+            rest = sum(seconds for name, seconds in parts.items() if name.startswith("beside"))
+            row = {"gpu": gpu, "kernels": way} | {name: 1e3 * seconds for name, seconds in parts.items()}
+            row |= {"step_ms": 1e3 * sums["likely"], "least_ms": 1e3 * sums["least"], "most_ms": 1e3 * sums["most"]}
+            over = {"over_limit": "likely", "over_least": "least", "over_most": "most"}
+            row |= {name: sums[pick] / limit for name, pick in over.items()}
+            found.append(row | {"beside": rest / sums["likely"]})
+    return found
