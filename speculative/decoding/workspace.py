@@ -162,7 +162,7 @@ class Workspace:
         rests = draft is not None and plan.tree.depth == 0  # and has read nothing until it drafts
         self._behind = dict.fromkeys(range(batch), 0) if rests else {}
         _, target_cache, draft_cache = self.first(batch)
-        target_cache.offsets.zero_()
+        target_cache.begin(request.lengths - 1)
         if draft_cache is not None:
             draft_cache.begin(request.lengths - 1)
         if width == 0 and request.inputs is None:
@@ -234,8 +234,9 @@ class Workspace:
         assert draft.can_rest
         numbers = state.numbers.cpu()
         members = numbers[StateField.MEMBER]
-        ends = self._text_lengths(request, numbers).tolist()
-        texts = self._texts(request)[members.to(request.prompt.device)]
+        lengths = self._text_lengths(request, numbers)
+        cache.reads_to(lengths.to(state.root.device))
+        ends, texts = lengths.tolist(), self._texts(request)[members.to(request.prompt.device)]
         have = [self._behind.pop(member) for member in members.tolist()]
         for tokens, starts in _pieces(texts, ends, have, None):
             draft.prefill(tokens, cache, starts)

@@ -80,10 +80,18 @@ class RowCache:
             do(lambda: torch.gather(node_rows, 1, path.clamp(min=0), out=rows))
         compact_unchecked([self.keys, self.values], path=rows, length=length, prefix_length=prefix_length)
 
-    def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
-        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""
+    def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
+        """Move on what is no row. Called in each step, with the tokens that were emitted, LongTensor[B]; else as above.
+        """
+
+    def reads_to(self, lengths: Tensor) -> None:
+        """Know that a prefill goes on with texts, to read so many tokens of each, LongTensor[B]; padding follows."""
+
+    def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> int:
+        """Copy up to `rows` first rows of sequence `of` of another cache to `sequence`; returns how many it can be."""
         for own, other in ((self.keys, source.keys), (self.values, source.values)):
             own[sequence, :, :rows] = other[of, :, :rows]
+        return rows
 
     def trimmed(self, slots: int, rows: int) -> "RowCache":
         """A copy of the first `rows` rows of the first `slots` sequences."""
@@ -137,6 +145,10 @@ class KeyValueCache(RowCache, Cache):
     def remembered(self) -> list[Tensor]:
         """See `RowCache.remembered`."""
         return [self.keys, self.values, self.offsets]
+
+    def begin(self, lengths: Tensor) -> None:
+        """See `RowCache.begin`."""
+        self.offsets.zero_()
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
         """Store a layer's key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""
