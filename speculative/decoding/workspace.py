@@ -174,15 +174,15 @@ class Workspace:
         def copied(model: Drafting, cache: RowCache) -> list[int]:
             return [0] * batch if shared is None else shared.copy_rows(model, cache)
 
-        cached = copied(self._target, target_cache)
         parts = [] if draft is None or draft_cache is None else draft.parts(draft_cache)
-        in_parts: list[list[int]] = []
-        for part, cache in parts:
-            have = [] if part.forward is None else copied(part.forward, cache)
-            if part.reads_target:  # it must have read what the target does not compute again
-                cached = [min(pair) for pair in zip(cached, have, strict=True)]
-                have = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
-            in_parts.append(have)
+        in_parts = [[] if part.forward is None else copied(part.forward, cache) for part, cache in parts]
+        readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
+        if shared is not None:  # a head must have read what the target does not compute again
+            most = zip(shared.lengths, *(in_parts[reader] for reader in readers), strict=True)
+            shared = shared._replace(lengths=[min(each) for each in most])
+        cached = copied(self._target, target_cache)
+        for reader in readers:  # the last entry was made of another next token
+            in_parts[reader] = [max(0, rows - 1) for rows in cached]
         reused = _starts(ends, cached)
         taps = None if draft is None or draft_cache is None else draft.taps(draft_cache)
         if request.inputs is not None:

@@ -70,7 +70,7 @@ def test_a_pass_gives_what_the_recurrence_gives_along_each_path(kind, strength, 
         parents = [random_parents(nodes, climb) for _ in range(2)]
         inputs, state = draw(kind, 2, nodes, strength)
         depths = torch.tensor([[len(path_of(each, node)) for node in range(nodes)] for each in parents])
-        order = depths.argsort(1, stable=True) if passes > 1 else torch.arange(nodes).expand(2, -1)
+        order = depths.argsort(dim=1, stable=True) if passes > 1 else torch.arange(nodes).expand(2, -1)
         mask = torch.stack([mask_of(each)[own][:, own] for each, own in zip(parents, order, strict=True)])
         column, text = order.argsort(1), torch.arange(2)[:, None]
         for dtype, bar in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
@@ -89,7 +89,7 @@ def test_a_pass_gives_what_the_recurrence_gives_along_each_path(kind, strength, 
                            torch.stack([each[0] for each in expected])) < bar  # fmt: skip
                 accepted = torch.zeros(2, nodes, dtype=torch.long)
                 accepted[0, : len(paths[0])] = column[0, paths[0]]
-                moved = state.to(dtype)
+                moved = state.to(dtype, copy=True)
                 accept_state(moved, kept, accepted, torch.tensor([len(paths[0]), 0]), normalised=kind != "ssd")
                 assert off(moved[0], expected[0][1]) < bar
                 assert torch.equal(moved[1], state.to(dtype)[1])  # of whose path nothing was accepted

@@ -89,8 +89,9 @@ class RecurrentForward(TransformersForward):
 
     def taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """See `TransformersForward.taken`: a model without attention takes no positions, and no masks."""
-        taken = signature(self.model.forward).parameters
-        return {name: given for name, given in arguments.items() if name in taken or name.startswith("tree")}
+        takes_positions = "position_ids" in signature(self.model.forward).parameters
+        left_out = () if takes_positions else ("position_ids", "attention_mask")
+        return {name: given for name, given in arguments.items() if name not in left_out}
 
     @torch.no_grad()
     def _read_layers(self) -> None:
@@ -105,7 +106,7 @@ class RecurrentForward(TransformersForward):
         except Exception as error:
             raise self.refusal(f"{error or type(error).__name__}") from error
         unused = sorted({layer for layer, _ in noted.asked} - {layer for layer, _ in noted.used})
-        if unused or not noted.asked:
+        if unused or not noted.convolved:
             raise self.refusal(f"its layers {unused} ask for a recurrent state, and what they do with it is not known")
         rows = {layer: place for place, layer in enumerate(noted.rows)}
         shapes = [shape for pair in noted.rows.values() for shape in pair] or [(1, 1)]

@@ -2,7 +2,8 @@
 
 A recurrent layer has two laws in some models: Nemotron-H and Zamba2 clamp the time steps of a prompt from below, and not
 those of single tokens. Text is what `generate` writes. So each path is compared with the model's own cache, of a prompt
-and then one token after the other. An accepted path, out of order, is followed by a second tree.
+and then one token after the other. In 16 bits single tokens round more than a pass, and experts are chosen otherwise:
+then it may be either of the two. An accepted path, out of order, is followed by a second tree.
 """
 
 import torch
@@ -41,10 +42,18 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
         accepted = torch.cat([before, first[text, path[text, : int(count[text])]]])
         for start, nodes, logits in ((before, first, trees[0]), (accepted, second, trees[1])):
             for along in PATHS:
-                expected = _after(forward, model, torch.cat([start, nodes[text, along]]), prompt)[-len(along) :]
-                distance = (logits[text, along] - expected).float().square().mean(-1).sqrt()
-                distances.append(distance / expected.float().std(-1))
+                whole = torch.cat([start, nodes[text, along]])
+                ways = [_after(forward, model, whole, prompt)]
+                if forward.dtype.itemsize < 4:
+                    ways.append(model(whole[None], use_cache=False).logits[0])
+                found = logits[text, along].float()
+                distances.append(torch.stack([_distance(found, way[-len(along) :].float()) for way in ways]).amin(0))
     return float(torch.cat(distances).max())
+
+
+def _distance(found: Tensor, expected: Tensor) -> Tensor:
+    """The distances of logits [n, V] from those expected, in the standard deviations of these."""
+    return (found - expected).square().mean(-1).sqrt() / expected.std(-1)
 
 
 def _logits(forward: TransformersForward, nodes: Tensor, lengths: Tensor, cache: HybridCache) -> Tensor:
