@@ -170,24 +170,30 @@ def recurring(kind: str, dtype: str, columns: int, nodes: int) -> None:
     from heavypath.kernels.recurrent.acceptance import accept_state
     from heavypath.kernels.recurrent.convolution import tree_conv
     from heavypath.kernels.recurrent.delta import tree_delta
-    from heavypath.kernels.recurrent.paths import Paths
+    from heavypath.kernels.recurrent.paths import Kept, Paths
     from heavypath.kernels.recurrent.ssd import tree_ssd
 
     heads, key_heads = (64, 1) if kind == "ssd" else (32, 16)
-    paths = Paths(on_gpu(torch.ones(2, nodes, nodes).bool()))
-    state = on_gpu(torch.empty(2, heads, 128, columns))
+    paths = Paths(torch.ones(2, nodes, nodes).bool())
     channels = 2 * key_heads * 128 + heads * columns
-    inputs, before = (on_gpu(torch.empty(2, rows, channels, dtype=DTYPES[dtype])) for rows in (nodes, 3))
-    weight = on_gpu(torch.empty(channels, 4, dtype=DTYPES[dtype]))
-    mixed = tree_conv(inputs, before, weight, None if kind == "delta" else weight[:, 0], paths.windows(4), impl="triton")
-    parts = mixed.split([key_heads * 128, key_heads * 128, heads * columns], -1)
-    query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, (128, 128, columns), strict=True))
-    gate = on_gpu(torch.empty(2, nodes, heads))
+    state = on_gpu(torch.empty(2, heads, 128, columns))
+    inputs, weight = (on_gpu(torch.empty(*size, channels, dtype=DTYPES[dtype])) for size in ((2, nodes), (4,)))
+    bias = None if kind == "delta" else weight[0]
+    tree_conv(inputs, state, weight.T, bias, paths.windows(4), impl="triton")
+    parts = inputs.split([key_heads * 128, key_heads * 128, heads * columns], -1)
+    query, key, value = (
+        on_gpu(part.unflatten(-1, (-1, size))) for part, size in zip(parts, (128, 128, columns), strict=True)
+    )
+    gate, totals = torch.empty(2, nodes, heads), torch.empty(2, nodes, heads, dtype=torch.float64)
     if kind == "ssd":
-        _, kept = tree_ssd(query, key, value.float(), gate, state, paths, impl="triton")
+        tree_ssd(query, key, on_gpu(value.float()), gate, state, paths, impl="triton")
     else:
-        _, kept = tree_delta(query, key, value, gate, gate.to(value.dtype), state, paths, impl="triton")
+        tree_delta(query, key, value, gate, gate.to(value.dtype), state, paths, impl="triton")
+    kept = Kept(key, torch.empty(value.shape), totals)
     accept_state(state, kept, long_zeros(2, 9), long_zeros(2), normalised=kind != "ssd", impl="triton")
+    if kind == "delta":
+        kept = Kept(key, torch.empty(value.shape), torch.empty(2, nodes, heads, 128, dtype=torch.float64))
+        accept_state(state, kept, long_zeros(2, 9), long_zeros(2), normalised=True, impl="triton")
 
 
 def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:

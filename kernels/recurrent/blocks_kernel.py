@@ -144,9 +144,9 @@ def _blocks_kernel(
             if DELTA:
                 read = _product(fade * far_system * key_norm[:, None], update, read, EXACT)
 
-        seen = tl.load(
-            mask_ptr + at[:, None] * N + at[None, :], mask=real[:, None] & real[None, :], other=0
-        ).to(tl.int1)
+        seen = tl.load(mask_ptr + at[:, None] * N + at[None, :], mask=real[:, None] & real[None, :], other=0).to(
+            tl.int1
+        )
         gap = (total[:, None] - total[None, :]).to(tl.float32)
         fade = tl.exp(tl.where(seen, gap, float("-inf")))
         update = tl.load(value_ptr + at[:, None] * value_node + values[None, :], mask=real[:, None], other=0.0)
@@ -219,6 +219,7 @@ def launch_blocks(
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             HEADS=heads, KEY_HEADS=key_heads, DK=key_columns, DV=columns, SCALE=key_columns**-0.5,
             BK=min(key_columns, 16 if exact else 64), BV=wide, DELTA=beta is not None, EXACT=exact,
-            MERGES=BLOCK.bit_length() - 1, INTERPRETED=not query.is_cuda, num_warps=4, enable_fp_fusion=False,
+            MERGES=BLOCK.bit_length() - 1, INTERPRETED=not query.is_cuda,
+            num_warps=4, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out, update

@@ -6,8 +6,8 @@ other one by one:
 
     t(n) = hypot(bytes / bandwidth, 2 n parameters / peak) + layers * small kernels of a layer * the time of one
 
-Where a token goes through k of E experts, n tokens go through E (1 - (1 - k / E)^n) of them, as if each chose by itself:
-these are read. A pass reads the states of recurrent layers, and its acceptance reads and writes them.
+Where a token goes through k of E experts, n tokens read E (1 - (1 - k / E)^n) of them, as if each chose by itself. A
+pass reads the states of recurrent layers, and its acceptance reads and writes them.
 
 A step adds the time of verifying, in which the logits of n nodes are read a few times, and of its own small kernels. A
 level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. Where B

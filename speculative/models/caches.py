@@ -81,8 +81,7 @@ class RowCache:
         compact_unchecked([self.keys, self.values], path=rows, length=length, prefix_length=prefix_length)
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move on what is no row. Called in each step, with the tokens that were emitted, LongTensor[B]; else as above.
-        """
+        """Move on what is no row, in each step; produced: LongTensor[B], new tokens of each text so far."""
 
     def reads_to(self, lengths: Tensor) -> None:
         """Know that a prefill goes on with texts, to read so many tokens of each, LongTensor[B]; padding follows."""
@@ -104,23 +103,16 @@ class KeyValueCache(RowCache, Cache):
     Filled with zeros at first, so that rows never written can be masked. `rotary` [positions, 2, D] are cosine and sine
     of the positions that the rows may have, for a forward pass that looks them up (see `LlamaForward`).
 
-    All layers keep all rows, those with a sliding window, too: they read no more than the window, but take the memory
-    of full attention. A ring of rows would save that memory, but is not worth its bookkeeping yet.
+    All layers keep all rows, those with a sliding window, too, though they read no more than the window.
 
     For transformers' own forward pass `at(cache_rows, visible_rows)` is the cache of one call, with a 4-D mask over
     the visible rows. `offsets` LongTensor[B, 1] are added to positions, which go on elsewhere after images.
     """
 
     def __init__(
-        self,
-        batch: int,
-        layers: int,
-        kv_heads: int,
-        rows: int,
-        head_dim: int,
-        like: Tensor,
+        self, batch: int, layers: int, kv_heads: int, rows: int, head_dim: int, like: Tensor,
         rotary: Tensor | None = None,
-    ):
+    ):  # fmt: skip
         keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
         RowCache.__init__(self, keys, torch.zeros_like(keys))
         Cache.__init__(self, layers=[])

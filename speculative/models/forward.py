@@ -229,16 +229,9 @@ class Forward(ABC):
 
     @abstractmethod
     def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache_rows: Tensor,
-        cache: KeyValueCache,
-        mask: TreeMask,
-        *,
-        needs_logits: bool = True,
-        taps: Taps | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
+        needs_logits: bool = True, taps: Taps | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run the model on N tokens of each sequence, and return its logits [B, N, V] after each token.
 
         They are of the model's own dtype, in which they take half of the memory and of the time to read them if it has
@@ -252,11 +245,7 @@ class Forward(ABC):
         """
 
     def prefill(
-        self,
-        tokens: Tensor,
-        cache: KeyValueCache,
-        starts: Sequence[int] | None = None,
-        taps: Taps | None = None,
+        self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None, taps: Taps | None = None
     ) -> None:
         """Cache the keys and values of right-padded texts, LongTensor[B, T]; the cache has more than T rows.
 

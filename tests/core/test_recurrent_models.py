@@ -77,37 +77,55 @@ def test_logits_over_trees_are_those_of_transformers_token_by_token(kind):
     assert not [module for module in model.modules() if "forward" in vars(module)]  # the model itself is untouched
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_greedy_texts_are_those_of_transformers_generate(kind):
-    """In a batch with left padding in which one text ends early, and alone; by a draft that is right at times."""
-    model, draft = recurrent(kind, 5), recurrent(kind, 5)
-    expected = [greedy(model, prompt, 30) for prompt in PROMPTS]
+@pytest.mark.parametrize(("kind", "count"), [
+    *(pytest.param(*each.values, 30, marks=each.marks) for each in EVERY),
+    *(pytest.param(kind, 200, marks=pytest.mark.slow) for kind in RECURRENT),
+])  # fmt: skip
+def test_greedy_texts_are_those_of_transformers_generate(kind, count):
+    """In a batch with left padding in which one text ends early, and alone; nightly of 200 tokens."""
+    model, draft = recurrent(kind, 5), recurrent(kind, 5, initializer_range=0.1)
+    with torch.no_grad():
+        draft.get_output_embeddings().weight.add_(0.1 * torch.randn_like(draft.get_output_embeddings().weight))
+    expected = [greedy(model, prompt, count) for prompt in PROMPTS]
     stop = next(token for token in expected[1][4:] if token not in expected[0] + expected[2][:9])
     cut = [text[: text.index(stop) + 1] if stop in text else text for text in expected]
     for options in ({"tree": TokenTree.from_branching([3, 2, 1, 1])}, {"tree": TokenTree.chain(3)}):
         decoder = SpeculativeDecoder(model, draft, "sequoia", **options)
-        assert texts(decoder, 30) == expected
+        assert texts(decoder, count) == expected
         assert check_states(decoder) > 0
-        assert texts(decoder, 30, eos_token_id=stop) == cut
-    alone = decoder.generate(torch.tensor([PROMPTS[1]]), 30).sequences[0, 3:].tolist()
+        assert texts(decoder, count, eos_token_id=stop) == cut
+        assert check_states(decoder) > 0
+    alone = decoder.generate(torch.tensor([PROMPTS[1]]), count).sequences[0, 3:].tolist()
     assert alone == expected[1]
 
 
 METHODS = {
-    "chain": {"tree_size": 4}, "sequoia": {"tree_size": 9}, "dyspec": {"tree_size": 9}, "rsd-s": {"width": 3, "max_depth": 3},
-    "ersd": {"tree_size": 9}, "eagle-2": {"width": 3, "max_depth": 3}, "specinfer": {"width": 2}, "rsd-c": {"branching": [2, 2]},
-    "autoregressive": {}, "naive": {"tree_size": 7},
+    "chain": {"tree_size": 4}, "sequoia": {"tree_size": 9}, "dyspec": {"tree_size": 9}, "ersd": {"tree_size": 9},
+    "rsd-s": {"width": 3, "max_depth": 3}, "eagle-2": {"width": 3, "max_depth": 3}, "specinfer": {"width": 2},
+    "rsd-c": {"branching": [2, 2]}, "naive": {"tree_size": 7}, "autoregressive": {},
 }  # fmt: skip
+CROSSED = [  # each method with one family; nightly with all
+    pytest.param(method, kind, marks=[] if (place + other) % 4 == 0 else pytest.mark.slow)
+    for place, method in enumerate(METHODS)
+    for other, kind in enumerate(FOUR)
+]
 
 
-@pytest.mark.parametrize("kind", FOUR)
-@pytest.mark.parametrize("method", METHODS)
+def some(*often):
+    """The four families, all but some of which only nightly."""
+    return pytest.mark.parametrize("kind", [
+        pytest.param(kind, marks=[] if kind in often else pytest.mark.slow) for kind in FOUR
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "kind"), CROSSED)
 def test_every_method_writes_the_targets_text(method, kind):
     """With a draft of recurrent layers, too, over a dense target and over a recurrent one."""
-    model, small, dense = recurrent(kind, 5), recurrent(kind, 6, num_hidden_layers=3), tiny_llama(5, 61)
-    for target, draft in ((model, small), (model, dense), (dense, small)):
+    model, small, dense = recurrent(kind, 5), recurrent(kind, 6), tiny_llama(5, 61)
+    pairs = [(model, None)] if method == "autoregressive" else [(model, small), (model, dense), (dense, small)]
+    for target, draft in pairs:
         expected = [greedy(target, prompt, 12) for prompt in PROMPTS]
-        decoder = SpeculativeDecoder(target, None if method == "autoregressive" else draft, method, **METHODS[method])
+        decoder = SpeculativeDecoder(target, draft, method, **METHODS[method])
         assert texts(decoder, 12) == expected
         assert check_states(decoder) > 0
         if method == "ersd":
@@ -133,7 +151,7 @@ def test_the_joint_law_of_three_tokens_is_the_targets(kind, method, options):
     assert fit.is_lossless(), str(fit)
 
 
-@pytest.mark.parametrize("kind", FOUR)
+@some(FOUR[0])
 def test_a_past_is_taken_up_to_a_state_that_there_is(kind):
     """The state of a text's end, or that of its prompt's, where the answer was changed; else nothing is reused."""
     target, draft = recurrent(kind, 5), recurrent(kind, 6)
@@ -148,11 +166,13 @@ def test_a_past_is_taken_up_to_a_state_that_there_is(kind):
         assert torch.equal(out.sequences, decoder.generate(ids, 10).sequences)
         assert out.stats.reused_tokens == reused
     ragged = left_padded([[*text, 5], text[:10], [7, 8, 9, 10, 11]])
-    both = [decoder.generate(**ragged, max_new_tokens=8, pad_token_id=0, **more).sequences for more in ({}, {"past": past})]
+    both = [
+        decoder.generate(**ragged, max_new_tokens=8, pad_token_id=0, **more).sequences for more in ({}, {"past": past})
+    ]
     assert torch.equal(both[0], both[1])
 
 
-@pytest.mark.parametrize("kind", FOUR)
+@some(FOUR[2])
 def test_requests_that_join_and_leave_a_service_get_the_texts_of_generate(kind):
     target, draft = recurrent(kind, 5), recurrent(kind, 6)
     decoder = SpeculativeDecoder(target, draft, "ersd", tree_size=6)
@@ -172,7 +192,7 @@ def test_requests_that_join_and_leave_a_service_get_the_texts_of_generate(kind):
         assert text == out.sequences[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", FOUR)
+@some(FOUR[0], FOUR[3])
 def test_a_draft_that_rests_reads_later_what_it_missed(kind, monkeypatch):
     """It is the target, so that nothing is rejected as long as its state is that of the text."""
     from heavypath.speculative.resting import Gain
@@ -188,11 +208,13 @@ def test_a_draft_that_rests_reads_later_what_it_missed(kind, monkeypatch):
     assert out.stats.replans
     assert out.stats.acceptance_by_depth[0] == 1.0
     plain = SpeculativeDecoder(target, None, "autoregressive")
-    assert torch.equal(out.sequences, plain.generate(**BATCH, max_new_tokens=40, temperature=1.2, pad_token_id=0).sequences)
+    assert torch.equal(
+        out.sequences, plain.generate(**BATCH, max_new_tokens=40, temperature=1.2, pad_token_id=0).sequences
+    )
 
 
 @pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer", "dyspec", "rsd-s"])
-@pytest.mark.parametrize("kind", FOUR)
+@some(FOUR[1])
 def test_a_draft_that_is_the_target_is_never_wrong(kind, method):
     """A wrong state hides in a draft, whose text is right all the same: here it would cost acceptance."""
     target = recurrent(kind, 5)
@@ -212,11 +234,13 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("kind", [FOUR[0], FOUR[2]])
+@some(FOUR[0])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_drafts_of_other_kinds_and_processors(draft, kind):
     target = recurrent(kind, 5)
-    decoder = SpeculativeDecoder(target, DRAFTS[draft](recurrent(kind, 6)), "specinfer" if draft == "merge" else "sequoia", tree_size=7)
+    decoder = SpeculativeDecoder(
+        target, DRAFTS[draft](recurrent(kind, 6)), "specinfer" if draft == "merge" else "sequoia", tree_size=7
+    )
     assert texts(decoder, 16) == [greedy(target, prompt, 16) for prompt in PROMPTS]
     assert check_states(decoder) > 0
     bias = {(token,): 2.0 for token in range(1, 61, 3)} | {(17, 4): -3.0}
@@ -238,7 +262,7 @@ def test_time_steps_are_clamped_in_prompts_alone_as_generate_does(kind):
     recurrent.cache_clear()
 
 
-@pytest.mark.parametrize("kind", FOUR)
+@some(FOUR[2])
 def test_sixteen_bits_and_every_attention_decode(kind):
     model = recurrent(kind, 5)
     for dtype, attention in ((torch.float32, "eager"), (torch.float32, "heavypath"), (torch.bfloat16, "sdpa")):
@@ -253,7 +277,7 @@ def test_sixteen_bits_and_every_attention_decode(kind):
 
 REFUSED = {
     "mamba": (lambda: tiny("mamba", state_size=4), "layer .*mixer, a MambaMixer, keeps a recurrent state by functions"),
-    "jamba": (lambda: tiny("jamba", num_hidden_layers=4, num_experts=2), "JambaMambaMixer, keeps a recurrent state by f"),
+    "jamba": (lambda: tiny("jamba", num_hidden_layers=4, num_experts=2), "JambaMambaMixer, keeps a recurrent state by"),
     "rwkv": (lambda: tiny("rwkv"), "type 'rwkv' has a recurrent state, and no layer that asks a cache for it"),
 }  # fmt: skip
 

@@ -106,7 +106,9 @@ def test_strong_gates_above_weak_ones_cost_no_digits(kind):
     inputs = (query, key, value, gate, *rest)
     paths = Paths(torch.ones(1, 48, 48, dtype=torch.bool).tril())
     out, kept = RULES[kind](*(each.float() for each in inputs), state.float(), paths)
-    expected, moved = recurrence(kind, [each.float().double() for each in inputs], state.float().double(), [*range(48)], 0)
+    expected, moved = recurrence(
+        kind, [each.float().double() for each in inputs], state.float().double(), [*range(48)], 0
+    )
     assert off(out[0, -1], expected) < 2e-6
     own = state.float()
     accept_state(own, kept, torch.arange(48)[None], torch.tensor([48]), normalised=kind != "ssd")
@@ -120,7 +122,9 @@ def test_equal_keys_do_not_grow(kind):
     inputs, state = draw(kind, 1, 64, 1e-3)
     query, key, value, gate, beta = inputs
     inputs = (query, key[:, :1].expand_as(key), value, gate, torch.ones_like(beta))
-    out, _ = RULES[kind](*(each.float() for each in inputs), state.float(), Paths(torch.ones(1, 64, 64, dtype=torch.bool).tril()))
+    out, _ = RULES[kind](
+        *(each.float() for each in inputs), state.float(), Paths(torch.ones(1, 64, 64, dtype=torch.bool).tril())
+    )
     assert off(out[0, -1], recurrence(kind, inputs, state, [*range(64)], 0)[0]) < 2e-5
 
 
@@ -178,7 +182,9 @@ def agree(kind: str, dtype: torch.dtype, nodes: int, climb: float, *, heads=2, k
     mixed = tree_conv(inputs, before, weight, bias, paths.windows(4), impl="triton")
     torch.testing.assert_close(mixed, tree_conv(inputs, before, weight, bias, paths.windows(4), impl="torch"))
     parts = mixed.split([key_heads * columns, key_heads * columns, heads * values], -1)
-    query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, (columns, columns, values)))
+    query, key, value = (
+        part.unflatten(-1, (-1, size)) for part, size in zip(parts, (columns, columns, values), strict=True)
+    )
     gate, state = -5 * torch.rand(2, nodes, heads), torch.randn(2, heads, columns, values)
     rule, rest = (tree_ssd, ()) if kind == "ssd" else (tree_delta, (torch.rand(2, nodes, heads).to(dtype),))
     given = (query, key, value.float() if kind == "ssd" else value, gate, *rest)
@@ -227,7 +233,7 @@ def test_what_the_kernels_do_not_take_is_refused():
     given = [each.float() for each in inputs]
     with pytest.raises(ValueError, match="columns that are powers of two, 16 or more, got 16 and 8"):
         tree_delta(*(each for each in given), state.float(), paths, impl="triton")
-    with pytest.raises(ValueError, match="contiguous states in float32, got torch.float64"):
+    with pytest.raises(ValueError, match=r"contiguous states in float32, got torch\.float64"):
         tree_delta(*(each for each in given), state, paths, impl="triton")
     later = Paths(torch.ones(1, 2, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match="takes trees in one pass"):

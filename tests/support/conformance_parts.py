@@ -8,10 +8,11 @@ from functools import cached_property, lru_cache
 
 import torch
 from block_checkpoints import random_block
-from conformance_rows import GROWING
+from conformance_rows import GROWING, RECURRENT
 from families import tiny
 from head_cases import head_of
 from own_drafts import Bigrams
+from recurrent_families import recurrent
 from tiny_models import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -60,6 +61,8 @@ def model_of(kind, dtype, layers=2, head_dim=8):
     """A random model; those of one family share their vocabulary, toys have seven tokens."""
     if kind == "toy llama":
         model = tiny_llama(3, layers=layers, head_dim=head_dim)
+    elif kind in RECURRENT:
+        model = recurrent.__wrapped__(kind, 3, twice=layers > 2)
     elif kind == "toy gpt2":
         model = tiny("gpt2", vocab_size=7, n_layer=layers, n_head=32 // head_dim)
     else:

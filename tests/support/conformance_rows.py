@@ -12,13 +12,14 @@ from heavypath.speculative import METHODS
 from heavypath.speculative.methods import VERIFIERS, row_of
 
 TOYS = ("toy llama", "toy gpt2")  # seven tokens, whose joint law is enumerated
+RECURRENT = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")  # one for each kind of recurrent layer
 AXES = {
     "method": (*METHODS,),
     "draft": (
         "model", "the target", "head", "p-eagle", "medusa", "block", "pard", "lookup", "retrieval", "lookahead",
         "early exit", "mixture", "cascade", "merge", "own", "none",
     ),
-    "target": (*TOYS, "llama", "mistral", "qwen3", "mixtral", "gemma3_text", "gpt_oss"),
+    "target": (*TOYS, "llama", "mistral", "qwen3", "mixtral", "gemma3_text", "gpt_oss", *RECURRENT),
     "tree": ("default", "of 6 nodes", "own", "deep", "by options", "threshold", "profile", "replanned", "by batch"),
     "verifier": ("default", *VERIFIERS, "own"),
     "way": ("compiled", "reference", "graph", "served", "streamed", "custom_generate", "streamer", "ranks"),

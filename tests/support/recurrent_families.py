@@ -63,10 +63,14 @@ FOUR = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")  # one for ea
 
 
 @lru_cache
-def recurrent(kind: str, seed: int = 0, **changes):
-    """A random model whose gates, convolutions and states have an effect."""
+def recurrent(kind: str, seed: int = 0, twice: bool = False, **changes):
+    """A random model whose gates, convolutions and states have an effect; twice: with twice as many layers."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **COMMON | RECURRENT[kind] | changes)
+    settings = COMMON | RECURRENT[kind] | changes
+    if twice:
+        settings["num_hidden_layers"] *= 2
+        settings |= {name: settings[name] * 2 for name in ("layer_types", "mlp_layer_types") if name in settings}
+    config = AutoConfig.for_model(kind, **settings)
     if getattr(config, "max_position_embeddings", None) is None:
         config.max_position_embeddings = COMMON["max_position_embeddings"]
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward, Taps, TreeMask
+from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.recurrent.cache import HybridCache, Layout
 from heavypath.speculative.models.recurrent.mixers import NewColumns, check_mixers, over_trees
@@ -52,16 +52,9 @@ class RecurrentForward(TransformersForward):
         return HybridCache(self._layout, batch, rows, self.like, self._lag)
 
     def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache_rows: Tensor,
-        cache: KeyValueCache,
-        mask: TreeMask,
-        *,
-        needs_logits: bool = True,
-        taps: Taps | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
+        needs_logits: bool = True, taps: Taps | None = None,
+    ) -> Tensor:  # fmt: skip
         """Logits [B, N, V] after each token, see `Forward`."""
         assert isinstance(cache, HybridCache)
         rows = cache.give(mask, positions, cache_rows)

@@ -2,7 +2,7 @@
 
 All families call functions of the same names for what depends on a state, and get the state from the cache. So a copy
 of the model, over the same weights, has mixers whose code is their own and whose functions of these names are ours.
-What the cache gives in place of a state is a `Layer`, which says what to do with nodes. The model itself is not touched.
+What the cache gives in place of a state is a `Layer`, which says what to do with nodes. The model itself stays.
 """
 
 import inspect
@@ -80,30 +80,33 @@ def _rule(rule: Any) -> Any:
 
 
 def _scan(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None = None, *,
-    D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_states: Layer,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **_: Any,
+    hidden_states: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, chunk_size: int | None = None, *,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_states: Layer,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **more: Any,
 ) -> Any:  # fmt: skip
-    """Mamba-2 of nodes: hidden_states [B, N, H, P], dt [B, N, H], A [H], B and C [B, N, groups, state size], D [H]."""
+    """Mamba-2 of nodes: hidden_states [B, N, H, P], dt [B, N, H], decay [H], key and query [B, N, groups, D].
+
+    more: D [H], the skip connection's weights
+    """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = softplus(dt) if dt_softplus else dt
     if initial_states.is_text:  # transformers clamps those of a prompt, and not those of single tokens
         dt = dt.clamp(*(float(limit) for limit in dt_limit))
-    values = hidden_states.float()
-    inputs = C, B, values * dt.float()[..., None], dt.float() * A.float()
+    values, skip = hidden_states.float(), more.get("D")
+    inputs = query, key, values * dt.float()[..., None], dt.float() * decay.float()
     out = initial_states.recur(tree_ssd, inputs)
-    out = out if D is None else out + D[..., None] * values
+    out = out if skip is None else out + skip[..., None] * values
     return (out, initial_states.state) if return_final_states else out
 
 
 def _scan_update(
-    state: Layer, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, *,
+    state: Layer, x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor | None = None, *,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """Mamba-2 of one node, as mixers call it: each number of a head is repeated over its columns."""
-    skip, bias = (None if each is None else each[:, 0] for each in (D, dt_bias))
+    weight, bias = (None if each is None else each[:, 0] for each in (skip, dt_bias))
     out = _scan(
-        x[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None], D=skip, dt_bias=bias,
+        x[:, None], dt[:, None, :, 0], decay[:, 0, 0], key[:, None], query[:, None], D=weight, dt_bias=bias,
         dt_softplus=dt_softplus, initial_states=state,
     )[:, 0]  # fmt: skip
     return (out if z is None else out * silu(z)).to(x.dtype)

@@ -209,4 +209,3 @@ class LayerNodes:
     def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         """See `Layer`."""
         return self._nodes.recur(self._key, rule, inputs)
-

@@ -1,7 +1,7 @@
 """Try a forward pass over tree nodes of a model with recurrent layers: as `models.probe`, token by token.
 
-A recurrent layer has two laws in some models: Nemotron-H and Zamba2 clamp the time steps of a prompt from below, and not
-those of single tokens. Text is what `generate` writes. So each path is compared with the model's own cache, of a prompt
+Some models have two laws: Nemotron-H and Zamba2 clamp the time steps of a prompt from below, and not those of single
+tokens. Text is what `generate` writes. So each path is compared with the model's own cache, of a prompt
 and then one token after the other. In 16 bits single tokens round more than a pass, and experts are chosen otherwise:
 then it may be either of the two. An accepted path, out of order, is followed by a second tree.
 """
