@@ -170,7 +170,7 @@ def recurring(kind: str, dtype: str, columns: int, nodes: int) -> None:
     from heavypath.kernels.recurrent.acceptance import accept_state
     from heavypath.kernels.recurrent.convolution import tree_conv
     from heavypath.kernels.recurrent.delta import tree_delta
-    from heavypath.kernels.recurrent.paths import Kept, Paths
+    from heavypath.kernels.recurrent.paths import KeptNodes, Paths
     from heavypath.kernels.recurrent.ssd import tree_ssd
 
     heads, key_heads = (64, 1) if kind == "ssd" else (32, 16)
@@ -189,10 +189,10 @@ def recurring(kind: str, dtype: str, columns: int, nodes: int) -> None:
         tree_ssd(query, key, on_gpu(value.float()), gate, state, paths, impl="triton")
     else:
         tree_delta(query, key, value, gate, gate.to(value.dtype), state, paths, impl="triton")
-    kept = Kept(key, torch.empty(value.shape), totals)
+    kept = KeptNodes(key, torch.empty(value.shape), totals)
     accept_state(state, kept, long_zeros(2, 9), long_zeros(2), normalised=kind != "ssd", impl="triton")
     if kind == "delta":
-        kept = Kept(key, torch.empty(value.shape), torch.empty(2, nodes, heads, 128, dtype=torch.float64))
+        kept = KeptNodes(key, torch.empty(value.shape), torch.empty(2, nodes, heads, 128, dtype=torch.float64))
         accept_state(state, kept, long_zeros(2, 9), long_zeros(2), normalised=True, impl="triton")
 
 

@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.recurrent.paths import BLOCK, Kept, unit
+from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, unit
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
 def accept_state(
-    state: Tensor, kept: Kept, path: Tensor, count: Tensor, *, normalised: bool, impl: str = "auto"
+    state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, *, normalised: bool, impl: str = "auto"
 ) -> None:
     """Move states fp32 [B, H, Dk, Dv] over the first `count` nodes of a path, in place.
 
@@ -105,7 +105,7 @@ def _accept_kernel(
                 tl.store(numbers, state)
 
 
-def _launch(state: Tensor, kept: Kept, path: Tensor, count: Tensor, normalised: bool) -> None:
+def _launch(state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, normalised: bool) -> None:
     """`accept_state` by the kernel."""
     batch, heads, key_columns, columns = state.shape
     key, update, totals = kept

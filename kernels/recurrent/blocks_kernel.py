@@ -1,17 +1,17 @@
 """The Triton kernel of `tree_delta` and `tree_ssd`: block by block of 16 nodes, in the order in which they are given.
 
-In depth-first order all ancestors of a block of nodes that lie outside of it are ancestors of the block's first node:
-if j < b is above some i >= b, then b lies in the subtree of j, too. So they are on one path, and few: for a block of
-nodes [b, b + 16) its outside ancestors are gathered into tiles of 16, of which there is one for trees of up to 16
-levels. (In another order the list has all nodes that any node of the block sees, and is longer.)
+In depth-first order all ancestors of a block of nodes that lie outside of it are ancestors of the block's first node.
+For if j < b is above some i >= b, then b lies in the subtree of j, too. So they are on one path, and few. They are
+gathered into tiles of 16, of which there is one for trees of up to 16 levels. (In another order the list has all nodes
+that any node of the block sees, and is longer.)
 
-A program has a tile of value columns of one head, and walks over the blocks. What it needs of earlier blocks are their
-u, which it has stored itself. Within a block (I + A) U = R is solved by an inverse that is merged of blocks on the
-diagonal, 2, 4, 8 and 16 rows large: T <- T - T A_off T, where A_off is A between the two halves. Each merge is exact
-and nothing grows. (Powers of A would grow like binomials: for 64 equal keys they are wrong by 2e9.)
+A program has a tile of value columns of one head, and walks over the blocks. It needs the u of earlier blocks, which it
+has stored itself. Within a block (I + A) U = R is solved by an inverse T. It is merged of blocks on the diagonal, which
+are 2, 4, 8 and 16 rows large: T <- T - T A_off T, where A_off is A between the two halves. Each merge is exact and
+nothing grows. (Powers of A would grow like binomials: for 64 equal keys they are wrong by 2e9.)
 
 16-bit queries and keys go into the tensor cores as they are, and their norms are multiplied in afterwards. A state has
-two terms of tf32, its first 10 bits and the rest, and products with 16-bit rows, which are exact in tf32, are about as
+two terms of tf32, its first 10 bits and the rest. Products with 16-bit rows, which are exact in tf32, are then about as
 good as in fp32. fp32 models take IEEE products.
 """
 
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.recurrent.paths import BLOCK, Kept, Paths
+from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths
 
 _BLOCK = tl.constexpr(BLOCK)
 _COLUMNS = 32  # of values, of a program
@@ -173,7 +173,7 @@ def _blocks_kernel(
         tl.debug_barrier()  # the next block reads rows of u that other threads have stored
 
 
-def takes_kernel(function: str, impl: str, value: Tensor, above: Kept | None) -> bool:
+def takes_kernel(function: str, impl: str, value: Tensor, above: KeptNodes | None) -> bool:
     """True if the kernel is to run: by "auto" on a GPU for trees in one pass whose columns are powers of two."""
     columns = value.shape[3]
     if impl == "auto" and (above is not None or columns < 16 or columns & (columns - 1)):

@@ -10,15 +10,15 @@ In one pass over all nodes, with G_i the sum of g from the root to i, and S0 the
     out = e^G Q S0 + P U                  P_ij = e^(G_i - G_j) q_i.k_j            for j above i, and i itself
 
 A is strictly lower triangular in an order that rises along each path. No node has a state of its own: what it leaves is
-its key, its u and its G (`Kept`). Where a tree is given in several passes, A and P have columns of the earlier nodes,
-whose u are known.
+its key, its u and its G (`KeptNodes`). Where a tree is given in several passes, A and P have columns of the earlier
+nodes, whose u are known.
 """
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.recurrent.blocks_kernel import launch_blocks, takes_kernel
-from heavypath.kernels.recurrent.paths import Kept, Paths, fades, path_totals, unit
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades, path_totals, unit
 
 
 def tree_delta(
@@ -29,10 +29,10 @@ def tree_delta(
     beta: Tensor,
     state: Tensor,
     paths: Paths,
-    above: Kept | None = None,
+    above: KeptNodes | None = None,
     *,
     impl: str = "auto",
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, KeptNodes]:
     """The outputs [B, Q, H, Dv] of Q nodes of a tree, in the query's dtype, and what all nodes so far leave.
 
     query, key: [B, Q, Hk, Dk], not normalised; Hk divides H, and each key head serves H / Hk value heads
@@ -44,7 +44,7 @@ def tree_delta(
     if takes_kernel("tree_delta", impl, value, above):
         total = path_totals(gate, paths, None)
         out, update = launch_blocks(query, key, value, beta, total, state, paths)
-        return out, Kept(key, update, total)
+        return out, KeptNodes(key, update, total)
     heads, wide = value.shape[2] // key.shape[2], state.dtype
     total = path_totals(gate, paths, above)
     found = unit(query).to(wide) * query.shape[-1] ** -0.5
@@ -64,4 +64,4 @@ def tree_delta(
     right = strength * (value.to(wide).transpose(1, 2) - read)
     update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     out = out + (fade * (queries @ keys.mT)) @ update
-    return out.transpose(1, 2).to(query.dtype), Kept(key, update.transpose(1, 2), total).joined(above)
+    return out.transpose(1, 2).to(query.dtype), KeptNodes(key, update.transpose(1, 2), total).joined(above)

@@ -11,7 +11,7 @@ by gathering each node's ancestors: N x depth of them.
 import torch
 from torch import Tensor
 
-from heavypath.kernels.recurrent.paths import Kept, Paths, path_totals, unit
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths, path_totals, unit
 
 
 def tree_kda(
@@ -22,12 +22,12 @@ def tree_kda(
     beta: Tensor,
     state: Tensor,
     paths: Paths,
-    above: Kept | None = None,
-) -> tuple[Tensor, Kept]:
+    above: KeptNodes | None = None,
+) -> tuple[Tensor, KeptNodes]:
     """As `tree_delta`, with gates [B, Q, H, Dk], and as many key heads as value heads."""
     wide, mask, before = state.dtype, paths.mask, paths.before
     total = path_totals(gate, paths, above)
-    every = Kept(key, value, total).joined(above)
+    every = KeptNodes(key, value, total).joined(above)
     depth = mask.shape[-1] if mask.is_cuda else int(mask.sum(-1).max())  # a GPU is asked nothing
     number = torch.arange(mask.shape[-1], device=mask.device)
     near = number.where(mask, -1).topk(depth, -1).values  # [B, Q, depth], itself first
@@ -51,4 +51,4 @@ def tree_kda(
     right = strength * (value.to(wide).transpose(1, 2) - read)
     update = torch.linalg.solve_triangular(strength * system[..., before:], right, upper=False, unitriangular=True)
     out = (out + within[..., before:] @ update).transpose(1, 2)
-    return out.to(query.dtype), Kept(key, update.transpose(1, 2), total).joined(above)
+    return out.to(query.dtype), KeptNodes(key, update.transpose(1, 2), total).joined(above)

@@ -1,4 +1,4 @@
-"""What recurrent layers need of a tree's paths: log-decays between nodes, and the window of a short convolution.
+"""Log-decays along the paths of a tree, and the windows of short convolutions: for recurrent layers.
 
 A mask bool [B, Q, M] says which of the M nodes given so far each of the last Q of them sees: itself and its ancestors.
 Nodes are given in an order that rises along each path, so the last columns are the Q nodes themselves. With a gate
@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 BLOCK = 16  # nodes that a kernel takes at once
 
 
-class Kept(NamedTuple):
-    """What M nodes leave of themselves in one layer, until some of them are accepted.
+class KeptNodes(NamedTuple):
+    """M nodes in one layer, until some of them are accepted: all that is kept of them.
 
     keys:   [B, M, Hk, Dk], in the model's dtype, before they are normalised
     values: [B, M, H, Dv], what each node adds to the state for its key. fp32: in bf16 the state would be off by 2e-3
@@ -32,14 +32,14 @@ class Kept(NamedTuple):
     values: Tensor
     totals: Tensor
 
-    def joined(self, others: "Kept | None") -> "Kept":
+    def joined(self, others: "KeptNodes | None") -> "KeptNodes":
         """These nodes after others, which were given before them."""
         if others is None:
             return self
-        return Kept(*(torch.cat(pair, 1) for pair in zip(others, self, strict=True)))
+        return KeptNodes(*(torch.cat(pair, 1) for pair in zip(others, self, strict=True)))
 
 
-def path_totals(gates: Tensor, paths: "Paths", above: Kept | None) -> Tensor:
+def path_totals(gates: Tensor, paths: "Paths", above: KeptNodes | None) -> Tensor:
     """G of the Q new nodes, fp64 [B, Q, H] or [B, Q, H, Dk]; gates: shaped so; above: the nodes given before."""
     mask, before = paths.mask, paths.before
     totals = torch.einsum("bij,bj...->bi...", mask[..., before:].double(), gates.double())

@@ -9,7 +9,7 @@ Of Mamba-2 the gate is g = dt A with A < 0, the key B, the query C, and u = dt x
 from torch import Tensor
 
 from heavypath.kernels.recurrent.blocks_kernel import launch_blocks, takes_kernel
-from heavypath.kernels.recurrent.paths import Kept, Paths, fades, path_totals
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades, path_totals
 
 
 def tree_ssd(
@@ -19,10 +19,10 @@ def tree_ssd(
     gate: Tensor,
     state: Tensor,
     paths: Paths,
-    above: Kept | None = None,
+    above: KeptNodes | None = None,
     *,
     impl: str = "auto",
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, KeptNodes]:
     """The outputs [B, Q, H, Dv] of Q nodes of a tree, fp32, and what all nodes so far leave.
 
     query, key: [B, Q, Hk, Dk], where each key head serves H / Hk value heads; update: [B, Q, H, Dv]; gate: [B, Q, H]
@@ -32,8 +32,8 @@ def tree_ssd(
     total = path_totals(gate, paths, above)
     if takes_kernel("tree_ssd", impl, update, above):
         out, stored = launch_blocks(query, key, update, None, total, state, paths)
-        return out, Kept(key, stored, total)
-    kept = Kept(key, update.to(wide), total).joined(above)
+        return out, KeptNodes(key, stored, total)
+    kept = KeptNodes(key, update.to(wide), total).joined(above)
     queries, keys = (x.to(wide).repeat_interleave(heads, 2).transpose(1, 2) for x in (query, kept.keys))
     lead = total.to(wide).exp().transpose(1, 2)[..., None]
     fade = fades(total, kept.totals, paths.mask, wide)

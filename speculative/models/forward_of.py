@@ -53,7 +53,7 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
         forward = LlamaForward(inner, name)
         logger.debug("%s runs by its own modules", name)
     else:
-        from heavypath.speculative.models.generic import transformers_forward
+        from heavypath.speculative.models.by_transformers import transformers_forward
 
         forward = transformers_forward(inner, name)
         _check(forward, model)

@@ -39,7 +39,7 @@ class TransformersForward(Forward):
                 f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from a cache's "
                 "rows, where a tree's nodes lie out of order; take a model with rotary or learned positions"
             )
-        self._text_config: Any = model.config.get_text_config(decoder=True)
+        self.text_config: Any = model.config.get_text_config(decoder=True)
         self._kinds = self._kinds_of(model, name)
         super().__init__(model, name)
         if self.has_dynamic_rope and self.device.type == "cuda":
@@ -47,16 +47,16 @@ class TransformersForward(Forward):
                 f"{name} of type {model.config.model_type!r} has rope type 'dynamic', which waits for the GPU in each "
                 "pass, so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
             )
-        window: int | None = getattr(self._text_config, "sliding_window", None) or None
+        window: int | None = getattr(self.text_config, "sliding_window", None) or None
         self._window_of = {kind: None if kind == "full_attention" else window for kind in self._kinds}
         self.windows = {*self._window_of.values()}
-        self._attention: str = self._text_config._attn_implementation
+        self._attention: str = self.text_config._attn_implementation
         if self._attention not in _ATTENTION:
             raise ValueError(
                 f"{name} has attn_implementation={self._attention!r}, which takes no tree; "
                 f'call {name}.set_attn_implementation("sdpa"), or "eager", or "{NAME}"'
             )
-        self._cache_argument = cache_argument(model)
+        self.cache_argument = cache_argument(model)
         self._called = model
         self._read_layers()
 
@@ -92,7 +92,7 @@ class TransformersForward(Forward):
             arguments["attention_mask"] = self._as_masks(each)
             first_row = {kind: mask.first_row(window) for kind, window in self._window_of.items()}
             first_rows = [first_row[kind] for kind in self._kinds]
-        arguments[self._cache_argument] = cache.at(cache_rows, mask.visible_rows, first_rows)
+        arguments[self.cache_argument] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if taps is not None:
             arguments["output_hidden_states"] = True
         with self.alone:
@@ -117,7 +117,7 @@ class TransformersForward(Forward):
 
     def _kinds_of(self, model: PreTrainedModel, name: str) -> list[str | None]:
         """The kinds of attention that the layers have, [None] for one kind. Raises ValueError for others."""
-        kinds: list[str | None] = getattr(self._text_config, "layer_types", None) or [None]
+        kinds: list[str | None] = getattr(self.text_config, "layer_types", None) or [None]
         others = {str(kind) for kind in kinds} - {"None", "full_attention", "sliding_attention"}
         if others:
             raise ValueError(
@@ -131,11 +131,11 @@ class TransformersForward(Forward):
         return each if len(self.windows) > 1 else each[self._kinds[0]]
 
     def taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those of the arguments of a call that the model takes."""
+        """The arguments of a call that the model takes, out of all."""
         return arguments
 
     def gap(self, model: nn.Module) -> float:
-        """How far logits over a tree are from the model's own, see `probe`."""
+        """The distance of logits over a tree from the model's own, see `probe`."""
         from heavypath.speculative.models.probe import gap
 
         return gap(self, model)
@@ -151,7 +151,7 @@ class TransformersForward(Forward):
         forgetful = _ForgetfulCache()
         try:
             tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-            self.model(input_ids=tokens, use_cache=True, **{self._cache_argument: forgetful})
+            self.model(input_ids=tokens, use_cache=True, **{self.cache_argument: forgetful})
         except Exception as error:
             raise self.refusal(f"{error or type(error).__name__}") from error
         shapes = forgetful.shapes
@@ -161,16 +161,6 @@ class TransformersForward(Forward):
         if len({*heads}) > 1:
             raise self.refusal(f"its layers have keys and values of several numbers of heads: {sorted({*heads})}")
         self.layers, self._heads_and_columns = len(shapes), (heads[0], max(columns))
-
-
-def transformers_forward(model: PreTrainedModel, name: str) -> TransformersForward:
-    """The forward pass of a model by transformers' own: of one with recurrent layers `recurrent.forward` has it."""
-    kinds = {*(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())}
-    if kinds & {"linear_attention", "conv"} or getattr(model, "_is_stateful", False):
-        from heavypath.speculative.models.recurrent.forward import RecurrentForward
-
-        return RecurrentForward(model, name)
-    return TransformersForward(model, name)
 
 
 def _has_alibi(config: Any) -> bool:

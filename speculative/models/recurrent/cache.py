@@ -20,8 +20,8 @@ from heavypath.speculative.models.recurrent.nodes import DraftNodes, Key, LayerN
 FOREVER = torch.iinfo(torch.long).max
 
 
-class Layout(NamedTuple):
-    """What a model keeps of a text.
+class StateLayout(NamedTuple):
+    """The shapes of all that a model keeps of a text.
 
     rows:      {layer: its place among those with keys and values}; kv_heads, head_dim: of these
     recurrent: {(layer, which): (heads, key columns, value columns)}
@@ -52,7 +52,7 @@ class HybridCache(KeyValueCache):
     lag:      how many tokens the states are behind the root: 0, and of a draft 1
     """
 
-    def __init__(self, layout: Layout, batch: int, rows: int, like: Tensor, lag: int = 0):
+    def __init__(self, layout: StateLayout, batch: int, rows: int, like: Tensor, lag: int = 0):
         heads, columns = layout.kv_heads, layout.head_dim
         super().__init__(batch, max(1, len(layout.rows)), heads, rows, columns, like)
         self._row_of, self._lag = layout.rows, lag
@@ -102,8 +102,8 @@ class HybridCache(KeyValueCache):
     def give(self, mask: TreeMask, positions: Tensor, cache_rows: Tensor) -> Tensor:
         """Begin a pass over tokens LongTensor[B, N], as `Forward` is given them; their rows.
 
-        Of a text's tokens those that the states have are read again, but without what was before them: their rows,
-        which are there, must not be written, and they get one that nobody reads.
+        Tokens of a text that the states have already are computed without what was before them. So their rows, which
+        are there, stay, and these tokens get a row that nobody reads.
         """
         if self._reads:
             self._nodes = TextTokens(self.states, positions, self.ends)

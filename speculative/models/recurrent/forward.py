@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.generic import TransformersForward
-from heavypath.speculative.models.recurrent.cache import HybridCache, Layout
+from heavypath.speculative.models.recurrent.cache import HybridCache, StateLayout
 from heavypath.speculative.models.recurrent.mixers import NewColumns, check_mixers, over_trees
 
 ATTENTION, OTHERS = ("full_attention", "hybrid"), ("linear_attention", "conv", "moe", "mlp")  # kinds of layers
@@ -24,8 +24,8 @@ ATTENTION, OTHERS = ("full_attention", "hybrid"), ("linear_attention", "conv", "
 class RecurrentForward(TransformersForward):
     """A transformers causal language model that keeps a state besides keys and values, or instead of them.
 
-    Raises ValueError for layers that keep a state in a way that is not known, for sliding windows beside them, for
-    rotary embeddings of type longrope, and for weights that are split over processes.
+    Raises ValueError for layers that keep a state in a way that is not known, and for sliding windows beside them. So it does
+    for rotary embeddings of type longrope, and for weights that are split over processes.
     """
 
     def __init__(self, model: PreTrainedModel, name: str = "model"):
@@ -39,7 +39,7 @@ class RecurrentForward(TransformersForward):
 
     def _kinds_of(self, model: PreTrainedModel, name: str) -> list[str | None]:
         """See `TransformersForward`; masks are those of full attention."""
-        unknown = {*(getattr(self._text_config, "layer_types", None) or ())} - {*ATTENTION, *OTHERS}
+        unknown = {*(getattr(self.text_config, "layer_types", None) or ())} - {*ATTENTION, *OTHERS}
         if unknown:
             raise ValueError(
                 f"{name} of type {model.config.model_type!r} has recurrent layers, and beside them layers of type "
@@ -93,7 +93,7 @@ class RecurrentForward(TransformersForward):
         noted = _NotedLayers()
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         arguments = {"input_ids": tokens, "use_cache": True, "position_ids": torch.arange(2, device=self.device)[None]}
-        arguments |= {self._cache_argument: noted, "attention_mask": dict.fromkeys((*ATTENTION, *OTHERS))}
+        arguments |= {self.cache_argument: noted, "attention_mask": dict.fromkeys((*ATTENTION, *OTHERS))}
         try:
             self._called(**self.taken(arguments))
         except Exception as error:
@@ -105,8 +105,10 @@ class RecurrentForward(TransformersForward):
         shapes = [shape for pair in noted.rows.values() for shape in pair] or [(1, 1)]
         if len({heads for heads, _ in shapes}) > 1:
             raise self.refusal(f"its layers have keys and values of several numbers of heads: {sorted({*shapes})}")
-        self._layout = Layout(rows, shapes[0][0], max(columns for _, columns in shapes), noted.used, noted.convolved)
-        self.layers = self._text_config.num_hidden_layers
+        self._layout = StateLayout(
+            rows, shapes[0][0], max(columns for _, columns in shapes), noted.used, noted.convolved
+        )
+        self.layers = self.text_config.num_hidden_layers
         self.state_bytes = self._layout.states(1, self.like).nbytes
 
 

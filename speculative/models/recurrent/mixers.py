@@ -47,7 +47,7 @@ class Layer(Protocol):
 
 
 class NewColumns(NamedTuple):
-    """What a mixer gets in place of its convolution's state with the new columns [B, C, N] behind it."""
+    """New columns [B, C, N] of a layer, which a mixer gets in place of its convolution's state with them behind it."""
 
     layer: Layer
     columns: Tensor
@@ -79,7 +79,7 @@ def _rule(rule: Any) -> Any:
     return apply
 
 
-def _scan(
+def mamba2_chunk_scan(
     hidden_states: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, chunk_size: int | None = None, *,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_states: Layer,
     dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **more: Any,
@@ -99,13 +99,13 @@ def _scan(
     return (out, initial_states.state) if return_final_states else out
 
 
-def _scan_update(
+def mamba2_selective_state_update(
     state: Layer, x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor | None = None, *,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """Mamba-2 of one node, as mixers call it: each number of a head is repeated over its columns."""
     weight, bias = (None if each is None else each[:, 0] for each in (skip, dt_bias))
-    out = _scan(
+    out = mamba2_chunk_scan(
         x[:, None], dt[:, None, :, 0], decay[:, 0, 0], key[:, None], query[:, None], D=weight, dt_bias=bias,
         dt_softplus=dt_softplus, initial_states=state,
     )[:, 0]  # fmt: skip
@@ -118,8 +118,8 @@ RULES = {
     "torch_recurrent_gated_delta_rule": _rule(tree_delta),
     "chunk_kimi_delta_attention": _rule(tree_kda),
     "recurrent_kimi_delta_attention": _rule(tree_kda),
-    "mamba2_chunk_scan": _scan,
-    "mamba2_selective_state_update": _scan_update,
+    "mamba2_chunk_scan": mamba2_chunk_scan,
+    "mamba2_selective_state_update": mamba2_selective_state_update,
 }  # fmt: skip
 
 

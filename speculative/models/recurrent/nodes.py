@@ -1,6 +1,6 @@
 """The tokens of a pass, as recurrent layers see them: nodes of a tree, whose state is kept apart, or a piece of a text.
 
-Nodes leave the state as it was. What they leave of themselves (`Kept`, and the inputs of convolutions) is for the
+Nodes leave the state as it was. What they leave of themselves (`KeptNodes`, and the inputs of convolutions) is for the
 moment at which some of them are accepted. The tokens of a text move the state at once, in chains of `CHUNK`.
 """
 
@@ -15,7 +15,7 @@ from heavypath.kernels.attention.masks import interval_mask
 from heavypath.kernels.recurrent.acceptance import accept_state
 from heavypath.kernels.recurrent.convolution import accept_conv, tree_conv
 from heavypath.kernels.recurrent.kda import tree_kda
-from heavypath.kernels.recurrent.paths import Kept, Paths
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths
 from heavypath.kernels.recurrent.ssd import tree_ssd
 from heavypath.speculative.models.forward import TreeMask
 
@@ -63,7 +63,7 @@ class TreeNodes:
     def __init__(self, states: States):
         self._states = states
         self._passes: list[Paths] = []
-        self._kept: dict[Key, tuple[Any, Kept]] = {}
+        self._kept: dict[Key, tuple[Any, KeptNodes]] = {}
         self._inputs: dict[Key, Tensor] = {}
 
     def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
