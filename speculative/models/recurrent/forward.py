@@ -24,7 +24,7 @@ ATTENTION, OTHERS = ("full_attention", "hybrid"), ("linear_attention", "conv", "
 class RecurrentForward(TransformersForward):
     """A transformers causal language model that keeps a state besides keys and values, or instead of them.
 
-    Raises ValueError for layers that keep a state in a way that is not known, and for sliding windows beside them. So it does
+    Raises ValueError for layers that keep a state in a way that is not known, and for sliding windows beside them. Also
     for rotary embeddings of type longrope, and for weights that are split over processes.
     """
 

@@ -13,7 +13,6 @@ from transformers import DynamicCache
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.recurrent.cache import HybridCache
-from heavypath.speculative.models.text_cache import cache_argument
 
 ENDS, DEPTHS = [8, 6, 6, 6, 6, 6, 8, 8], [0, 1, 2, 3, 4, 5, 1, 2]
 PATHS = [0, 1, 2, 3, 4, 5], [0, 6, 7]  # a chain of six nodes, and two nodes below its root
@@ -40,19 +39,21 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
     for text, prompt in enumerate(lengths.tolist()):
         before = prefix[text, :prompt]
         accepted = torch.cat([before, first[text, path[text, : int(count[text])]]])
-        for start, nodes, logits in ((before, first, trees[0]), (accepted, second, trees[1])):
-            for along in PATHS:
-                whole = torch.cat([start, nodes[text, along]])
-                ways = [_after(forward, model, whole, prompt)]
-                if forward.dtype.itemsize < 4:
-                    ways.append(model(whole[None], use_cache=False).logits[0])
-                found = logits[text, along].float()
-                distances.append(torch.stack([_distance(found, way[-len(along) :].float()) for way in ways]).amin(0))
+        for start, nodes, logits, paths in ((before, first, trees[0], PATHS), (accepted, second, trees[1], PATHS[1:])):
+            longest = max(map(len, paths))
+            along = torch.tensor([[*each, *each[-1:] * (longest - len(each))] for each in paths], device=device)
+            texts = torch.cat([start.expand(len(paths), -1), nodes[text, along]], 1)
+            ways = [_after(forward, model, texts, prompt)]
+            if forward.dtype.itemsize < 4:
+                ways.append(model(texts, use_cache=False).logits)
+            found = logits[text, along].float()
+            gaps = torch.stack([_distance(found, way[:, -longest:].float()) for way in ways]).amin(0)
+            distances += [own[: len(each)] for own, each in zip(gaps, paths, strict=True)]
     return float(torch.cat(distances).max())
 
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:
-    """The distances of logits [n, V] from those expected, in the standard deviations of these."""
+    """The distances of logits [.., V] from those expected, in the standard deviations of these."""
     return (found - expected).square().mean(-1).sqrt() / expected.std(-1)
 
 
@@ -67,11 +68,12 @@ def _logits(forward: TransformersForward, nodes: Tensor, lengths: Tensor, cache:
     return logits
 
 
-def _after(forward: TransformersForward, model: nn.Module, text: Tensor, prompt: int) -> Tensor:
-    """The model's own logits after each token from the prompt's last on, as `generate` computes them."""
-    own, place, found = DynamicCache(config=forward.config), torch.arange(len(text), device=text.device), []
-    for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, len(text)))]:
-        call = {"input_ids": text[None, begin:end], "position_ids": place[None, begin:end], "use_cache": True}
-        logits = model(**forward.taken(call | {cache_argument(forward.model): own})).logits
-        found.append(logits[0, -1])
-    return torch.stack(found)
+def _after(forward: TransformersForward, model: nn.Module, texts: Tensor, prompt: int) -> Tensor:
+    """The model's own logits [B, n, V] after each token from the prompt's last on, as `generate` computes them."""
+    batch, width = texts.shape
+    own, found = DynamicCache(config=forward.config), []
+    place = torch.arange(width, device=texts.device).expand(batch, -1)
+    for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, width))]:
+        call = {"input_ids": texts[:, begin:end], "position_ids": place[:, begin:end], "use_cache": True}
+        found.append(model(**forward.taken(call | {forward.cache_argument: own})).logits[:, -1])
+    return torch.stack(found, 1)
