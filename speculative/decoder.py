@@ -104,7 +104,10 @@ class SpeculativeDecoder:
         stale = self._peers.any(not self._target.is_current())
         if stale:
             self._target = forward_of(self.target, "target")
-        if self._peers.any(stale or not all(model.is_current() for model in self._models[1:])) and self._draft is not None:
+        if (
+            self._peers.any(stale or not all(model.is_current() for model in self._models[1:]))
+            and self._draft is not None
+        ):
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
     @property
