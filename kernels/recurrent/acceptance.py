@@ -103,6 +103,7 @@ def _accept_kernel(
                 else:
                     state = tl.dot(tl.trans(key), update, state, input_precision="tf32x3")
                 tl.store(numbers, state)
+            tl.debug_barrier()  # the next nodes add to numbers that other threads have stored
 
 
 def _launch(state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, normalised: bool) -> None:

@@ -173,12 +173,12 @@ def _blocks_kernel(
         tl.debug_barrier()  # the next block reads rows of u that other threads have stored
 
 
-def takes_kernel(function: str, impl: str, value: Tensor, above: KeptNodes | None) -> bool:
+def takes_kernel(function: str, impl: str, state: Tensor, above: KeptNodes | None) -> bool:
     """True if the kernel is to run: by "auto" on a GPU for trees in one pass whose columns are powers of two."""
-    columns = value.shape[3]
-    if impl == "auto" and (above is not None or columns < 16 or columns & (columns - 1)):
+    plain = all(size >= 16 and size & (size - 1) == 0 for size in state.shape[2:])
+    if impl == "auto" and (above is not None or not plain):
         return False
-    return choose_impl(function, impl, value) == "triton"
+    return choose_impl(function, impl, state) == "triton"
 
 
 def launch_blocks(

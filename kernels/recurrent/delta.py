@@ -41,7 +41,7 @@ def tree_delta(
     paths: of the Q nodes; above: the nodes that were given before them
     impl:  see `implementation`; "triton" takes trees in one pass. Others go through "torch" by "auto"
     """
-    if takes_kernel("tree_delta", impl, value, above):
+    if takes_kernel("tree_delta", impl, state, above):
         total = path_totals(gate, paths, None)
         out, update = launch_blocks(query, key, value, beta, total, state, paths)
         return out, KeptNodes(key, update, total)

@@ -11,7 +11,7 @@ by gathering each node's ancestors: N x depth of them.
 import torch
 from torch import Tensor
 
-from heavypath.kernels.recurrent.paths import KeptNodes, Paths, path_totals, unit
+from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths, path_totals, unit
 
 
 def tree_kda(
@@ -29,21 +29,22 @@ def tree_kda(
     total = path_totals(gate, paths, above)
     every = KeptNodes(key, value, total).joined(above)
     depth = mask.shape[-1] if mask.is_cuda else int(mask.sum(-1).max())  # a GPU is asked nothing
-    number = torch.arange(mask.shape[-1], device=mask.device)
-    near = number.where(mask, -1).topk(depth, -1).values  # [B, Q, depth], itself first
-    column, batch = near.clamp(min=0), torch.arange(len(mask), device=mask.device)[:, None, None]
-    gap = (total[:, :, None] - every.totals[batch, column]).masked_fill((near < 0)[..., None, None], -torch.inf)
-    faded = unit(every.keys).to(wide)[batch, column] * gap.to(wide).exp()  # [B, Q, depth, H, Dk]
+    number, batch = torch.arange(mask.shape[-1], device=mask.device), torch.arange(len(mask), device=mask.device)
     queries, keys = unit(query).to(wide) * query.shape[-1] ** -0.5, unit(key).to(wide)
-
-    def pairs(rows: Tensor) -> Tensor:  # [B, H, Q, M]
-        found = torch.einsum("bqhd,bqphd->bhqp", rows, faded)
-        dense = found.new_zeros(*found.shape[:3], mask.shape[-1])
-        return dense.scatter_add_(3, column[:, None].expand_as(found), found)
-
+    unit_keys, parts = unit(every.keys).to(wide), []
+    for begin in range(0, paths.new, BLOCK):  # which bounds the memory
+        rows = slice(begin, begin + BLOCK)
+        near = number.where(mask[:, rows], -1).topk(depth, -1).values  # [B, q, depth], itself first
+        column = near.clamp(min=0)
+        gap = total[:, rows, None] - every.totals[batch[:, None, None], column]
+        fade = gap.masked_fill((near < 0)[..., None, None], -torch.inf).to(wide).exp()
+        faded = unit_keys[batch[:, None, None], column] * fade  # [B, q, depth, H, Dk]
+        found = torch.einsum("tbqhd,bqphd->tbhqp", torch.stack([queries[:, rows], keys[:, rows]]), faded)
+        dense = found.new_zeros(*found.shape[:4], mask.shape[-1])
+        parts.append(dense.scatter_add_(4, column[None, :, None].expand_as(found), found))
+    within, system = torch.cat(parts, 3)  # [B, H, Q, M]
     lead = total.to(wide).exp()
     out, read = ((rows * lead).transpose(1, 2) @ state for rows in (queries, keys))
-    within, system = pairs(queries), pairs(keys)
     if above is not None:
         values = above.values.to(wide).transpose(1, 2)
         out, read = out + within[..., :before] @ values, read + system[..., :before] @ values

@@ -30,7 +30,7 @@ def tree_ssd(
     """
     heads, wide = update.shape[2] // key.shape[2], state.dtype
     total = path_totals(gate, paths, above)
-    if takes_kernel("tree_ssd", impl, update, above):
+    if takes_kernel("tree_ssd", impl, state, above):
         out, stored = launch_blocks(query, key, update, None, total, state, paths)
         return out, KeptNodes(key, stored, total)
     kept = KeptNodes(key, update.to(wide), total).joined(above)

@@ -44,7 +44,9 @@ STATE_PASSES = 3  # over the states of recurrent layers
 # Operations of a multiprocessor in a cycle, in fp16 and bf16 by compute capability, and those of fp32.
 TENSOR_CORES = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
 OTHER_TENSOR_CORES, PLAIN_CORES = 512, 256
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by the names of transformers' configs
+# By the names of transformers' configs, some of which have a number for each layer.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 class Device(NamedTuple):
@@ -103,9 +105,9 @@ class Work(NamedTuple):
         weight_bytes = sum(weight.nbytes * part_owned(weight) for weight in passed)
         config = model.config.get_text_config(decoder=True)
         share = model.layers / config.num_hidden_layers  # of an early exit
-        counts = [getattr(config, name, None) for name in _EXPERTS]
-        count, each = next(filter(None, counts), 0), getattr(config, "num_experts_per_tok", None) or 0
-        experts = [weight for name, weight in model.weights() if ".experts." in name and len(weight) == count]
+        count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
+        experts = [weight for name, weight in model.weights() if ".experts." in name and weight.shape[:1] == (count,)]
+        experts = experts if 0 < each <= count else []
         return cls(
             int(weight_bytes * share), int(weights * share), model.layers, model.dtype.itemsize,
             int(sum(weight.nbytes * part_owned(weight) for weight in experts)),
@@ -121,6 +123,12 @@ class Work(NamedTuple):
         reading = (self.weight_bytes - unread) / (REACHED * device.bandwidth)
         products = math.hypot(reading, 2 * tokens * used / peak)
         return products + self.layers * LAYER_KERNELS * SMALL_KERNEL
+
+
+def _largest(config: Any, names: Sequence[str]) -> int:
+    """The number by the first of these names that a config has, or the largest of several; 0 for none."""
+    found = next(filter(None, (getattr(config, name, None) for name in names)), 0)
+    return found if isinstance(found, int) else max(found)
 
 
 def estimated_costs(

@@ -1,5 +1,7 @@
 """Models with recurrent layers are decoded by trees: as transformers' generate writes them, and by their law."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from families import tiny
@@ -172,6 +174,21 @@ def test_a_past_is_taken_up_to_a_state_that_there_is(kind):
     assert torch.equal(both[0], both[1])
 
 
+@some(FOUR[1])
+def test_a_past_gives_a_draft_no_state_that_is_ahead_of_it(kind):
+    """Of prompts one shorter, as long, and one longer; the draft is the target, by itself or as another model."""
+    target = recurrent(kind, 5)
+    for draft in (target, deepcopy(target)):
+        decoder = SpeculativeDecoder(target, draft, "chain", tree_size=4)
+        first = decoder.generate(torch.tensor([PROMPTS[0]]), 9)
+        text, past = first.sequences[0].tolist(), first.cache
+        for prompt in (PROMPTS[0][:-1], PROMPTS[0], text[:-1], text, [*text, 4]):
+            out = decoder.generate(torch.tensor([prompt]), 12, past=past)
+            assert out.stats.acceptance_by_rank[0] == 1.0
+            assert check_states(decoder) > 0
+    assert out.stats.reused_tokens == len(text) - 1
+
+
 @some(FOUR[2])
 def test_requests_that_join_and_leave_a_service_get_the_texts_of_generate(kind):
     target, draft = recurrent(kind, 5), recurrent(kind, 6)
@@ -251,7 +268,10 @@ def test_drafts_of_other_kinds_and_processors(draft, kind):
 
 @pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
 def test_time_steps_are_clamped_in_prompts_alone_as_generate_does(kind):
-    """Where they are shorter than time_step_min, transformers' one pass and its single tokens differ."""
+    """Where they are shorter than time_step_min, transformers' one pass and its single tokens differ.
+
+    A prompt ends with the first root, and may be read in pieces of any length.
+    """
     model = recurrent(kind, 8)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -259,6 +279,20 @@ def test_time_steps_are_clamped_in_prompts_alone_as_generate_does(kind):
                 weight.fill_(-8.0)  # steps of 3e-4, where time_step_min is 1e-3
     forward = forward_of(model, "target")
     assert forward.gap(model) < 2e-5
+    prompt, states = torch.tensor([PROMPTS[0]]), []
+    own = model.generate(prompt, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    out = SpeculativeDecoder(model, PromptLookup(), tree_size=4).generate(prompt, 3, output_logits=True)
+    for ours, theirs_ in zip(out.logits, own.logits, strict=True):
+        assert (ours - theirs_).abs().max() < 2e-5 * theirs_.std()
+    for size in (1, 5, 11):
+        cache = forward.new_cache(1, 12)
+        with torch.inference_mode():
+            for begin in range(0, 11, size):
+                forward.prefill(prompt[:, begin : begin + size], cache, [begin])
+        states.append(cache.states.tensors())
+    for others in states[:2]:
+        for one, other in zip(states[2], others, strict=True):
+            assert (one - other).abs().max() <= 1e-5 * one.abs().max()
     recurrent.cache_clear()
 
 

@@ -221,7 +221,7 @@ def test_kernels_give_what_the_references_give(kind, dtype):
 
 def test_recurrent_layers_are_right_in_any_schedule(adversary):
     torch.manual_seed(adversary.seed)
-    agree("delta", torch.float32, 35, 0.2, columns=16, values=16)
+    agree("delta", torch.float32, 35, 0.0, columns=16, values=16)  # a path longer than the nodes taken at once
     agree("ssd", torch.bfloat16, 20, 0.4, columns=16, values=16)
     adversary.met("_blocks_kernel", "_accept_kernel", "_convolution_kernel")
 

@@ -106,6 +106,10 @@ REFUSED = [
     (("way", "tree"), lambda way, tree: way == "served" and tree == "replanned"),
     (("way", "target"), lambda way, target: way == "ranks" and target not in LLAMAS[1:]),
     (("way", "draft"), lambda way, draft: way in ("ranks", "streamed") and draft == "the target"),
+    (  # a made-up profile is of a pass that reads less than a megabyte
+        ("way", "tree", "target"),
+        lambda way, tree, target: way == "streamed" and tree in BY_PROFILE and target == "granitemoehybrid",
+    ),
     (("way", "dtype"), lambda way, dtype: way in ("graph", "ranks") and dtype != "float32"),
 ]  # fmt: skip
 

@@ -26,6 +26,7 @@ class StateLayout(NamedTuple):
     rows:      {layer: its place among those with keys and values}; kv_heads, head_dim: of these
     recurrent: {(layer, which): (heads, key columns, value columns)}
     convolved: {(layer, which): (taps - 1, channels)}
+    limits:    {(layer, which): those of time steps in a prompt}, where there are any
     """
 
     rows: dict[int, int]
@@ -33,6 +34,7 @@ class StateLayout(NamedTuple):
     head_dim: int
     recurrent: dict[Key, tuple[int, int, int]]
     convolved: dict[Key, tuple[int, int]]
+    limits: dict[Key, tuple[float, float]]
 
     def states(self, batch: int, like: Tensor) -> States:
         """The states of texts without a token: of convolutions in the model's type, the others in fp32."""
@@ -55,7 +57,7 @@ class HybridCache(KeyValueCache):
     def __init__(self, layout: StateLayout, batch: int, rows: int, like: Tensor, lag: int = 0):
         heads, columns = layout.kv_heads, layout.head_dim
         super().__init__(batch, max(1, len(layout.rows)), heads, rows, columns, like)
-        self._row_of, self._lag = layout.rows, lag
+        self._row_of, self._limits, self._lag = layout.rows, layout.limits, lag
         self.states, self.prompts = layout.states(batch, like), layout.states(batch, like)
         self.ends = torch.full((batch,), FOREVER, device=like.device)
         self.origin = torch.zeros_like(self.ends)
@@ -109,7 +111,8 @@ class HybridCache(KeyValueCache):
             self._nodes = TextTokens(self.states, positions, self.ends)
             return cache_rows.where(positions >= self.states.position[:, None], self.keys.shape[2] - 1)
         if mask.level == 0:
-            self._nodes = DraftNodes(self.states, mask.prefix_length) if self._lag else TreeNodes(self.states)
+            states, begins = self.states, self.states.position == self.origin.clamp(min=0)
+            self._nodes = DraftNodes(states, begins, mask.prefix_length) if self._lag else TreeNodes(states, begins)
         assert isinstance(self._nodes, TreeNodes)
         self._nodes.give(mask, cache_rows)
         return cache_rows
@@ -132,9 +135,10 @@ class HybridCache(KeyValueCache):
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
         """See `RowCache.take`: rows up to one of the states that there are, and that state."""
         assert isinstance(source, HybridCache | _TakenTexts)
+        most = min(rows, int(self.ends[sequence]))  # a draft's state must not have the token before the root
         for states in (source.states, source.prompts):
             length = int(states.position[of])
-            if 0 < length <= rows:
+            if 0 < length <= most:
                 for kept in (self.states, self.prompts):
                     for own, other in zip(kept.tensors(), states.tensors(), strict=True):
                         own[sequence] = other[of]
@@ -158,7 +162,8 @@ class HybridCache(KeyValueCache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """The layer, in place of its state."""
         assert self._nodes is not None
-        return LayerNodes(self._nodes, self.states, (layer_idx, state_idx))
+        key = layer_idx, state_idx
+        return LayerNodes(self._nodes, self.states, key, self._limits.get(key))
 
     get_recurrent_state = get_conv_state
 

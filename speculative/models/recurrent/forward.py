@@ -105,9 +105,8 @@ class RecurrentForward(TransformersForward):
         shapes = [shape for pair in noted.rows.values() for shape in pair] or [(1, 1)]
         if len({heads for heads, _ in shapes}) > 1:
             raise self.refusal(f"its layers have keys and values of several numbers of heads: {sorted({*shapes})}")
-        self._layout = StateLayout(
-            rows, shapes[0][0], max(columns for _, columns in shapes), noted.used, noted.convolved
-        )
+        head_dim = max(columns for _, columns in shapes)
+        self._layout = StateLayout(rows, shapes[0][0], head_dim, noted.used, noted.convolved, noted.limits)
         self.layers = self.text_config.num_hidden_layers
         self.state_bytes = self._layout.states(1, self.like).nbytes
 
@@ -125,6 +124,7 @@ class _NotedLayers(Cache):
         self.asked: set[tuple[int, int]] = set()
         self.used: dict[tuple[int, int], tuple[int, int, int]] = {}
         self.convolved: dict[tuple[int, int], tuple[int, int]] = {}
+        self.limits: dict[tuple[int, int], tuple[float, float]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -158,8 +158,6 @@ class _NotedLayers(Cache):
 class _NotedLayer:
     """A layer of `_NotedLayers`."""
 
-    is_text = False
-
     def __init__(self, noted: _NotedLayers, key: tuple[int, int]):
         self._noted, self._key = noted, key
         self.state = torch.zeros(())
@@ -167,6 +165,12 @@ class _NotedLayer:
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         self._noted.convolved[self._key] = weight.shape[1] - 1, weight.shape[0]
         return torch.zeros_like(inputs)
+
+    def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
+        low, high = (float(limit) for limit in limits or (0, float("inf")))
+        if low > 0 or high < float("inf"):  # steps are above 0
+            self._noted.limits[self._key] = low, high
+        return steps
 
     def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         query, key, value, *_ = inputs

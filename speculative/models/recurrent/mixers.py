@@ -26,11 +26,8 @@ ASKED = ("get_conv_state", "get_recurrent_state")  # of a cache, by whatever kee
 class Layer(Protocol):
     """One layer's state in the pass that is under way.
 
-    is_text: whether the tokens are of a text and not drafted, for what transformers computes differently then
-    state:   fp32 [B, H, Dk, Dv]
+    state: fp32 [B, H, Dk, Dv]
     """
-
-    is_text: bool
 
     @property
     def state(self) -> Tensor:
@@ -39,6 +36,10 @@ class Layer(Protocol):
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         """The convolution [B, C, N] of inputs [B, C, N] along each path; weight [C, K], bias [C]."""
+        ...
+
+    def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
+        """Time steps [B, N, H] of Mamba-2, clamped where tokens are of a prompt; limits: None if they are not told."""
         ...
 
     def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -82,16 +83,14 @@ def _rule(rule: Any) -> Any:
 def mamba2_chunk_scan(
     hidden_states: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, chunk_size: int | None = None, *,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_states: Layer,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **more: Any,
+    dt_limit: tuple[float, float] | None = None, return_final_states: bool = False, **more: Any,
 ) -> Any:  # fmt: skip
     """Mamba-2 of nodes: hidden_states [B, N, H, P], dt [B, N, H], decay [H], key and query [B, N, groups, D].
 
     more: D [H], the skip connection's weights
     """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = softplus(dt) if dt_softplus else dt
-    if initial_states.is_text:  # transformers clamps those of a prompt, and not those of single tokens
-        dt = dt.clamp(*(float(limit) for limit in dt_limit))
+    dt = initial_states.clamped(softplus(dt) if dt_softplus else dt, dt_limit)
     values, skip = hidden_states.float(), more.get("D")
     inputs = query, key, values * dt.float()[..., None], dt.float() * decay.float()
     out = initial_states.recur(tree_ssd, inputs)

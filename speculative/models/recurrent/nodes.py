@@ -56,12 +56,15 @@ class States:
 
 
 class TreeNodes:
-    """The nodes of a tree so far, of a step of the target: all in one pass."""
+    """The nodes of a tree so far, of a step of the target: all in one pass.
 
-    is_text = False
+    begins: bool [B], whether the tree's root is the last token of a prompt
+    """
 
-    def __init__(self, states: States):
-        self._states = states
+    _of_text = 1  # nodes of a tree's first pass that are of the text
+
+    def __init__(self, states: States, begins: Tensor):
+        self._states, self._begins = states, begins
         self._passes: list[Paths] = []
         self._kept: dict[Key, tuple[Any, KeptNodes]] = {}
         self._inputs: dict[Key, Tensor] = {}
@@ -87,6 +90,13 @@ class TreeNodes:
         out, kept = rule(*(each for each in inputs), self._states.recurrent[key], self._passes[-1], above)
         self._kept[key] = rule, kept
         return out
+
+    def prompted(self) -> Tensor | None:
+        """bool [B, Q, 1], which nodes of the pass are tokens of a prompt; None for none."""
+        paths = self._passes[-1]
+        if paths.before:
+            return None
+        return (self._begins[:, None] & (torch.arange(paths.new, device=paths.mask.device) < self._of_text))[..., None]
 
     def columns(self, path: Tensor) -> Tensor:
         """The columns of all nodes so far of the text's tokens from the state's position on, LongTensor[B, P].
@@ -116,8 +126,10 @@ class DraftNodes(TreeNodes):
     tree that the layers see. In a text of one token there is none: then the first column means nothing.
     """
 
-    def __init__(self, states: States, prefix_length: Tensor):
-        super().__init__(states)
+    _of_text = 2
+
+    def __init__(self, states: States, begins: Tensor, prefix_length: Tensor):
+        super().__init__(states, begins)
         self._follows = prefix_length > 0
         self._slots = prefix_length.new_zeros(len(prefix_length), 0)  # of each column
         self._size = 0  # slots that there may be
@@ -153,13 +165,12 @@ class TextTokens:
     are seen by none of the others.
     """
 
-    is_text = True
-
     def __init__(self, states: States, positions: Tensor, end: Tensor):
         self._states, self._width = states, positions.shape[1]
         begin = positions[:, 0]
         self._first = (states.position - begin).clamp(0, self._width)
         self._stop = (end - begin).clamp(0, self._width).maximum(self._first)
+        self._chains: dict[int, list[tuple[int, Paths, Tensor, Tensor]]] = {}
 
     def convolved(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution [B, N, C] of inputs [B, N, C]."""
@@ -174,15 +185,27 @@ class TextTokens:
     def recur(self, key: Key, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         """The outputs of a rule."""
         state, size, outs = self._states.recurrent[key], PAIRS if rule is tree_kda else CHUNK, []
-        for begin in range(0, self._width, size):
-            place = torch.arange(min(size, self._width - begin), device=state.device)
-            first, stop = ((at - begin).clamp(0, len(place)) for at in (self._first, self._stop))
-            mask = (place <= place[:, None]) & (place >= first[:, None, None]) | (place == place[:, None])
-            out, kept = rule(*(each[:, begin : begin + size] for each in inputs), state, Paths(mask))
-            path = (place + first[:, None]).clamp(max=len(place) - 1)
-            accept_state(state, kept, path, stop - first, normalised=rule is not tree_ssd)
+        for begin, paths, path, count in self._chains_of(size):
+            out, kept = rule(*(each[:, begin : begin + size] for each in inputs), state, paths)
+            accept_state(state, kept, path, count, normalised=rule is not tree_ssd)
             outs.append(out)
         return torch.cat(outs, 1)
+
+    def _chains_of(self, size: int) -> list[tuple[int, Paths, Tensor, Tensor]]:
+        """Chains of so many tokens: where each begins, its paths, which tokens of it move the state, and how many."""
+        if size not in self._chains:
+            self._chains[size] = []
+            for begin in range(0, self._width, size):
+                place = torch.arange(min(size, self._width - begin), device=self._first.device)
+                first, stop = ((at - begin).clamp(0, len(place)) for at in (self._first, self._stop))
+                mask = (place <= place[:, None]) & (place >= first[:, None, None]) | (place == place[:, None])
+                path = (place + first[:, None]).clamp(max=len(place) - 1)
+                self._chains[size].append((begin, Paths(mask), path, stop - first))
+        return self._chains[size]
+
+    def prompted(self) -> Tensor:
+        """bool [B, 1, 1]: all tokens are of a text that is read at once."""
+        return torch.ones_like(self._first, dtype=torch.bool)[:, None, None]
 
     def end(self) -> None:
         """All layers have read the piece."""
@@ -192,9 +215,9 @@ class TextTokens:
 class LayerNodes:
     """One layer of a pass: what its mixer gets in place of a state."""
 
-    def __init__(self, nodes: TreeNodes | TextTokens, states: States, key: Key):
-        self._nodes, self._states, self._key = nodes, states, key
-        self.is_text = nodes.is_text
+    def __init__(self, nodes: TreeNodes | TextTokens, states: States, key: Key, limits: tuple[float, float] | None):
+        """limits: of time steps in a prompt, None for none."""
+        self._nodes, self._states, self._key, self._limits = nodes, states, key, limits
 
     @property
     def state(self) -> Tensor:
@@ -205,6 +228,11 @@ class LayerNodes:
         """See `Layer`."""
         out = self._nodes.convolved(self._key, inputs.transpose(1, 2), weight, bias)
         return (out if activation is None else ACT2FN[activation](out)).to(inputs.dtype).transpose(1, 2)
+
+    def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
+        """See `Layer`. transformers tells limits in a pass over several tokens alone: these are known from one."""
+        prompted = None if self._limits is None else self._nodes.prompted()
+        return steps if prompted is None else steps.clamp(*(each for each in self._limits or ())).where(prompted, steps)
 
     def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         """See `Layer`."""

@@ -1,9 +1,9 @@
 """Try a forward pass over tree nodes of a model with recurrent layers: as `models.probe`, token by token.
 
 Some models have two laws: Nemotron-H and Zamba2 clamp the time steps of a prompt from below, and not those of single
-tokens. Text is what `generate` writes. So each path is compared with the model's own cache, of a prompt
-and then one token after the other. In 16 bits single tokens round more than a pass, and experts are chosen otherwise:
-then it may be either of the two. An accepted path, out of order, is followed by a second tree.
+tokens. Text is what `generate` writes. So each path is compared with the model's own cache: of a prompt, which ends at
+the first root, and then one token after the other. In 16 bits single tokens round more than a pass, and experts are
+chosen otherwise: then it may be either of the two. An accepted path, out of order, is followed by a second tree.
 """
 
 import torch
@@ -43,7 +43,7 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
             longest = max(map(len, paths))
             along = torch.tensor([[*each, *each[-1:] * (longest - len(each))] for each in paths], device=device)
             texts = torch.cat([start.expand(len(paths), -1), nodes[text, along]], 1)
-            ways = [_after(forward, model, texts, prompt)]
+            ways = [_after(forward, model, texts, prompt + 1)]  # which ends with the root
             if forward.dtype.itemsize < 4:
                 ways.append(model(texts, use_cache=False).logits)
             found = logits[text, along].float()
