@@ -77,7 +77,7 @@ def streamed(kind, dtype, folder):
     whole.save_pretrained(folder / f"{kind}-{dtype}")
     sizes = [sum(part.nbytes for part in each.parameters()) for each in layers_of(whole)]
     others = sum(part.nbytes for part in whole.parameters()) - sum(sizes)
-    blocks = 5 if kind == "mixtral" else 2  # that a layer takes beyond its bytes; experts have files of their own
+    blocks = {"mixtral": 5, "kimi_linear": 12}.get(kind, 2)  # beyond a layer's bytes; experts have files of their own
     memory = others + 3 * (max(sizes) + blocks * BLOCK)  # one layer stays, two pass
     model = load_streamed(folder / f"{kind}-{dtype}", memory, [0], offload_folder=folder / "offloaded")
     assert stream_of(model) is not None
