@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from families import tiny
+from profile_cases import REJECTION
 from recurrent_families import FOUR, RECURRENT, recurrent
 from texts_with_rules import left_padded
 from tiny_models import exact_law, tiny_llama
@@ -23,6 +24,8 @@ from heavypath.speculative import (
     TokenTree,
     goodness_of_fit,
 )
+from heavypath.speculative.calibration import Extent, Way, walk
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.recurrent.cache import HybridCache
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
@@ -240,6 +243,17 @@ def test_a_draft_that_is_the_target_is_never_wrong(kind, method):
     assert out.stats.acceptance_by_rank[0] == 1.0
     one = decoder.generate(torch.tensor([[7]]), 20)  # a text of one token has none before its root
     assert one.stats.acceptance_by_rank[0] == 1.0
+
+
+@some(FOUR[0])
+def test_acceptance_is_measured_with_the_states_of_the_texts(kind):
+    """The target as its own draft, along ragged texts of its own: each first child is accepted."""
+    forward = forward_of(recurrent(kind, 5), "target")
+    draft = as_draft(recurrent(kind, 5), forward, recurrent(kind, 5))
+    prompts = [torch.tensor(prompt) for prompt in (*PROMPTS, [7])]
+    counts = walk(forward, draft, prompts, Way(REJECTION, None), Filters(1.0), Extent(12, 8, depth=3, children=2), 0)
+    assert torch.equal(counts.accepted[:, 0], counts.reached)
+    assert int(counts.reached.sum()) > 60
 
 
 DRAFTS = {
