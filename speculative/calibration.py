@@ -382,6 +382,7 @@ def walk_together(
     cache_rows = padded.shape[1] + tokens + 1
     target_cache, draft_cache = target.new_cache(every, cache_rows), draft.new_cache(every, cache_rows)
     taps = draft.taps(draft_cache)
+    target_cache.begin(lengths - 1)
     target.prefill(padded, target_cache, taps=taps)
     draft_cache.begin(lengths - 1)
     for part, cache in draft.parts(draft_cache):
@@ -401,6 +402,7 @@ def walk_together(
         for (way, filters), numbers in zip(wanted, parts, strict=True)
     ]
     begin, one = time.perf_counter(), torch.ones(1, dtype=torch.long, device=target.device)
+    root = torch.zeros_like(state.root)[:, None]
     for number in range(tokens):
         spent = time.perf_counter() - begin
         if number >= LEAST_TOKENS and spent >= extent.seconds:
@@ -416,6 +418,9 @@ def walk_together(
         logits = target(state.root[:, None], here, here, target_cache, mask, taps=taps)
         for each, own_after, own_logits in zip(walked, after.split(sequences), logits.split(sequences), strict=True):
             each.go_on(own_after, own_logits)
+        state.produced.add_(1)
+        target_cache.advance(root, state.produced)
+        draft_cache.advance(root, state.produced)
     return [each.counts() for each in walked]
 
 

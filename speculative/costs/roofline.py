@@ -6,6 +6,9 @@ other one by one:
 
     t(n) = hypot(bytes / bandwidth, 2 n parameters / peak) + layers * small kernels of a layer * the time of one
 
+Where a token goes through k of E experts, n tokens read E (1 - (1 - k / E)^n) of them, as if each chose by itself. A
+pass reads the states of recurrent layers, and its acceptance reads and writes them.
+
 A step adds the time of verifying, in which the logits of n nodes are read a few times, and of its own small kernels. A
 level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. Where B
 sequences are decoded together, all of these are over B times as many tokens. Reads of the caches by attention are left
@@ -37,9 +40,13 @@ STEP_KERNELS = 30  # of a step, beside the models and its levels
 LEVEL_KERNELS = 6
 DRAW = 10e-6  # seconds of a draw from a few rows
 LOGIT_PASSES = 3  # over a step's logits
+STATE_PASSES = 3  # over the states of recurrent layers
 # Operations of a multiprocessor in a cycle, in fp16 and bf16 by compute capability, and those of fp32.
 TENSOR_CORES = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
 OTHER_TENSOR_CORES, PLAIN_CORES = 512, 256
+# By the names of transformers' configs, some of which have a number for each layer.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 class Device(NamedTuple):
@@ -64,12 +71,18 @@ class Device(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Reads and computations of a forward pass: bytes and elements of its weights, layers, bytes of an activation."""
+    """Reads and computations of a forward pass: bytes and elements of its weights, layers, bytes of an activation.
+
+    expert_bytes, expert_weights: those of all experts among them; chosen: the share of these that a token goes through
+    """
 
     weight_bytes: int
     weights: int
     layers: int
     itemsize: int
+    expert_bytes: int = 0
+    expert_weights: int = 0
+    chosen: float = 1.0
 
     @classmethod
     def of(cls, model: "Drafting") -> "Work":
@@ -90,15 +103,32 @@ class Work(NamedTuple):
         passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
         weights = sum(weight.numel() * part_owned(weight) for weight in passed)
         weight_bytes = sum(weight.nbytes * part_owned(weight) for weight in passed)
-        every = model.config.get_text_config(decoder=True).num_hidden_layers
-        share = model.layers / every  # of an early exit
-        return cls(int(weight_bytes * share), int(weights * share), model.layers, model.dtype.itemsize)
+        config = model.config.get_text_config(decoder=True)
+        share = model.layers / config.num_hidden_layers  # of an early exit
+        count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
+        experts = [weight for name, weight in model.weights() if ".experts." in name and weight.shape[:1] == (count,)]
+        experts = experts if 0 < each <= count else []
+        return cls(
+            int(weight_bytes * share), int(weights * share), model.layers, model.dtype.itemsize,
+            int(sum(weight.nbytes * part_owned(weight) for weight in experts)),
+            int(sum(weight.numel() * part_owned(weight) for weight in experts)),
+            each / count if experts else 1.0,
+        )  # fmt: skip
 
     def seconds(self, tokens: int, device: Device) -> float:
         """Of a pass over so many tokens."""
         peak = REACHED_PEAK * (device.tensor_peak if self.itemsize <= 2 else device.plain_peak)
-        products = math.hypot(self.weight_bytes / (REACHED * device.bandwidth), 2 * tokens * self.weights / peak)
+        unread = self.expert_bytes * (1 - self.chosen) ** tokens
+        used = self.weights - self.expert_weights * (1 - self.chosen)
+        reading = (self.weight_bytes - unread) / (REACHED * device.bandwidth)
+        products = math.hypot(reading, 2 * tokens * used / peak)
         return products + self.layers * LAYER_KERNELS * SMALL_KERNEL
+
+
+def _largest(config: Any, names: Sequence[str]) -> int:
+    """The number by the first of these names that a config has, or the largest of several; 0 for none."""
+    found = next(filter(None, (getattr(config, name, None) for name in names)), 0)
+    return found if isinstance(found, int) else max(found)
 
 
 def estimated_costs(
@@ -110,8 +140,9 @@ def estimated_costs(
     """
     work = Work.of(target)
     logits = batch * target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read a node's once
+    states = batch * STATE_PASSES * target.state_bytes / device.bandwidth
     step = {
-        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL
+        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL + states
         for size in sizes
     }
     level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits

@@ -161,6 +161,9 @@ class Step:
             draft_cache.accept(verified.path, verified.length, state.lengths, drafted.draft_rows)
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
         commit(written, drafted.nodes, drafted.depths, verified, self.branching)
+        target_cache.advance(verified.path, state.produced)
+        if draft_cache is not None and drafted.logits is not None:
+            draft_cache.advance(verified.path, state.produced, drafted.draft_rows)
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:

@@ -162,7 +162,7 @@ class Workspace:
         rests = draft is not None and plan.tree.depth == 0  # and has read nothing until it drafts
         self._behind = dict.fromkeys(range(batch), 0) if rests else {}
         _, target_cache, draft_cache = self.first(batch)
-        target_cache.offsets.zero_()
+        target_cache.begin(request.lengths - 1)
         if draft_cache is not None:
             draft_cache.begin(request.lengths - 1)
         if width == 0 and request.inputs is None:
@@ -174,15 +174,15 @@ class Workspace:
         def copied(model: Drafting, cache: RowCache) -> list[int]:
             return [0] * batch if shared is None else shared.copy_rows(model, cache)
 
-        cached = copied(self._target, target_cache)
         parts = [] if draft is None or draft_cache is None else draft.parts(draft_cache)
-        in_parts: list[list[int]] = []
-        for part, cache in parts:
-            have = [] if part.forward is None else copied(part.forward, cache)
-            if part.reads_target:  # it must have read what the target does not compute again
-                cached = [min(pair) for pair in zip(cached, have, strict=True)]
-                have = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
-            in_parts.append(have)
+        in_parts = [[] if part.forward is None else copied(part.forward, cache) for part, cache in parts]
+        readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
+        if shared is not None:  # a head must have read what the target does not compute again
+            most = zip(shared.lengths, *(in_parts[reader] for reader in readers), strict=True)
+            shared = shared._replace(lengths=[min(each) for each in most])
+        cached = copied(self._target, target_cache)
+        for reader in readers:  # the last entry was made of another next token
+            in_parts[reader] = [max(0, rows - 1) for rows in cached]
         reused = _starts(ends, cached)
         taps = None if draft is None or draft_cache is None else draft.taps(draft_cache)
         if request.inputs is not None:
@@ -234,8 +234,9 @@ class Workspace:
         assert draft.can_rest
         numbers = state.numbers.cpu()
         members = numbers[StateField.MEMBER]
-        ends = self._text_lengths(request, numbers).tolist()
-        texts = self._texts(request)[members.to(request.prompt.device)]
+        lengths = self._text_lengths(request, numbers)
+        cache.reads_to(lengths.to(state.root.device))
+        ends, texts = lengths.tolist(), self._texts(request)[members.to(request.prompt.device)]
         have = [self._behind.pop(member) for member in members.tolist()]
         for tokens, starts in _pieces(texts, ends, have, None):
             draft.prefill(tokens, cache, starts)
@@ -274,7 +275,8 @@ class Workspace:
             if draft is not None and part.forward is not None:
                 missed = [int(lengths[member]) - rows for member, rows in self._behind.items()]
                 unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
-                models.append(ModelRows(part.forward, self._kept(cache, texts), unsure))
+                knows = getattr(part.forward, "state_bytes", 0) > 0  # what it has read, by its state
+                models.append(ModelRows(part.forward, self._kept(cache, texts), 0 if knows else unsure))
         return TextCache(texts, slots.tolist(), models, request.inputs and request.inputs.seen)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:

@@ -126,6 +126,11 @@ class CompositeCache(RowCache):
         for part in self.parts:
             part.accept(path, length, prefix_length, node_rows)
 
+    def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
+        """See `RowCache.advance`."""
+        for part in self.parts:
+            part.advance(path, produced, node_rows)
+
 
 class CompositeDraft(Draft, ABC):
     """The common part of cascades, mixtures and merges.
@@ -200,6 +205,12 @@ class CascadeDraft(CompositeDraft):
 
     def __init__(self, parts: list[Draft], levels: Sequence[int], device: torch.device):
         super().__init__(parts, device)
+        for leaf in (leaf for part in parts[:-1] for leaf in part.leaves):
+            if getattr(leaf.forward, "state_bytes", 0):
+                raise ValueError(
+                    "a draft with recurrent layers must read each token in the step after it, got one in a Cascade "
+                    "before its last draft; make it the last one, or take a Mixture"
+                )
         self._ends = [*accumulate(levels)][:-1]  # the level at which each but the last has drafted all of its own
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:

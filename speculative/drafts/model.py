@@ -65,9 +65,7 @@ class ModelDraft(Draft):
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """Logits [B, n, V] after each node, in the model's own dtype; V is the size of the target's vocabulary."""
-        mask = TreeMask(
-            prefix_length=feed.prefix_lengths, visible_rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask
-        )
+        mask = TreeMask(feed.prefix_lengths, feed.visible_rows, ancestor_mask=feed.ancestor_mask, level=feed.level)
         positions = self.forward.settled(feed.positions, feed.prefix_lengths)
         logits = self.forward(self._known(feed.tokens), positions, feed.cache_rows, cache, mask)
         missing = self._vocab_size - self.forward.vocab_size

@@ -80,10 +80,17 @@ class RowCache:
             do(lambda: torch.gather(node_rows, 1, path.clamp(min=0), out=rows))
         compact_unchecked([self.keys, self.values], path=rows, length=length, prefix_length=prefix_length)
 
-    def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
-        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""
+    def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
+        """Move on what is no row, in each step; produced: LongTensor[B], new tokens of each text so far."""
+
+    def reads_to(self, lengths: Tensor) -> None:
+        """Know that a prefill goes on with texts, to read so many tokens of each, LongTensor[B]; padding follows."""
+
+    def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> int:
+        """Copy up to `rows` first rows of sequence `of` of another cache to `sequence`; returns how many it can be."""
         for own, other in ((self.keys, source.keys), (self.values, source.values)):
             own[sequence, :, :rows] = other[of, :, :rows]
+        return rows
 
     def trimmed(self, slots: int, rows: int) -> "RowCache":
         """A copy of the first `rows` rows of the first `slots` sequences."""
@@ -96,23 +103,16 @@ class KeyValueCache(RowCache, Cache):
     Filled with zeros at first, so that rows never written can be masked. `rotary` [positions, 2, D] are cosine and sine
     of the positions that the rows may have, for a forward pass that looks them up (see `LlamaForward`).
 
-    All layers keep all rows, those with a sliding window, too: they read no more than the window, but take the memory
-    of full attention. A ring of rows would save that memory, but is not worth its bookkeeping yet.
+    All layers keep all rows, those with a sliding window, too, though they read no more than the window.
 
     For transformers' own forward pass `at(cache_rows, visible_rows)` is the cache of one call, with a 4-D mask over
     the visible rows. `offsets` LongTensor[B, 1] are added to positions, which go on elsewhere after images.
     """
 
     def __init__(
-        self,
-        batch: int,
-        layers: int,
-        kv_heads: int,
-        rows: int,
-        head_dim: int,
-        like: Tensor,
+        self, batch: int, layers: int, kv_heads: int, rows: int, head_dim: int, like: Tensor,
         rotary: Tensor | None = None,
-    ):
+    ):  # fmt: skip
         keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
         RowCache.__init__(self, keys, torch.zeros_like(keys))
         Cache.__init__(self, layers=[])
@@ -137,6 +137,10 @@ class KeyValueCache(RowCache, Cache):
     def remembered(self) -> list[Tensor]:
         """See `RowCache.remembered`."""
         return [self.keys, self.values, self.offsets]
+
+    def begin(self, lengths: Tensor) -> None:
+        """See `RowCache.begin`."""
+        self.offsets.zero_()
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
         """Store a layer's key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""

@@ -39,12 +39,14 @@ class TreeMask:
     prefix_length: LongTensor[B], or [] where all sequences have the same
     visible_rows:  how many cache rows to look at: enough to hold the longest prefix and its tree
     subtree_end or ancestor_mask: the tree, as `tree_attention` takes it; exactly one of the two
+    level: of the nodes in a tree that is given level by level
     """
 
     prefix_length: Tensor
     visible_rows: int
     subtree_end: Tensor | None = None
     ancestor_mask: Tensor | None = None
+    level: int = 0
 
     def attention(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Attend]:
         """Attention under this mask, as one function for all layers with the same sliding window."""
@@ -131,6 +133,7 @@ class Forward(ABC):
     """
 
     is_foreign: bool = False  # whether it calls code that is not the package's
+    state_bytes: int = 0  # of recurrent layers, that a sequence keeps beside its rows
     layers: int  # layers that a forward pass goes through
     windows: Collection[int | None]  # the sliding windows of these layers, None for those that see the whole text
 
@@ -226,16 +229,9 @@ class Forward(ABC):
 
     @abstractmethod
     def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache_rows: Tensor,
-        cache: KeyValueCache,
-        mask: TreeMask,
-        *,
-        needs_logits: bool = True,
-        taps: Taps | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
+        needs_logits: bool = True, taps: Taps | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run the model on N tokens of each sequence, and return its logits [B, N, V] after each token.
 
         They are of the model's own dtype, in which they take half of the memory and of the time to read them if it has
@@ -249,11 +245,7 @@ class Forward(ABC):
         """
 
     def prefill(
-        self,
-        tokens: Tensor,
-        cache: KeyValueCache,
-        starts: Sequence[int] | None = None,
-        taps: Taps | None = None,
+        self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None, taps: Taps | None = None
     ) -> None:
         """Cache the keys and values of right-padded texts, LongTensor[B, T]; the cache has more than T rows.
 

@@ -53,9 +53,9 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
         forward = LlamaForward(inner, name)
         logger.debug("%s runs by its own modules", name)
     else:
-        from heavypath.speculative.models.generic import TransformersForward
+        from heavypath.speculative.models.by_transformers import transformers_forward
 
-        forward = TransformersForward(inner, name)
+        forward = transformers_forward(inner, name)
         _check(forward, model)
         logger.debug("%s runs by transformers' forward pass", name)
     forward.watch(model)
@@ -104,10 +104,8 @@ def tolerance_of(forward: Forward) -> float:
 
 def _check(forward: "TransformersForward", model: nn.Module) -> None:
     """Raise ValueError if the logits of a small tree are not those of its paths; of a draft, say so."""
-    from heavypath.speculative.models.probe import gap
-
     try:
-        found = gap(forward, model)
+        found = forward.gap(model)
     except Exception as error:
         raise forward.refusal(f"{error or type(error).__name__}") from error
     if math.isnan(found):

@@ -7,11 +7,11 @@ layer if they see differently far. With "heavypath" our attention function is an
 does not tell if it really follows the mask, the positions and the cache; `probe` does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from heavypath.speculative.models.attn_implementation import NAME
@@ -25,8 +25,8 @@ _ATTENTION = ("sdpa", "eager", NAME)
 class TransformersForward(Forward):
     """A transformers causal language model, by its own forward pass.
 
-    Raises TypeError for a model without a language-model head, or with an encoder. Raises ValueError for one that keeps
-    a state besides keys and values, and for attention that takes no mask of nodes.
+    Raises TypeError for a model without a language-model head, or with an encoder. Raises ValueError for attention that
+    takes no mask of nodes.
     """
 
     is_foreign = True
@@ -39,30 +39,25 @@ class TransformersForward(Forward):
                 f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from a cache's "
                 "rows, where a tree's nodes lie out of order; take a model with rotary or learned positions"
             )
-        self._text_config: Any = model.config.get_text_config(decoder=True)
-        kinds = {*(getattr(self._text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-        if kinds or getattr(model, "_is_stateful", False):
-            what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
-            raise ValueError(
-                f"{name} must have full or sliding attention alone, got {model.config.model_type!r} with {what}"
-            )
+        self.text_config: Any = model.config.get_text_config(decoder=True)
+        self._kinds = self._kinds_of(model, name)
         super().__init__(model, name)
         if self.has_dynamic_rope and self.device.type == "cuda":
             raise ValueError(
                 f"{name} of type {model.config.model_type!r} has rope type 'dynamic', which waits for the GPU in each "
                 "pass, so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
             )
-        self._kinds: list[str | None] = getattr(self._text_config, "layer_types", None) or [None]
-        window: int | None = getattr(self._text_config, "sliding_window", None) or None
+        window: int | None = getattr(self.text_config, "sliding_window", None) or None
         self._window_of = {kind: None if kind == "full_attention" else window for kind in self._kinds}
         self.windows = {*self._window_of.values()}
-        self._attention: str = self._text_config._attn_implementation
+        self._attention: str = self.text_config._attn_implementation
         if self._attention not in _ATTENTION:
             raise ValueError(
                 f"{name} has attn_implementation={self._attention!r}, which takes no tree; "
                 f'call {name}.set_attn_implementation("sdpa"), or "eager", or "{NAME}"'
             )
-        self._cache_argument = cache_argument(model)
+        self.cache_argument = cache_argument(model)
+        self._called = model
         self._read_layers()
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
@@ -89,18 +84,19 @@ class TransformersForward(Forward):
         first_rows: list[int] = []
         if self._attention == NAME:
             arguments["tree_attend"] = self._attend(mask)
-            arguments["attention_mask"] = tokens[:, None, None, :1]  # any 4-D mask keeps transformers from making one
+            any_mask = tokens[:, None, None, :1]  # any 4-D mask keeps transformers from making one
+            arguments["attention_mask"] = self._as_masks(dict.fromkeys(self._kinds, any_mask))
         else:
             biases = mask.biases(self.dtype, self.windows)
             each = {kind: biases[window].expand(len(tokens), -1, -1, -1) for kind, window in self._window_of.items()}
-            arguments["attention_mask"] = each if len(self.windows) > 1 else each[self._kinds[0]]
+            arguments["attention_mask"] = self._as_masks(each)
             first_row = {kind: mask.first_row(window) for kind, window in self._window_of.items()}
             first_rows = [first_row[kind] for kind in self._kinds]
-        arguments[self._cache_argument] = cache.at(cache_rows, mask.visible_rows, first_rows)
+        arguments[self.cache_argument] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if taps is not None:
             arguments["output_hidden_states"] = True
         with self.alone:
-            out = (self.model if needs_logits else self.model.base_model)(**arguments)
+            out = (self._called if needs_logits else self._called.base_model)(**self.taken(arguments))
         if taps is not None:
             taps.take(dict(enumerate(out.hidden_states)), tokens, positions, cache_rows)
         if needs_logits:
@@ -119,6 +115,31 @@ class TransformersForward(Forward):
 
         return attend
 
+    def _kinds_of(self, model: PreTrainedModel, name: str) -> list[str | None]:
+        """The kinds of attention that the layers have, [None] for one kind. Raises ValueError for others."""
+        kinds: list[str | None] = getattr(self.text_config, "layer_types", None) or [None]
+        others = {str(kind) for kind in kinds} - {"None", "full_attention", "sliding_attention"}
+        if others:
+            raise ValueError(
+                f"{name} must have full or sliding attention, or recurrent layers, got {model.config.model_type!r} "
+                f"with layers of type {', '.join(sorted(others))}"
+            )
+        return kinds
+
+    def _as_masks(self, each: Mapping[str | None, Tensor]) -> Any:
+        """The masks of all kinds of layers as the model takes them."""
+        return each if len(self.windows) > 1 else each[self._kinds[0]]
+
+    def taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call that the model takes, out of all."""
+        return arguments
+
+    def gap(self, model: nn.Module) -> float:
+        """The distance of logits over a tree from the model's own, see `probe`."""
+        from heavypath.speculative.models.probe import gap
+
+        return gap(self, model)
+
     def refusal(self, why: str) -> ValueError:
         """The error for a model that cannot be decoded by trees."""
         how = f"cannot be decoded by trees with attn_implementation={self._attention!r}"
@@ -130,7 +151,7 @@ class TransformersForward(Forward):
         forgetful = _ForgetfulCache()
         try:
             tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-            self.model(input_ids=tokens, use_cache=True, **{self._cache_argument: forgetful})
+            self.model(input_ids=tokens, use_cache=True, **{self.cache_argument: forgetful})
         except Exception as error:
             raise self.refusal(f"{error or type(error).__name__}") from error
         shapes = forgetful.shapes

@@ -69,6 +69,8 @@ def inputs_of(
     if not inputs:
         return None
     check_alone("a prompt with model_inputs", target)
+    if target.state_bytes:
+        raise ValueError(f"{target.name} has recurrent layers, and is given tokens alone; leave model_inputs out")
     _check_names(inputs, target)
     embeds = inputs.get("inputs_embeds")
     if embeds is not None and embeds.shape[:2] != input_ids.shape:

@@ -21,7 +21,8 @@ CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
 def cache_argument(model: PreTrainedModel) -> str:
     """The argument of a model's call that takes a cache; a model's own code may be older than the library."""
-    return "past_key_values" if "past_key_values" in signature(model.forward).parameters else CACHE_NAME
+    names = signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in names), CACHE_NAME)
 
 
 class Caching(Protocol):
@@ -154,6 +155,7 @@ class SharedPrefixes(NamedTuple):
         for text, length, end in zip(self.texts, self.lengths, self.ends, strict=True):
             alike = limit is None or (have[text] > limit) == (end >= limit)
             copied.append(max(0, min(length, have[text] - model.unsure)) if alike else 0)
-        for sequence, (text, rows) in enumerate(zip(self.texts, copied, strict=True)):
+        return [
             cache.take(sequence, model.cache, self.cache._slots[text], rows)
-        return copied
+            for sequence, (text, rows) in enumerate(zip(self.texts, copied, strict=True))
+        ]

@@ -94,9 +94,6 @@ REFUSED = {
     "meta": (lambda: tiny("granite").to("meta"), ValueError, "meta device"),
     "another window": (lambda: tiny("olmoe", sliding_window=16), ValueError,  # which it does not use
                        "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
-    "mamba": (lambda: tiny("mamba", state_size=4), ValueError, "got 'mamba' with layers of type linear_attention"),
-    "rwkv": (lambda: tiny("rwkv"), ValueError, "got 'rwkv' with a recurrent state"),
-    "lfm2": (lambda: tiny("lfm2", layer_types=["conv", "full_attention"]), ValueError, "with layers of type conv"),
     "llama 4": (lambda: tiny("llama4_text"), ValueError, "'llama4_text' with layers of type chunked_attention"),
     "sinks": (lambda: tiny("gpt_oss", attn_implementation="heavypath"),
               ValueError, 'has no attention sinks .* use attn_implementation="eager"'),

@@ -185,6 +185,17 @@ AREAS = {
             "tests/mutants/test_mutations.py", "tests/mutants/test_survivors.py",
         ),
     ),
+    "recurrent": Area(
+        (
+            *(
+                f"kernels/recurrent/{name}.py"
+                for name in ("acceptance", "blocks_kernel", "convolution", "delta", "kda", "paths", "ssd")
+            ),
+            "speculative/models/recurrent/cache.py",
+            "speculative/models/recurrent/nodes.py",
+        ),
+        ("tests/kernels/test_recurrent.py", "tests/core/test_recurrent_models.py"),
+    ),
     "step": Area(
         tuple(
             f"speculative/decoding/{name}.py"

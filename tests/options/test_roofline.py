@@ -3,11 +3,13 @@
 import pytest
 import torch
 from gpu_hardware import H100
+from recurrent_families import recurrent
 from tiny_models import tiny_llama
 
 from heavypath.speculative import METHODS, SpeculativeDecoder, load_demo_pair
 from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
 from heavypath.speculative.costs.table import Costs
+from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.tree_choice import chosen_tree, default_tree
 from heavypath.speculative.trees.growth import Growth
@@ -41,6 +43,23 @@ def test_the_work_of_a_pass_is_that_of_its_layers_and_of_no_embedding_that_is_lo
         assert Work.of(LlamaForward(model)) == Work(4 * weights, weights, 2, 4)
     whole, half = (Work.of(LlamaForward(tiny_llama(1, layers=4), layers=layers)) for layers in (None, (0, 1)))
     assert (half.layers, half.weights) == (2, whole.weights // 2), "an early exit"
+
+
+def test_a_pass_reads_the_experts_that_its_tokens_choose_and_the_states_once(h100):
+    """Of Qwen3-Next's 512 experts 10 for one token, 75 for 8, 367 for 64; a state is read twice and written once."""
+    moe = Work(512 * 10**9, 512, 0, 2, expert_bytes=512 * 10**9, expert_weights=512, chosen=10 / 512)
+    read = [moe.seconds(tokens, h100) * 0.85 * h100.bandwidth / 10**9 for tokens in (1, 8, 64)]
+    assert read == pytest.approx([10, 75, 367], rel=0.01)
+    model = recurrent("qwen3_next")
+    forward = forward_of(model, "target")
+    work = Work.of(forward)
+    experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    assert (work.expert_weights, work.chosen) == (sum(weight.numel() for weight in experts), 0.5)
+    kept = 2 * (4 * 8 * 8 * 4 + 3 * 64 * 4) + 8  # in two layers a state and a convolution's, in fp32, and a position
+    assert forward.state_bytes == kept
+    costs = estimated_costs(forward, [], h100, 3).step[1]
+    forward.state_bytes = 0
+    assert costs - estimated_costs(forward, [], h100, 3).step[1] == pytest.approx(9 * kept / h100.bandwidth, rel=1e-3)
 
 
 def test_costs_rise_with_nodes_and_a_level_costs_a_pass_of_the_draft(h100, demo_pair):

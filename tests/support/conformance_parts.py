@@ -8,11 +8,12 @@ from functools import cached_property, lru_cache
 
 import torch
 from block_checkpoints import random_block
-from conformance_rows import GROWING
+from conformance_rows import GROWING, RECURRENT
 from families import tiny
 from head_cases import head_of
 from own_drafts import Bigrams
 from processed_texts import odd_behind_even
+from recurrent_families import recurrent
 from tiny_models import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -61,6 +62,8 @@ def model_of(kind, dtype, layers=2, head_dim=8):
     """A random model; those of one family share their vocabulary, toys have seven tokens."""
     if kind == "toy llama":
         model = tiny_llama(3, layers=layers, head_dim=head_dim)
+    elif kind in RECURRENT:
+        model = recurrent.__wrapped__(kind, 3, twice=layers > 2)
     elif kind == "toy gpt2":
         model = tiny("gpt2", vocab_size=7, n_layer=layers, n_head=32 // head_dim)
     else:
@@ -75,7 +78,7 @@ def streamed(kind, dtype, folder):
     whole.save_pretrained(folder / f"{kind}-{dtype}")
     sizes = [sum(part.nbytes for part in each.parameters()) for each in layers_of(whole)]
     others = sum(part.nbytes for part in whole.parameters()) - sum(sizes)
-    blocks = 5 if kind == "mixtral" else 2  # that a layer takes beyond its bytes; experts have files of their own
+    blocks = {"mixtral": 5, "kimi_linear": 12}.get(kind, 2)  # beyond a layer's bytes; experts have files of their own
     memory = others + 3 * (max(sizes) + blocks * BLOCK)  # one layer stays, two pass
     model = load_streamed(folder / f"{kind}-{dtype}", memory, [0], offload_folder=folder / "offloaded")
     assert stream_of(model) is not None

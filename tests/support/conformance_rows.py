@@ -12,13 +12,14 @@ from heavypath.speculative import METHODS
 from heavypath.speculative.methods import VERIFIERS, row_of
 
 TOYS = ("toy llama", "toy gpt2")  # seven tokens, whose joint law is enumerated
+RECURRENT = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")  # one for each kind of recurrent layer
 AXES = {
     "method": (*METHODS,),
     "draft": (
         "model", "the target", "head", "p-eagle", "medusa", "block", "pard", "lookup", "retrieval", "lookahead",
         "early exit", "mixture", "cascade", "merge", "own", "none",
     ),
-    "target": (*TOYS, "llama", "mistral", "qwen3", "mixtral", "gemma3_text", "gpt_oss"),
+    "target": (*TOYS, "llama", "mistral", "qwen3", "mixtral", "gemma3_text", "gpt_oss", *RECURRENT),
     "tree": ("default", "of 6 nodes", "own", "deep", "by options", "threshold", "profile", "replanned", "by batch"),
     "verifier": ("default", *VERIFIERS, "own"),
     "way": ("compiled", "reference", "graph", "served", "streamed", "custom_generate", "streamer", "ranks"),
@@ -105,6 +106,10 @@ REFUSED = [
     (("way", "tree"), lambda way, tree: way == "served" and tree == "replanned"),
     (("way", "target"), lambda way, target: way == "ranks" and target not in LLAMAS[1:]),
     (("way", "draft"), lambda way, draft: way in ("ranks", "streamed") and draft == "the target"),
+    (  # a made-up profile is of a pass that reads less than a megabyte
+        ("way", "tree", "target"),
+        lambda way, tree, target: way == "streamed" and tree in BY_PROFILE and target == "granitemoehybrid",
+    ),
     (("way", "dtype"), lambda way, dtype: way in ("graph", "ranks") and dtype != "float32"),
 ]  # fmt: skip
 

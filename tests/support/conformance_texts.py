@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from conformance_parts import EOS, FILTERS, PROMPTS, SEED, grammar_of
+from conformance_rows import RECURRENT
 from processed_texts import processed_law
 from texts_with_rules import left_padded
 from transformers import LogitsProcessorList
@@ -53,7 +54,9 @@ def texts(case, decoder, *, way=None, only=None, past=None):
         row[ids.shape[1] :][:count].tolist() for row, count in zip(out.sequences, out.stats.tokens_of, strict=True)
     ]
     if "past" in options:
-        assert out.stats.reused_tokens > 0 or ids.shape[1] < 6
+        # States are there at the ends of texts and of prompts alone, and a head may have read less.
+        by_head = case.row["target"] in RECURRENT and case.row["draft"] in ("head", "p-eagle", "medusa", "block")
+        assert out.stats.reused_tokens > 0 or ids.shape[1] < 6 or by_head
     for told, text in zip(streamers or [], found if streamers else [], strict=True):
         assert told.tokens[len(told.tokens) - len(text) :] == text
         assert told.ended

@@ -97,6 +97,8 @@ class PardDraft(ModelDraft):
 
     def __init__(self, forward: Forward, vocab_size: int, given: Pard):
         super().__init__(forward, vocab_size)
+        if forward.state_bytes:
+            raise ValueError("the model of a Pard must have attention layers alone, got one with recurrent layers")
         self.levels = self._depths = given.depths
         self._mask, self._columns = given.mask_token_id, vocab_size
 

@@ -69,12 +69,13 @@ class HeadCache(KeyValueCache):
         """See `RowCache.remembered`."""
         return [getattr(self, name) for name in self._FIELDS]
 
-    def take(self, sequence: int, source: RowCache, of: int, rows: int) -> None:
-        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""
+    def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
+        """See `RowCache.take`."""
         super().take(sequence, source, of, rows)
         assert isinstance(source, HeadCache)
         for own, other in ((self.features, source.features), (self.tokens, source.tokens)):
             own[sequence, :, :rows] = other[of, :, :rows]
+        return rows
 
     def trimmed(self, slots: int, rows: int) -> "HeadCache":
         """A copy of the first `rows` rows of the first `slots` sequences."""

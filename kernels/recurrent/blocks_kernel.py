@@ -1,0 +1,225 @@
+"""The Triton kernel of `tree_delta` and `tree_ssd`: block by block of 16 nodes, in the order in which they are given.
+
+In depth-first order all ancestors of a block of nodes that lie outside of it are ancestors of the block's first node.
+For if j < b is above some i >= b, then b lies in the subtree of j, too. So they are on one path, and few. They are
+gathered into tiles of 16, of which there is one for trees of up to 16 levels. (In another order the list has all nodes
+that any node of the block sees, and is longer.)
+
+A program has a tile of value columns of one head, and walks over the blocks. It needs the u of earlier blocks, which it
+has stored itself. Within a block (I + A) U = R is solved by an inverse T. It is merged of blocks on the diagonal, which
+are 2, 4, 8 and 16 rows large: T <- T - T A_off T, where A_off is A between the two halves. Each merge is exact and
+nothing grows. (Powers of A would grow like binomials: for 64 equal keys they are wrong by 2e9.)
+
+16-bit queries and keys go into the tensor cores as they are, and their norms are multiplied in afterwards. A state has
+two terms of tf32, its first 10 bits and the rest. Products with 16-bit rows, which are exact in tf32, are then about as
+good as in fp32. fp32 models take IEEE products.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths
+
+_BLOCK = tl.constexpr(BLOCK)
+_COLUMNS = 32  # of values, of a program
+
+
+@triton.jit
+def _with_state(rows, state, out, EXACT: tl.constexpr):
+    """out + rows @ state, about as good as in fp32."""
+    if EXACT:
+        return tl.dot(rows.to(tl.float32), state, out, input_precision="ieee")
+    first = (state.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    out = tl.dot(rows.to(tl.float32), first, out, input_precision="tf32")
+    return tl.dot(rows.to(tl.float32), state - first, out, input_precision="tf32")
+
+
+@triton.jit
+def _product(one, other, out, EXACT: tl.constexpr):
+    """out + one @ other of fp32 numbers that are not large."""
+    if EXACT:
+        return tl.dot(one, other, out, input_precision="ieee")
+    return tl.dot(one, other, out, input_precision="tf32x3")
+
+
+@triton.jit
+def _rows(pointer, inside, INTERPRETED: tl.constexpr):
+    """Rows of queries or keys; the interpreter does not know bf16."""
+    loaded = tl.load(pointer, mask=inside, other=0.0)
+    if INTERPRETED:
+        loaded = loaded.to(tl.float32)
+    return loaded
+
+
+@triton.jit(do_not_specialize=["N"])
+def _blocks_kernel(
+    query_ptr,  # [B, N, KEY_HEADS, DK], rows of a node `query_node` apart
+    key_ptr,
+    value_ptr,  # [B, N, HEADS, DV]; without DELTA it is u
+    beta_ptr,  # [B, N, HEADS], if DELTA
+    totals_ptr,  # fp64 [B, N, HEADS]
+    state_ptr,  # fp32 [B, HEADS, DK, DV]
+    mask_ptr,  # [B, N, N], bytes
+    above_ptr,  # int32 [B, blocks, N], the nodes outside of each block that any of its nodes sees, rising
+    count_ptr,  # int32 [B, blocks], how many they are
+    update_ptr,  # fp32 [B, N, HEADS, DV]
+    out_ptr,  # [B, N, HEADS, DV]
+    N, query_batch, query_node, key_batch, key_node, value_batch, value_node,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SCALE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr, MERGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A program for BV value columns of a head, and a sequence."""
+    head, tile, batch = tl.program_id(0) // (DV // BV), tl.program_id(0) % (DV // BV), tl.program_id(1).to(tl.int64)
+    key_head = head // (HEADS // KEY_HEADS)
+    place, columns, values = tl.arange(0, _BLOCK), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    query_ptr += batch * query_batch + key_head * DK
+    key_ptr += batch * key_batch + key_head * DK
+    value_ptr += batch * value_batch + head * DV
+    state_ptr += (batch * HEADS + head) * DK * DV
+    own = batch * N * HEADS + head  # of the first node, in tensors [B, N, HEADS]
+    mask_ptr += batch * N * N
+    blocks = tl.cdiv(N, _BLOCK)
+    for block in range(0, blocks):
+        node = block * _BLOCK + place
+        real = node < N
+        at = node.to(tl.int64)
+        total = tl.load(totals_ptr + own + at * HEADS, mask=real, other=0.0)
+        lead = tl.exp(total.to(tl.float32))
+        out, read = tl.zeros([_BLOCK, BV], tl.float32), tl.zeros([_BLOCK, BV], tl.float32)
+        within, system = tl.zeros([_BLOCK, _BLOCK], tl.float32), tl.zeros([_BLOCK, _BLOCK], tl.float32)
+        query_norm, key_norm = tl.full([_BLOCK], 1.0, tl.float32), tl.full([_BLOCK], 1.0, tl.float32)
+        query_square, key_square = tl.zeros([_BLOCK], tl.float32), tl.zeros([_BLOCK], tl.float32)
+        for first in range(0, DK, BK):
+            column = first + columns
+            query = _rows(query_ptr + at[:, None] * query_node + column[None, :], real[:, None], INTERPRETED)
+            key = _rows(key_ptr + at[:, None] * key_node + column[None, :], real[:, None], INTERPRETED)
+            state = tl.load(state_ptr + column[:, None] * DV + values[None, :])
+            out = _with_state(query, state, out, EXACT)
+            within = tl.dot(query, tl.trans(key), within, input_precision="ieee")
+            if DELTA:
+                read = _with_state(key, state, read, EXACT)
+                system = tl.dot(key, tl.trans(key), system, input_precision="ieee")
+                query_square += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
+                key_square += tl.sum(key.to(tl.float32) * key.to(tl.float32), 1)
+        if DELTA:
+            query_norm, key_norm = SCALE / tl.sqrt(query_square + 1e-6), 1.0 / tl.sqrt(key_square + 1e-6)
+            read *= (lead * key_norm)[:, None]
+        out *= (lead * query_norm)[:, None]
+
+        count = tl.load(count_ptr + batch * blocks + block)
+        for start in range(0, count, _BLOCK):
+            which = start + place
+            there = which < count
+            other = tl.load(above_ptr + (batch * blocks + block) * N + which, mask=there, other=0).to(tl.int64)
+            far, far_system = tl.zeros([_BLOCK, _BLOCK], tl.float32), tl.zeros([_BLOCK, _BLOCK], tl.float32)
+            square = tl.zeros([_BLOCK], tl.float32)
+            for first in range(0, DK, BK):
+                column = first + columns
+                query = _rows(query_ptr + at[:, None] * query_node + column[None, :], real[:, None], INTERPRETED)
+                theirs = _rows(key_ptr + other[:, None] * key_node + column[None, :], there[:, None], INTERPRETED)
+                far = tl.dot(query, tl.trans(theirs), far, input_precision="ieee")
+                if DELTA:
+                    key = _rows(key_ptr + at[:, None] * key_node + column[None, :], real[:, None], INTERPRETED)
+                    far_system = tl.dot(key, tl.trans(theirs), far_system, input_precision="ieee")
+                    square += tl.sum(theirs.to(tl.float32) * theirs.to(tl.float32), 1)
+            their_total = tl.load(totals_ptr + own + other * HEADS, mask=there, other=0.0)
+            seen = tl.load(
+                mask_ptr + at[:, None] * N + other[None, :], mask=real[:, None] & there[None, :], other=0
+            ).to(tl.int1)
+            gap = (total[:, None] - their_total[None, :]).to(tl.float32)
+            fade = tl.exp(tl.where(seen, gap, float("-inf")))
+            if DELTA:
+                fade *= 1.0 / tl.sqrt(square + 1e-6)[None, :]
+            update = tl.load(
+                update_ptr + (own + other[:, None] * HEADS) * DV + values[None, :], mask=there[:, None], other=0.0
+            )
+            out = _product(fade * far * query_norm[:, None], update, out, EXACT)
+            if DELTA:
+                read = _product(fade * far_system * key_norm[:, None], update, read, EXACT)
+
+        seen = tl.load(mask_ptr + at[:, None] * N + at[None, :], mask=real[:, None] & real[None, :], other=0).to(
+            tl.int1
+        )
+        gap = (total[:, None] - total[None, :]).to(tl.float32)
+        fade = tl.exp(tl.where(seen, gap, float("-inf")))
+        update = tl.load(value_ptr + at[:, None] * value_node + values[None, :], mask=real[:, None], other=0.0)
+        update = update.to(tl.float32)
+        if DELTA:
+            beta = tl.load(beta_ptr + own + at * HEADS, mask=real, other=0.0).to(tl.float32)
+            system *= fade * (beta * key_norm)[:, None] * key_norm[None, :]
+            system = tl.where(place[:, None] > place[None, :], system, 0.0)
+            inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
+            inverse -= tl.where((place[:, None] >> 1) == (place[None, :] >> 1), system, 0.0)
+            for power in range(1, MERGES):
+                halves = (place[:, None] >> power) != (place[None, :] >> power)
+                between = halves & ((place[:, None] >> (power + 1)) == (place[None, :] >> (power + 1)))
+                nothing = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+                lower = _product(inverse, tl.where(between, system, 0.0), nothing, EXACT)
+                inverse -= _product(lower, inverse, nothing, EXACT)
+            right = beta[:, None] * (update - read)
+            update = _product(inverse, right, tl.zeros([_BLOCK, BV], tl.float32), EXACT)
+            fade *= key_norm[None, :]
+        out = _product(fade * within * query_norm[:, None], update, out, EXACT)
+        stored = (own + at[:, None] * HEADS) * DV + values[None, :]
+        tl.store(update_ptr + stored, update, mask=real[:, None])
+        tl.store(out_ptr + stored, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
+        tl.debug_barrier()  # the next block reads rows of u that other threads have stored
+
+
+def takes_kernel(function: str, impl: str, state: Tensor, above: KeptNodes | None) -> bool:
+    """True if the kernel is to run: by "auto" on a GPU for trees in one pass whose columns are powers of two."""
+    plain = all(size >= 16 and size & (size - 1) == 0 for size in state.shape[2:])
+    if impl == "auto" and (above is not None or not plain):
+        return False
+    return choose_impl(function, impl, state) == "triton"
+
+
+def launch_blocks(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor | None, total: Tensor, state: Tensor, paths: Paths,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The outputs [B, N, H, Dv] and u fp32 [B, N, H, Dv] of all nodes of trees that are given in one pass.
+
+    beta: None for `tree_ssd`, whose values are u; total: fp64 [B, N, H]; the others as of `tree_delta`
+
+    Raises ValueError for shapes, strides or types that the kernel does not take.
+    """
+    batch, nodes, heads, columns = value.shape
+    key_heads, key_columns = key.shape[2:]
+    if state.dtype != torch.float32 or not state[0].is_contiguous():
+        raise ValueError(f"impl 'triton' takes contiguous states in float32, got {state.dtype} {[*state.stride()]}")
+    if key_columns % 16 or columns % 16 or key_columns & (key_columns - 1) or columns & (columns - 1):
+        raise ValueError(
+            f"impl 'triton' takes key and value columns that are powers of two, 16 or more, got {key_columns} and "
+            f"{columns}; take impl 'torch'"
+        )
+    if paths.before:
+        raise ValueError("impl 'triton' takes trees in one pass; take impl 'torch' for those that grow")
+    query, key, value = (
+        each if each.stride(3) == 1 and each.stride(2) == each.shape[3] else each.contiguous()
+        for each in (query, key, value)
+    )
+    exact = torch.float32 in (query.dtype, key.dtype)
+    if exact:
+        query, key = query.float(), key.float()
+    update = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+    out = torch.empty(value.shape, dtype=torch.float32 if beta is None else query.dtype, device=value.device)
+    above, count = paths.outside
+    wide = min(_COLUMNS, columns)
+    with torch.cuda.device_of(value):
+        _blocks_kernel[(heads * (columns // wide), batch)](
+            query, key, value, None if beta is None else beta.contiguous(), total.contiguous(), state,
+            paths.mask.contiguous().view(torch.int8), above, count, update, out, nodes,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            HEADS=heads, KEY_HEADS=key_heads, DK=key_columns, DV=columns, SCALE=key_columns**-0.5,
+            BK=min(key_columns, 16 if exact else 64), BV=wide, DELTA=beta is not None, EXACT=exact,
+            MERGES=BLOCK.bit_length() - 1, INTERPRETED=not query.is_cuda,
+            num_warps=4, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out, update

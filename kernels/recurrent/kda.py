@@ -1,0 +1,55 @@
+"""The delta rule with a gate for each key column, over the nodes of a tree: Kimi Delta Attention (2510.26692).
+
+`delta` has the formulas. Here g and G have Dk columns: e^G scales the columns of K and Q before S0, and
+
+    A_ij = beta_i sum_d k_id k_jd e^(G_id - G_jd)        P_ij = sum_d q_id k_jd e^(G_id - G_jd)
+
+No product of two matrices is safe, since e^(-G_j) overflows. So the pairs of a node and an ancestor are computed alone,
+by gathering each node's ancestors: N x depth of them.
+"""
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths, path_totals, unit
+
+
+def tree_kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    paths: Paths,
+    above: KeptNodes | None = None,
+) -> tuple[Tensor, KeptNodes]:
+    """As `tree_delta`, with gates [B, Q, H, Dk], and as many key heads as value heads."""
+    wide, mask, before = state.dtype, paths.mask, paths.before
+    total = path_totals(gate, paths, above)
+    every = KeptNodes(key, value, total).joined(above)
+    depth = mask.shape[-1] if mask.is_cuda else int(mask.sum(-1).max())  # a GPU is asked nothing
+    number, batch = torch.arange(mask.shape[-1], device=mask.device), torch.arange(len(mask), device=mask.device)
+    queries, keys = unit(query).to(wide) * query.shape[-1] ** -0.5, unit(key).to(wide)
+    unit_keys, parts = unit(every.keys).to(wide), []
+    for begin in range(0, paths.new, BLOCK):  # which bounds the memory
+        rows = slice(begin, begin + BLOCK)
+        near = number.where(mask[:, rows], -1).topk(depth, -1).values  # [B, q, depth], itself first
+        column = near.clamp(min=0)
+        gap = total[:, rows, None] - every.totals[batch[:, None, None], column]
+        fade = gap.masked_fill((near < 0)[..., None, None], -torch.inf).to(wide).exp()
+        faded = unit_keys[batch[:, None, None], column] * fade  # [B, q, depth, H, Dk]
+        found = torch.einsum("tbqhd,bqphd->tbhqp", torch.stack([queries[:, rows], keys[:, rows]]), faded)
+        dense = found.new_zeros(*found.shape[:4], mask.shape[-1])
+        parts.append(dense.scatter_add_(4, column[None, :, None].expand_as(found), found))
+    within, system = torch.cat(parts, 3)  # [B, H, Q, M]
+    lead = total.to(wide).exp()
+    out, read = ((rows * lead).transpose(1, 2) @ state for rows in (queries, keys))
+    if above is not None:
+        values = above.values.to(wide).transpose(1, 2)
+        out, read = out + within[..., :before] @ values, read + system[..., :before] @ values
+    strength = beta.to(wide).transpose(1, 2)[..., None]
+    right = strength * (value.to(wide).transpose(1, 2) - read)
+    update = torch.linalg.solve_triangular(strength * system[..., before:], right, upper=False, unitriangular=True)
+    out = (out + within[..., before:] @ update).transpose(1, 2)
+    return out.to(query.dtype), KeptNodes(key, update.transpose(1, 2), total).joined(above)

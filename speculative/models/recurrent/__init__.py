@@ -1,0 +1,1 @@
+"""Models with recurrent layers: Gated DeltaNet, KDA, Mamba-2 and short convolutions, with or without attention."""

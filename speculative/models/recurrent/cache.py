@@ -1,0 +1,197 @@
+"""The cache of a model with recurrent layers: rows of its attention layers, and a state for each recurrent layer.
+
+Row r of a text serves any text that shares its first r + 1 tokens. A state serves only texts that share all of its
+tokens. So a cache keeps two for each sequence: of the text so far, and of its prompt, for a later text that goes on
+from there (`take`). A draft's state lags by one token, see `nodes.DraftNodes`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.models.caches import KeyValueCache, RowCache
+from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.recurrent.mixers import NewColumns
+from heavypath.speculative.models.recurrent.nodes import DraftNodes, Key, LayerNodes, States, TextTokens, TreeNodes
+
+FOREVER = torch.iinfo(torch.long).max
+
+
+class StateLayout(NamedTuple):
+    """The shapes of all that a model keeps of a text.
+
+    rows:      {layer: its place among those with keys and values}; kv_heads, head_dim: of these
+    recurrent: {(layer, which): (heads, key columns, value columns)}
+    convolved: {(layer, which): (taps - 1, channels)}
+    limits:    {(layer, which): those of time steps in a prompt}, where there are any
+    """
+
+    rows: dict[int, int]
+    kv_heads: int
+    head_dim: int
+    recurrent: dict[Key, tuple[int, int, int]]
+    convolved: dict[Key, tuple[int, int]]
+    limits: dict[Key, tuple[float, float]]
+
+    def states(self, batch: int, like: Tensor) -> States:
+        """The states of texts without a token: of convolutions in the model's type, the others in fp32."""
+        return States(
+            {key: like.new_zeros(batch, *shape, dtype=torch.float32) for key, shape in self.recurrent.items()},
+            {key: like.new_zeros(batch, *shape) for key, shape in self.convolved.items()},
+            torch.zeros(batch, dtype=torch.long, device=like.device),
+        )
+
+
+class HybridCache(KeyValueCache):
+    """Rows and states of a batch.
+
+    states:   of the texts so far; prompts: of their prompts
+    ends:     LongTensor[B], how many tokens of a text a prefill is to read, at most
+    origin:   LongTensor[B], tokens that the states had before the first new one
+    lag:      how many tokens the states are behind the root: 0, and of a draft 1
+    """
+
+    def __init__(self, layout: StateLayout, batch: int, rows: int, like: Tensor, lag: int = 0):
+        heads, columns = layout.kv_heads, layout.head_dim
+        super().__init__(batch, max(1, len(layout.rows)), heads, rows, columns, like)
+        self._row_of, self._limits, self._lag = layout.rows, layout.limits, lag
+        self.states, self.prompts = layout.states(batch, like), layout.states(batch, like)
+        self.ends = torch.full((batch,), FOREVER, device=like.device)
+        self.origin = torch.zeros_like(self.ends)
+        self._nodes: TreeNodes | TextTokens | None = None
+        self._reads = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and states."""
+        return super().nbytes + self.states.nbytes + self.prompts.nbytes
+
+    def first(self, slots: int) -> Self:
+        """See `RowCache.first`."""
+        view = super().first(slots)
+        view.states, view.prompts = self.states.first(slots), self.prompts.first(slots)
+        view.ends, view.origin, view._nodes = self.ends[:slots], self.origin[:slots], None
+        return view
+
+    def remembered(self) -> list[Tensor]:
+        """See `RowCache.remembered`."""
+        return [*super().remembered(), self.ends, self.origin, *self.states.tensors(), *self.prompts.tensors()]
+
+    def begin(self, lengths: Tensor) -> None:
+        """See `RowCache.begin`."""
+        super().begin(lengths)
+        for field in (*self.states.tensors(), *self.prompts.tensors()):
+            field.zero_()
+        self.origin.copy_(lengths - self._lag)
+        self.reads_to(lengths)
+
+    def reads_to(self, lengths: Tensor) -> None:
+        """See `RowCache.reads_to`."""
+        self.ends.copy_((lengths - self._lag).clamp(min=0))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A block in which passes are over tokens of texts, which move the states at once."""
+        self._reads = True
+        try:
+            yield
+        finally:
+            self._reads = False
+
+    def give(self, mask: TreeMask, positions: Tensor, cache_rows: Tensor) -> Tensor:
+        """Begin a pass over tokens LongTensor[B, N], as `Forward` is given them; their rows.
+
+        Tokens of a text that the states have already are computed without what was before them. So their rows, which
+        are there, stay, and these tokens get a row that nobody reads.
+        """
+        if self._reads:
+            self._nodes = TextTokens(self.states, positions, self.ends)
+            return cache_rows.where(positions >= self.states.position[:, None], self.keys.shape[2] - 1)
+        if mask.level == 0:
+            states, begins = self.states, self.states.position == self.origin.clamp(min=0)
+            self._nodes = DraftNodes(states, begins, mask.prefix_length) if self._lag else TreeNodes(states, begins)
+        assert isinstance(self._nodes, TreeNodes)
+        self._nodes.give(mask, cache_rows)
+        return cache_rows
+
+    def end_of_pass(self) -> None:
+        """All layers are through. A text's state behind its prompt's end is kept."""
+        if isinstance(self._nodes, TextTokens):
+            self._nodes.end()
+            ended = self.states.position == self.ends
+            for kept, now in zip(self.prompts.tensors(), self.states.tensors(), strict=True):
+                kept.copy_(now.where(ended.view(-1, *[1] * (now.dim() - 1)), kept))
+
+    def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
+        """See `RowCache.advance`."""
+        if isinstance(self._nodes, TreeNodes):
+            slots = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
+            self._nodes.accept(slots, (self.origin + produced - self.states.position).clamp(min=0))
+        self._nodes = None
+
+    def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
+        """See `RowCache.take`: rows up to one of the states that there are, and that state."""
+        assert isinstance(source, HybridCache | _TakenTexts)
+        most = min(rows, int(self.ends[sequence]))  # a draft's state must not have the token before the root
+        for states in (source.states, source.prompts):
+            length = int(states.position[of])
+            if 0 < length <= most:
+                for kept in (self.states, self.prompts):
+                    for own, other in zip(kept.tensors(), states.tensors(), strict=True):
+                        own[sequence] = other[of]
+                return super().take(sequence, source, of, length)
+        return 0
+
+    def trimmed(self, slots: int, rows: int) -> RowCache:
+        """See `RowCache.trimmed`."""
+        return _TakenTexts(super().trimmed(slots, rows), self.states.first(slots), self.prompts.first(slots))
+
+    # What mixers of transformers ask for.
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `KeyValueCache.read`."""
+        return super().read(self._row_of[layer])
+
+    def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
+        """See `KeyValueCache.write`."""
+        super().write(self._row_of[layer], key, value, cache_rows)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """The layer, in place of its state."""
+        assert self._nodes is not None
+        key = layer_idx, state_idx
+        return LayerNodes(self._nodes, self.states, key, self._limits.get(key))
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
+        """The layer, with new columns for its convolution."""
+        return NewColumns(self.get_conv_state(layer_idx, state_idx), conv_states)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Nothing is to be done: states move when nodes are accepted."""
+        return recurrent_states
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """True: a text without a token has states, too."""
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False."""
+        return False
+
+
+class _TakenTexts(RowCache):
+    """Rows and states of texts, copied for later ones."""
+
+    def __init__(self, rows: RowCache, states: States, prompts: States):
+        super().__init__(rows.keys, rows.values)
+        self.states, self.prompts = states.copied(), prompts.copied()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and states."""
+        return super().nbytes + self.states.nbytes + self.prompts.nbytes

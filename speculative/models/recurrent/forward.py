@@ -1,0 +1,178 @@
+"""A model with recurrent layers, called on tree nodes by transformers' own forward pass.
+
+Its attention layers take a 4-D mask, as those of other models (`generic`). Its recurrent layers run on a copy of the
+model over the same weights (`mixers`), whose states know trees (`nodes`).
+"""
+
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Taps, TreeMask
+from heavypath.speculative.models.generic import TransformersForward
+from heavypath.speculative.models.recurrent.cache import HybridCache, StateLayout
+from heavypath.speculative.models.recurrent.mixers import NewColumns, check_mixers, over_trees
+
+ATTENTION, OTHERS = ("full_attention", "hybrid"), ("linear_attention", "conv", "moe", "mlp")  # kinds of layers
+
+
+class RecurrentForward(TransformersForward):
+    """A transformers causal language model that keeps a state besides keys and values, or instead of them.
+
+    Raises ValueError for layers that keep a state in a way that is not known, and for sliding windows beside them. Also
+    for rotary embeddings of type longrope, and for weights that are split over processes.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str = "model"):
+        check_mixers(model, name)
+        self._lag = int(name == "draft")
+        super().__init__(model, name)
+        if self.ranks is not None:
+            raise ValueError(f"{name} has recurrent layers and is split over processes; load it in one")
+        if self.rope_limit is not None:
+            raise ValueError(f"{name} has recurrent layers and rotary embeddings of type longrope, which cannot be")
+
+    def _kinds_of(self, model: PreTrainedModel, name: str) -> list[str | None]:
+        """See `TransformersForward`; masks are those of full attention."""
+        unknown = {*(getattr(self.text_config, "layer_types", None) or ())} - {*ATTENTION, *OTHERS}
+        if unknown:
+            raise ValueError(
+                f"{name} of type {model.config.model_type!r} has recurrent layers, and beside them layers of type "
+                f"{', '.join(sorted(unknown))}; known are {', '.join((*ATTENTION, *OTHERS))}"
+            )
+        return ["full_attention"]
+
+    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+        """An empty cache of `rows` rows for each of `batch` sequences, and their states."""
+        return HybridCache(self._layout, batch, rows, self.like, self._lag)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
+        needs_logits: bool = True, taps: Taps | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits [B, N, V] after each token, see `Forward`."""
+        assert isinstance(cache, HybridCache)
+        rows = cache.give(mask, positions, cache_rows)
+        logits = super().__call__(tokens, positions, rows, cache, mask, needs_logits=needs_logits, taps=taps)
+        cache.end_of_pass()
+        return logits
+
+    def prefill(
+        self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None, taps: Taps | None = None
+    ) -> None:
+        """See `Forward`. Tokens that the cache's states have already do not move them again."""
+        assert isinstance(cache, HybridCache)
+        with cache.reading():
+            super().prefill(tokens, cache, starts, taps)
+
+    def gap(self, model: torch.nn.Module) -> float:
+        """See `TransformersForward.gap`."""
+        from heavypath.speculative.models.recurrent.probe import gap
+
+        return gap(self, model, HybridCache(self._layout, 2, 32, self.like))
+
+    def _as_masks(self, each: Mapping[str | None, Tensor]) -> Any:
+        """A mask for each kind of layer."""
+        return dict.fromkeys(ATTENTION, each["full_attention"]) | dict.fromkeys(OTHERS)
+
+    def taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """See `TransformersForward.taken`: a model without attention takes no positions, and no masks."""
+        takes_positions = "position_ids" in signature(self.model.forward).parameters
+        left_out = () if takes_positions else ("position_ids", "attention_mask")
+        return {name: given for name, given in arguments.items() if name not in left_out}
+
+    @torch.no_grad()
+    def _read_layers(self) -> None:
+        """Find out which layers keep what."""
+        self._called = over_trees(self.model)
+        noted = _NotedLayers()
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        arguments = {"input_ids": tokens, "use_cache": True, "position_ids": torch.arange(2, device=self.device)[None]}
+        arguments |= {self.cache_argument: noted, "attention_mask": dict.fromkeys((*ATTENTION, *OTHERS))}
+        try:
+            self._called(**self.taken(arguments))
+        except Exception as error:
+            raise self.refusal(f"{error or type(error).__name__}") from error
+        unused = sorted({layer for layer, _ in noted.asked} - {layer for layer, _ in noted.used})
+        if unused or not noted.convolved:
+            raise self.refusal(f"its layers {unused} ask for a recurrent state, and what they do with it is not known")
+        rows = {layer: place for place, layer in enumerate(noted.rows)}
+        shapes = [shape for pair in noted.rows.values() for shape in pair] or [(1, 1)]
+        if len({heads for heads, _ in shapes}) > 1:
+            raise self.refusal(f"its layers have keys and values of several numbers of heads: {sorted({*shapes})}")
+        head_dim = max(columns for _, columns in shapes)
+        self._layout = StateLayout(rows, shapes[0][0], head_dim, noted.used, noted.convolved, noted.limits)
+        self.layers = self.text_config.num_hidden_layers
+        self.state_bytes = self._layout.states(1, self.like).nbytes
+
+
+class _NotedLayers(Cache):
+    """A cache that keeps nothing, and notes what layers would keep.
+
+    rows: {layer: heads and columns of its keys, and of its values}; asked: states that mixers asked for; used: those
+    with a rule, and their shapes; convolved: shapes of convolutions' states
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.rows: dict[int, list[tuple[int, int]]] = {}
+        self.asked: set[tuple[int, int]] = set()
+        self.used: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.convolved: dict[tuple[int, int], tuple[int, int]] = {}
+        self.limits: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.rows[layer_idx] = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
+        return key_states, value_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        return _NotedLayer(self, (layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        self.asked.add((layer_idx, state_idx))
+        return _NotedLayer(self, (layer_idx, state_idx))
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        return NewColumns(_NotedLayer(self, (layer_idx, state_idx)), conv_states)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return recurrent_states
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class _NotedLayer:
+    """A layer of `_NotedLayers`."""
+
+    def __init__(self, noted: _NotedLayers, key: tuple[int, int]):
+        self._noted, self._key = noted, key
+        self.state = torch.zeros(())
+
+    def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        self._noted.convolved[self._key] = weight.shape[1] - 1, weight.shape[0]
+        return torch.zeros_like(inputs)
+
+    def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
+        low, high = (float(limit) for limit in limits or (0, float("inf")))
+        if low > 0 or high < float("inf"):  # steps are above 0
+            self._noted.limits[self._key] = low, high
+        return steps
+
+    def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        query, key, value, *_ = inputs
+        self._noted.used[self._key] = value.shape[2], key.shape[3], value.shape[3]
+        return torch.zeros_like(value, dtype=query.dtype)

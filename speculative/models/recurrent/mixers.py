@@ -1,0 +1,184 @@
+"""The mixers of transformers' recurrent layers, over the nodes of a tree.
+
+All families call functions of the same names for what depends on a state, and get the state from the cache. So a copy
+of the model, over the same weights, has mixers whose code is their own and whose functions of these names are ours.
+What the cache gives in place of a state is a `Layer`, which says what to do with nodes. The model itself stays.
+"""
+
+import inspect
+from collections.abc import Iterator
+from copy import copy
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from heavypath.kernels.recurrent.delta import tree_delta
+from heavypath.kernels.recurrent.kda import tree_kda
+from heavypath.kernels.recurrent.ssd import tree_ssd
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+ASKED = ("get_conv_state", "get_recurrent_state")  # of a cache, by whatever keeps a state
+
+
+class Layer(Protocol):
+    """One layer's state in the pass that is under way.
+
+    state: fp32 [B, H, Dk, Dv]
+    """
+
+    @property
+    def state(self) -> Tensor:
+        """The state."""
+        ...
+
+    def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        """The convolution [B, C, N] of inputs [B, C, N] along each path; weight [C, K], bias [C]."""
+        ...
+
+    def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
+        """Time steps [B, N, H] of Mamba-2, clamped where tokens are of a prompt; limits: None if they are not told."""
+        ...
+
+    def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The outputs [B, N, H, Dv] of a rule, such as `tree_delta`; inputs: those before its state."""
+        ...
+
+
+class NewColumns(NamedTuple):
+    """New columns [B, C, N] of a layer, which a mixer gets in place of its convolution's state with them behind it."""
+
+    layer: Layer
+    columns: Tensor
+
+
+def _conv_fn(
+    hidden_states: NewColumns, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    return hidden_states.layer.convolved(hidden_states.columns, weight, bias, activation)
+
+
+def _conv_update(
+    hidden_states: Tensor, conv_state: Layer, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    return conv_state.convolved(hidden_states, weight, bias, activation)
+
+
+def _rule(rule: Any) -> Any:
+    """The function of a delta rule, as mixers call it."""
+
+    def apply(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Layer,
+        use_qk_l2norm_in_kernel: bool = False, **_: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if not use_qk_l2norm_in_kernel:
+            raise ValueError("delta rules are known with normalised keys alone, got use_qk_l2norm_in_kernel=False")
+        return initial_state.recur(rule, (query, key, value, g, beta)), initial_state.state
+
+    return apply
+
+
+def mamba2_chunk_scan(
+    hidden_states: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, chunk_size: int | None = None, *,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_states: Layer,
+    dt_limit: tuple[float, float] | None = None, return_final_states: bool = False, **more: Any,
+) -> Any:  # fmt: skip
+    """Mamba-2 of nodes: hidden_states [B, N, H, P], dt [B, N, H], decay [H], key and query [B, N, groups, D].
+
+    more: D [H], the skip connection's weights
+    """
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = initial_states.clamped(softplus(dt) if dt_softplus else dt, dt_limit)
+    values, skip = hidden_states.float(), more.get("D")
+    inputs = query, key, values * dt.float()[..., None], dt.float() * decay.float()
+    out = initial_states.recur(tree_ssd, inputs)
+    out = out if skip is None else out + skip[..., None] * values
+    return (out, initial_states.state) if return_final_states else out
+
+
+def mamba2_selective_state_update(
+    state: Layer, x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor | None = None, *,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Mamba-2 of one node, as mixers call it: each number of a head is repeated over its columns."""
+    weight, bias = (None if each is None else each[:, 0] for each in (skip, dt_bias))
+    out = mamba2_chunk_scan(
+        x[:, None], dt[:, None, :, 0], decay[:, 0, 0], key[:, None], query[:, None], D=weight, dt_bias=bias,
+        dt_softplus=dt_softplus, initial_states=state,
+    )[:, 0]  # fmt: skip
+    return (out if z is None else out * silu(z)).to(x.dtype)
+
+
+CONVOLUTIONS = {"causal_conv1d_fn": _conv_fn, "causal_conv1d_update": _conv_update}
+RULES = {
+    "torch_chunk_gated_delta_rule": _rule(tree_delta),
+    "torch_recurrent_gated_delta_rule": _rule(tree_delta),
+    "chunk_kimi_delta_attention": _rule(tree_kda),
+    "recurrent_kimi_delta_attention": _rule(tree_kda),
+    "mamba2_chunk_scan": mamba2_chunk_scan,
+    "mamba2_selective_state_update": mamba2_selective_state_update,
+}  # fmt: skip
+
+
+def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that ask a cache for a state, with their names."""
+    return ((name, each) for name, each in model.named_modules() if {*ASKED} & _names(each))
+
+
+def check_mixers(model: nn.Module, name: str) -> None:
+    """Raise ValueError for a mixer that does something else with its state than by the functions that are known."""
+    found = [*mixers_of(model)]
+    if not found:
+        raise ValueError(
+            f"{name} of type {_type(model)} has a recurrent state, and no layer that asks a cache for it, as those of "
+            f"transformers do that call {', '.join(RULES)}"
+        )
+    for where, mixer in found:
+        names = _names(mixer)
+        known = {*CONVOLUTIONS} <= names and ("get_recurrent_state" not in names or {*RULES} & names)
+        if "forward" in vars(mixer) or not known:
+            how = "a forward of its own" if "forward" in vars(mixer) else "functions that are not known"
+            raise ValueError(
+                f"{name} of type {_type(model)} cannot be decoded by trees: layer {where}, a {type(mixer).__name__}, "
+                f"keeps a recurrent state by {how}; known are {', '.join([*CONVOLUTIONS, *RULES])}"
+            )
+
+
+def over_trees(model: ModuleT) -> ModuleT:
+    """A copy of a model, over the same weights, whose mixers take a `Layer` for a state."""
+    made: dict[int, nn.Module] = {}
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) not in made:
+            one = made[id(module)] = copy(module)
+            for name, hooks in vars(module).items():  # which transformers registers when it is asked for hidden states
+                if name.endswith(("_hooks", "_with_kwargs", "_always_called")) and isinstance(hooks, dict):
+                    vars(one)[name] = copy(hooks)
+            one._modules = {name: child and copied(child) for name, child in module._modules.items()}
+            if {*ASKED} & _names(module):
+                one.forward = MethodType(_with_our_functions(type(module)), one)
+        return made[id(module)]
+
+    found: Any = copied(model)
+    return found
+
+
+def _with_our_functions(kind: type[nn.Module]) -> FunctionType:
+    """The forward of a class of mixers, in whose code the known names are our functions."""
+    forward: Any = inspect.unwrap(kind.forward)
+    ours = {**forward.__globals__, **CONVOLUTIONS, **RULES}
+    made = FunctionType(forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _names(module: nn.Module) -> set[str]:
+    """The names in the code of a module's forward."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    return {*getattr(getattr(forward, "__code__", None), "co_names", ())}
+
+
+def _type(model: Any) -> str:
+    return repr(model.config.model_type)

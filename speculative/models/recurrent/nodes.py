@@ -1,0 +1,239 @@
+"""The tokens of a pass, as recurrent layers see them: nodes of a tree, whose state is kept apart, or a piece of a text.
+
+Nodes leave the state as it was. What they leave of themselves (`KeptNodes`, and the inputs of convolutions) is for the
+moment at which some of them are accepted. The tokens of a text move the state at once, in chains of `CHUNK`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.activations import ACT2FN
+
+from heavypath.kernels.attention.masks import interval_mask
+from heavypath.kernels.recurrent.acceptance import accept_state
+from heavypath.kernels.recurrent.convolution import accept_conv, tree_conv
+from heavypath.kernels.recurrent.kda import tree_kda
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths
+from heavypath.kernels.recurrent.ssd import tree_ssd
+from heavypath.speculative.models.forward import TreeMask
+
+CHUNK, PAIRS = 64, 16  # tokens of a text at once; and of KDA, which gathers them for each other
+
+Key = tuple[int, int]  # the layer, and which of its states
+
+
+class States:
+    """The states of B sequences.
+
+    recurrent: fp32 [B, H, Dk, Dv] of each layer that has one; convolved: [B, K - 1, C], oldest first
+    position:  LongTensor[B], the tokens of each text that are in them
+    """
+
+    def __init__(self, recurrent: dict[Key, Tensor], convolved: dict[Key, Tensor], position: Tensor):
+        self.recurrent, self.convolved, self.position = recurrent, convolved, position
+
+    def first(self, slots: int) -> "States":
+        """A view of the first `slots` sequences."""
+        recurrent = {key: one[:slots] for key, one in self.recurrent.items()}
+        convolved = {key: one[:slots] for key, one in self.convolved.items()}
+        return States(recurrent, convolved, self.position[:slots])
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, [B], or [B, any, any]."""
+        return [self.position, *(one.flatten(2) for one in self.recurrent.values()), *self.convolved.values()]
+
+    def copied(self) -> "States":
+        """A copy."""
+        recurrent = {key: one.clone() for key, one in self.recurrent.items()}
+        return States(recurrent, {key: one.clone() for key, one in self.convolved.items()}, self.position.clone())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return sum(one.nbytes for one in self.tensors())
+
+
+class TreeNodes:
+    """The nodes of a tree so far, of a step of the target: all in one pass.
+
+    begins: bool [B], whether the tree's root is the last token of a prompt
+    """
+
+    _of_text = 1  # nodes of a tree's first pass that are of the text
+
+    def __init__(self, states: States, begins: Tensor):
+        self._states, self._begins = states, begins
+        self._passes: list[Paths] = []
+        self._kept: dict[Key, tuple[Any, KeptNodes]] = {}
+        self._inputs: dict[Key, Tensor] = {}
+
+    def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
+        """Begin a pass over nodes with rows LongTensor[B, Q], which see each other as `mask` says."""
+        ancestors = mask.ancestor_mask
+        if ancestors is None:
+            assert mask.subtree_end is not None
+            ancestors = interval_mask(mask.subtree_end)
+        self._passes.append(Paths(ancestors.expand(len(cache_rows), -1, -1)))
+
+    def convolved(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution [B, Q, C] of inputs [B, Q, C]."""
+        before = self._inputs.get(key)
+        every = self._inputs[key] = inputs if before is None else torch.cat([before, inputs], 1)
+        window = self._passes[-1].windows(weight.shape[-1])
+        return tree_conv(every, self._states.convolved[key], weight, bias, window)
+
+    def recur(self, key: Key, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The outputs of a rule."""
+        above = self._kept[key][1] if key in self._kept else None
+        out, kept = rule(*(each for each in inputs), self._states.recurrent[key], self._passes[-1], above)
+        self._kept[key] = rule, kept
+        return out
+
+    def prompted(self) -> Tensor | None:
+        """bool [B, Q, 1], which nodes of the pass are tokens of a prompt; None for none."""
+        paths = self._passes[-1]
+        if paths.before:
+            return None
+        return (self._begins[:, None] & (torch.arange(paths.new, device=paths.mask.device) < self._of_text))[..., None]
+
+    def columns(self, path: Tensor) -> Tensor:
+        """The columns of all nodes so far of the text's tokens from the state's position on, LongTensor[B, P].
+
+        path: LongTensor[B, any], slots of the root, the accepted nodes, then anything
+        """
+        return path.clamp(min=0)
+
+    def accept(self, path: Tensor, count: Tensor) -> None:
+        """Move the states over `count` LongTensor[B] tokens: nodes of this step, by `path` as of `columns`."""
+        columns = self.columns(path)
+        for key, (rule, kept) in self._kept.items():
+            normalised = rule is not tree_ssd
+            accept_state(self._states.recurrent[key], kept, columns, count, normalised=normalised)
+        last = columns.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].where(count > 0, -1)
+        for key, inputs in self._inputs.items():
+            state = self._states.convolved[key]
+            window = torch.cat([each.windows(state.shape[1] + 1) for each in self._passes], 1)
+            accept_conv(inputs, state, window, last)
+        self._states.position.add_(count)
+
+
+class DraftNodes(TreeNodes):
+    """The nodes of a tree so far, of a step of a draft: level by level, and before them the token before the root.
+
+    A draft's state lags by that token. Whether it was read before or not, it is read in each step, as the root of the
+    tree that the layers see. In a text of one token there is none: then the first column means nothing.
+    """
+
+    _of_text = 2
+
+    def __init__(self, states: States, begins: Tensor, prefix_length: Tensor):
+        super().__init__(states, begins)
+        self._follows = prefix_length > 0
+        self._slots = prefix_length.new_zeros(len(prefix_length), 0)  # of each column
+        self._size = 0  # slots that there may be
+
+    def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
+        """See `TreeNodes.give`."""
+        assert mask.ancestor_mask is not None
+        is_first, batch = self._slots.shape[1] == 0, len(cache_rows)
+        ancestors = mask.ancestor_mask.expand(batch, -1, -1)
+        slots = (cache_rows - mask.prefix_length[:, None]).clamp(min=0)
+        self._slots = torch.cat([self._slots, slots], 1)
+        seen = ancestors.gather(2, self._slots[:, None].expand(-1, ancestors.shape[1], -1))
+        seen[:, :, 0] = self._follows[:, None]
+        if is_first:
+            seen[:, 0] = torch.arange(seen.shape[2], device=seen.device) == 0
+        self._size = ancestors.shape[2]
+        self._passes.append(Paths(seen))
+
+    def columns(self, path: Tensor) -> Tensor:
+        """See `TreeNodes.columns`."""
+        column = torch.arange(1, self._slots.shape[1], device=path.device).expand(len(path), -1)
+        # An accepted leaf was given to nobody. Its column is any: the state lags by it.
+        of_slot = path.new_zeros(len(path), self._size + 1).scatter(1, self._slots[:, 1:], column)
+        columns = pad(of_slot.gather(1, path.clamp(0, self._size)), (1, 1))
+        place = torch.arange(path.shape[1] + 1, device=path.device) + (~self._follows).long()[:, None]
+        return columns.gather(1, place)
+
+
+class TextTokens:
+    """A piece of each text, in its order: tokens from the state's position on move the state at once.
+
+    Those before it have been read already, and those from `end` LongTensor[B] on are padding, or are read later: they
+    are seen by none of the others.
+    """
+
+    def __init__(self, states: States, positions: Tensor, end: Tensor):
+        self._states, self._width = states, positions.shape[1]
+        begin = positions[:, 0]
+        self._first = (states.position - begin).clamp(0, self._width)
+        self._stop = (end - begin).clamp(0, self._width).maximum(self._first)
+        self._chains: dict[int, list[tuple[int, Paths, Tensor, Tensor]]] = {}
+
+    def convolved(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution [B, N, C] of inputs [B, N, C]."""
+        taps, state, device = weight.shape[-1], self._states.convolved[key], inputs.device
+        place = torch.arange(self._width, device=device)[:, None] - torch.arange(taps - 1, -1, -1, device=device)
+        first = self._first[:, None, None]
+        window = (place + taps - 1).where(place >= first, (place + taps - 1 - first).clamp(min=0))
+        out = tree_conv(inputs, state, weight, bias, window)
+        accept_conv(inputs, state, window, (self._stop - 1).where(self._stop > self._first, -1))
+        return out
+
+    def recur(self, key: Key, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The outputs of a rule."""
+        state, size, outs = self._states.recurrent[key], PAIRS if rule is tree_kda else CHUNK, []
+        for begin, paths, path, count in self._chains_of(size):
+            out, kept = rule(*(each[:, begin : begin + size] for each in inputs), state, paths)
+            accept_state(state, kept, path, count, normalised=rule is not tree_ssd)
+            outs.append(out)
+        return torch.cat(outs, 1)
+
+    def _chains_of(self, size: int) -> list[tuple[int, Paths, Tensor, Tensor]]:
+        """Chains of so many tokens: where each begins, its paths, which tokens of it move the state, and how many."""
+        if size not in self._chains:
+            self._chains[size] = []
+            for begin in range(0, self._width, size):
+                place = torch.arange(min(size, self._width - begin), device=self._first.device)
+                first, stop = ((at - begin).clamp(0, len(place)) for at in (self._first, self._stop))
+                mask = (place <= place[:, None]) & (place >= first[:, None, None]) | (place == place[:, None])
+                path = (place + first[:, None]).clamp(max=len(place) - 1)
+                self._chains[size].append((begin, Paths(mask), path, stop - first))
+        return self._chains[size]
+
+    def prompted(self) -> Tensor:
+        """bool [B, 1, 1]: all tokens are of a text that is read at once."""
+        return torch.ones_like(self._first, dtype=torch.bool)[:, None, None]
+
+    def end(self) -> None:
+        """All layers have read the piece."""
+        self._states.position.add_(self._stop - self._first)
+
+
+class LayerNodes:
+    """One layer of a pass: what its mixer gets in place of a state."""
+
+    def __init__(self, nodes: TreeNodes | TextTokens, states: States, key: Key, limits: tuple[float, float] | None):
+        """limits: of time steps in a prompt, None for none."""
+        self._nodes, self._states, self._key, self._limits = nodes, states, key, limits
+
+    @property
+    def state(self) -> Tensor:
+        """See `Layer`."""
+        return self._states.recurrent[self._key]
+
+    def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        """See `Layer`."""
+        out = self._nodes.convolved(self._key, inputs.transpose(1, 2), weight, bias)
+        return (out if activation is None else ACT2FN[activation](out)).to(inputs.dtype).transpose(1, 2)
+
+    def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
+        """See `Layer`. transformers tells limits in a pass over several tokens alone: these are known from one."""
+        prompted = None if self._limits is None else self._nodes.prompted()
+        return steps if prompted is None else steps.clamp(*(each for each in self._limits or ())).where(prompted, steps)
+
+    def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        """See `Layer`."""
+        return self._nodes.recur(self._key, rule, inputs)

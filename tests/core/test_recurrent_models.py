@@ -1,0 +1,352 @@
+"""Models with recurrent layers are decoded by trees: as transformers' generate writes them, and by their law."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from families import tiny
+from profile_cases import REJECTION
+from recurrent_families import FOUR, RECURRENT, recurrent
+from texts_with_rules import left_padded
+from tiny_models import exact_law, tiny_llama
+from transformers.generation import logits_process as theirs
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import (
+    Cascade,
+    EarlyExit,
+    Lookahead,
+    Merge,
+    Mixture,
+    Pard,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    goodness_of_fit,
+)
+from heavypath.speculative.calibration import Extent, Way, walk
+from heavypath.speculative.drafts.kinds import as_draft
+from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.recurrent.cache import HybridCache
+from heavypath.speculative.models.recurrent.forward import RecurrentForward
+
+PROMPTS = ([3, 17, 4, 41, 6, 2, 22, 50, 3, 6, 11], [6, 29, 7], [9, 1, 12, 7, 4, 44])
+BATCH = left_padded([[*prompt] for prompt in PROMPTS])
+EVERY = [pytest.param(kind, marks=[] if kind in FOUR else pytest.mark.slow) for kind in RECURRENT]
+
+
+def greedy(model, prompt, new_tokens, **more):
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, **more
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def texts(decoder, new_tokens, **options):
+    out = decoder.generate(**BATCH, max_new_tokens=new_tokens, pad_token_id=0, **options)
+    width = BATCH["input_ids"].shape[1]
+    return [
+        row[width:][:count].tolist() for row, count in zip(out.sequences, out.stats.tokens_of.tolist(), strict=True)
+    ]
+
+
+def check_states(decoder, bar=1e-5):
+    """The states after a generation are those of a prefill of the same texts. Returns how many were compared."""
+    cache, compared = decoder.runner.kept[-1], 0
+    for forward in decoder._models:
+        own = cache._rows_of(forward)
+        if own is None or not isinstance(own.cache, HybridCache):
+            continue
+        for text, slot in zip(cache.tokens, cache._slots, strict=True):
+            length = int(own.cache.states.position[slot])
+            assert len(text) - 2 <= length <= len(text)
+            again = HybridCache(forward._layout, 1, length + 1, forward.like)
+            with torch.inference_mode():
+                forward.prefill(text[None, :length], again)
+            for found, expected in zip(own.cache.states.tensors()[1:], again.states.tensors()[1:], strict=True):
+                assert (found[slot] - expected[0]).abs().max() < bar * expected.abs().max()
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_logits_over_trees_are_those_of_transformers_token_by_token(kind):
+    """By the probe that each model passes when a decoder is made; here to the rounding of fp32."""
+    model = recurrent(kind)
+    before = model(torch.tensor([PROMPTS[0]])).logits
+    forward = forward_of(model, "target")
+    assert isinstance(forward, RecurrentForward)
+    assert forward.gap(model) < 2e-5
+    assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, before)
+    assert not [module for module in model.modules() if "forward" in vars(module)]  # the model itself is untouched
+
+
+@pytest.mark.parametrize(("kind", "count"), [
+    *(pytest.param(*each.values, 14, marks=each.marks) for each in EVERY),
+    *(pytest.param(kind, 200, marks=pytest.mark.slow) for kind in RECURRENT),
+])  # fmt: skip
+def test_greedy_texts_are_those_of_transformers_generate(kind, count):
+    """In a batch with left padding in which one text ends early, and alone; nightly of 200 tokens."""
+    model, draft = recurrent(kind, 5), recurrent(kind, 5, initializer_range=0.1)
+    with torch.no_grad():
+        draft.get_output_embeddings().weight.add_(0.1 * torch.randn_like(draft.get_output_embeddings().weight))
+    expected = [greedy(model, prompt, count) for prompt in PROMPTS]
+    stop = next(token for token in expected[1][4:] if token not in expected[0] + expected[2][:9])
+    cut = [text[: text.index(stop) + 1] if stop in text else text for text in expected]
+    for options in ({"tree": TokenTree.from_branching([3, 2, 1, 1])}, {"tree": TokenTree.chain(3)}):
+        decoder = SpeculativeDecoder(model, draft, "sequoia", **options)
+        assert texts(decoder, count) == expected
+        assert check_states(decoder) > 0
+        assert texts(decoder, count, eos_token_id=stop) == cut
+        assert check_states(decoder) > 0
+    alone = decoder.generate(torch.tensor([PROMPTS[1]]), count).sequences[0, 3:].tolist()
+    assert alone == expected[1]
+
+
+METHODS = {
+    "chain": {"tree_size": 4}, "sequoia": {"tree_size": 9}, "dyspec": {"tree_size": 9}, "ersd": {"tree_size": 9},
+    "rsd-s": {"width": 3, "max_depth": 3}, "eagle-2": {"width": 3, "max_depth": 3}, "specinfer": {"width": 2},
+    "rsd-c": {"branching": [2, 2]}, "naive": {"tree_size": 7}, "autoregressive": {},
+}  # fmt: skip
+CROSSED = [  # each method with one family; nightly with all
+    pytest.param(method, kind, marks=[] if (place + other) % 4 == 0 else pytest.mark.slow)
+    for place, method in enumerate(METHODS)
+    for other, kind in enumerate(FOUR)
+]
+
+
+def some(*often):
+    """The four families, all but some of which only nightly."""
+    return pytest.mark.parametrize("kind", [
+        pytest.param(kind, marks=[] if kind in often else pytest.mark.slow) for kind in FOUR
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "kind"), CROSSED)
+def test_every_method_writes_the_targets_text(method, kind):
+    """With a draft of recurrent layers, too, over a dense target and over a recurrent one."""
+    model, small, dense = recurrent(kind, 5), recurrent(kind, 6), tiny_llama(5, 61)
+    pairs = [(model, None)] if method == "autoregressive" else [(model, small), (model, dense), (dense, small)]
+    for target, draft in pairs:
+        expected = [greedy(target, prompt, 12) for prompt in PROMPTS]
+        decoder = SpeculativeDecoder(target, draft, method, **METHODS[method])
+        assert texts(decoder, 12) == expected
+        assert check_states(decoder) > 0
+        if method == "ersd":
+            plain = SpeculativeDecoder(target, None, "autoregressive")
+            assert texts(decoder, 12, temperature=0.6, seed=3) == texts(plain, 12, temperature=0.6, seed=3)
+        elif draft is small:
+            texts(decoder, 12, temperature=0.8, seed=3)
+            assert check_states(decoder) > 0
+
+
+@pytest.mark.parametrize("kind", FOUR)
+@pytest.mark.parametrize(("method", "options"), [
+    ("sequoia", {"tree": TokenTree.from_branching([2, 2])}), ("specinfer", {"tree": TokenTree.independent(2, 2)}),
+])  # fmt: skip
+def test_the_joint_law_of_three_tokens_is_the_targets(kind, method, options):
+    target, draft = recurrent(kind, 1, vocab_size=6), recurrent(kind, 2, vocab_size=6)
+    prompt, count = torch.tensor([3, 1, 4]), 3000
+    out = SpeculativeDecoder(target, draft, method, **options).generate(
+        prompt.expand(count, -1), 3, temperature=0.9, eos_token_id=None, seed=5
+    )
+    law = exact_law(target, prompt, Filters(0.9), 3).view(6, 6, 6)
+    fit = goodness_of_fit(out.sequences[:, 3:], law)
+    assert fit.is_lossless(), str(fit)
+
+
+@some(FOUR[0])
+def test_a_past_is_taken_up_to_a_state_that_there_is(kind):
+    """The state of a text's end, or that of its prompt's, where the answer was changed; else nothing is reused."""
+    target, draft = recurrent(kind, 5), recurrent(kind, 6)
+    decoder = SpeculativeDecoder(target, draft, "sequoia", tree_size=6)
+    first = decoder.generate(torch.tensor([PROMPTS[0]]), 14)
+    text, past = first.sequences[0].tolist(), first.cache
+    changed = [*text[:17], (text[17] + 1) % 61, *text[18:], 9, 9]
+    for prompt, reused in (([*text, 5, 6, 7], 24), (changed, 10), (text[:11], 10), ([*text[:9], 60, 60, 60], 0)):
+        ids = torch.tensor([prompt])
+        out = decoder.generate(ids, 10, past=past)
+        assert check_states(decoder) > 0
+        assert torch.equal(out.sequences, decoder.generate(ids, 10).sequences)
+        assert out.stats.reused_tokens == reused
+    ragged = left_padded([[*text, 5], text[:10], [7, 8, 9, 10, 11]])
+    both = [
+        decoder.generate(**ragged, max_new_tokens=8, pad_token_id=0, **more).sequences for more in ({}, {"past": past})
+    ]
+    assert torch.equal(both[0], both[1])
+
+
+@some(FOUR[1])
+def test_a_past_gives_a_draft_no_state_that_is_ahead_of_it(kind):
+    """Of prompts one shorter, as long, and one longer; the draft is the target, by itself or as another model."""
+    target = recurrent(kind, 5)
+    for draft in (target, deepcopy(target)):
+        decoder = SpeculativeDecoder(target, draft, "chain", tree_size=4)
+        first = decoder.generate(torch.tensor([PROMPTS[0]]), 9)
+        text, past = first.sequences[0].tolist(), first.cache
+        for prompt in (PROMPTS[0][:-1], PROMPTS[0], text[:-1], text, [*text, 4]):
+            out = decoder.generate(torch.tensor([prompt]), 12, past=past)
+            assert out.stats.acceptance_by_rank[0] == 1.0
+            assert check_states(decoder) > 0
+    assert out.stats.reused_tokens == len(text) - 1
+
+
+@some(FOUR[2])
+def test_requests_that_join_and_leave_a_service_get_the_texts_of_generate(kind):
+    target, draft = recurrent(kind, 5), recurrent(kind, 6)
+    decoder = SpeculativeDecoder(target, draft, "ersd", tree_size=6)
+    with decoder.serve(slots=2, max_tokens=80, prefill_tokens=4) as service:
+        settings = [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.0}, {"temperature": 0.7}]
+        prompts, lengths = [*PROMPTS, [8, 8, 1]], [20, 9, 14, 30]
+        requests = [
+            service.submit(prompt, count, seed=name, eos_token_id=None, **own)
+            for name, (prompt, count, own) in enumerate(zip(prompts, lengths, settings, strict=True))
+        ]
+        gone = service.submit(PROMPTS[0], 60, seed=9, eos_token_id=None)
+        gone.cancel()
+        found = [request.result(60).tokens for request in requests]
+    for name, (prompt, count, own, text) in enumerate(zip(prompts, lengths, settings, found, strict=True)):
+        ids, names = torch.tensor([prompt]), torch.tensor([name])
+        out = decoder.generate(ids, count, **own, sequence_ids=names, eos_token_id=None)
+        assert text == out.sequences[0, len(prompt) :].tolist()
+
+
+@some(FOUR[0], FOUR[3])
+def test_a_draft_that_rests_reads_later_what_it_missed(kind, monkeypatch):
+    """It is the target, so that nothing is rejected as long as its state is that of the text."""
+    from heavypath.speculative.resting import Gain
+    from heavypath.speculative.trees.tree import ROOT
+    from heavypath.speculative.trees_by_batch import TreesByBatch
+
+    target, tree = recurrent(kind, 5), TokenTree.chain(2)
+    decoder = SpeculativeDecoder(target, target, "ersd")
+    sizes = [tree, tree, ROOT, ROOT, ROOT, tree, tree, ROOT, tree] * 9
+    monkeypatch.setattr(decoder.trees, "first", lambda *_: (ROOT, TreesByBatch({1: ROOT}, tree)))
+    monkeypatch.setattr(Gain, "after", lambda *_: sizes.pop())
+    out = decoder.generate(**BATCH, max_new_tokens=40, temperature=1.2, pad_token_id=0)
+    assert out.stats.replans
+    assert out.stats.acceptance_by_depth[0] == 1.0
+    plain = SpeculativeDecoder(target, None, "autoregressive")
+    assert torch.equal(
+        out.sequences, plain.generate(**BATCH, max_new_tokens=40, temperature=1.2, pad_token_id=0).sequences
+    )
+
+
+@pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer", "dyspec", "rsd-s"])
+@some(FOUR[1])
+def test_a_draft_that_is_the_target_is_never_wrong(kind, method):
+    """A wrong state hides in a draft, whose text is right all the same: here it would cost acceptance."""
+    target = recurrent(kind, 5)
+    decoder = SpeculativeDecoder(target, target, method, **METHODS[method])
+    out = decoder.generate(**BATCH, max_new_tokens=30, pad_token_id=0)
+    assert out.stats.acceptance_by_rank[0] == 1.0
+    one = decoder.generate(torch.tensor([[7]]), 20)  # a text of one token has none before its root
+    assert one.stats.acceptance_by_rank[0] == 1.0
+
+
+@some(FOUR[0])
+def test_acceptance_is_measured_with_the_states_of_the_texts(kind):
+    """The target as its own draft, along ragged texts of its own: each first child is accepted."""
+    forward = forward_of(recurrent(kind, 5), "target")
+    draft = as_draft(recurrent(kind, 5), forward, recurrent(kind, 5))
+    prompts = [torch.tensor(prompt) for prompt in (*PROMPTS, [7])]
+    counts = walk(forward, draft, prompts, Way(REJECTION, None), Filters(1.0), Extent(12, 8, depth=3, children=2), 0)
+    assert torch.equal(counts.accepted[:, 0], counts.reached)
+    assert int(counts.reached.sum()) > 60
+
+
+DRAFTS = {
+    "lookup": lambda small: PromptLookup(),
+    "lookahead": lambda small: Lookahead(window=3, ngram=3),
+    "merge": lambda small: Merge([small, PromptLookup()]),
+    "mixture": lambda small: Mixture([small, PromptLookup()]),
+    "cascade": lambda small: Cascade([PromptLookup(), small], levels=[1, 3]),
+}
+
+
+@some(FOUR[0])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts_of_other_kinds_and_processors(draft, kind):
+    target = recurrent(kind, 5)
+    decoder = SpeculativeDecoder(
+        target, DRAFTS[draft](recurrent(kind, 6)), "specinfer" if draft == "merge" else "sequoia", tree_size=7
+    )
+    assert texts(decoder, 16) == [greedy(target, prompt, 16) for prompt in PROMPTS]
+    assert check_states(decoder) > 0
+    bias = {(token,): 2.0 for token in range(1, 61, 3)} | {(17, 4): -3.0}
+    processors = [theirs.SequenceBiasLogitsProcessor(bias), theirs.NoRepeatNGramLogitsProcessor(3)]
+    expected = [greedy(target, prompt, 16, logits_processor=processors) for prompt in PROMPTS]
+    assert texts(decoder, 16, logits_processor=processors) == expected
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
+def test_time_steps_are_clamped_in_prompts_alone_as_generate_does(kind):
+    """Where they are shorter than time_step_min, transformers' one pass and its single tokens differ.
+
+    A prompt ends with the first root, and may be read in pieces of any length.
+    """
+    model = recurrent(kind, 8)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("dt_bias"):
+                weight.fill_(-8.0)  # steps of 3e-4, where time_step_min is 1e-3
+    forward = forward_of(model, "target")
+    assert forward.gap(model) < 2e-5
+    prompt, states = torch.tensor([PROMPTS[0]]), []
+    own = model.generate(prompt, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    out = SpeculativeDecoder(model, PromptLookup(), tree_size=4).generate(prompt, 3, output_logits=True)
+    for ours, theirs_ in zip(out.logits, own.logits, strict=True):
+        assert (ours - theirs_).abs().max() < 2e-5 * theirs_.std()
+    for size in (1, 5, 11):
+        cache = forward.new_cache(1, 12)
+        with torch.inference_mode():
+            for begin in range(0, 11, size):
+                forward.prefill(prompt[:, begin : begin + size], cache, [begin])
+        states.append(cache.states.tensors())
+    for others in states[:2]:
+        for one, other in zip(states[2], others, strict=True):
+            assert (one - other).abs().max() <= 1e-5 * one.abs().max()
+    recurrent.cache_clear()
+
+
+@some(FOUR[2])
+def test_sixteen_bits_and_every_attention_decode(kind):
+    model = recurrent(kind, 5)
+    for dtype, attention in ((torch.float32, "eager"), (torch.float32, "heavypath"), (torch.bfloat16, "sdpa")):
+        own = type(model)(model.config).to(dtype).eval()
+        own.load_state_dict(model.state_dict())
+        own.set_attn_implementation(attention)
+        decoder = SpeculativeDecoder(own, PromptLookup(), "sequoia", tree_size=6)
+        found = texts(decoder, 10)
+        if dtype == torch.float32:
+            assert found == [greedy(model, prompt, 10) for prompt in PROMPTS]
+
+
+REFUSED = {
+    "mamba": (lambda: tiny("mamba", state_size=4), "layer .*mixer, a MambaMixer, keeps a recurrent state by functions"),
+    "jamba": (lambda: tiny("jamba", num_hidden_layers=4, num_experts=2), "JambaMambaMixer, keeps a recurrent state by"),
+    "rwkv": (lambda: tiny("rwkv"), "type 'rwkv' has a recurrent state, and no layer that asks a cache for it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_state_that_is_kept_in_another_way_is_refused_by_name(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(make(), None, "autoregressive")
+
+
+def test_what_needs_attention_layers_alone_says_so():
+    hybrid, dense = recurrent(FOUR[0]), tiny_llama(5, 61)
+    with pytest.raises(ValueError, match="an early exit needs a target of type"):
+        SpeculativeDecoder(hybrid, EarlyExit(1))
+    with pytest.raises(ValueError, match="in a Cascade before its last draft"):
+        SpeculativeDecoder(dense, Cascade([hybrid, PromptLookup()], levels=[1, 1]))
+    with pytest.raises(ValueError, match="the model of a Pard must have attention layers alone"):
+        SpeculativeDecoder(dense, Pard(hybrid, mask_token_id=3))
+    embeds = hybrid.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
+    with pytest.raises(ValueError, match="recurrent layers, and is given tokens alone"):
+        SpeculativeDecoder(hybrid, PromptLookup()).generate(
+            torch.tensor([PROMPTS[0]]), 4, model_inputs={"inputs_embeds": embeds}
+        )

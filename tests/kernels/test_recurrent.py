@@ -1,0 +1,241 @@
+"""Layers with a recurrent state over trees: against the recurrence itself, token by token along each path."""
+
+import pytest
+import torch
+from recurrent_families import path_of, random_parents
+from torch import Tensor
+
+from heavypath.kernels.recurrent.acceptance import accept_state
+from heavypath.kernels.recurrent.convolution import accept_conv, tree_conv
+from heavypath.kernels.recurrent.delta import tree_delta
+from heavypath.kernels.recurrent.kda import tree_kda
+from heavypath.kernels.recurrent.paths import Paths
+from heavypath.kernels.recurrent.ssd import tree_ssd
+
+RULES = {"delta": tree_delta, "kda": tree_kda, "ssd": tree_ssd}
+
+
+def mask_of(parents: list[int]) -> Tensor:
+    mask = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node in range(len(parents)):
+        mask[node, path_of(parents, node)] = True
+    return mask
+
+
+def draw(kind: str, batch: int, nodes: int, strength: float, *, heads: int = 2, key_heads: int = 1):
+    """Inputs of a rule in fp64, half of whose gates are 0, and a state."""
+    key_heads, columns, values = (heads if kind == "kda" else key_heads), 16, 8
+    query, key = torch.randn(2, batch, nodes, key_heads, columns, dtype=torch.float64)
+    value = torch.randn(batch, nodes, heads, values, dtype=torch.float64)
+    gate = -strength * torch.rand(batch, nodes, heads, *[columns] * (kind == "kda"), dtype=torch.float64)
+    gate = gate * (torch.rand_like(gate) < 0.5)
+    beta = 1.9 * torch.rand(batch, nodes, heads, dtype=torch.float64)
+    inputs = (query, key, value, gate) if kind == "ssd" else (query, key, value, gate, beta)
+    return inputs, torch.randn(batch, heads, columns, values, dtype=torch.float64)
+
+
+def recurrence(kind: str, inputs, state: Tensor, path: list[int], text: int):
+    """The output after the last token of a path, and the state there: one token after the other, head by head."""
+    query, key, value, gate, *rest = (each[text] for each in inputs)
+    heads, outs, states = value.shape[1], [], []
+    for head in range(heads):
+        own, group = state[text, head].clone(), head // (heads // key.shape[1])
+        out = torch.zeros(value.shape[2], dtype=own.dtype)
+        for token in path:
+            q, k, v = query[token, group], key[token, group], value[token, head]
+            if kind != "ssd":
+                q, k = (x / (x.square().sum() + 1e-6).sqrt() for x in (q, k))
+                q = q / len(q) ** 0.5
+            decay = gate[token, head].exp()
+            own = own * (decay[:, None] if decay.dim() else decay)
+            new = v if kind == "ssd" else rest[0][token, head] * (v - own.T @ k)
+            own = own + torch.outer(k, new)
+            out = own.T @ q
+        outs.append(out)
+        states.append(own)
+    return torch.stack(outs), torch.stack(states)
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+@pytest.mark.parametrize("strength", [0.1, 5.0, 100.0])
+@pytest.mark.parametrize("kind", RULES)
+def test_a_pass_gives_what_the_recurrence_gives_along_each_path(kind, strength, passes):
+    """Outputs, and states behind accepted paths; a tree in one pass, or level by level in an order of its own."""
+    torch.manual_seed(0)
+    for nodes, climb in ((1, 0.5), (17, 0.0), (40, 0.35), (40, 0.7)):
+        parents = [random_parents(nodes, climb) for _ in range(2)]
+        inputs, state = draw(kind, 2, nodes, strength)
+        depths = torch.tensor([[len(path_of(each, node)) for node in range(nodes)] for each in parents])
+        order = depths.argsort(dim=1, stable=True) if passes > 1 else torch.arange(nodes).expand(2, -1)
+        mask = torch.stack([mask_of(each)[own][:, own] for each, own in zip(parents, order, strict=True)])
+        column, text = order.argsort(1), torch.arange(2)[:, None]
+        for dtype, bar in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+            kept, outs, size = None, [], -(-nodes // passes)
+            for begin in range(0, nodes, size):
+                given = order[:, begin : begin + size]
+                of_pass = (each[text, given].to(dtype) for each in inputs)
+                seen = mask[:, begin : begin + size, : begin + size]
+                out, kept = RULES[kind](*(each for each in of_pass), state.to(dtype), Paths(seen), kept)
+                outs.append(out)
+            out = torch.cat(outs, 1)
+            for last in {0, nodes // 2, nodes - 1}:
+                paths = path_of(parents[0], last), path_of(parents[1], last)
+                expected = [recurrence(kind, inputs, state, path, text) for text, path in enumerate(paths)]
+                assert off(torch.stack([out[text, column[text, last]] for text in range(2)]),
+                           torch.stack([each[0] for each in expected])) < bar  # fmt: skip
+                accepted = torch.zeros(2, nodes, dtype=torch.long)
+                accepted[0, : len(paths[0])] = column[0, paths[0]]
+                moved = state.to(dtype, copy=True)
+                accept_state(moved, kept, accepted, torch.tensor([len(paths[0]), 0]), normalised=kind != "ssd")
+                assert off(moved[0], expected[0][1]) < bar
+                assert torch.equal(moved[1], state.to(dtype)[1])  # of whose path nothing was accepted
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_strong_gates_above_weak_ones_cost_no_digits(kind):
+    """A sum of gates in fp32 is off by 2e-3 of itself at 3,000: what weak gates below decide would be lost."""
+    torch.manual_seed(1)
+    inputs, state = draw(kind, 1, 48, 150.0)
+    query, key, value, gate, *rest = inputs
+    gate = gate.clone()
+    gate[:, :24], gate[:, 24:] = -100 - gate[:, :24].abs(), gate[:, 24:] * 1e-3
+    inputs = (query, key, value, gate, *rest)
+    paths = Paths(torch.ones(1, 48, 48, dtype=torch.bool).tril())
+    out, kept = RULES[kind](*(each.float() for each in inputs), state.float(), paths)
+    expected, moved = recurrence(
+        kind, [each.float().double() for each in inputs], state.float().double(), [*range(48)], 0
+    )
+    assert off(out[0, -1], expected) < 2e-6
+    own = state.float()
+    accept_state(own, kept, torch.arange(48)[None], torch.tensor([48]), normalised=kind != "ssd")
+    assert off(own[0], moved) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["delta", "kda"])
+def test_equal_keys_do_not_grow(kind):
+    """Their system is as ill as one can be; an inverse by powers of A would be wrong by 1e9."""
+    torch.manual_seed(2)
+    inputs, state = draw(kind, 1, 64, 1e-3)
+    query, key, value, gate, beta = inputs
+    inputs = (query, key[:, :1].expand_as(key), value, gate, torch.ones_like(beta))
+    out, _ = RULES[kind](
+        *(each.float() for each in inputs), state.float(), Paths(torch.ones(1, 64, 64, dtype=torch.bool).tril())
+    )
+    assert off(out[0, -1], recurrence(kind, inputs, state, [*range(64)], 0)[0]) < 2e-5
+
+
+def test_a_state_keeps_its_digits_over_two_thousand_tokens():
+    """Accepted four at a time. With u in bf16 it would be off by 2e-3."""
+    torch.manual_seed(3)
+    paths, path, count = Paths(torch.ones(1, 4, 4, dtype=torch.bool).tril()), torch.arange(4)[None], torch.tensor([4])
+    for strength in (0.01, 1e-4):
+        inputs, exact = draw("delta", 1, 2000, strength)
+        own = exact.float()
+        for begin in range(0, 2000, 4):
+            piece = tuple(each[:, begin : begin + 4] for each in inputs)
+            _, kept = tree_delta(*(each.float() for each in piece), own, paths)
+            accept_state(own, kept, path, count, normalised=True)
+            exact = recurrence("delta", piece, exact, [*range(4)], 0)[1][None]
+        assert off(own, exact) < 5e-6
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_a_window_is_the_path_and_the_state_before_it(taps):
+    torch.manual_seed(4)
+    for nodes, climb in ((1, 0.5), (2, 0.0), (40, 0.4), (40, 0.0)):
+        parents = [random_parents(nodes, climb) for _ in range(2)]
+        window = Paths(torch.stack([mask_of(each) for each in parents])).windows(taps)
+        inputs, state = torch.randn(2, nodes, 5), torch.randn(2, taps - 1, 5)
+        weight, bias = torch.randn(5, taps), torch.randn(5)
+        out = tree_conv(inputs, state, weight, bias, window)
+        for node in range(nodes):
+            for text in range(2):
+                along = torch.cat([state[text], inputs[text, path_of(parents[text], node)]])[-taps:]
+                torch.testing.assert_close(out[text, node], (along * weight.T).sum(0) + bias)
+            moved = state.clone()
+            accept_conv(inputs, moved, window, torch.tensor([node, -1]))
+            expected = torch.cat([state[0], inputs[0, path_of(parents[0], node)]])[1 - taps :]
+            assert torch.equal(moved[0], expected)
+            assert torch.equal(moved[1], state[1])
+
+
+def test_ancestors_outside_of_a_block_are_those_of_its_first_node():
+    """The block lemma: if j < b is an ancestor of a node i >= b, then b is in the subtree of j, too."""
+    torch.manual_seed(5)
+    for _ in range(50):
+        mask = mask_of(random_parents(int(torch.randint(2, 90, ())), float(torch.rand(()))))
+        for first in range(0, len(mask), 16):
+            assert not (mask[first : first + 16, :first].any(0) & ~mask[first, :first]).any()
+
+
+def agree(kind: str, dtype: torch.dtype, nodes: int, climb: float, *, heads=2, key_heads=1, columns=32, values=32):
+    """Whether the kernels give what the references give of the same numbers in fp32; also behind what is not read."""
+    parents = [random_parents(nodes, climb) for _ in range(2)]
+    paths = Paths(torch.stack([mask_of(each) for each in parents]))
+    channels = 2 * key_heads * columns + heads * values
+    inputs, before = torch.randn(2, nodes, channels).to(dtype), torch.randn(2, 3, channels).to(dtype)
+    weight, bias = (torch.randn(channels, 4) / 2).to(dtype), torch.randn(channels).to(dtype)
+    mixed = tree_conv(inputs, before, weight, bias, paths.windows(4), impl="triton")
+    torch.testing.assert_close(mixed, tree_conv(inputs, before, weight, bias, paths.windows(4), impl="torch"))
+    parts = mixed.split([key_heads * columns, key_heads * columns, heads * values], -1)
+    query, key, value = (
+        part.unflatten(-1, (-1, size)) for part, size in zip(parts, (columns, columns, values), strict=True)
+    )
+    gate, state = -5 * torch.rand(2, nodes, heads), torch.randn(2, heads, columns, values)
+    rule, rest = (tree_ssd, ()) if kind == "ssd" else (tree_delta, (torch.rand(2, nodes, heads).to(dtype),))
+    given = (query, key, value.float() if kind == "ssd" else value, gate, *rest)
+    out, kept = rule(*(each for each in given), state, paths, impl="triton")
+    exact = (each.float() for each in given)
+    expected, plain = rule(*(each for each in exact), state, paths, impl="torch")
+    assert off(out, expected) < (3e-6 if out.dtype == torch.float32 else 5e-3)
+    assert off(kept.values, plain.values) < 3e-6
+    assert torch.equal(kept.totals, plain.totals)
+    path = torch.zeros(2, nodes + 1, dtype=torch.long)
+    last = path_of(parents[0], nodes - 1)
+    path[0, : len(last)] = torch.tensor(last)
+    count, spoiled = torch.tensor([len(last), 0]), kept.values.clone()
+    unseen = [node for node in range(nodes) if node not in last]
+    spoiled[0, unseen], spoiled[1] = torch.nan, torch.nan  # which nobody may read
+    moved, other = state.clone(), state.clone()
+    normalised = kind != "ssd"
+    accept_state(moved, kept._replace(values=spoiled), path, count, normalised=normalised, impl="triton")
+    accept_state(other, plain, path, count, normalised=normalised, impl="torch")
+    assert off(moved, other) < 3e-6
+    assert torch.equal(moved[1], state[1])
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["delta", "ssd"])
+def test_kernels_give_what_the_references_give(kind, dtype):
+    torch.manual_seed(6)
+    agree(kind, dtype, 1, 0.5)
+    agree(kind, dtype, 37, 0.4, heads=4, key_heads=2, columns=16, values=16)
+    agree(kind, dtype, 40, 0.0)  # a chain, of two tiles of ancestors
+    agree(kind, dtype, 33, 0.5, values=64)
+
+
+def test_recurrent_layers_are_right_in_any_schedule(adversary):
+    torch.manual_seed(adversary.seed)
+    agree("delta", torch.float32, 35, 0.0, columns=16, values=16)  # a path longer than the nodes taken at once
+    agree("ssd", torch.bfloat16, 20, 0.4, columns=16, values=16)
+    adversary.met("_blocks_kernel", "_accept_kernel", "_convolution_kernel")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_what_the_kernels_do_not_take_is_refused():
+    paths = Paths(torch.ones(1, 4, 4, dtype=torch.bool).tril())
+    inputs, state = draw("delta", 1, 4, 1.0)
+    given = [each.float() for each in inputs]
+    with pytest.raises(ValueError, match="columns that are powers of two, 16 or more, got 16 and 8"):
+        tree_delta(*(each for each in given), state.float(), paths, impl="triton")
+    with pytest.raises(ValueError, match=r"contiguous states in float32, got torch\.float64"):
+        tree_delta(*(each for each in given), state, paths, impl="triton")
+    later = Paths(torch.ones(1, 2, 6, dtype=torch.bool))
+    with pytest.raises(ValueError, match="takes trees in one pass"):
+        tree_delta(*(each[:, :2].repeat(1, 1, 1, *[2] * (each.dim() - 3)) for each in given),
+                   torch.zeros(1, 2, 32, 16), later, impl="triton")  # fmt: skip
