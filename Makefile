@@ -156,6 +156,7 @@ report: setup
 
 record: setup
 	$(BIN)/python bench/compile_report.py --record
+	for arch in 80 90; do $(BIN)/python bench/memory_traffic.py --arch $$arch --record || exit 1; done
 
 hub: setup
 	$(BIN)/python bench/hub/generate.py build/hub

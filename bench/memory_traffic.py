@@ -7,6 +7,7 @@ The cases are those of compile_report.py. The first programs of each launch run 
     sectors  sectors of 32 bytes of global memory that warps' loads, stores and copies touch, over the fewest
     banks    cycles of shared memory that they take, over the fewest: 1 without any conflict of banks
 
+Of a program that fails, because nothing meaningful is in its tensors, what it did before counts; a line says so.
 --record adds to the file that compile_report.py takes these columns from. A line there is of the sources that it was
 made of, so a changed kernel has none until it is recorded anew. sm_100 cannot be run.
 """
@@ -25,25 +26,31 @@ from machine_code import GPUS, compile_for, kernel_name
 from triton.compiler import CompiledKernel
 
 ARCHS = (80, 90)
-PROGRAMS = 4  # of a launch that run; the first has no neighbours before it, the others have
+PROGRAMS = 4  # of a launch that run
+INSTRUCTIONS = 10**7  # of these programs' warps, at most
 
 Ratios = dict[str, list[float | None]]  # sectors and banks of each kernel that a case launches
 
 
 def traffic_of(name: str, launched: list) -> Ratios:
     """The ratios of each kernel that a case launches. launched: what its launches are put into."""
-    from ptx.emulator import PLAIN, Emulated
+    from ptx import emulator
     from ptx.launching import arguments_of
     from ptx.report import Traffic
+
+    emulator.LIMIT = INSTRUCTIONS
 
     launched.clear()
     CASES[name]()
     found: Ratios = {}
     for kernel, (x, y, z, *_, given) in launched:
-        machine, whole = Emulated(kernel.asm["ptx"]), [(0, 1 << 63)]
+        machine, whole = emulator.Emulated(kernel.asm["ptx"]), [(0, 1 << 63)]
         arguments, _ = arguments_of(kernel, given)
         threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
-        machine.launch((x, y, z), threads, shared, arguments, whole, PLAIN, most=PROGRAMS)
+        try:
+            machine.launch((x, y, z), threads, shared, arguments, whole, emulator.PLAIN, most=PROGRAMS)
+        except emulator.FaultError as fault:  # the numbers in the tensors are any
+            print(f"{name}: {kernel.metadata.name} {fault}", file=sys.stderr)
         parts = (Traffic(name, machine).of(space) for space in ("global", "shared"))
         found[kernel_name(kernel.metadata.name)] = [
             round(units / least, 2) if least else None for _, units, least in parts
