@@ -58,7 +58,7 @@ class RowCache:
         for own, other in zip(self.remembered(), source.remembered(), strict=True):
             if own.dim() > 2:
                 used = rows if own.dim() == 4 else other.shape[1]  # of a cache that may have fewer rows
-                own[sequence].narrow(-2, 0, used).copy_(other[of].narrow(-2, 0, used))
+                own[sequence][..., :used, :] = other[of][..., :used, :]
             else:
                 own[sequence] = other[of]
 
