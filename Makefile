@@ -33,7 +33,7 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	core/test_decoder.py::test_statistics_add_up)
 
 .PHONY: hub try-hub hub-generate wheels try-wheels help setup demo test integration nightly mutants durations \
-	test-as-on-a-gpu gpu-miniature ptx ptx-all test-oldest test-newest test-libraries \
+	test-as-on-a-gpu gpu-miniature ptx ptx-all test-oldest test-newest test-libraries test-clients \
 	check docs docs-serve docs-tables report record pictures clean requirements
 
 help:
@@ -57,6 +57,7 @@ help:
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
 	@echo "make test-newest  run them with the newest versions that there are today, instead of those of .ci/newest.txt"
 	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
+	@echo "make test-clients  ask the server by clients that others wrote, which it installs"
 	@echo "make durations    write how long each test file takes into tests/durations.json"
 	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
 	@echo "make hub          write the kernels as a repository of Hugging Face's Kernel Hub into build/hub"
@@ -85,7 +86,7 @@ durations: setup
 # Every part runs, whatever became of those before it.
 nightly: setup
 	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature ptx-all ptx-oldest test-newest \
-		test-libraries try-hub; do \
+		test-libraries test-clients try-hub; do \
 		$(MAKE) $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 .PHONY: slow triples today races ptx-oldest
@@ -126,6 +127,16 @@ test-oldest:
 
 test-newest:
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS= TESTS="$(VERSION_TESTS)"
+
+# Clients that others wrote, each asking the server: openai, litellm, langchain, llm, lm-eval, guidellm, and Vercel's ai
+# where there is npm.
+test-clients: setup
+	$(BIN)/python -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check openai litellm langchain-openai llm \
+		'lm-eval[api]' guidellm
+	mkdir -p build/clients
+	if command -v npm >/dev/null; then npm install --silent --prefix build/clients ai @ai-sdk/openai-compatible zod; fi
+	$(BIN)/python tests/clients/run.py .venv-clients $$(command -v npm >/dev/null && echo build/clients || echo -)
 
 test-libraries:
 	$(MAKE) setup VENV=.venv-libraries

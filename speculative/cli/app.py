@@ -27,6 +27,7 @@ from heavypath.speculative.cli import (
     simulation,
     trace,
 )
+from heavypath.speculative.cli.batches import command as batches
 from heavypath.speculative.cli.ranks import check_command, this_rank
 
 OTHER_ERRORS = {
@@ -40,6 +41,7 @@ app.command()(demo.demo)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(batches.batch)
 app.command()(compare.compare)
 app.command()(info.info)
 app.command()(planning.calibrate)

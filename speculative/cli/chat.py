@@ -5,7 +5,6 @@ A line of standard input, typed or piped, is a turn. Answers go to standard outp
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,12 +18,14 @@ from heavypath.speculative.cli.options import (
     ProfileFile,
     Seed,
     Target,
+    Template,
     Threads,
     TopK,
     TopP,
     TreeSize,
     Verbose,
     check_method,
+    read_template,
 )
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ def chat(
     draft: Draft = None,
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "sequoia",
     system: Annotated[str | None, typer.Option(help="A system message, which begins the conversation.")] = None,
-    template: Annotated[
-        Path | None, typer.Option(help="A chat template (Jinja, UTF-8) in the place of the tokenizer's own.")
-    ] = None,
+    template: Template = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[
         float | None,
@@ -81,7 +80,7 @@ def chat(
 
     Filters(temperature or 0.0, top_k, top_p).check()
     check_choice(method, target, draft)
-    own_template = None if template is None else _read(template)
+    own_template = None if template is None else read_template(template)
     measured = None if profile is None else Profile.load(profile)
     pair = load(target, draft, dtype, device=device, threads=threads)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
@@ -146,15 +145,6 @@ def _next_line() -> str | None:
             _say("\nCtrl-D or /quit ends the conversation")
         except UnicodeError as error:
             raise ValueError(f"standard input is not UTF-8 text: {error}") from error
-
-
-def _read(template: Path) -> str:
-    try:
-        return template.read_text(encoding="utf-8")
-    except UnicodeError as error:
-        raise ValueError(f"the template in {str(template)!r} is not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise OSError(f"cannot read the template in {str(template)!r}: {error.strerror}") from error
 
 
 def _say(text: str) -> None:

@@ -84,6 +84,9 @@ Regex = Annotated[str | None, typer.Option(help="Write what matches this regular
 Chat = Annotated[
     bool, typer.Option("--chat", help="The prompt is a user's message: put it into the tokenizer's chat template.")
 ]
+Template = Annotated[
+    Path | None, typer.Option(help="A chat template (Jinja, UTF-8) in the place of the tokenizer's own.")
+]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -129,6 +132,16 @@ def check_method(name: str) -> None:
     """Raise ValueError for a method that there is not."""
     if name not in METHODS:
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {name!r}")
+
+
+def read_template(template: Path) -> str:
+    """The text of a file with a chat template. Raises ValueError or OSError for one that cannot be read."""
+    try:
+        return template.read_text(encoding="utf-8")
+    except UnicodeError as error:
+        raise ValueError(f"the template in {str(template)!r} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise OSError(f"cannot read the template in {str(template)!r}: {error.strerror}") from error
 
 
 def print_json(content: dict) -> None:

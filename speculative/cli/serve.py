@@ -18,11 +18,13 @@ from heavypath.speculative.cli.options import (
     ProfileFile,
     Seed,
     Target,
+    Template,
     Threads,
     TreeSize,
     Verbose,
     Verifier,
     check_method,
+    read_template,
 )
 from heavypath.speculative.cli.progress import progress
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from heavypath.speculative.loading import Pair
 
 logger = logging.getLogger(__name__)
+TOOL_CALLS = ("hermes", "mistral", "llama3")  # of http.tool_calls
 DEMO_NAME = "heavypath-demo"
 WARM_UP_TOKENS = 4
 
@@ -56,6 +59,13 @@ def serve(
         int, typer.Option(min=2, help="Room for a prompt with its new tokens; never more than the models' positions.")
     ] = 2048,
     queue: Annotated[int, typer.Option(min=1, help="How many texts may wait for a slot; more are refused.")] = 64,
+    prefix_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory, such as 500M, for what was computed of texts that have ended, for prompts that begin alike; "
+            "0 for none. Default: half of what the slots take."
+        ),
+    ] = None,
     max_choices: Annotated[
         int | None,
         typer.Option(min=1, help="Most texts of a request: its prompts times n; default: --slots, or half of --queue."),
@@ -72,12 +82,29 @@ def serve(
         list[str] | None,
         typer.Option(help="Name in Host headers that is answered, beside this machine's own; may be given again."),
     ] = None,
+    template: Template = None,
+    tool_calls: Annotated[
+        str | None,
+        typer.Option(
+            help=f"How the model writes calls of tools: {', '.join(TOOL_CALLS)}. Default: what its chat template says."
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may ask from a browser, such as https://example.org, or *; repeat it."),
+    ] = None,
+    per_request_metrics: Annotated[
+        bool, typer.Option("--per-request-metrics", help="Say in each answer what drafts brought to it, as vLLM does.")
+    ] = False,
     seed: Seed = 0,
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP, in the shapes of OpenAI's API, until SIGTERM or Ctrl-C."""
     check_method(method)
     check_can_serve()
+    own_template = None if template is None else read_template(template)
+    if tool_calls is not None and tool_calls not in TOOL_CALLS:
+        raise ValueError(f"--tool-calls must be one of {', '.join(TOOL_CALLS)}, got {tool_calls!r}")
     from heavypath.speculative.cli.support import check_choice, load
     from heavypath.speculative.decoder import SpeculativeDecoder
     from heavypath.speculative.http.app import create_app
@@ -87,13 +114,16 @@ def serve(
     from heavypath.speculative.http.limits import Limits
     from heavypath.speculative.http.metrics import Metrics
     from heavypath.speculative.http.server import Server, bound_socket, is_loopback
+    from heavypath.speculative.http.tool_calls import FORMATS
     from heavypath.speculative.profile import Profile
+    from heavypath.speculative.streaming.memory import bytes_of
 
     check_choice(method, target, draft, verifier)
     api_key = None if api_key_env is None else _key(api_key_env)
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
+    prefix_bytes = None if prefix_cache is None else 0 if prefix_cache == "0" else bytes_of(prefix_cache)
     share = min(slots, max(1, queue // 2))
     if max_choices is not None and max_choices > share:
         most = "--slots, and half of --queue, which one client may have waiting"
@@ -108,25 +138,29 @@ def serve(
             keyed = "with its key" if api_key else "without a key: give --api-key-env"
             logger.warning("other machines reach this server on %s, %s; it does not encrypt", host, keyed)
         pair = load(target, draft, dtype, device=device, threads=threads)
+        if own_template is not None:
+            pair.tokenizer.chat_template = own_template
         decoder = SpeculativeDecoder(
             pair.target, pair.draft, method, tree_size=tree_size, profile=measured, verifier=verifier
         )
-        service = decoder.serve(slots=slots, max_tokens=max_tokens, queue=queue, seed=seed)
+        service = decoder.serve(slots=slots, max_tokens=max_tokens, queue=queue, prefix_bytes=prefix_bytes, seed=seed)
         limits = replace(limits, max_tokens=service.limits.max_tokens)  # which the models' positions may make less
         try:
             served = Served(
                 service=service,
                 tokenizer=pair.tokenizer,
-                name=name or _name_of(target),
-                temperature=_default_temperature(pair),
+                name=name or name_of(target),
+                temperature=default_temperature(pair),
                 eos_token_ids=pair.eos_token_ids,
                 limits=limits,
                 metrics=Metrics(service),
+                tool_format=None if tool_calls is None else FORMATS[tool_calls],
+                measured=per_request_metrics,
             )
             with progress("warming up"):  # which also finds settings of the model that are not served
                 service.submit([1], max_new_tokens=min(WARM_UP_TOKENS, limits.max_tokens - 1)).result()
             fingerprint = f"heavypath-{importlib.metadata.version('heavypath')}-{method}-{seed}"
-            app = create_app(served, fingerprint, api_key, hosts)
+            app = create_app(served, fingerprint, api_key, hosts, cors_origin or ())
             address, number = bound.getsockname()[:2]
             where = f"http://{f'[{address}]' if ':' in address else address}:{number}/v1"
             ready = f"heavypath: serving {served.name} by {method} at {where}"
@@ -156,7 +190,7 @@ def _key(variable: str) -> str:
     return key
 
 
-def _name_of(target: str | None) -> str:
+def name_of(target: str | None) -> str:
     """The name by which requests call the model, unless the server was told."""
     if target is None:
         return DEMO_NAME
@@ -164,7 +198,7 @@ def _name_of(target: str | None) -> str:
     return folder.resolve().name if folder.is_dir() else target
 
 
-def _default_temperature(pair: "Pair") -> float:
+def default_temperature(pair: "Pair") -> float:
     """The temperature of a request that has none: the model's own if it samples, else OpenAI's."""
     config = pair.target.generation_config
     own = config.temperature if config is not None and config.do_sample else None

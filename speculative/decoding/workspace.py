@@ -280,7 +280,7 @@ class Workspace:
         return TextCache(texts, slots.tolist(), models, request.inputs and request.inputs.seen)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
-        return cache.trimmed(*texts.shape) if self.launcher.outlives else cache
+        return cache.trimmed(slice(len(texts)), texts.shape[1]) if self.launcher.outlives else cache
 
     def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache | None]:
         """Views of the state, the target's and the draft's cache for the first `slots` slots."""

@@ -11,6 +11,7 @@ constrained:     JSON of a schema, a pattern, and a rule for logits of one's own
 batch_streaming: several prompts at once, each streamed as it grows
 serving:         requests that come while others are decoded, in asyncio
 tensor_parallel: a target split over processes by torchrun
+ray_serve:       replicas of the HTTP server by Ray Serve
 chat:            a conversation with a model that has a chat template
 
 `hub/` is a folder for the Hugging Face Hub, from which transformers' `generate(custom_generate=...)` decodes by trees.

@@ -5,25 +5,81 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-Reason = Literal["stop", "length"]
+from heavypath.speculative.http.logprobs import Spelling
+from heavypath.speculative.http.tool_calls import Call
+from heavypath.speculative.serving.acceptance import Acceptance
+from heavypath.speculative.serving.logprobs import TokenLogprob
+
+Reason = Literal["stop", "length", "tool_calls"]
 
 
 class Counted(NamedTuple):
-    """Tokens of a request: its prompts', and the new ones of all its texts."""
+    """Tokens of a request: its prompts', and the new ones of all its texts; cached: of the prompts, not computed."""
 
     prompt: int
     new: int
+    cached: int = 0
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """OpenAI's object."""
-        return {"prompt_tokens": self.prompt, "completion_tokens": self.new, "total_tokens": self.prompt + self.new}
+        counts = {"prompt_tokens": self.prompt, "completion_tokens": self.new, "total_tokens": self.prompt + self.new}
+        return counts | {"prompt_tokens_details": {"cached_tokens": self.cached}}
 
 
-class Finished(NamedTuple):
-    """One text of an answer, and why it ended."""
+class Piece(NamedTuple):
+    """More of the text at a place of a request; with its last piece come its calls, and why it ended.
 
+    scored: the log-probabilities of its tokens, if they were asked for
+    """
+
+    place: int
     text: str
-    reason: Reason
+    reason: Reason | None = None
+    scored: Sequence[TokenLogprob] = ()
+    calls: Sequence[Call] = ()
+
+
+class Style(NamedTuple):
+    """The parts of an answer that are the same for all.
+
+    scores:     whether it has log-probabilities
+    usage:      whether a stream has the numbers of tokens at its end
+    continuous: whether it has them in each event
+    measured:   whether the answer says what speculation did, as vLLM does with per-request metrics
+    """
+
+    model: str
+    fingerprint: str
+    spelling: Spelling
+    scores: bool = False
+    usage: bool = False
+    continuous: bool = False
+    measured: bool = False
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """The pieces of one text as one."""
+    last = pieces[-1]
+    scored = [each for piece in pieces for each in piece.scored]
+    return last._replace(text="".join(each.text for each in pieces), scored=scored)
+
+
+def measures(acceptance: Acceptance | None) -> dict[str, Any]:
+    """vLLM's object of what drafts brought to a request; null for several texts, which it cannot be split among."""
+    if acceptance is None:
+        return {"speculative_decoding": None}
+    steps, accepted = acceptance.num_spec_steps, acceptance.num_accepted_draft_tokens
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": acceptance.mean_acceptance_length,
+            "draft_acceptance_rate": accepted / max(1, acceptance.num_draft_tokens),
+            "per_position_acceptance_rate": [count / max(1, steps) for count in acceptance.per_position],
+            "acceptance_histogram": {str(length): count for length, count in sorted(acceptance.histogram.items())},
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": acceptance.num_draft_tokens,
+        }
+    }
 
 
 class _Answer:
@@ -31,34 +87,46 @@ class _Answer:
 
     prefix, whole_kind, event_kind = "", "", ""
 
-    def __init__(self, model: str, fingerprint: str, *, includes_usage: bool):
+    def __init__(self, style: Style):
+        self._style = style
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": fingerprint,
+            "model": style.model,
+            "system_fingerprint": style.fingerprint,
         }
-        self._includes_usage = includes_usage
 
-    def whole(self, texts: Sequence[Finished], counted: Counted) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Piece], counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
         """The answer as one object."""
-        choices = [{"index": index, "logprobs": None} | self._whole(text) for index, text in enumerate(texts)]
-        return self._head | {"object": self.whole_kind, "choices": choices, "usage": counted.usage()}
+        choices = [
+            {"index": index, "logprobs": self._logprobs(text), "finish_reason": text.reason} | self._whole(text)
+            for index, text in enumerate(texts)
+        ]
+        return self._head | {"object": self.whole_kind, "choices": choices} | self._numbers(counted, acceptance)
 
-    def usage(self, counted: Counted) -> dict[str, Any]:
-        """The last event of a stream, if it was asked for."""
-        return self._head | {"object": self.event_kind, "choices": [], "usage": counted.usage()}
+    def last(self, counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
+        """The last event of a stream, if numbers were asked for."""
+        return self._head | {"object": self.event_kind, "choices": []} | self._numbers(counted, acceptance)
 
-    def event(self, index: int, text: str, reason: Reason | None = None) -> dict[str, Any]:
-        """More of text `index`, or its end."""
-        choice = {"index": index, "logprobs": None, "finish_reason": reason} | self._part(text)
-        event = self._head | {"object": self.event_kind, "choices": [choice]}
-        return event | {"usage": None} if self._includes_usage else event
+    def event(self, piece: Piece, counted: Counted) -> dict[str, Any]:
+        """More of a text, or its end."""
+        choice = {"index": piece.place, "logprobs": self._logprobs(piece), "finish_reason": piece.reason}
+        event = self._head | {"object": self.event_kind, "choices": [choice | self._part(piece)]}
+        if self._style.continuous:
+            return event | {"usage": counted.usage()}
+        return event | {"usage": None} if self._style.usage else event
 
-    def _whole(self, text: Finished) -> dict[str, Any]:
+    def _numbers(self, counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
+        numbers: dict[str, Any] = {"usage": counted.usage()}
+        return numbers | {"metrics": measures(acceptance)} if self._style.measured else numbers
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         raise NotImplementedError
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _whole(self, text: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _part(self, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -67,11 +135,23 @@ class CompletionAnswer(_Answer):
 
     prefix, whole_kind, event_kind = "cmpl", "text_completion", "text_completion"
 
-    def _whole(self, text: Finished) -> dict[str, Any]:
-        return {"text": text.text, "finish_reason": text.reason}
+    def __init__(self, style: Style):
+        super().__init__(style)
+        self._offsets: dict[int, int] = {}  # of the next token in each text
 
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self._style.scores or not (piece.scored or piece.text):
+            return None
+        offset = self._offsets.get(piece.place, 0)
+        found = self._style.spelling.completion(piece.scored, offset)
+        self._offsets[piece.place] = offset + sum(map(len, found["tokens"]))
+        return found
+
+    def _whole(self, text: Piece) -> dict[str, Any]:
+        return {"text": text.text}
+
+    def _part(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
 
 
 class ChatAnswer(_Answer):
@@ -79,18 +159,26 @@ class ChatAnswer(_Answer):
 
     prefix, whole_kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def begin(self, index: int) -> dict[str, Any]:
+    def begin(self, index: int, counted: Counted) -> dict[str, Any]:
         """The first event of text `index`."""
-        event = self.event(index, "")
+        event = self.event(Piece(index, ""), counted)
         event["choices"][0]["delta"] = {"role": "assistant", "content": ""}
         return event
 
-    def _whole(self, text: Finished) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text.text, "refusal": None}
-        return {"message": message, "finish_reason": text.reason}
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        return self._style.spelling.chat(piece.scored) if self._style.scores and piece.scored else None
 
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _whole(self, text: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+        if text.calls:
+            message |= {"content": text.text.strip() or None, "tool_calls": [call.content() for call in text.calls]}
+        return {"message": message}
+
+    def _part(self, piece: Piece) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            delta["tool_calls"] = [{"index": place} | call.content() for place, call in enumerate(piece.calls)]
+        return {"delta": delta}
 
 
 AnyAnswer = CompletionAnswer | ChatAnswer

@@ -6,30 +6,37 @@ from contextlib import aclosing
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Finished, Reason
+from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Piece, Style, joined
 from heavypath.speculative.http.errors import Answer, answer_errors
 from heavypath.speculative.http.exchange import Exchange, Served, until_gone
 from heavypath.speculative.http.guard import Guard, client_of
+from heavypath.speculative.http.logprobs import Spelling
 from heavypath.speculative.http.reading import Reading, check_model
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
 from heavypath.speculative.http.streaming import EventStream
 
-DEFAULT_NEW_TOKENS = 16  # of /v1/completions, as in OpenAI's API
-
 
 def create_app(
-    served: Served, fingerprint: str, api_key: str | None = None, hosts: Collection[str] | None = None
+    served: Served,
+    fingerprint: str,
+    api_key: str | None = None,
+    hosts: Collection[str] | None = None,
+    origins: Collection[str] = (),
 ) -> FastAPI:
     """The application, for any server of ASGI.
 
     fingerprint: names what texts depend on beside the request, OpenAI's system_fingerprint
     api_key: what clients have to send; None for none
     hosts: names that requests may ask for; None for any
+    origins: of pages in browsers that may read answers, "*" for all
     """
     app = FastAPI(title="Heavypath", docs_url=None, redoc_url=None)  # pages that load scripts from elsewhere
     app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key, hosts=hosts)
+    if origins:  # around the guard: a browser asks whether it may before it sends a key
+        app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=["GET", "POST"], allow_headers=["*"])
     answer_errors(app)
     started = int(time.time())
     reading = Reading(served)
@@ -41,6 +48,20 @@ def create_app(
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(served.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    spelling = Spelling(served.tokenizer)
+
+    def style_of(body: Sampling) -> Style:
+        wanted = body.streamed
+        return Style(
+            served.name,
+            fingerprint,
+            spelling,
+            scores=body.likeliest is not None,
+            usage=wanted.include_usage,
+            continuous=wanted.continuous_usage_stats and wanted.include_usage,
+            measured=served.measured,
+        )
 
     model = {"id": served.name, "object": "model", "created": started, "owned_by": "heavypath"}
 
@@ -55,36 +76,34 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body, prompts, grammar, ends = await reading.read(request, CompletionRequest)
-        answer = CompletionAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
-        new_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        exchange = Exchange(served, body, prompts, grammar, new_tokens, ends, client_of(request.scope))
-        return await _answered(exchange, body, request, answer)
+        asked = await reading.read(request, CompletionRequest)
+        exchange = Exchange(served, asked, client_of(request.scope))
+        return await _answered(exchange, asked.body, request, CompletionAnswer(style_of(asked.body)))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body, prompts, grammar, ends = await reading.read(request, ChatRequest)
-        answer = ChatAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
-        new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        exchange = Exchange(served, body, prompts, grammar, new_tokens, ends, client_of(request.scope))
-        return await _answered(exchange, body, request, answer)
+        asked = await reading.read(request, ChatRequest)
+        exchange = Exchange(served, asked, client_of(request.scope))
+        return await _answered(exchange, asked.body, request, ChatAnswer(style_of(asked.body)))
 
     _describe(app, {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest})
     return app
 
 
 async def _answered(exchange: Exchange, body: Sampling, request: Request, answer: AnyAnswer) -> Response:
-    """The texts as a stream or whole."""
+    """The texts as a stream or whole; of more texts than were asked for the best."""
     if body.stream:
-        return EventStream(exchange, answer, includes_usage=body.includes_usage)
-    texts: list[list[str]] = [[] for _ in range(len(exchange))]
-    reasons: list[Reason] = ["stop"] * len(exchange)
+        return EventStream(exchange, answer, has_numbers=body.streamed.include_usage)
+    texts: list[list[Piece]] = [[] for _ in range(len(exchange))]
     async with until_gone(request.receive, exchange), aclosing(exchange.pieces()) as pieces:
         async for piece in pieces:
-            texts[piece.place].append(piece.text)
-            reasons[piece.place] = piece.reason or reasons[piece.place]
-    finished = [Finished("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
-    return Answer(answer.whole(finished, exchange.counted))
+            texts[piece.place].append(piece)
+    found = [joined(text) for text in texts]
+    if body.texts > body.n:
+        ranked = [found[first : first + body.texts] for first in range(0, len(found), body.texts)]
+        best = [sorted(each, key=lambda text: -exchange.mean_logprob(text.place))[: body.n] for each in ranked]
+        found = [text for each in best for text in each]
+    return Answer(answer.whole(found, exchange.counted, exchange.acceptance))
 
 
 def _describe(app: FastAPI, bodies: Mapping[str, type[Sampling]]) -> None:

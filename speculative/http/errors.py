@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -81,21 +80,16 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def of_fields(error: ValidationError) -> Refusal:
-    """The first field that does not fit, and all that was said of it."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    where = errors[0]["loc"][:1]
-    field = str(where[0])[:200] if where else ""
-    text = "; or: ".join(dict.fromkeys(_said(each) for each in errors if each["loc"][:1] == where))
-    return Refusal(
-        400, f"{field}: {text}" if field else f"the body is not what is expected: {text}", param=field or None
-    )
-
-
-def _said(error: ErrorDetails) -> str:
-    if error["type"] != "extra_forbidden":
-        return error["msg"].removeprefix("Value error, ")
-    place = error["loc"]
-    return f"this server does not know {f'its field {place[-1]!r:.200}' if place[1:] else 'this field'}"
+    """The first field that does not fit, with its place in the body, and what was said of it."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        said = "this server does not know this field"
+    place = [step for step in first["loc"] if not str(step).startswith("|")]  # which a kind does, see `bodies.fields`
+    if not place:
+        return Refusal(400, f"the body is not what is expected: {said}")
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step:.200}" for step in place)
+    return Refusal(400, f"{path.removeprefix('.')}: {said}", param=str(place[0])[:200])
 
 
 def _cut(message: str) -> str:

@@ -6,32 +6,40 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.types import Receive
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
-from heavypath.speculative.http.answers import Counted, Reason
+from heavypath.speculative.http.answers import Counted, Piece
 from heavypath.speculative.http.errors import Refusal, failed
 from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.metrics import Metrics, Watch
 from heavypath.speculative.http.prompts import Prompt
-from heavypath.speculative.http.requests import Sampling
+from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
 from heavypath.speculative.http.text import StoppedText
+from heavypath.speculative.http.tool_calls import CallReader, Calls, ToolFormat
 from heavypath.speculative.processors.grammar import Grammar
+from heavypath.speculative.processors.penalties import TextPenalties, TokenBias
 from heavypath.speculative.serving import Closed, Completion, QueueFull, Service
+from heavypath.speculative.serving.acceptance import Acceptance
+from heavypath.speculative.serving.logprobs import TokenLogprob
 
 APART = 48_271_337  # between the noise of the texts of one request; odd, so that no two of them meet
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True)
 class Served:
     """The model that a server serves.
 
-    name:        of the model, as requests have it
+    name:        of the model, as requests may have it
     temperature: where a request has none
     eos_token_ids: that end a text
+    tool_format: how the model writes calls of tools; None for what its chat template says
+    measured:    whether answers say what speculation did
     """
 
     service: Service
@@ -41,24 +49,40 @@ class Served:
     eos_token_ids: Sequence[int]
     limits: Limits
     metrics: Metrics
+    tool_format: ToolFormat | None = None
+    measured: bool = False
 
 
-class Piece(NamedTuple):
-    """More of the text at a place of a request; with its last piece comes why it ended."""
+class Asked(NamedTuple, Generic[Body]):
+    """A request as it was read.
 
-    place: int
-    text: str
-    reason: Reason | None = None
+    grammar: that all its texts are held to; None for none
+    calls:   how their calls of tools are read; None where there are no tools
+    ends:    the time.monotonic() at which they have to be complete; None for no end
+    """
+
+    body: Body
+    prompts: list[Prompt]
+    grammar: Grammar | None = None
+    calls: Calls | None = None
+    ends: float | None = None
 
 
 @dataclass
 class _ChoiceText:
     index: int
-    echo: str
+    prompt: Prompt
     prompt_tokens: int
     completion: Completion
     stopped: StoppedText
+    calls: CallReader | None
     watch: Watch
+    told: int = 0  # tokens whose log-probabilities are in a piece
+
+    def scored(self) -> list[TokenLogprob]:
+        """The log-probabilities of the tokens that were taken since the last call."""
+        begin, self.told = self.told, self.stopped.tokens
+        return self.completion.logprobs[begin : self.told]
 
 
 def sequence_id(seed: int | None, index: int) -> int | None:
@@ -70,38 +94,31 @@ def sequence_id(seed: int | None, index: int) -> int | None:
 
 
 class Exchange:
-    """The texts of one request: `n` for each prompt, in the order of the prompts.
+    """The texts of one request: as many as it asks for of each prompt, in the order of the prompts.
 
-    grammar: that all of them are held to; None for none
-    new_tokens: of each, at most; None for as many as there is room for
-    ends: the time.monotonic() at which they have to be complete; None for no end
     client: whose it is, by which the queue is shared
 
     Raises Refusal for what a request must not ask for, if the queue is full, and if the service is closed; no text of
     the request is decoded then.
     """
 
-    def __init__(
-        self,
-        served: Served,
-        request: Sampling,
-        prompts: Sequence[Prompt],
-        grammar: Grammar | None,
-        new_tokens: int | None,
-        ends: float | None,
-        client: str | None = None,
-    ):
-        self._served, self._gone = served, False
+    def __init__(self, served: Served, asked: Asked[Any], client: str | None = None):
+        request: Sampling = asked.body
+        self._served, self._gone, self._request, self._calls = served, False, request, asked.calls
         _check_stops(request, served.limits)
-        options = _options(served, request, grammar, ends) | {"client": client, "group": object()}
-        lengths = [_new_tokens(served.limits, prompt, new_tokens) for prompt in prompts]
+        self._reads_only = request.new_tokens == 0  # the least that the service decodes is a token
+        options = _options(served, asked) | {"client": client, "group": object()}
+        self._silent = frozenset(options["eos_token_id"] or ())
+        lengths = [_new_tokens(served.limits, prompt, request.new_tokens) for prompt in asked.prompts]
         self._texts: list[_ChoiceText] = []
         try:
-            for prompt, length in zip(prompts, lengths, strict=True):
-                for index in range(request.n):
+            for prompt, length in zip(asked.prompts, lengths, strict=True):
+                found = _processors(request, asked.grammar, len(prompt.tokens), served.service.vocab_size)
+                processors = {"logits_processor": found} if found else {}
+                for index in range(request.texts):
                     seed = sequence_id(request.seed, index)
                     counted = 0 if index else len(prompt.tokens)  # a prompt counts once
-                    self._submit(request.stops, prompt, counted, options | {"max_new_tokens": length, "seed": seed})
+                    self._submit(prompt, counted, options | processors | {"max_new_tokens": length, "seed": seed})
         except BaseException:
             for text in self._texts:
                 text.completion.cancel()
@@ -115,8 +132,21 @@ class Exchange:
     def counted(self) -> Counted:
         """Tokens so far."""
         return Counted(
-            sum(text.prompt_tokens for text in self._texts), sum(text.stopped.tokens for text in self._texts)
+            sum(text.prompt_tokens for text in self._texts),
+            sum(text.stopped.tokens for text in self._texts),
+            sum(text.completion.reused_tokens for text in self._texts if text.prompt_tokens),
         )
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """Counts of what the steps of the text have accepted; None where there are several texts."""
+        return self._texts[0].completion.acceptance if len(self._texts) == 1 else None
+
+    def mean_logprob(self, index: int) -> float:
+        """The mean log-probability of a text's tokens, where log-probabilities were asked for."""
+        text = self._texts[index]
+        found = [each.logprob or 0.0 for each in text.completion.logprobs[: text.stopped.tokens]]
+        return sum(found) / max(1, len(found))
 
     def leave(self) -> None:
         """The client is gone: decode no more of its texts."""
@@ -150,7 +180,7 @@ class Exchange:
             text.completion.cancel()
             text.watch.finish("disconnected" if self._gone else "failed", text.stopped.tokens)
 
-    def _submit(self, stops: Sequence[str], prompt: Prompt, counted: int, options: dict[str, Any]) -> None:
+    def _submit(self, prompt: Prompt, counted: int, options: dict[str, Any]) -> None:
         service = self._served.service
         try:
             completion = service.submit(prompt.tokens, **options)
@@ -165,25 +195,36 @@ class Exchange:
             raise _closed() from error
         except (ValueError, TypeError) as error:
             raise Refusal(400, " ".join(str(error).split())) from error
+        tokenizer, calls, request = self._served.tokenizer, self._calls, self._request
+        special = not request.skip_special_tokens or (calls is not None and calls.whole)
         self._texts.append(
             _ChoiceText(
                 len(self._texts),
-                prompt.echo,
+                prompt,
                 counted,
                 completion,
-                StoppedText(self._served.tokenizer, prompt.tokens, stops),
+                StoppedText(tokenizer, prompt.tokens, request.stops, self._silent, special=special),
+                None if calls is None else calls.reader(),
                 self._served.metrics.watch(counted),
             )
         )
 
     async def _read(self, text: _ChoiceText, put: Callable[[Piece | Refusal], Awaitable[None]]) -> None:
+        piece = partial(Piece, text.index)
+        scores = self._request.likeliest is not None
         try:
-            if text.echo:
-                await put(Piece(text.index, text.echo))
+            if text.prompt.echo and not scores:
+                await put(piece(text.prompt.echo))
             async for tokens in text.completion:
+                if text.prompt.echo and scores and not text.watch.has_begun:
+                    await put(piece(text.prompt.echo, scored=text.completion.prompt_logprobs))
                 text.watch.tokens(len(tokens))
-                if more := text.stopped.add(tokens):
-                    await put(Piece(text.index, more))
+                if self._reads_only:
+                    continue
+                more = text.stopped.add(tokens)
+                more = more if text.calls is None else text.calls.add(more)
+                if more:
+                    await put(piece(more, scored=text.scored()))
                 if text.stopped.ended:
                     break
             await put(self._finish(text))
@@ -204,14 +245,20 @@ class Exchange:
             reason, steps = completed.reason, completed.steps
         if reason == "cancelled":
             reason = "disconnected" if self._gone else "closed"  # nobody else cancels a text that is read
-        text.watch.finish(reason, text.stopped.tokens, steps)
+        text.watch.finish(reason, text.stopped.tokens, steps, text.completion.acceptance)
         if reason == "deadline":
             raise overdue(self._served.limits)
         if reason == "disconnected":
             raise Refusal(499, "the client is gone")  # which nobody reads; /metrics counts it
         if reason == "closed":
             raise _closed()
-        return Piece(text.index, rest, reason)
+        if self._reads_only:
+            return Piece(text.index, "", "length")
+        if text.calls is None:
+            return Piece(text.index, rest, reason, text.scored())
+        said = text.calls.add(rest)
+        more, calls = text.calls.end()
+        return Piece(text.index, said + more, "tool_calls" if calls else reason, text.scored(), calls)
 
 
 @asynccontextmanager
@@ -250,20 +297,36 @@ def _check_stops(request: Sampling, limits: Limits) -> None:
             raise Refusal(400, message, param="stop")
 
 
-def _options(served: Served, request: Sampling, grammar: Grammar | None, ends: float | None) -> dict[str, Any]:
+def _options(served: Served, asked: Asked[Any]) -> dict[str, Any]:
     """The options with which all texts of a request are submitted."""
-    asked = {
+    request: Sampling = asked.body
+    scores, ends = request.likeliest, asked.ends
+    ranked = request.texts > request.n  # by their log-probabilities
+    echo = isinstance(request, CompletionRequest) and request.echo
+    eos = [] if request.ignore_eos else [*served.eos_token_ids]
+    asked_for = request.shared() | {
         "temperature": served.temperature if request.temperature is None else request.temperature,
-        "top_k": request.top_k,
-        "top_p": request.top_p,
-        "min_p": request.min_p,
-        "repetition_penalty": request.repetition_penalty,
-        "min_new_tokens": request.min_tokens,
-        "logits_processor": None if grammar is None else [grammar],
         "deadline": None if ends is None else max(1e-3, ends - time.monotonic()),
+        "logprobs": 0 if scores is None and ranked else scores,
+        "prompt_logprobs": scores if echo else None,
     }
-    eos = None if request.ignore_eos else [*served.eos_token_ids]
-    return {name: value for name, value in asked.items() if value is not None} | {"eos_token_id": eos}
+    given = {name: value for name, value in asked_for.items() if value is not None}
+    return given | {"eos_token_id": [*eos, *(request.stop_token_ids or ())] or None}
+
+
+def _processors(request: Sampling, grammar: Grammar | None, prompt_length: int, vocab_size: int) -> list[Any]:
+    """The processors of a text's logits."""
+    found: list[Any] = []
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items() if value}
+    if bias:
+        if (largest := max(bias)) >= vocab_size:
+            message = f"logit_bias: expected tokens below {vocab_size}, got {largest}"
+            raise Refusal(400, message, param="logit_bias")
+        found.append(TokenBias(bias))
+    if request.frequency_penalty or request.presence_penalty:
+        frequency, presence = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
+        found.append(TextPenalties(frequency, presence, prompt_length))
+    return found if grammar is None else [*found, grammar]
 
 
 def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
@@ -273,7 +336,7 @@ def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
         have = f"the prompt has {len(prompt.tokens)} tokens" + (f" and {asked} more are asked for" if asked else "")
         message = f"there is room for {limits.max_tokens} tokens of prompt and answer, and {have}"
         raise Refusal(400, message, param="max_tokens" if asked else None, code="context_length_exceeded")
-    return room if asked is None else asked
+    return room if asked is None else max(1, asked)
 
 
 def _seconds_for_one(service: Service) -> int:

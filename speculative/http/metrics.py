@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from heavypath.speculative.serving import Service
+from heavypath.speculative.serving.acceptance import Acceptance
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 SECONDS_OF_A_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
@@ -59,6 +60,31 @@ class Metrics:
             buckets=TOKENS_OF_A_STEP,
         )
 
+        # By vLLM's names, which dashboards know.
+        self._drafts = Counter(
+            "vllm:spec_decode_num_drafts", "Steps of a text that drafted anything.", registry=registry
+        )
+        self._drafted = Counter(
+            "vllm:spec_decode_num_draft_tokens", "Drafted tokens: nodes of the trees, without roots.", registry=registry
+        )
+        self._accepted = Counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that became text.", registry=registry
+        )
+        self._by_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that became text, by their depth in the tree, from 0.",
+            ["position"],
+            registry=registry,
+        )
+
+    def speculation(self, acceptance: Acceptance) -> None:
+        """A text has ended, whose steps have accepted this."""
+        self._drafts.inc(acceptance.num_spec_steps)
+        self._drafted.inc(acceptance.num_draft_tokens)
+        self._accepted.inc(acceptance.num_accepted_draft_tokens)
+        for position, count in enumerate(acceptance.per_position):
+            self._by_position.labels(str(position)).inc(count)
+
     def text(self) -> bytes:
         """All of them, as Prometheus reads them."""
         return generate_latest(self._registry)
@@ -77,6 +103,11 @@ class Watch:
         self._last: float | None = None
         self._finished = False
 
+    @property
+    def has_begun(self) -> bool:
+        """True once a token has come."""
+        return self._last is not None
+
     def tokens(self, count: int) -> None:
         """So many tokens have come."""
         now = time.perf_counter()
@@ -87,7 +118,7 @@ class Watch:
                 self._metrics.between.observe((now - self._last) / count)
         self._last = now
 
-    def finish(self, outcome: str, tokens: int, steps: int = 0) -> None:
+    def finish(self, outcome: str, tokens: int, steps: int = 0, acceptance: Acceptance | None = None) -> None:
         """The text has ended, with so many tokens in so many steps, if they are known; said again, nothing happens."""
         if self._finished:
             return
@@ -97,6 +128,8 @@ class Watch:
         self._metrics.whole.observe(time.perf_counter() - self._begin)
         if steps:
             self._metrics.per_step.observe(tokens / steps)
+        if acceptance is not None:
+            self._metrics.speculation(acceptance)
 
 
 class _OfService:
@@ -118,6 +151,7 @@ class _OfService:
         counters = {
             "submitted": "Sequences that were accepted.",
             "refused": "Sequences that were refused because the queue, or their client's share of it, was full.",
+            "reused_tokens": "Tokens of prompts that were not computed, because another text began alike.",
             "steps": "Steps of the decoder, counted for each sequence that took part.",
             "seconds_busy": "Time that the decoder spent on steps and prompts.",
         }

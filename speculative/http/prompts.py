@@ -1,5 +1,6 @@
 """The tokens that a request's texts begin with."""
 
+import inspect
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -8,6 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from heavypath.speculative.http.errors import Refusal
 from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
+
+# Arguments of the function that renders a template, which no request may set, and what a template's code may raise.
+_NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+_OF_TEMPLATES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Prompt(NamedTuple):
@@ -36,7 +41,7 @@ class PromptTokens:
         prompts = given if several else [given]
         if not prompts:
             raise Refusal(400, "prompt: expected one prompt or more, got an empty list", param="prompt")
-        self._check_count(len(prompts), request.n)
+        self._check_count(len(prompts), request.texts)
         for each in prompts:
             self._check_length(len(each) if isinstance(each, str) else 0)
         return [self._of_text(each, echo=bool(request.echo)) for each in prompts]  # up to the first that is too long
@@ -60,14 +65,26 @@ class PromptTokens:
         if not self._tokenizer.chat_template:
             message = "this model's tokenizer has no chat template, so it can continue texts alone: use /v1/completions"
             raise Refusal(400, message, param="messages", code="no_chat_template")
-        self._check_count(1, request.n)
+        self._check_count(1, request.texts)
+        variables = request.chat_template_kwargs or {}
+        if wrong := _NO_VARIABLES.intersection(variables):
+            message = f"chat_template_kwargs.{min(wrong)}: it is no variable of a chat template"
+            raise Refusal(400, message, param="chat_template_kwargs")
         messages = [message.for_template() for message in request.messages]
         self._check_length(sum(len(message["content"]) for message in messages))
         try:
-            tokens: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
+            text: Any = self._tokenizer.apply_chat_template(
+                messages,
+                tools=[tool.for_template() for tool in request.offered] or None,
+                add_generation_prompt=request.add_generation_prompt,
+                tokenize=False,
+                **variables,
+            )
+        except _OF_TEMPLATES as error:
             message = f"messages: the chat template cannot write this conversation: {error}"
             raise Refusal(400, message, param="messages") from error
+        self._check_length(len(text))
+        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not tokens:
             raise Refusal(400, "messages: the chat template wrote an empty text of them", param="messages")
         self._check_room(len(tokens))

@@ -4,30 +4,20 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 from starlette.types import Receive
 
 from heavypath.speculative.http.errors import Refusal, of_fields
-from heavypath.speculative.http.exchange import Served, overdue
-from heavypath.speculative.http.grammar import Grammars, source_of
-from heavypath.speculative.http.prompts import Prompt, PromptTokens
-from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
-from heavypath.speculative.processors.grammar import Grammar
+from heavypath.speculative.http.exchange import Asked, Body, Served, overdue
+from heavypath.speculative.http.grammar import Grammars, GrammarSource, source_of
+from heavypath.speculative.http.prompts import PromptTokens
+from heavypath.speculative.http.requests import ChatRequest
+from heavypath.speculative.http.tool_calls import Calls, format_of
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest)
 Result = TypeVar("Result")
-
-
-class Asked(NamedTuple, Generic[Body]):
-    """A request as it was read. ends: the time.monotonic() at which its texts have to be complete; None for no end."""
-
-    body: Body
-    prompts: list[Prompt]
-    grammar: Grammar | None
-    ends: float | None
 
 
 class Reading:
@@ -47,27 +37,40 @@ class Reading:
         content = await request.body()
         try:
             async with asyncio.timeout(seconds):
-                body, prompts, grammar = await _unless_gone(request.receive, self._parts(content, kind))
+                asked = await _unless_gone(request.receive, self._parts(content, kind))
         except TimeoutError:
             raise overdue(self._served.limits) from None
-        return Asked(body, prompts, grammar, ends)
+        return asked._replace(ends=ends)
 
-    async def _parts(self, content: bytes, kind: type[Body]) -> tuple[Body, list[Prompt], Grammar | None]:
-        def blocking() -> tuple[Body, list[Prompt], str | None]:
+    async def _parts(self, content: bytes, kind: type[Body]) -> Asked[Body]:
+        def blocking() -> tuple[Asked[Body], GrammarSource | None]:
             try:
                 body = kind.model_validate_json(content)
             except ValidationError as error:
                 raise of_fields(error) from None
             check_model(self._served, body.model)
-            return body, self._prompts.of(body), source_of(body)
+            calls = self._calls(body) if isinstance(body, ChatRequest) else None
+            return Asked(body, self._prompts.of(body), calls=calls), source_of(body, calls)
 
-        body, prompts, source = await asyncio.get_running_loop().run_in_executor(self._thread, blocking)
-        return body, prompts, None if source is None else await self._grammars.of(source)
+        asked, source = await asyncio.get_running_loop().run_in_executor(self._thread, blocking)
+        return asked if source is None else asked._replace(grammar=await self._grammars.of(source))
+
+    def _calls(self, request: ChatRequest) -> Calls | None:
+        """The way to read the answers' calls, where there are tools. Raises Refusal where the model cannot have any."""
+        if not request.offered:
+            return None
+        form, tokenizer = self._served.tool_format, self._served.tokenizer
+        if form is None and tokenizer.chat_template:
+            form = format_of(str(tokenizer.get_chat_template(tools=[{}])))
+        if form is None:
+            message = "tools: this model's chat template has none, or has them called in a way that is not known here"
+            raise Refusal(400, message, param="tools", code="no_tools")
+        return Calls(form, tokenizer, request.must_call)
 
 
-def check_model(served: Served, name: str) -> None:
-    """Nothing is ever loaded by a name of a request: there is one model."""
-    if name != served.name:
+def check_model(served: Served, name: str | None) -> None:
+    """Nothing is ever loaded by a name of a request: there is one model, which need not be named."""
+    if name not in (None, served.name):
         message = f"there is no model {name!r:.100} here; this server has {served.name!r}"
         raise Refusal(404, message, param="model", code="model_not_found")
 

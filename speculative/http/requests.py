@@ -5,130 +5,72 @@ nothing. A text that ignores a wish is worse than an error. Fields of OpenAI's A
 looked at.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
-# Fields that are refused, and the values with which they ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+from heavypath.speculative.http.bodies.fields import (
+    Body,
+    Neutral,
+    OneOrSeveral,
+    Several,
+    Tokens,
+    refuse,
+)
+from heavypath.speculative.http.bodies.formats import Formatted
+from heavypath.speculative.http.bodies.messages import ChosenTool, Message, Tool, ToolChoice
+from heavypath.speculative.http.bodies.sampling import SamplingFields
+
+MOST_LOGPROBS = 20  # of the likeliest tokens in each place
+_NEUTRAL: Neutral = {  # fields that are refused, and the values with which they ask for nothing
     "audio": (None,),
-    "best_of": (None, 1),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "presence_penalty": (None, 0),
     "reasoning_effort": (None,),
     "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none"),
-    "tools": (None, []),
-    "top_logprobs": (None,),
     "web_search_options": (None,),
 }
-# Of a message that was an answer before.
-NEUTRAL_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "annotations": (None, []),
-    "audio": (None,),
-    "function_call": (None,),
-    "name": (None,),
-    "refusal": (None,),
-    "tool_calls": (None, []),
-}
-
-
-def _asks_for_nothing(value: Any, field: str | None, neutral: dict[str, tuple[Any, ...]]) -> Any:
-    allowed = neutral[str(field)]
-    if not any(type(value) is type(each) and value == each for each in allowed) and not (
-        isinstance(value, float) and value in allowed
-    ):
-        raise ValueError(f"this server does not have it; leave it out (got {value!r:.80})")
-    return value
-
-
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Each = TypeVar("Each")
-# What is wrong with the first element is said, and not of each: a body of 1 MiB has room for many.
-Several = Annotated[list[Each], Field(max_length=4096, fail_fast=True)]
-Tokens = Annotated[list[Token], Field(fail_fast=True)]  # as many as a body has room for
-
-
-class Body(BaseModel):
-    """Nothing but the fields below, of their own types: "5" is no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Body):
-    """include_usage: a last event with the numbers of tokens. include_obfuscation: False, or left out."""
+    """include_usage: a last event with the numbers of tokens. include_obfuscation: False, or left out.
+
+    continuous_usage_stats: these numbers, so far, in each event
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchema(Body):
-    """A schema by its name, as OpenAI's clients send it; it is always followed strictly."""
-
-    name: str
-    definition: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    """The form that an answer must have: any text, an object of JSON, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _schema_where_it_belongs(self) -> "ResponseFormat":
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise ValueError("expected json_schema where the type is 'json_schema', and only there")
-        return self
-
-
-class Sampling(Body):
+class Sampling(SamplingFields, Formatted):
     """The common fields of both ways to ask.
 
-    top_k, min_p, repetition_penalty, min_tokens and ignore_eos (the text goes on to its full length) are beyond
-    OpenAI's API. A setting of the sampling that is left out is as in the target's generation_config; a temperature that
-    is not there, either, is 1.
+    A setting of the sampling that is left out is as in the target's generation_config; a temperature that is not there,
+    either, is 1. skip_special_tokens=False leaves special tokens in the text, but for the one that ends it.
     """
 
-    model: str
+    model: str | None = None
     n: int = Field(1, ge=1)
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=1e-30, le=1)  # which is 0 in float32 somewhere below
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    min_tokens: int | None = Field(None, ge=0)
-    ignore_eos: bool = False
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: str | Several[str] | None = None
+    stop: OneOrSeveral[str] | None = None
+    skip_special_tokens: bool = True
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    logprobs: Any = None
-    presence_penalty: Any = None
 
     # These change no text.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
-    @field_validator(*NEUTRAL, check_fields=False)
+    @field_validator(*_NEUTRAL, check_fields=False)
     @classmethod
     def _refuse(cls, value: Any, info: ValidationInfo) -> Any:
-        return _asks_for_nothing(value, info.field_name, NEUTRAL)
+        return refuse(value, info, _NEUTRAL)
 
     @field_validator("stream_options")
     @classmethod
@@ -143,76 +85,109 @@ class Sampling(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def includes_usage(self) -> bool:
-        """True if a stream's last event has the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def streamed(self) -> StreamOptions:
+        """The things that a stream is to have besides text."""
+        return self.stream_options or StreamOptions()
+
+    @property
+    def texts(self) -> int:
+        """The number that is written for each prompt."""
+        return self.n
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Of each text, at most; None for as many as there is room for."""
+        return self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """For how many of the likeliest tokens in each place the log-probabilities are wanted; None for none at all."""
+        raise NotImplementedError
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return "|text" if isinstance(value, str) else "|tokens"
+    return "|texts" if isinstance(value[0], str) else "|several" if isinstance(value[0], list) else "|tokens"
 
 
 class CompletionRequest(Sampling):
-    """Texts, or their tokens, that are continued. max_tokens is 16 unless given, as in OpenAI's API."""
+    """Texts, or their tokens, that are continued. max_tokens is 16 unless given, as in OpenAI's API; 0 only reads them.
 
-    prompt: str | Several[str] | Tokens | Several[Tokens]
+    logprobs: of the likeliest tokens in each place, and of the one that is there; with echo also in the prompt
+    best_of:  texts are written, and the n with the highest mean log-probability of their tokens are the answer
+    """
+
+    prompt: Annotated[
+        Annotated[str, Tag("|text")]
+        | Annotated[Several[str], Tag("|texts")]
+        | Annotated[Tokens, Tag("|tokens")]
+        | Annotated[Several[Tokens], Tag("|several")],
+        Discriminator(_kind),
+    ]
+    max_tokens: int | None = Field(16, ge=0)
     echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: int | None = Field(None, ge=1)
 
-    best_of: Any = None
     suffix: Any = None
 
-
-class TextPart(Body):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-    @model_validator(mode="before")
+    @field_validator("best_of")
     @classmethod
-    def _reads_text(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") != "text":
-            raise ValueError(f"this server reads text alone, got a part of type {part.get('type')!r:.80}")
-        return part
+    def _fits(cls, value: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n", 1)
+        if value is not None and value < n:
+            raise ValueError(f"expected at least n, which is {n}")
+        if value is not None and value > n and info.data.get("stream"):
+            raise ValueError("which texts are the best is known at their ends: without stream alone")
+        return value
 
-
-class Message(Body):
-    """Of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Several[TextPart]
-
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    name: Any = None
-    refusal: Any = None
-    tool_calls: Any = None
-
-    @field_validator(*NEUTRAL_OF_MESSAGES)
+    @field_validator("logprobs", mode="before")
     @classmethod
-    def _refuse(cls, value: Any, info: ValidationInfo) -> Any:
-        return _asks_for_nothing(value, info.field_name, NEUTRAL_OF_MESSAGES)
+    def _off(cls, value: Any) -> Any:
+        return None if value is False else value
 
-    def for_template(self) -> dict[str, str]:
-        """As chat templates take it."""
-        parts = self.content
-        return {"role": self.role, "content": parts if isinstance(parts, str) else "".join(each.text for each in parts)}
+    @property
+    def texts(self) -> int:
+        """The number that is written for each prompt."""
+        return self.best_of or self.n
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Of each text, at most."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """Of the likeliest tokens in each place."""
+        return self.logprobs
 
 
 class ChatRequest(Sampling):
-    """A conversation that is answered, by default until its slot has no more room."""
+    """A conversation that is answered, by default until its slot has no more room.
+
+    chat_template_kwargs: variables for the chat template, such as enable_thinking
+    tool_choice: "none" keeps the tools from the template. "auto", as without, leaves it to the model. "required", or
+        one of them, makes the answer a call, which needs the extra `grammar`
+    """
 
     messages: Several[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    tools: Several[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)
 
     audio: Any = None
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    parallel_tool_calls: bool | None = None  # of tools, which there are none of
     prediction: Any = None
     reasoning_effort: Any = None
     store: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    top_logprobs: Any = None
     web_search_options: Any = None
 
     # These change no text.
@@ -228,3 +203,42 @@ class ChatRequest(Sampling):
                 f"max_tokens is another name of it, and has another value ({other}); leave one of them out"
             )
         return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _only_of_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("only where logprobs is true")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_there(cls, value: Any, info: ValidationInfo) -> Any:
+        names = [tool.function.name for tool in info.data.get("tools") or []]
+        if value == "required" and not names:
+            raise ValueError("it asks for a call, and there are no tools")
+        if isinstance(value, ChosenTool) and value.function.name not in names:
+            raise ValueError(f"there is no tool {value.function.name!r:.80}")
+        return value
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> list[Tool]:
+        """The tools of which one is to be called; none where the model may choose."""
+        if isinstance(self.tool_choice, ChosenTool):
+            return [tool for tool in self.offered if tool.function.name == self.tool_choice.function.name]
+        return self.offered if self.tool_choice == "required" else []
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Of the answer, at most; None for as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """Of the likeliest tokens in each place."""
+        return (self.top_logprobs or 0) if self.logprobs else None

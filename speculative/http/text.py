@@ -1,6 +1,6 @@
 """The text of one answer while its tokens arrive: whole characters, and up to its stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,14 +17,24 @@ class StoppedText:
 
     tokens: how many were taken, up to the one that completed a stop string
     ended:  whether a stop string was found; nothing is taken after it
+
+    silent: tokens that are no part of the text: those that end it; special: whether special tokens are
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        silent: Container[int] = (),
+        *,
+        special: bool = False,
+    ):
         self.tokens, self.ended = 0, False
-        self._stops = stops
+        self._stops, self._silent, self._firsts = stops, silent, {stop[0] for stop in stops}
         self._arrived: list[str] = []
         self._held = ""
-        self._stream = TextStream(tokenizer, self._arrived.append)
+        self._stream = TextStream(tokenizer, self._arrived.append, skip_special_tokens=not special)
         self._stream.put(torch.tensor(prompt))
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -33,8 +43,9 @@ class StoppedText:
         for token in tokens:
             if self.ended:
                 break
-            self._stream.put(torch.tensor([token]))
             self.tokens += 1
+            if token not in self._silent:
+                self._stream.put(torch.tensor([token]))
             text += self._certain()
         return text
 
@@ -63,6 +74,8 @@ class StoppedText:
         """The number of the last characters that may be the beginning of a stop string."""
         longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
         for length in range(longest, 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+            if self._held[-length] in self._firsts and any(
+                stop.startswith(self._held[-length:]) for stop in self._stops
+            ):
                 return length
         return 0

@@ -56,8 +56,9 @@ class RowCache:
         rows: how many rows of it are in use. Nothing is said of those after them.
         """
         for own, other in zip(self.remembered(), source.remembered(), strict=True):
-            if own.dim() == 4:
-                own[sequence, :, :rows] = other[of, :, :rows]
+            if own.dim() > 2:
+                used = rows if own.dim() == 4 else other.shape[1]  # of a cache that may have fewer rows
+                own[sequence][..., :used, :] = other[of][..., :used, :]
             else:
                 own[sequence] = other[of]
 
@@ -92,9 +93,9 @@ class RowCache:
             own[sequence, :, :rows] = other[of, :, :rows]
         return rows
 
-    def trimmed(self, slots: int, rows: int) -> "RowCache":
-        """A copy of the first `rows` rows of the first `slots` sequences."""
-        return RowCache(self.keys[:slots, :, :rows].clone(), self.values[:slots, :, :rows].clone())
+    def trimmed(self, slots: slice, rows: int) -> "RowCache":
+        """A copy of the first `rows` rows of the sequences in these slots."""
+        return RowCache(self.keys[slots, :, :rows].clone(), self.values[slots, :, :rows].clone())
 
 
 class KeyValueCache(RowCache, Cache):

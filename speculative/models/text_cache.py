@@ -142,8 +142,8 @@ class SharedPrefixes(NamedTuple):
     lengths: list[int]
     ends: list[int]
 
-    def copy_rows(self, forward: Caching, cache: RowCache) -> list[int]:
-        """Copy the first lengths[b] rows of texts[b] to sequence b of another cache; returns how many there were.
+    def copy_rows(self, forward: Caching, cache: RowCache, first: int = 0) -> list[int]:
+        """Copy the first lengths[b] rows of texts[b] to sequence `first` + b of another cache; returns how many.
 
         There are none if `forward` is another model than those that computed the rows, or where its rotary embeddings
         have other factors for a text of the new length.
@@ -156,6 +156,6 @@ class SharedPrefixes(NamedTuple):
             alike = limit is None or (have[text] > limit) == (end >= limit)
             copied.append(max(0, min(length, have[text] - model.unsure)) if alike else 0)
         return [
-            cache.take(sequence, model.cache, self.cache._slots[text], rows)
+            cache.take(first + sequence, model.cache, self.cache._slots[text], rows)
             for sequence, (text, rows) in enumerate(zip(self.texts, copied, strict=True))
         ]

@@ -13,12 +13,14 @@ class TextStream:
     """A streamer for `generate` that calls `write` with each piece of new text.
 
     Tokens of a byte-level vocabulary may end within a character, so text is held back until its last character is
-    whole. Special tokens are left out. The first `put` gives the prompt, which is not written. The pieces that are
-    written until `end` make up the text after the prompt.
+    whole. Special tokens are left out, unless skip_special_tokens is False. The first `put` gives the prompt, which is
+    not written. The pieces that are written until `end` make up the text after the prompt.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
-        self._tokenizer, self._write = tokenizer, write
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object], *, skip_special_tokens: bool = True
+    ):
+        self._tokenizer, self._write, self._skips = tokenizer, write, skip_special_tokens
         self._tokens: list[int] | None = None  # the last tokens that were written, then those that were not
         self._written = 0  # how many of these were written
 
@@ -45,6 +47,6 @@ class TextStream:
         self._written = len(self._tokens)
 
     def _text(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

@@ -86,17 +86,14 @@ class Grammar:
         cls, pattern: str, tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int | Sequence[int] | None = None
     ) -> "Grammar":
         """Texts that match a regular expression from begin to end; without look-around and back-references."""
-        source = _library().LLMatcher.grammar_from_regex(pattern)
-        return cls(source, tokenizer, eos_token_id=eos_token_id, what=f"regular expression {pattern!r}")
+        return cls(regex_source(pattern), tokenizer, eos_token_id=eos_token_id, what=f"regular expression {pattern!r}")
 
     @classmethod
     def lark(
         cls, grammar: str, tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int | Sequence[int] | None = None
     ) -> "Grammar":
         """Texts of a context-free grammar as Lark has them, with `start` as its first rule."""
-        check_lark(grammar)
-        source = _library().LLMatcher.grammar_from_lark(grammar)
-        return cls(source, tokenizer, eos_token_id=eos_token_id, what="Lark grammar")
+        return cls(lark_source(grammar), tokenizer, eos_token_id=eos_token_id, what="Lark grammar")
 
     def matcher(self) -> Any:
         """An LLMatcher of llguidance at the beginning of a text."""
@@ -129,11 +126,12 @@ class GrammarProcessor:
         return masked(scores, torch.stack(words))
 
 
-def schema_source(schema: str | Mapping[str, Any], *, whitespace: bool = True) -> str:
+def schema_source(schema: str | Mapping[str, Any], *, whitespace: bool = True, most: int | None = None) -> str:
     """The llguidance source of a JSON schema, as Grammar takes it, which has not been compiled yet.
 
-    schema, whitespace: as Grammar.json_schema takes them. Raises what it raises for a schema that is none, and for one
-    beyond the limits.
+    schema, whitespace: as Grammar.json_schema takes them; most: characters of whitespace in a place, None for any
+
+    Raises what it raises for a schema that is none, and for one beyond the limits.
     """
     if isinstance(schema, str):
         check_source(schema, "JSON schema")
@@ -151,10 +149,40 @@ def schema_source(schema: str | Mapping[str, Any], *, whitespace: bool = True) -
     check_schema(schema)
     text = json.dumps(dict(schema))
     check_source(text, "JSON schema")
+    bound = {} if most is None else {"whitespace_pattern": rf"[ \t\r\n]{{0,{most}}}"}
+    overrides = {"whitespace_flexible": whitespace, **bound}
     try:
-        return library.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": whitespace})
+        return library.LLMatcher.grammar_from_json_schema(text, overrides=overrides)
     except ValueError as error:
         raise ValueError(f"the JSON schema cannot be followed: {error}") from None
+
+
+def regex_source(pattern: str) -> str:
+    """The llguidance source of a regular expression."""
+    return _library().LLMatcher.grammar_from_regex(pattern)
+
+
+def lark_source(grammar: str) -> str:
+    """The llguidance source of a Lark grammar. Raises ValueError for one beyond the limits."""
+    check_lark(grammar)
+    return _library().LLMatcher.grammar_from_lark(grammar)
+
+
+def choice_source(texts: Sequence[str]) -> str:
+    """The llguidance source of one of some texts."""
+    literals = " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
+    return _library().LLMatcher.grammar_from_lark(f"start: {literals}\n")
+
+
+def json_between(before: str, schema: Mapping[str, Any], after: str) -> str:
+    """The llguidance source of JSON of a schema, without whitespace, between two parts of a Lark rule.
+
+    Raises ValueError for a schema beyond the limits.
+    """
+    library = _library()
+    check_schema(schema)
+    content = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
+    return library.LLMatcher.grammar_from_lark(f"start: {before} content {after}\ncontent: %json {content}\n")
 
 
 def before_end(text: Sequence[int], ends: Sequence[int]) -> tuple[Sequence[int], bool]:

@@ -3,6 +3,8 @@
 completion.py   the owner's side of a request: its tokens as they come, its end, `cancel`
 progress.py     the part that both sides share: written by the thread that decodes, read by others
 arrivals.py     a request, checked, and the bounded queue of those that wait
+logprobs.py     log-probabilities of tokens; acceptance.py: what steps accepted
+entrance.py     prompts that are read before they have slots; prefixes.py: what other texts have computed of them
 slots.py        the sequences that are decoded side by side: how one joins, moves on by a step, and leaves
 service.py      the thread that decodes, and its counts
 """

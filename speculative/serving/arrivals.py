@@ -5,12 +5,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sequence_scores import settings_of
 from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.serving.logprobs import logprobs_of
+from heavypath.speculative.serving.prefixes import Tokens, tokens_of
 from heavypath.speculative.serving.progress import Completed, Progress, Reason
 
 # Greedy text is drafted at this temperature: so low that noise does not change which tokens come first, and not so low
@@ -33,9 +36,11 @@ class Arrival:
     draft_filters: how its draft is sampled
     clock:         returns seconds
     deadline:      by that clock; None for none
+    logprobs, prompt_logprobs: for how many of the likeliest tokens in each place they are wanted; None for none at all
     client, group: whose it is, and which of this client's requests it belongs to; see `Arrivals`
     submitted, began, first: when it came, when its prompt's turn came, and when it had its first tokens
     tokens, steps: new tokens and steps so far
+    prompt:        its tokens
     stops:         tokens that end its text
     processors:    of the logits after it
     """
@@ -46,6 +51,8 @@ class Arrival:
     deadline: float | None
     client: Hashable = None
     group: Hashable = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     progress: Progress = field(default_factory=Progress)
     submitted: float = field(init=False)
     began: float | None = None
@@ -56,6 +63,7 @@ class Arrival:
 
     def __post_init__(self) -> None:
         self.submitted = self.clock()
+        self.prompt = tokens_of(self.request.prompt[0].tolist())
         self.stops = frozenset(self.request.stops.tolist())
         self.processors = self.request.processors[0] if self.request.processors else []
 
@@ -63,6 +71,11 @@ class Arrival:
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return self.request.prompt.shape[1]
+
+    @property
+    def text(self) -> Tokens:
+        """The prompt and its new tokens so far."""
+        return np.concatenate([self.prompt, tokens_of(self.tokens)])
 
     @property
     def left(self) -> int:
@@ -83,8 +96,11 @@ class Arrival:
             return "deadline"
         return None
 
-    def take(self, new: list[int]) -> Reason | None:
-        """Take the tokens that a step brought, and pass them on; why the text ends with them, None if it goes on."""
+    def take(self, new: list[int], nodes: int, logits: Callable[[int], Tensor] | None) -> Reason | None:
+        """Take the tokens that a step brought, and pass them on; why the text ends with them, None if it goes on.
+
+        nodes: of the step's tree; logits: called with a number of tokens, gives the logits that these were chosen by
+        """
         before = len(self.tokens)
         end = next((place for place, token in enumerate(new, 1) if token in self.stops), None)
         kept = new[:end]
@@ -96,7 +112,11 @@ class Arrival:
         if kept and self.first is None:
             self.first = self.clock()
         self.tokens += kept
-        self.progress.emit(kept)
+        self.progress.acceptance.add(len(kept), nodes)
+        if logits is None or self.logprobs is None or not kept:
+            self.progress.emit(kept)
+        else:
+            self.progress.emit(kept, logprobs_of(logits(len(kept)), kept, self.logprobs))
         return "stop" if end is not None else "length" if self.left == 0 else None
 
     def end(self, outcome: Reason | Exception) -> None:
@@ -110,6 +130,7 @@ class Arrival:
                 tokens=list(self.tokens),
                 reason=outcome,
                 prompt_tokens=self.prompt_length,
+                reused_tokens=self.progress.reused,
                 steps=self.steps,
                 seconds_waiting=(now if self.began is None else self.began) - self.submitted,
                 seconds_to_first=None if self.first is None else self.first - self.submitted,
@@ -163,17 +184,23 @@ class Arrivals:
             self._count += 1
             self._changed.notify_all()
 
-    def pop(self, may: Callable[[Hashable, Collection[Hashable]], bool] = lambda *_: True) -> Arrival | None:
-        """The one whose turn it is, which waits no more; None where nobody waits whose client may.
+    def pop(
+        self,
+        may: Callable[[Hashable, Collection[Hashable]], bool] = lambda *_: True,
+        fits: Callable[[Arrival], bool] = lambda _: True,
+    ) -> Arrival | None:
+        """The one whose turn it is, which waits no more; None where nobody waits whose client may, or it does not fit.
 
-        may: called with a client and all who wait
+        may: called with a client and all who wait; fits: with the one whose turn it is
         """
         with self._changed:
             client = next((each for each in self._waiting if may(each, self._waiting)), _NOBODY)
             if client is _NOBODY:
                 return None
+            group, texts = next(iter(self._waiting[client].items()))
+            if not fits(texts[0]):
+                return None
             requests = self._waiting.pop(client)  # to be put back after the others
-            group, texts = next(iter(requests.items()))
             del requests[group]
             arrival = texts.popleft()
             if texts:

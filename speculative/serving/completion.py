@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any
 
+from heavypath.speculative.serving.acceptance import Acceptance
+from heavypath.speculative.serving.logprobs import TokenLogprob
 from heavypath.speculative.serving.progress import Completed, Progress
 
 
@@ -26,6 +28,26 @@ class Completion:
         """End it before the next step; the tokens that it has stay. Without effect on one that has ended."""
         self._progress.is_cancelled = True
         self._wake()
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Of its tokens so far, if `submit` was asked for them: of no fewer than have been read."""
+        return self._progress.logprobs
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Of its prompt's tokens, once there is a new one, if `submit` was asked for them."""
+        return self._progress.prompt_logprobs
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of its prompt whose rows another text had computed, once there is a new token."""
+        return self._progress.reused
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Counts of what its steps have accepted so far."""
+        return self._progress.acceptance.copy()
 
     def done(self) -> bool:
         """True if it has ended."""

@@ -5,9 +5,12 @@ than the tokens that the request may have.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
+
+from heavypath.speculative.serving.acceptance import Acceptance
+from heavypath.speculative.serving.logprobs import TokenLogprob
 
 Reason = Literal["stop", "length", "cancelled", "deadline"]
 
@@ -18,7 +21,7 @@ class Completed(NamedTuple):
     tokens:           its new tokens, with the end-of-sequence token or the stop string that ended it
     reason:           "stop", by an end-of-sequence token, a stop string or a criterion; "length", with all the tokens
                       that it might have; "cancelled"; or "deadline"
-    prompt_tokens:    of its prompt
+    prompt_tokens:    of its prompt; reused_tokens: of these, whose rows another text had computed
     steps:            forward passes of the target over a tree of it
     seconds_waiting:  from its submission until its prompt's turn came
     seconds_to_first: from its submission to its first tokens; None where it has none
@@ -32,21 +35,33 @@ class Completed(NamedTuple):
     seconds_waiting: float
     seconds_to_first: float | None
     seconds: float
+    reused_tokens: int = 0
 
 
 class Progress:
-    """The tokens of one request, then its end: `Completed`, or the error that ended it."""
+    """The tokens of one request, then its end: `Completed`, or the error that ended it.
+
+    logprobs:        of its tokens, if they were asked for: of all that have been emitted
+    prompt_logprobs: of its prompt's, complete before the first token
+    acceptance:      of its steps so far
+    reused:          tokens of its prompt that were not computed
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.acceptance = Acceptance()
+        self.reused = 0
         self._outcome: Completed | Exception | None = None
         self._listeners: list[Callable[[], object]] = []
         self.is_cancelled = False  # asked for; the thread that decodes looks at it before each step
 
-    def emit(self, tokens: list[int]) -> None:
+    def emit(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Add new tokens."""
         with self._changed:
+            self.logprobs += logprobs
             self._tokens += tokens
             self._tell()
 

@@ -3,9 +3,10 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, Unpack
 
 import torch
@@ -37,7 +38,8 @@ class ServiceStatistics:
     running, waiting: requests in slots, one whose prompt is under way among them, and requests in the queue
     submitted:  requests that were taken; completed, by the end of their text; cancelled; expired, past their deadline;
                 failed, by an error. refused: requests not taken, because the queue, or their client's share, was full
-    steps:      sums over the requests, as new_tokens and prompt_tokens
+    steps:      sums over the requests, as new_tokens and prompt_tokens; reused_tokens: of the prompts, not computed,
+                because another text begins alike
     batch_steps: steps of all that ran then, side by side
     cache_bytes: of all caches, which are allocated when the service begins
     seconds_busy: in which it decoded
@@ -54,6 +56,7 @@ class ServiceStatistics:
     failed: int = 0
     refused: int = 0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     new_tokens: int = 0
     steps: int = 0
     batch_steps: int = 0
@@ -76,7 +79,8 @@ class Service:
     Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in
     each step. Up to `queue` more wait, first come, first served. Where `submit` names the client of a request, clients
     take turns, and none takes everything (see `Arrivals` and `ServiceSlots`). A prompt goes through the models in
-    pieces of `prefill_tokens`, between steps, so that no running request waits for more than one piece. All memory is
+    pieces of `prefill_tokens`, between steps, so that no running request waits for more than one piece. Short prompts
+    go together. What another text has computed of a prompt is not computed again, see `prefixes`. All other memory is
     taken at the beginning.
 
     A request's text is the one that it has alone, whatever else runs (in float32; in 16 bits up to ties of rounding).
@@ -113,7 +117,7 @@ class Service:
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
-        self._entering: tuple[Arrival, Iterator[None]] | None = None
+        self._entering: tuple[list[Arrival], Iterator[int]] | None = None
         self._names = 0  # of noise, that requests without a seed were given
         self._is_graceful = True
         self._thread = threading.Thread(target=self._run, name="heavypath-serve", daemon=True)
@@ -130,6 +134,8 @@ class Service:
         deadline: float | None = None,
         client: Hashable = None,
         group: Hashable = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """Take a request, from any thread, without waiting for anything.
@@ -140,6 +146,8 @@ class Service:
         client: the client whose request it is: clients take turns, one may fill half of the queue, and the last free
             slot is kept for a client that has none. None, as for a program alone, is bound by nothing but the queue
         group: texts of a client that belong together; its groups take turns
+        logprobs: with each token its log-probability by the target alone, and those of so many of the likeliest tokens
+            in its place; prompt_logprobs: the same of the prompt. See `Completion`
         options: `RequestOptions`, and all else that `SpeculativeDecoder.generate` has, too, with the same defaults
 
         Raises TypeError or ValueError for arguments that do not fit. Raises QueueFull where as many requests wait as
@@ -179,6 +187,8 @@ class Service:
             deadline=None if deadline is None else now + deadline,
             client=client,
             group=group,
+            logprobs=_likeliest("logprobs", logprobs),
+            prompt_logprobs=_likeliest("prompt_logprobs", prompt_logprobs),
         )
         try:
             self._arrivals.put(arrival)
@@ -189,13 +199,19 @@ class Service:
         return Completion(arrival.progress, self._arrivals.wake)
 
     @property
+    def vocab_size(self) -> int:
+        """The number of tokens that texts are made of."""
+        return self._slots.plan.target.vocab_size
+
+    @property
     def is_open(self) -> bool:
         """True if it takes requests: until it is closed, or has ended by an error."""
         return self._arrivals.is_open
 
     def stats(self) -> ServiceStatistics:
         """The state now, and the counts so far."""
-        running = len(self._slots.running) + (self._entering is not None)
+        entering = self._entering
+        running = len(self._slots.running) + (0 if entering is None else len(entering[0]))
         with self._lock:
             return replace(self._counts, running=running, waiting=len(self._arrivals))
 
@@ -253,30 +269,55 @@ class Service:
             if reason is not None:
                 self._slots.leave(member)
                 self._end(member.arrival, reason)
-        if self._entering is not None and (reason := self._entering[0].interrupted()) is not None:
-            arrival, self._entering = self._entering[0], None
-            self._end(arrival, reason)
+        for arrival in [] if self._entering is None else self._entering[0]:
+            if not arrival.has_ended and (reason := arrival.interrupted()) is not None:
+                self._end(arrival, reason)
+        if self._entering is not None and all(arrival.has_ended for arrival in self._entering[0]):
+            self._entering = None
 
     def _admit(self) -> None:
         """Bring waiting requests nearer to free slots, by as many tokens of prompts as may go between two steps."""
         budget = self._slots.limits.prefill_tokens
-        while budget > 0 and not self._slots.is_full:
+        while budget > 0:
             if self._entering is None:
-                arrival = self._arrivals.pop(self._slots.may_join)
-                if arrival is None:
+                if not (group := self._next_group()):
                     return
-                arrival.began = time.monotonic()
-                self._entering = arrival, self._slots.entering(arrival)
-            arrival, pieces = self._entering
-            budget -= min(self._slots.limits.prefill_tokens, arrival.prompt_length)
+                self._entering = group, self._slots.entering(group)
+            group, pieces = self._entering
             try:
-                if next(pieces, self) is self:
-                    self._entering = None
-                    self._slots.join(arrival)
+                if (tokens := next(pieces, None)) is not None:
+                    budget -= tokens
+                    continue
+                self._entering = None
             except Exception as error:
                 self._slots.check_device(error)
                 self._entering = None
-                self._end(arrival, error)
+                self._end_each(group, error)
+                continue
+            for place, arrival in enumerate(group):
+                if not arrival.has_ended:
+                    self._join(group, place)
+
+    def _next_group(self) -> list[Arrival]:
+        """The requests whose turn it is, whose prompts are read together; none where no other sequence can join."""
+        group: list[Arrival] = []
+
+        def may(client: Hashable, waiting: Collection[Hashable]) -> bool:
+            return self._slots.may_join(client, waiting, group)
+
+        while (arrival := self._arrivals.pop(may, partial(self._slots.may_follow, group))) is not None:
+            arrival.began = time.monotonic()
+            group.append(arrival)
+        return group
+
+    def _join(self, group: list[Arrival], place: int) -> None:
+        arrival = group[place]
+        try:
+            self._slots.join(group, place)
+            self._count(reused_tokens=arrival.progress.reused)
+        except Exception as error:
+            self._slots.check_device(error)
+            self._end(arrival, error)
 
     def _advance(self) -> None:
         """Run a step."""
@@ -284,7 +325,7 @@ class Service:
             return
         before = [(member.arrival, member.arrival.steps, len(member.arrival.tokens)) for member in self._slots.running]
         for member, outcome in self._slots.step():
-            self._slots.leave(member)
+            self._slots.leave(member, kept=not isinstance(outcome, Exception))
             self._end(member.arrival, outcome)
         steps = sum(arrival.steps - had for arrival, had, _ in before)
         self._count(steps=steps, new_tokens=sum(len(each.tokens) - had for each, _, had in before), batch_steps=1)
@@ -293,12 +334,17 @@ class Service:
         while (arrival := self._arrivals.pop()) is not None:
             self._end(arrival, outcome)
         if self._entering is not None:
-            arrival, self._entering = self._entering[0], None
-            self._end(arrival, outcome)
+            group, self._entering = self._entering[0], None
+            self._end_each(group, outcome)
         for member in [*self._slots.running]:
             if not isinstance(outcome, Exception):  # after an error there may be no device that could empty slots
                 self._slots.leave(member)
             self._end(member.arrival, outcome)
+
+    def _end_each(self, group: list[Arrival], outcome: Reason | Exception) -> None:
+        for arrival in group:
+            if not arrival.has_ended:
+                self._end(arrival, outcome)
 
     def _end(self, arrival: Arrival, outcome: Reason | Exception) -> None:
         if isinstance(outcome, Exception):
@@ -312,6 +358,12 @@ class Service:
         with self._lock:
             sums = {name: getattr(self._counts, name) + value for name, value in more.items()}
             self._counts = replace(self._counts, **sums)
+
+
+def _likeliest(name: str, number: int | None) -> int | None:
+    if number is not None and not (isinstance(number, int) and number >= 0):
+        raise ValueError(f"{name} must be None or a number of tokens >= 0, got {number!r}")
+    return number
 
 
 class TreesOfSlots(Protocol):
@@ -333,6 +385,7 @@ def serve(
     max_tokens: int | None = None,
     queue: int = 64,
     prefill_tokens: int = 256,
+    prefix_bytes: int | None = None,
     seed: int = 0,
 ) -> Service:
     """The service of a decoder, of which all but the numbers is; see `Service` and its `ServiceLimits`.
@@ -345,7 +398,7 @@ def serve(
     check_alone("serve", plan.target)
     positions = min(model.max_positions for model in (plan.target, *(plan.draft or NO_DRAFT).models))
     room = min(2048 if max_tokens is None else max_tokens, positions)
-    limits = ServiceLimits(slots, room, queue, prefill_tokens).check()
+    limits = ServiceLimits(slots, room, queue, prefill_tokens, prefix_bytes).check()
     trees = trees_of(slots)
     return Service(
         replace(plan, tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,

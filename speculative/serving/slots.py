@@ -3,8 +3,7 @@
 Those that run are in the first slots, so that a step does no work for empty ones. Where one leaves, the last one takes
 its slot: its rows are copied, and nothing else moves.
 
-A prompt goes through the models in an anteroom, the memory of one sequence. It goes piece by piece between the steps of
-the running sequences, so that none of these waits for more than one piece. Then its rows are copied into a slot.
+A prompt goes through the models in an anteroom (`entrance`). Then its rows are copied into a slot.
 
 Two rules keep one client's texts from holding up another's. The last free slot is for a client that has none, so that
 nobody waits for the end of a stranger's text. On a CPU a step takes the longer the more texts are in it. There no
@@ -12,9 +11,10 @@ client has more than `BESIDE` of them in a step while others have any. Its furth
 on when a text ends. A client that is alone has all the time and all slots but one.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,15 +25,17 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.speculative.decoding.drafted import no_lap
 from heavypath.speculative.decoding.engine import Engine, SlotNumbers
-from heavypath.speculative.decoding.launching import Launcher
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
+from heavypath.speculative.decoding.workspace import Size, tree_rows
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival
+from heavypath.speculative.serving.entrance import Entrance
+from heavypath.speculative.serving.logprobs import ReadLogits
 from heavypath.speculative.serving.own_settings import OwnSettings
+from heavypath.speculative.serving.prefixes import Prefixes
 from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
@@ -46,20 +48,27 @@ class Member:
     """A request that is decoded.
 
     row:  of `Sequences.output`, in which its new tokens are
-    seen: how many of them the host has taken from there
+    seen, nodes: how many of them, and of nodes that the target scored, the host knows
     """
 
     arrival: Arrival
     row: int
     seen: int = 0
+    nodes: int = 0
 
-    def passed_on(self, numbers: SlotNumbers, output: Tensor) -> Reason | Exception | None:
-        """Pass on what is new by the numbers of its slot; why it ends, None if it goes on."""
+    def passed_on(
+        self, numbers: SlotNumbers, output: Tensor, logits: Callable[[int], Tensor] | None
+    ) -> Reason | Exception | None:
+        """Pass on what is new by the numbers of its slot; why it ends, None if it goes on.
+
+        logits: see `Arrival.take`
+        """
         if numbers.left < 0:
             return numbers.error("")
         new = output[self.row, self.seen : numbers.produced].tolist()
+        nodes, self.nodes = numbers.nodes - self.nodes, numbers.nodes
         self.seen, self.arrival.steps = numbers.produced, numbers.steps
-        return self.arrival.take(new)
+        return self.arrival.take(new, nodes, logits)
 
 
 def serving_plan(plan: StepPlan) -> StepPlan:
@@ -86,19 +95,25 @@ class ServiceLimits(NamedTuple):
     slots:          sequences in a step
     max_tokens:     of a sequence, its prompt with its new tokens
     queue:          requests that may wait
-    prefill_tokens: of a prompt that go through a model between two steps
+    prefill_tokens: of prompts that go through a model between two steps
+    prefix_bytes:   memory for rows of texts that have ended, for prompts that begin alike; 0 keeps none. Default: half
+                    of that of the slots
     """
 
     slots: int
     max_tokens: int
     queue: int
     prefill_tokens: int
+    prefix_bytes: int | None = None
 
     def check(self) -> "ServiceLimits":
         """Raise ValueError for a number below 1; returns self."""
-        for name, value in self._asdict().items():
+        for name, value in self._replace(prefix_bytes=1)._asdict().items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        kept = self.prefix_bytes
+        if kept is not None and (not isinstance(kept, int) or kept < 0):
+            raise ValueError(f"prefix_bytes must be None or a number of bytes >= 0, got {kept!r}")
         return self
 
 
@@ -129,27 +144,27 @@ class ServiceSlots:
             penalised=0,
         )
         self._workspace = self._runner.new_workspace(plan, size)
-        self._anteroom = Workspace(plan, size._replace(sequences=1), Launcher())
+        self._entrance = Entrance(plan, size, limits.prefill_tokens)
         self._state = self._workspace.state
         self._state.seed.copy_(seed_tensor(seed))
-        self.cache_bytes = self._workspace.cache_bytes + self._anteroom.cache_bytes
+        kept = self._workspace.cache_bytes // 2 if limits.prefix_bytes is None else limits.prefix_bytes
+        self._prefixes = Prefixes(plan, self._workspace, kept)
+        self.cache_bytes = self._workspace.cache_bytes + self._entrance.cache_bytes
         self._engine = Engine[Member](self._runner, self._workspace, [self._state.output], waits=False)
         self._processors = BatchProcessors()
+        self._readers = deque[ReadLogits | None]()  # of the steps whose outcome is not known yet
         self.running: list[Member] = []  # in the first slots, in their order
         self._rows = list(range(count))  # of `output` that nobody has
         if cuda_graphs:
             self._runner.warm_up(plan, self._workspace, count, max_tokens, tree_of)
 
-    @property
-    def is_full(self) -> bool:
-        """True if no other sequence can join."""
-        return len(self.running) == self.limits.slots
-
-    def may_join(self, client: Hashable, waiting: Collection[Hashable]) -> bool:
-        """True if a client may have one more slot; waiting: the clients who wait for any."""
+    def may_join(self, client: Hashable, waiting: Collection[Hashable], entering: Sequence[Arrival] = ()) -> bool:
+        """True if a client may have one more slot; waiting: the clients who wait for any; entering: who join soon."""
+        clients = [*(member.arrival.client for member in self.running), *(arrival.client for arrival in entering)]
+        if len(clients) >= self.limits.slots:
+            return False
         if client is None:
             return True
-        clients = [member.arrival.client for member in self.running]
         has = clients.count(client)
         if self._on_host and has >= BESIDE and len({*clients, *waiting}) > 1:
             return False  # it would pause
@@ -164,26 +179,31 @@ class ServiceSlots:
         except RuntimeError:
             raise error from None
 
-    def entering(self, arrival: Arrival) -> Iterator[None]:
-        """Bring a request's prompt into the anteroom, a piece at a time; after the last piece it may `join`."""
-        # Its end is found by `Arrival.take`: what ends one text does not end the others.
-        request = replace(arrival.request, stops=arrival.request.stops[:0], processors=None)
-        for _ in self._anteroom.beginning(request, self.plan, self.limits.prefill_tokens):
-            yield
+    def may_follow(self, group: Sequence[Arrival], arrival: Arrival) -> bool:
+        """True if a prompt can be read together with others; with none, any can."""
+        return not group or self._entrance.may_follow(group, arrival)
 
-    def join(self, arrival: Arrival) -> None:
-        """Move the request that is in the anteroom into a slot. Raises ValueError where its processors do not fit."""
-        slot, row, prompt = len(self.running), self._rows[-1], arrival.request.input_ids[0]
-        self._processors.begin(row, prompt, arrival.processors, arrival.stops, 0)
+    def entering(self, group: Sequence[Arrival]) -> Iterator[int]:
+        """Read prompts, a piece at a time; the tokens of each piece. After the last one they may `join`."""
+        found = self._prefixes.found([each.prompt for each in group], [each.arrival.text for each in self.running])
+        return self._entrance.bring(group, found)
+
+    def join(self, group: Sequence[Arrival], place: int) -> None:
+        """Move a request that has been read into a slot. Raises ValueError where its processors do not fit."""
+        arrival, slot, row = group[place], len(self.running), self._rows[-1]
+        self._processors.begin(row, arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
         member = Member(arrival, self._rows.pop())
-        self._workspace.receive(slot, self._anteroom, 0, arrival.prompt_length)
+        self._workspace.receive(slot, self._entrance.room(group), place, arrival.prompt_length)
         self._state.numbers[StateField.MEMBER, slot] = member.row
+        self._state.numbers[StateField.LEFT, slot] = arrival.request.max_new_tokens
         self._state.settings[slot] = arrival.settings()
         self.running.append(member)
 
-    def leave(self, member: Member) -> None:
-        """Give a member's slot to the last one that runs."""
+    def leave(self, member: Member, *, kept: bool = True) -> None:
+        """Give a member's slot to the last one that runs; kept: whether its rows are, for prompts that begin alike."""
         slot, last = self.running.index(member), self.running.pop()
+        if kept:
+            self._prefixes.keep(slot, member.arrival.text)
         if last is not member:
             self._workspace.receive(slot, self._workspace, len(self.running), self._cache_rows(last))
             self.running[slot] = last
@@ -206,7 +226,8 @@ class ServiceSlots:
 
     def free(self) -> None:
         """Give the memory back."""
-        del self._workspace, self._anteroom, self._state, self._engine
+        self._entrance.free()
+        del self._workspace, self._entrance, self._prefixes, self._state, self._engine
 
     def _arrange(self) -> int:
         """Bring those that take part in a step into the first slots; how many they are."""
@@ -248,7 +269,10 @@ class ServiceSlots:
         members = self.running[:count]
         arrivals = [member.arrival for member in members]
         asked = any(arrival.processors for arrival in arrivals)
-        self._workspace.changes = (ProcessedSteps(self._processors),) if asked else ()
+        reader = ReadLogits() if any(arrival.logprobs is not None for arrival in arrivals) else None
+        self._workspace.changes = (() if reader is None else (reader,)) + (
+            (ProcessedSteps(self._processors),) if asked else ()
+        )
         # On a GPU, where each number of slots is a graph, there are few numbers.
         slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
         outcome = self._engine.step(
@@ -259,14 +283,15 @@ class ServiceSlots:
             longest=max(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals),
             lap=no_lap,
         )
+        self._readers.append(reader)
         if outcome is None:
             return []
-        (output,), ended = outcome.looked, []
-        for member, numbers in zip(outcome.who, outcome.rows, strict=True):
+        (output,), ended, reader = outcome.looked, [], self._readers.popleft()
+        for slot, (member, numbers) in enumerate(zip(outcome.who, outcome.rows, strict=True)):
             if member.arrival.has_ended:
                 continue
             try:
-                reason = member.passed_on(numbers, output)
+                reason = member.passed_on(numbers, output, reader and partial(reader.of_slot, slot))
             except Exception as error:  # of a stopping criterion; the others' tokens are committed like these
                 reason = error
             if reason is not None:

@@ -43,7 +43,7 @@ def test_the_documentation_can_be_read_to_its_end():
     """Without code, and without what is generated: tables, and the reference from docstrings."""
     texts = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES[1:]}
     counts = {page: words(CODE.sub("", GENERATED.sub("", text))) for page, text in texts.items()}
-    assert sum(counts.values()) <= 14_850, counts
+    assert sum(counts.values()) <= 15_180, counts
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -17,7 +17,7 @@ from heavypath.speculative.training.losses import LOSSES, lk, tv_kl
 
 SLOW = ("torch", "transformers", "triton", "heavypath.speculative.public", "heavypath.speculative.decoder")
 COMMANDS = (
-    "demo", "generate", "chat", "serve", "compare", "info", "calibrate", "plan", "distil", "layers", "trace",
+    "demo", "generate", "chat", "serve", "batch", "compare", "info", "calibrate", "plan", "distil", "layers", "trace",
     "simulate",
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
     "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
     "distil", "layers", "serve", "submit", "simulate_command", "tree_delta", "mamba2_chunk_scan",
-    "mamba2_selective_state_update",
+    "mamba2_selective_state_update", "batch",
 }  # fmt: skip
 FREE_OF_NAMES = (  # take any arguments alike
     "zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func", "field_validator",

@@ -66,7 +66,7 @@ def test_kept_rows_do_not_keep_the_memory_of_the_cache_that_they_were_in(kind, t
     variant = VARIANTS.get(kind, {})
     head = heads_of(target, tmp_path)[0] if kind == "medusa" else head_of(target, **variant)
     cache = as_draft(head, forward_of(target, "target"), target).new_cache(2, 40)
-    kept = cache.trimmed(1, 5)
+    kept = cache.trimmed(slice(1), 5)
     tensors = [[each for each in vars(one).values() if isinstance(each, torch.Tensor)] for one in (kept, cache)]
     held, whole = ({tensor.untyped_storage().data_ptr() for tensor in of} - {0} for of in tensors)
     if kind != "medusa":

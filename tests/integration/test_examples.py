@@ -7,6 +7,8 @@ import json
 import re
 import runpy
 import shutil
+import socket
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from http_server import client_of
 from matplotlib import image
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -285,3 +288,22 @@ def test_the_folder_for_the_hub_generates_as_transformers_does(tmp_path, monkeyp
     assert target.heavypath_decoder[1] is decoder
     with pytest.raises(ValueError, match="method"):
         ours(**one, method="sequoja")
+
+
+def test_ray_serve_has_replicas_that_answer_and_stream():
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = next(path for path in SCRIPTS if path.stem == "ray_serve")
+    command = [sys.executable, str(script), "--port", str(port), "--replicas", "2"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert any(line.startswith("serving") for line in running.stdout)
+        with client_of(f"http://127.0.0.1:{port}") as client:
+            asked = {"model": "heavypath-demo", "prompt": "def read_lines(path):", "max_tokens": 8, "temperature": 0}
+            texts = {client.completions.create(**asked).choices[0].text for _ in range(8)}
+            events = client.completions.create(**asked, stream=True)
+            assert {"".join(event.choices[0].text for event in events)} == texts
+    finally:
+        running.terminate()
+        running.communicate()

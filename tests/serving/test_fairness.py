@@ -109,9 +109,9 @@ def test_a_program_alone_is_served_first_come_first_served_in_all_slots():
     with serve(slots=3, max_tokens=64) as service:
         steps, joined, join = watched(service), [], service._slots.join
 
-        def write(arrival):
-            joined.append(arrival.request.max_new_tokens)
-            join(arrival)
+        def write(group, place):
+            joined.append(group[place].request.max_new_tokens)
+            join(group, place)
 
         service._slots.join = write
         with held(service) as entered:
@@ -166,13 +166,13 @@ def test_a_fault_of_the_gpu_ends_the_service_and_an_error_does_not(where, monkey
     def fail(*given):
         raise RuntimeError("it is lost")
 
-    def leave(member):
+    def leave(member, **rows):
         synchronize()
-        kept(member)
+        kept(member, **rows)
 
     monkeypatch.setattr(service._slots, "leave", leave)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    of, name = (service._slots, "_step") if where == "step" else (service._slots._anteroom, "beginning")
+    of, name = (service._slots, "_step") if where == "step" else (service._slots._entrance._one, "beginning")
     with monkeypatch.context() as broken:
         broken.setattr(of, name, fail)
         with pytest.raises(RuntimeError, match="it is lost"):

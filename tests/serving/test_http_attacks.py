@@ -93,6 +93,9 @@ MUCH = 340_000  # of something small: a megabyte
     (CHAT, {"messages": [{}] * MUCH}, "messages", ""),
     (CHAT, {"messages": [{"role": "user", "content": [{}] * MUCH}]}, "messages", ""),
     ("completions", {"stop": [1] * MUCH}, "stop", ""),
+    ("completions", {"logit_bias": dict.fromkeys(map(str, range(70_000)), 200)}, "logit_bias", "at most 1024"),
+    ("completions", {"guided_choice": ["a" * 60] * 1000 + ["b" * 9000]}, "guided_choice", "at most 65536 bytes"),
+    (CHAT, {"messages": [{"role": "tool", "content": [{}] * MUCH}]}, "messages", ""),
     ("completions", dict.fromkeys(map(str, range(80_000))), "0", "does not know"),
     ("completions", {"prompt": ["a"] * 200_000}, "prompt", ""),
     ("completions", {"prompt": ["a"] * 4_000}, "n", ""),
@@ -103,7 +106,8 @@ MUCH = 340_000  # of something small: a megabyte
     ("completions", {"temperature": 1, "repetition_penalty": 1e300}, "repetition_penalty", "repetition_penalty"),
     ("completions", {"temperature": 1, "top_p": 5e-324}, "top_p", "top_p"),
 ], ids=[
-    "tokens", "prompts", "lists", "tools", "messages", "parts", "stops", "unknown_fields", "many_prompts",
+    "tokens", "prompts", "lists", "tools", "messages", "parts", "stops", "biases", "choices", "tool_parts",
+    "unknown_fields", "many_prompts",
     "fewer_prompts", "text", "shorter_text", "many_tokens", "small_penalty", "large_penalty", "small_top_p",
 ])  # fmt: skip
 def test_what_is_wrong_or_too_much_holds_up_nobody(base, path, body, param, said, caplog):

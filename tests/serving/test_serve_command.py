@@ -118,11 +118,11 @@ def test_a_temperature_that_nobody_gave_is_the_models_own_or_one(demo_pair, monk
     for sampled, own, expected in ((True, 0.6, 0.6), (False, 0.6, 1.0), (True, None, 1.0), (None, None, 1.0)):
         monkeypatch.setattr(config, "do_sample", sampled)
         monkeypatch.setattr(config, "temperature", own)
-        assert command._default_temperature(pair) == expected
+        assert command.default_temperature(pair) == expected
 
 
 def test_a_model_has_the_name_that_it_was_given_or_that_of_its_folder(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
-    names = [command._name_of(each) for each in (None, str(tmp_path / "mine"), ".", "../mine/", "org/model")]
+    names = [command.name_of(each) for each in (None, str(tmp_path / "mine"), ".", "../mine/", "org/model")]
     assert names == ["heavypath-demo", "mine", "mine", "mine", "org/model"]

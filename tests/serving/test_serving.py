@@ -274,7 +274,9 @@ def test_requests_bring_their_own_processors(decoder):
 def test_memory_is_taken_at_the_beginning_and_given_back(decoder):
     service = decoder.serve(slots=4, max_tokens=256)
     workspace = service._slots._workspace
-    assert service.stats().cache_bytes == 1.25 * workspace.cache_bytes > 0
+    assert 1.25 <= service.stats().cache_bytes / workspace.cache_bytes < 2, (
+        "prompts have a slot, and room for short ones"
+    )
     keys = workspace.target_cache.keys
     assert keys.shape[0] == 4
     assert keys.shape[2] >= 256
@@ -305,8 +307,8 @@ def test_a_prompt_holds_up_others_for_one_piece_at_most(decoder):
         while not service.stats().new_tokens:
             time.sleep(0.001)
 
-        def pieces(arrival):
-            for piece in entering(arrival):
+        def pieces(group):
+            for piece in entering(group):
                 events.append("piece")
                 yield piece
 

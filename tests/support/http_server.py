@@ -27,15 +27,18 @@ PATIENCE = 60  # seconds until a test gives up
 
 @contextmanager
 def running(
-    service, tokenizer, *, api_key=None, eos=(), grace=5, fingerprint="fingerprint", hosts=None, bounds=None, **limits
-):
+    service, tokenizer, *, api_key=None, eos=(), grace=5, fingerprint="fingerprint", hosts=None, bounds=None,
+    origins=(), measured=False, **limits
+):  # fmt: skip
     """Serve; gives the base address, http://127.0.0.1:PORT. bounds: of connections, as `Server` has them."""
     served = Served(
         service=service, tokenizer=tokenizer, name=NAME, temperature=1.0, eos_token_ids=eos, metrics=Metrics(service),
-        limits=Limits(**{"max_tokens": 256, **limits}),
+        limits=Limits(**{"max_tokens": 256, **limits}), measured=measured,
     )  # fmt: skip
     ready = threading.Event()
-    server = Server(create_app(served, fingerprint, api_key, hosts), grace=grace, ready=ready.set, **bounds or {})
+    server = Server(
+        create_app(served, fingerprint, api_key, hosts, origins), grace=grace, ready=ready.set, **bounds or {}
+    )
     with bound_socket("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()

@@ -39,10 +39,10 @@ class ParallelHeadCache(HeadCache):
         view.base = self.base[:slots]
         return view
 
-    def trimmed(self, slots: int, rows: int) -> HeadCache:
-        """A copy of the first `rows` rows of the first `slots` sequences."""
+    def trimmed(self, slots: slice, rows: int) -> HeadCache:
+        """A copy of the first `rows` rows of the sequences in these slots."""
         copied: Any = super().trimmed(slots, rows)
-        copied.base = self.base.new_empty(slots, 0, 0)
+        copied.base = self.base[slots, :0, :0].clone()
         return copied
 
 

@@ -77,11 +77,11 @@ class HeadCache(KeyValueCache):
             own[sequence, :, :rows] = other[of, :, :rows]
         return rows
 
-    def trimmed(self, slots: int, rows: int) -> "HeadCache":
-        """A copy of the first `rows` rows of the first `slots` sequences."""
+    def trimmed(self, slots: slice, rows: int) -> "HeadCache":
+        """A copy of the first `rows` rows of the sequences in these slots."""
         copied = copy(self)  # which is only taken from: it must not keep this cache's memory
-        copied._by_layer, copied.outputs = [], self.outputs.new_empty(slots, 0, self.outputs.shape[2])
+        copied._by_layer, copied.outputs = [], self.outputs[slots, :0].clone()
         for name in ("keys", "values", "features", "tokens"):
-            setattr(copied, name, getattr(self, name)[:slots, :, :rows].clone())
-        copied.known, copied.offsets = self.known[:slots].clone(), self.offsets[:slots].clone()
+            setattr(copied, name, getattr(self, name)[slots, :, :rows].clone())
+        copied.known, copied.offsets = self.known[slots].clone(), self.offsets[slots].clone()
         return copied

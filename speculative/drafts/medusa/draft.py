@@ -54,9 +54,9 @@ class MedusaCache(RowCache):
         """Move the hidden states of an accepted path, which are in the target's rows whatever the draft's were."""
         compact_unchecked([self.keys], path=path, length=length, prefix_length=prefix_length)
 
-    def trimmed(self, slots: int, rows: int) -> "MedusaCache":
-        """A copy of the first `rows` hidden states of the first `slots` sequences."""
-        return MedusaCache(self.keys[:slots, :, :rows].clone(), self.logits.new_empty(slots, 0, 0))
+    def trimmed(self, slots: slice, rows: int) -> "MedusaCache":
+        """A copy of the first `rows` hidden states of the sequences in these slots."""
+        return MedusaCache(self.keys[slots, :, :rows].clone(), self.logits[slots, :0, :0].clone())
 
 
 class MedusaDraft(TappedDraft):

@@ -145,9 +145,9 @@ class HybridCache(KeyValueCache):
                 return super().take(sequence, source, of, length)
         return 0
 
-    def trimmed(self, slots: int, rows: int) -> RowCache:
+    def trimmed(self, slots: slice, rows: int) -> RowCache:
         """See `RowCache.trimmed`."""
-        return _TakenTexts(super().trimmed(slots, rows), self.states.first(slots), self.prompts.first(slots))
+        return _TakenTexts(super().trimmed(slots, rows), self.states.of(slots), self.prompts.of(slots))
 
     # What mixers of transformers ask for.
 

@@ -36,9 +36,13 @@ class States:
 
     def first(self, slots: int) -> "States":
         """A view of the first `slots` sequences."""
-        recurrent = {key: one[:slots] for key, one in self.recurrent.items()}
-        convolved = {key: one[:slots] for key, one in self.convolved.items()}
-        return States(recurrent, convolved, self.position[:slots])
+        return self.of(slice(slots))
+
+    def of(self, slots: slice) -> "States":
+        """A view of the sequences in these slots."""
+        recurrent = {key: one[slots] for key, one in self.recurrent.items()}
+        convolved = {key: one[slots] for key, one in self.convolved.items()}
+        return States(recurrent, convolved, self.position[slots])
 
     def tensors(self) -> list[Tensor]:
         """All of them, [B], or [B, any, any]."""

@@ -1,0 +1,1 @@
+"""`heavypath batch`: files of requests."""

@@ -1,0 +1,158 @@
+"""`heavypath batch` answers a file of requests, on this machine or on those of a Ray cluster."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heavypath.speculative.cli.options import (
+    METHODS,
+    Device,
+    Draft,
+    Dtype,
+    MaxNewTokens,
+    ProfileFile,
+    Seed,
+    Target,
+    Template,
+    Threads,
+    TreeSize,
+    Verbose,
+    Verifier,
+    check_method,
+    read_template,
+)
+from heavypath.speculative.cli.serve import check_can_serve, default_temperature, name_of
+
+if TYPE_CHECKING:
+    from heavypath.speculative.http.batches.output import Output
+    from heavypath.speculative.http.batches.worker import Worker
+
+AHEAD = 4  # lines under way for each slot: the answers wait for each other, since they are in order
+
+
+def batch(
+    file: Annotated[Path, typer.Argument(help="Requests, one on each line: OpenAI's batch lines, bodies, or prompts.")],
+    out: Annotated[Path, typer.Option(help="Answers, in the order of the lines; goes on where it ended.")],
+    target: Target = None,
+    draft: Draft = None,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ersd",
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Annotated[
+        float | None, typer.Option(help="Where a line has none. Default: the model's own, or 1 if it has none.")
+    ] = None,
+    template: Template = None,
+    tree_size: TreeSize = None,
+    profile: ProfileFile = None,
+    verifier: Verifier = None,
+    slots: Annotated[int, typer.Option(min=1, help="How many texts are decoded side by side.")] = 8,
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Room for a prompt with its new tokens; never more than the models' positions.")
+    ] = 2048,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Work on the machines of a Ray cluster: auto, or its address. Needs the extra ray."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --ray: decoders. Default: one for each GPU, or for each machine without any."),
+    ] = None,
+    device: Device = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    seed: Seed = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Answer a file of requests. Run it again after it was ended, and it goes on with the lines that have no answer.
+
+    Lines that are refused are answered in a file of their own beside OUT, whose name ends with .errors.jsonl.
+    """
+    check_method(method)
+    check_can_serve()
+    own_template = None if template is None else read_template(template)
+    if workers is not None and ray is None:
+        raise ValueError("--workers says how many decoders a Ray cluster runs; give --ray, or leave it out")
+    from heavypath.speculative.cli.support import check_choice, load
+    from heavypath.speculative.http.batches.lines import count_lines, read_lines
+    from heavypath.speculative.http.batches.output import Output
+    from heavypath.speculative.http.batches.worker import Worker, WorkerOptions
+    from heavypath.speculative.profile import Profile
+
+    check_choice(method, target, draft, verifier)
+    if profile is not None:
+        Profile.load(profile)
+    defaults: dict[str, Any] = {"max_tokens": max_new_tokens}
+    if temperature is not None:
+        defaults["temperature"] = temperature
+    count = count_lines(file)
+    output = Output(out)
+    try:
+        output.check([*islice(read_lines(file, 0, {}), output.done)])
+        if output.done == count:
+            _say(output, count)
+            return
+
+        def worker() -> Worker:
+            pair = load(target, draft, dtype, device=device, threads=threads)
+            options = WorkerOptions(
+                method=method, tree_size=tree_size, profile=profile, verifier=verifier, slots=slots,
+                max_tokens=max_tokens, at_once=AHEAD * slots, name=name_of(target),
+                temperature=default_temperature(pair), template=own_template, seed=seed,
+            )  # fmt: skip
+            return Worker(pair, options)
+
+        lines = read_lines(file, output.done, defaults)
+        with _bar(count, output.done) as advance:
+            if ray is None:
+                _on_this_machine(worker, lines, output, AHEAD * slots, advance)
+            else:
+                from heavypath.speculative.http.batches.cluster import on_cluster
+
+                on_cluster(ray, workers, worker, lines, output, AHEAD * slots, advance)
+    finally:
+        output.close()
+    _say(output, count)
+
+
+def _on_this_machine(
+    make: "Callable[[], Worker]", lines: Iterator[Any], output: "Output", at_once: int, advance: Callable[[], object]
+) -> None:
+    from heavypath.speculative.http.batches.running import answer_all
+
+    worker = make()
+    try:
+        asyncio.run(answer_all(lines, output, worker.answer, at_once, advance))
+    finally:
+        worker.close()
+
+
+def _say(output: "Output", count: int) -> None:
+    bad = f", {output.bad} of them refused, in {output.errors}" if output.bad else ""
+    typer.echo(f"heavypath: {output.done} of {count} lines answered in {output.path}{bad}", err=True)
+
+
+@contextmanager
+def _bar(count: int, done: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error with the rate and the time left; the block calls what it is given after each line."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    ) as shown:
+        task = shown.add_task("", total=count, completed=done, rate="")
+
+        def advance() -> None:
+            shown.advance(task)
+            speed = shown.tasks[0].speed
+            shown.update(task, rate="" if speed is None else f"{speed:.1f} lines/s")
+
+        yield advance

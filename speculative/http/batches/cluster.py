@@ -1,0 +1,65 @@
+"""Lines answered on the machines of a Ray cluster: actors with a decoder each, and a driver that writes the answers.
+
+Ray starts an actor anew where its process or machine has ended, and sends it again what it had not answered. After the
+end of the driver it goes on as on one machine, by the files of answers.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from heavypath.speculative.http.batches.lines import Line
+from heavypath.speculative.http.batches.output import LineAnswer, Output
+from heavypath.speculative.http.batches.running import answer_all
+from heavypath.speculative.http.batches.worker import Worker
+
+
+def on_cluster(
+    address: str, workers: int | None, make: Callable[[], Worker], lines: Iterable[Line], output: Output,
+    at_once: int, written: Callable[[], object],
+) -> None:  # fmt: skip
+    """Answer lines, see `answer_all`.
+
+    workers: decoders; None for one on each GPU, or on each machine of a cluster without any
+    make:    makes the worker of an actor, in its process; at_once: lines under way in each
+
+    Raises ImportError without Ray, and ConnectionError where there is no cluster at the address.
+    """
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(f"a cluster needs Ray: `pip install '.[ray]'` in a checkout ({error})") from None
+    ray.init(address=address, log_to_driver=False)
+    try:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        count = workers or gpus or len([node for node in ray.nodes() if node["Alive"]])
+        actor: Any = ray.remote(
+            num_gpus=1 if gpus else 0, max_restarts=-1, max_task_retries=-1, max_concurrency=at_once,
+            scheduling_strategy="SPREAD",
+        )(_Actor)  # fmt: skip
+        actors = [actor.remote(make) for _ in range(count)]
+        under_way = [0] * count
+
+        async def answer(line: Line) -> LineAnswer:
+            least = under_way.index(min(under_way))
+            under_way[least] += 1
+            try:
+                reference: Awaitable[LineAnswer] = actors[least].answer.remote(line)
+                return await reference
+            finally:
+                under_way[least] -= 1
+
+        asyncio.run(answer_all(lines, output, answer, at_once * count, written))
+    finally:
+        ray.shutdown()
+
+
+class _Actor:
+    """A worker in a process of its own."""
+
+    def __init__(self, make: Callable[[], Worker]):
+        self._worker = make()
+
+    async def answer(self, line: Line) -> LineAnswer:
+        """See `Worker.answer`."""
+        return await self._worker.answer(line)

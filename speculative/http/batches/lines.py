@@ -1,0 +1,75 @@
+"""Lines of a file of requests: OpenAI's batch lines, bodies of requests, or prompts alone.
+
+{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+{"messages": [...]}, {"prompt": "..."}      the body of a request
+"..."                                       a prompt
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+URLS = ("/v1/completions", "/v1/chat/completions")
+
+
+class Line(NamedTuple):
+    """A line of the file, whose first is number 0.
+
+    custom_id: by which its answer is known; of a line without one its number
+    url, body: the request; error: why there is none
+    """
+
+    number: int
+    custom_id: str
+    url: str = ""
+    body: bytes = b""
+    error: str = ""
+
+
+def count_lines(path: Path) -> int:
+    """The lines of a file that are not empty. Raises OSError for one that cannot be read."""
+    with path.open("rb") as file:
+        return sum(bool(line.strip()) for line in file)
+
+
+def read_lines(path: Path, first: int, defaults: Mapping[str, Any]) -> Iterator[Line]:
+    """The lines of a file that are not empty, from number `first` on.
+
+    defaults: fields of a body, for those that it leaves out
+    """
+    with path.open("rb") as file:
+        for number, text in enumerate(line for line in file if line.strip()):
+            if number >= first:
+                yield parsed(number, text, defaults)
+
+
+def parsed(number: int, text: bytes, defaults: Mapping[str, Any]) -> Line:
+    """The line of a text; where it is no request, with an error. Without a seed its number is one.
+
+    So its text is the same whenever it is decoded.
+    """
+    custom_id = str(number)
+    try:
+        given = json.loads(text)
+        if isinstance(given, str):
+            given = {"prompt": given}
+        if not isinstance(given, dict):
+            raise ValueError("expected a JSON object or a string")
+        custom_id = str(given.get("custom_id", number))
+        if "url" in given:
+            url, body = given["url"], given.get("body")
+        else:
+            body = {name: value for name, value in given.items() if name != "custom_id"}
+            url = URLS["messages" in body]
+        if url not in URLS:
+            raise ValueError(f"url: expected {' or '.join(URLS)}, got {url!r:.80}")
+        if given.get("method", "POST") != "POST":
+            raise ValueError(f"method: expected 'POST', got {given['method']!r:.80}")
+        if not isinstance(body, dict):
+            raise ValueError("body: expected a JSON object")
+        if body.get("stream"):
+            raise ValueError("stream: an answer in a file is whole; leave it out")
+    except (ValueError, RecursionError) as error:  # also text that is no UTF-8
+        return Line(number, custom_id, error=f"line {number + 1}: {error}")
+    return Line(number, custom_id, url, json.dumps({"seed": number, **defaults, **body}).encode())

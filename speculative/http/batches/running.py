@@ -1,0 +1,90 @@
+"""Lines to answers: in their order, with several under way, by the server's application without a network."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+
+from starlette.types import ASGIApp, Message
+
+from heavypath.speculative.http.batches.lines import Line
+from heavypath.speculative.http.batches.output import LineAnswer, Output
+
+PAUSE = 0.05  # seconds, until a line is sent again that the queue had no room for
+
+
+async def answer_all(
+    lines: Iterable[Line],
+    output: Output,
+    answer: Callable[[Line], Awaitable[LineAnswer]],
+    at_once: int,
+    written: Callable[[], object],
+) -> None:
+    """Answer lines and write the answers in their order.
+
+    at_once: lines under way; written: called after each line
+    """
+    under_way: deque[tuple[Line, asyncio.Task[LineAnswer]]] = deque()
+
+    async def write_first() -> None:
+        line, task = under_way[0]
+        output.write(line, await task)
+        under_way.popleft()
+        written()
+
+    try:
+        for line in lines:
+            under_way.append((line, asyncio.create_task(_answered(line, answer))))
+            while len(under_way) >= at_once or (under_way and under_way[0][1].done()):
+                await write_first()
+        while under_way:
+            await write_first()
+    finally:
+        for _, task in under_way:
+            task.cancel()
+
+
+async def _answered(line: Line, answer: Callable[[Line], Awaitable[LineAnswer]]) -> LineAnswer:
+    return LineAnswer(400, None) if line.error else await answer(line)
+
+
+class Application:
+    """An application of ASGI that is asked within the process."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def answer(self, line: Line) -> LineAnswer:
+        """The answer to a line. Raises RuntimeError where the service has ended."""
+        while True:
+            status, body = await self._ask(line)
+            if status == 503:
+                raise RuntimeError(f"the service has ended: {body.decode()}")
+            if status != 429:
+                return LineAnswer(status, json.loads(body))
+            await asyncio.sleep(PAUSE)
+
+    async def _ask(self, line: Line) -> tuple[int, bytes]:
+        messages: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
+        status, parts = 500, list[bytes]()
+
+        async def receive() -> Message:
+            return messages.pop() if messages else await asyncio.Future()  # it does not go away
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(message.get("body", b""))
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": line.url, "raw_path": line.url.encode(), "query_string": b"", "root_path": "", "client": None,
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "server": ("localhost", 80),
+        }  # fmt: skip
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            if not parts:
+                raise
+            # An error that was answered as such, too, and is in the log.
+        return status, b"".join(parts)

@@ -1,0 +1,68 @@
+"""A decoder that answers lines: the models, a service and the server's application, in one process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.http.app import create_app
+from heavypath.speculative.http.batches.lines import Line
+from heavypath.speculative.http.batches.output import LineAnswer
+from heavypath.speculative.http.batches.running import Application
+from heavypath.speculative.http.exchange import Served
+from heavypath.speculative.http.limits import Limits
+from heavypath.speculative.http.metrics import Metrics
+from heavypath.speculative.loading import Pair
+from heavypath.speculative.profile import Profile
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The options of a decoder and its service. at_once: lines under way; name: of the model; see `heavypath batch`."""
+
+    name: str
+    temperature: float = 1.0
+    method: str = "ersd"
+    tree_size: int | None = None
+    profile: Path | None = None
+    verifier: str | None = None
+    slots: int = 8
+    max_tokens: int = 2048
+    at_once: int = 32
+    template: str | None = None
+    seed: int = 0
+
+
+class Worker:
+    """Answers lines until it is closed. app: the server's application over its service"""
+
+    def __init__(self, pair: Pair, options: WorkerOptions):
+        if options.template is not None:
+            pair.tokenizer.chat_template = options.template
+        measured = None if options.profile is None else Profile.load(options.profile)
+        decoder = SpeculativeDecoder(
+            pair.target, pair.draft, options.method, tree_size=options.tree_size, profile=measured,
+            verifier=options.verifier,
+        )  # fmt: skip
+        choices = 16 * options.slots
+        self.service = decoder.serve(
+            slots=options.slots, max_tokens=options.max_tokens, queue=choices + options.at_once, seed=options.seed
+        )
+        served = Served(
+            service=self.service,
+            tokenizer=pair.tokenizer,
+            name=options.name,
+            temperature=options.temperature,
+            eos_token_ids=pair.eos_token_ids,
+            limits=Limits(self.service.limits.max_tokens, choices=choices, body_bytes=1 << 26, seconds=None),
+            metrics=Metrics(self.service),
+        )
+        self.app = create_app(served, f"heavypath-{options.method}-{options.seed}")
+        self._application = Application(self.app)
+
+    async def answer(self, line: Line) -> LineAnswer:
+        """The answer to a line. Raises RuntimeError where the service has ended."""
+        return await self._application.answer(line)
+
+    def close(self) -> None:
+        """End what is under way."""
+        self.service.close(graceful=False)

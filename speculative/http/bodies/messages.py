@@ -1,0 +1,143 @@
+"""The messages of a conversation, and the tools that its answers may call."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+
+from heavypath.speculative.http.bodies.fields import Body, Neutral, OneOrSeveral, Several, refuse
+
+# Of a message that was an answer before.
+_NEUTRAL: Neutral = {
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+    "refusal": (None,),
+}
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_text(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") != "text":
+            raise ValueError(f"this server reads text alone, got a part of type {part.get('type')!r:.80}")
+        return part
+
+
+class CalledFunction(Body):
+    """A call of a tool; arguments: an object, as JSON text."""
+
+    name: str
+    arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it: the arguments as an object, which they write in their own way."""
+        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, value: str) -> str:
+        try:
+            found = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("expected a JSON object, as text")
+        return value
+
+
+class ToolCall(Body):
+    """A call in a message of the model."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(Body):
+    """Of a conversation: what was said, which tools were called, or what a tool has answered."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: OneOrSeveral[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Several[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    refusal: Any = None
+
+    @field_validator(*_NEUTRAL)
+    @classmethod
+    def _refuse(cls, value: Any, info: ValidationInfo) -> Any:
+        return refuse(value, info, _NEUTRAL)
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("expected content, or tool_calls of an assistant; got neither")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are of an assistant's messages, got them of role {self.role!r}")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The text of all its parts."""
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(each.text for each in parts)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        said: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            said["tool_calls"] = [
+                {"id": each.id, "type": each.type, "function": each.function.for_template()} for each in self.tool_calls
+            ]
+        return said | {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+
+
+class Function(Body):
+    """A tool's function; parameters: the JSON schema of its arguments. strict changes nothing."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class ChosenName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class ChosenTool(Body):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: ChosenName
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("|word")] | Annotated[ChosenTool, Tag("|tool")],
+    Discriminator(lambda value: "|word" if isinstance(value, str) else "|tool"),
+]

@@ -1,0 +1,73 @@
+"""Log-probabilities of tokens by the target alone: log softmax of its logits, before any processor or filter.
+
+In a text they come of the steps that write it. In a prompt they take a pass of their own, since a prompt's tokens are
+otherwise read without computing logits.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.nodes import Verified
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Forward, chain_mask
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token, and the likeliest tokens in its place with theirs, the likeliest first.
+
+    logprob: None for the first token of a prompt, which nothing comes before
+    """
+
+    token: int
+    logprob: float | None
+    likeliest: list[tuple[int, float]]
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], likeliest: int) -> list[TokenLogprob]:
+    """The log-probabilities of tokens by the logits [n, V] in their places; likeliest: how many others are told."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(likeliest, logits.shape[-1]))
+    pairs = [[*zip(*each, strict=True)] for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return [TokenLogprob(token, logprob, pair) for token, logprob, pair in zip(tokens, own, pairs, strict=True)]
+
+
+class ReadLogits(LogitChange):
+    """Keeps the target's logits along the accepted paths of one step, and changes nothing: the first of the changes."""
+
+    def __init__(self) -> None:
+        self._logits = self._path = torch.empty(0)
+
+    def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
+        """The same logits."""
+        self._logits = logits
+        return logits
+
+    def after_verifying(self, verified: Verified) -> None:
+        """Keep what was accepted."""
+        self._path = verified.path
+
+    def of_slot(self, slot: int, count: int) -> Tensor:
+        """The logits [count, V] that its first new tokens of the step were chosen by."""
+        return self._logits[slot, self._path[slot, :count]]
+
+
+def prompt_logprobs(
+    target: Forward, cache: KeyValueCache, prompt: Tensor, likeliest: int, piece: int
+) -> Iterator[list[TokenLogprob]]:
+    """The log-probabilities of a prompt's tokens LongTensor[1, T], at most `piece` tokens at a time.
+
+    cache: of one sequence; the prompt's rows are written once more
+    """
+    tokens = prompt[0].tolist()
+    yield [TokenLogprob(tokens[0], None, [])]
+    for begin in range(0, len(tokens) - 1, piece):
+        end = min(begin + piece, len(tokens) - 1)
+        places = torch.arange(begin, end, device=prompt.device)[None]
+        mask = chain_mask(places[:, 0], end - begin, visible_rows=end)
+        logits = target(prompt[:, begin:end], places, places, cache, mask)
+        yield logprobs_of(logits[0], tokens[begin + 1 : end + 1], likeliest)

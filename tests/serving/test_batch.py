@@ -1,0 +1,143 @@
+"""`heavypath batch`: answers are the server's, in the order of the lines, and none is lost or twice after a kill."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.cli.app import main
+from heavypath.speculative.http.batches.lines import parsed
+from heavypath.speculative.http.batches.output import LineAnswer, Output
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def batch(tmp_path, capsys):
+    def run(lines, *arguments, code=0):
+        given = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (tmp_path / "in.jsonl").write_text("\n".join(given) + "\n")
+        out = tmp_path / "out.jsonl"
+        assert main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), *map(str, arguments)]) == code
+        return lines_of(out), lines_of(tmp_path / "out.errors.jsonl"), capsys.readouterr().err
+
+    return run
+
+
+def test_lines_of_all_kinds_are_answered_in_their_order_and_bad_ones_apart(batch, demo_pair, tmp_path):
+    target, draft, tokenizer = demo_pair
+    (tmp_path / "template").write_text(TEMPLATE)
+    body = {"prompt": "class Stack:", "max_tokens": 4, "temperature": 0.8, "n": 2}
+    lines = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body},
+        {"messages": [{"role": "user", "content": "read"}], "max_tokens": 5},
+        json.dumps("def f(x):"),
+        "{broken",
+        {"custom_id": "b", "url": "/v1/embeddings", "body": {}},
+        {"custom_id": "c", "prompt": "import os", "frobnicate": 1},
+        {"prompt": "import os", "seed": 5},
+    ]
+    good, bad, said = batch(lines, "--max-new-tokens", 6, "--temperature", 0.7, "--template", tmp_path / "template")
+    assert "7 of 7 lines answered" in said
+    assert "3 of them refused" in said
+    assert [(line["id"], line["custom_id"]) for line in good] == [
+        ("line-0", "a"),
+        ("line-1", "1"),
+        ("line-2", "2"),
+        ("line-6", "6"),
+    ]
+    assert [line["custom_id"] for line in bad] == ["3", "b", "c"]
+    assert [(line["response"] or {}).get("status_code") for line in bad] == [None, None, 400]
+    assert "line 4: Expecting property name" in bad[0]["error"]["message"]
+    assert "frobnicate" in bad[2]["response"]["body"]["error"]["message"]
+    decoder = SpeculativeDecoder(target, draft, "ersd")
+
+    def text(prompt, count, temperature, seed):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        ends = {"eos_token_id": tokenizer.eos_token_id}
+        out = decoder.generate(ids, count, temperature, sequence_ids=torch.tensor([seed]), **ends)
+        return tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+
+    bodies = [line["response"]["body"]["choices"][0] for line in good]
+    assert bodies[0]["text"] == text("class Stack:", 4, 0.8, 0)
+    assert bodies[1]["message"]["content"] == text("# read\n", 5, 0.7, 1)
+    assert bodies[2]["text"] == text("def f(x):", 6, 0.7, 2)
+    assert bodies[3]["text"] == text("import os", 6, 0.7, 5)
+    assert len(good[0]["response"]["body"]["choices"]) == 2
+
+
+def test_answers_go_on_after_a_cut_anywhere(tmp_path):
+    """Each file is cut anywhere, as a kill, a full disk or a power failure leaves it."""
+    made = random.Random(0)
+    lines = [parsed(number, b'{"prompt": "a"}' if number % 3 else b"{", {}) for number in range(6)]
+
+    def write(path, until):
+        output = Output(path)
+        output.check(lines[: output.done])
+        for line in lines[output.done : until]:
+            output.write(line, LineAnswer(400, None) if line.error else LineAnswer(200, {"text": line.number}))
+        output.close()
+        return path.read_bytes(), output.errors.read_bytes()
+
+    expected = write(tmp_path / "whole.jsonl", 6)
+    for cut in range(1, 400):
+        out = tmp_path / f"{cut}.jsonl"
+        write(out, made.randint(3, 6))
+        for path in (out, out.with_name(f"{cut}.errors.jsonl")):
+            path.write_bytes(path.read_bytes()[: -made.randint(1, 150)] if made.random() < 0.7 else path.read_bytes())
+        assert write(out, 6) == expected
+
+
+def test_answers_to_other_lines_are_not_gone_on_with_and_one_process_writes_at_a_time(tmp_path, batch):
+    output = Output(tmp_path / "out.jsonl")
+    output.write(parsed(0, b'{"custom_id": "mine", "prompt": "a"}', {}), LineAnswer(200, {}))
+    _, _, said = batch(["a", "b"], code=1)
+    assert "another process writes" in said
+    output.close()
+    _, _, said = batch(['"a"', '"b"'], code=1)
+    assert "has answers to other lines" in said
+
+
+@pytest.mark.integration
+def test_a_thousand_lines_with_ten_kills_are_answered_once_each(tmp_path):
+    made, source, out = random.Random(1), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with source.open("w") as file:
+        for number in range(1000):
+            line = {"custom_id": f"c{number}", "prompt": f"def f{number}(", "max_tokens": made.randint(1, 12)}
+            file.write("{\n" if number % 97 == 13 else json.dumps(line) + "\n")
+    command = [sys.executable, "-m", "heavypath.speculative", "batch", str(source), "--out", str(out), "--threads", "1"]
+    kills = 0
+    for _ in range(40):
+        running = subprocess.Popen([*command, "--temperature", "0.8"], stderr=subprocess.PIPE)
+        begin, before = time.monotonic(), len(lines_safely(out))
+        until = before + made.randint(1, 120)
+        while (
+            kills < 10 and running.poll() is None and len(lines_safely(out)) < until and time.monotonic() < begin + 120
+        ):
+            time.sleep(made.uniform(0, 0.05))
+        if kills < 10 and running.poll() is None:
+            running.send_signal(signal.SIGKILL)
+            kills += 1
+        running.communicate()
+        if running.returncode == 0:
+            break
+    assert (kills, running.returncode) == (10, 0)
+    good, bad = lines_of(out), lines_of(tmp_path / "out.errors.jsonl")
+    assert [line["id"] for line in bad] == [f"line-{number}" for number in range(13, 1000, 97)]
+    expected = [f"c{number}" for number in range(1000) if number % 97 != 13]
+    assert [line["custom_id"] for line in good] == expected
+
+
+def lines_safely(path):
+    return path.read_bytes().splitlines() if path.exists() else []

@@ -1,0 +1,163 @@
+"""Prompts that cost once: rows of other texts are taken over, short prompts go together, and texts stay the same."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from head_cases import head_of
+from serving_cases import VOCAB, alone, held, tiny_llama
+
+from heavypath.speculative import Cascade, EarlyExit, Lookahead, SpeculativeDecoder
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.serving.prefixes import common, tokens_of
+
+DRAFTS = {
+    "model": lambda target: tiny_llama(1),
+    "head": lambda target: head_of(target),
+    "lookahead": lambda target: Lookahead(window=3, ngram=3, pool=8),
+    "cascade": lambda target: Cascade([tiny_llama(1), EarlyExit(1)], [1, 2]),
+}
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The shapes of what goes through the target as prompts."""
+    calls, forward = [], LlamaForward.__call__
+
+    def noted(self, tokens, *arguments, needs_logits=True, taps=None):
+        if not needs_logits and self.name == "target":
+            calls.append(tuple(tokens.shape))
+        return forward(self, tokens, *arguments, needs_logits=needs_logits, taps=taps)
+
+    monkeypatch.setattr(LlamaForward, "__call__", noted)
+    return calls
+
+
+def conversations(count, seed):
+    """The turns of some conversations, mixed: each is a prompt that goes on from the one before in its own way."""
+    made = random.Random(seed)
+    begun = [[made.randrange(VOCAB) for _ in range(made.randint(1, 20))] for _ in range(count)]
+    for _ in range(3 * count):
+        turn = made.choice(begun)
+        turn += [made.randrange(VOCAB) for _ in range(made.randint(1, 9))]
+        if made.random() < 0.2:
+            del turn[made.randrange(1, len(turn) + 1) :]
+        yield turn[:60], made.choice([0.0, 0.9])
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_texts_are_those_without_rows_of_others(name):
+    target = tiny_llama(0)
+    decoder = SpeculativeDecoder(target, DRAFTS[name](target), "ersd", tree_size=6)
+    wanted = [
+        (prompt, {"max_new_tokens": 8, "temperature": temperature, "eos_token_id": None}, number)
+        for number, (prompt, temperature) in enumerate(conversations(8, 1))
+    ]
+    with decoder.serve(slots=3, max_tokens=80, prefill_tokens=16, prefix_bytes=1 << 20) as service:
+        sent = [service.submit(prompt, **settings, seed=seed) for prompt, settings, seed in wanted]
+        found = [each.result(60) for each in sent]
+        stats = service.stats()
+    assert [done.tokens for done in found] == [alone(decoder, *each) for each in wanted]
+    assert stats.reused_tokens == sum(done.reused_tokens for done in found) > 0.2 * stats.prompt_tokens
+
+
+def test_a_later_turn_computes_its_new_tokens_alone(read):
+    decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=3)
+    first, more = [1, 2, 3, 4, 5, 6] * 6, [3, 3, 3, 2]
+    with decoder.serve(slots=1, max_tokens=100, prefix_bytes=1 << 20) as service:
+        read.clear()  # what tried the models
+        answer = service.submit(first, 10, 0.0, eos_token_id=None).result(60).tokens
+        assert sum(columns for _, columns in read) == len(first) - 1
+        read.clear()
+        turn = [*first, *answer, *more]
+        done = service.submit(turn, 4, 0.0, eos_token_id=None).result(60)
+    assert done.reused_tokens == len(first) + len(answer) - 1
+    assert sum(columns for _, columns in read) == len(more)
+    assert done.tokens == alone(decoder, turn, {"max_new_tokens": 4, "temperature": 0.0, "eos_token_id": None}, 0)
+
+
+def test_several_texts_of_a_prompt_read_it_once_and_short_prompts_go_together(read):
+    decoder = SpeculativeDecoder(tiny_llama(0), method="autoregressive")
+    prompt, others = [1, 2, 3, 4, 5, 6] * 5, [[2, 1, 1], [3, 5, 5, 6, 2], [4, 4], [5] * 9]
+    with decoder.serve(slots=8, max_tokens=64, prefill_tokens=64, prefix_bytes=0) as service:
+        with held(service) as entered:
+            service.submit([6], 40, eos_token_id=None)
+            assert entered.wait(30)
+            read.clear()
+            several = [service.submit(prompt, 6, 0.9, seed=seed, eos_token_id=None) for seed in range(3)]
+            short = [service.submit(each, 6, 0.9, seed=seed, eos_token_id=None) for seed, each in enumerate(others)]
+        found = [each.result(60).tokens for each in (*several, *short)]
+    assert read[0] == (1, 29), "the prompt once"
+    assert len(read) < len(others), "short ones go together"
+    assert sum(rows * columns for rows, columns in read) <= 29 + 4 * 8
+    settings = {"max_new_tokens": 6, "temperature": 0.9, "eos_token_id": None}
+    wanted = [(prompt, seed) for seed in range(3)] + [(each, seed) for seed, each in enumerate(others)]
+    assert found == [alone(decoder, each, settings, seed) for each, seed in wanted]
+
+
+def test_memory_is_bounded_and_what_was_used_last_stays():
+    decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=3)
+    prompts = [[first, second] * 10 for first in range(4) for second in range(4)]
+    with decoder.serve(slots=1, max_tokens=64, prefix_bytes=1 << 20) as service:
+        service.submit(prompts[0], 4, 0.0, eos_token_id=None).result(60)
+        most = 4 * service._slots._prefixes.nbytes
+    with decoder.serve(slots=1, max_tokens=64, prefix_bytes=most) as service:
+        kept = service._slots._prefixes
+        for prompt in prompts:
+            service.submit(prompt, 4, 0.0, eos_token_id=None).result(60)
+            assert 0 < kept.nbytes <= most
+            assert kept.nbytes == sum(cache.nbytes for _, cache in kept._ended.values())
+            again = service.submit(prompts[0], 2, 0.0, eos_token_id=None).result(60)
+            assert again.reused_tokens == len(prompts[0]) - 1, "it is used between any two others"
+        assert 1 < len(kept) < len(prompts)
+        assert service.submit(prompts[1], 2, 0.0, eos_token_id=None).result(60).reused_tokens < len(prompts[1]) - 1
+
+
+def test_rows_of_a_text_that_failed_are_not_taken_over():
+    decoder = SpeculativeDecoder(tiny_llama(0), method="autoregressive")
+
+    def fails(ids, scores):
+        raise RuntimeError("a criterion")
+
+    with decoder.serve(slots=1, max_tokens=64, prefix_bytes=1 << 20) as service:
+        with pytest.raises(RuntimeError, match="a criterion"):
+            service.submit([1, 2, 3] * 5, 4, stopping_criteria=[fails]).result(60)
+        assert len(service._slots._prefixes) == 0
+
+
+def test_a_prompt_that_is_given_up_leaves_the_others_of_its_group():
+    decoder = SpeculativeDecoder(tiny_llama(0), method="autoregressive")
+    entered, go_on = threading.Event(), threading.Event()
+    with decoder.serve(slots=4, max_tokens=64, prefill_tokens=64) as service:
+        with held(service) as holding:
+            service.submit([6], 40, eos_token_id=None)
+            assert holding.wait(30)
+            entering = service._slots.entering
+
+            def slowly(group):
+                for piece in entering(group):
+                    entered.set()
+                    assert go_on.wait(30)
+                    yield piece
+
+            service._slots.entering = slowly
+            sent = [service.submit(prompt, 4, 0.0, eos_token_id=None) for prompt in ([1, 1], [2, 2, 2], [3, 3])]
+        assert entered.wait(30)
+        sent[1].cancel()
+        go_on.set()
+        assert sent[1].result(60).reason == "cancelled"
+        for each, prompt in ((sent[0], [1, 1]), (sent[2], [3, 3])):
+            settings = {"max_new_tokens": 4, "temperature": 0.0, "eos_token_id": None}
+            assert each.result(60).tokens == alone(decoder, prompt, settings, 0)
+
+
+def test_common_beginnings_are_found_as_by_hand():
+    made = random.Random(0)
+    for _ in range(200):
+        one, other = ([made.randrange(2) for _ in range(made.randint(0, 6))] for _ in range(2))
+        by_hand = next((place for place, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1), None)
+        by_hand = min(len(one), len(other)) if by_hand is None else by_hand
+        assert common(tokens_of(one), tokens_of(other)) == by_hand
+    assert tokens_of(torch.tensor([1, 2]).tolist()).dtype == np.int64
