@@ -130,8 +130,7 @@ class FoundPrefixes:
         """See `SharedPrefixes.limited`."""
         fewer = FoundPrefixes(self._caches)
         fewer._shared = [
-            None if each is None else each.limited([length])
-            for each, length in zip(self._shared, lengths, strict=True)
+            None if each is None else each.limited([length]) for each, length in zip(self._shared, lengths, strict=True)
         ]
         return fewer
 
