@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from heavypath.speculative.http.batches.cluster import on_cluster
+from heavypath.speculative.http.batches.lines import parsed
+from heavypath.speculative.http.batches.output import LineAnswer, Output
+
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]  # Ray's own
 
@@ -73,6 +77,41 @@ def test_each_line_is_answered_once_though_a_worker_and_the_driver_are_killed(cl
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["custom_id"] for line in found] == [line["custom_id"] for line in lines]
     assert all(line["response"]["status_code"] == 200 for line in found)
+
+
+def test_a_line_that_ends_actors_gets_an_error_and_those_beside_it_their_answers(cluster, tmp_path):
+    lines = [parsed(number, b'"poison"' if number == 5 else b'"a"', {}) for number in range(24)]
+    output = Output(tmp_path / "out.jsonl")
+    on_cluster(cluster, 2, played, lines, output, 4, list)
+    output.close()
+    assert (output.done, output.bad) == (24, 1)
+    (error,) = (tmp_path / "out.errors.jsonl").read_text().splitlines()
+    assert json.loads(error)["id"] == "line-5"
+
+
+def test_a_decoder_that_cannot_be_made_ends_the_command(cluster, tmp_path):
+    def make():
+        raise ValueError("no models here")
+
+    output = Output(tmp_path / "out.jsonl")
+    with pytest.raises(ray.exceptions.RayActorError, match="no models here"):
+        on_cluster(cluster, 2, make, [parsed(0, b'"a"', {})], output, 4, list)
+    output.close()
+    assert output.done == 0
+
+
+def played():
+    """A worker without models, whose service a line ends."""
+    import asyncio
+
+    class Worker:
+        async def answer(self, line):
+            if b"poison" in line.body:
+                raise ConnectionError("the service has ended")
+            await asyncio.sleep(0.3)
+            return LineAnswer(200, {})
+
+    return Worker()
 
 
 def alive(address):

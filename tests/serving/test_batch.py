@@ -1,5 +1,6 @@
 """`heavypath batch`: answers are the server's, in the order of the lines, and none is lost or twice after a kill."""
 
+import itertools
 import json
 import random
 import signal
@@ -14,6 +15,7 @@ from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.http.batches.lines import parsed
 from heavypath.speculative.http.batches.output import LineAnswer, Output
+from heavypath.speculative.serving.service import Service
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
@@ -30,7 +32,8 @@ def batch(tmp_path, capsys):
         (tmp_path / "in.jsonl").write_text("\n".join(given) + "\n")
         out = tmp_path / "out.jsonl"
         assert main(["batch", str(tmp_path / "in.jsonl"), "--out", str(out), *map(str, arguments)]) == code
-        return lines_of(out), lines_of(tmp_path / "out.errors.jsonl"), capsys.readouterr().err
+        said = capsys.readouterr().err
+        return ([], [], said) if code else (lines_of(out), lines_of(tmp_path / "out.errors.jsonl"), said)
 
     return run
 
@@ -84,7 +87,7 @@ def test_answers_go_on_after_a_cut_anywhere(tmp_path):
 
     def write(path, until):
         output = Output(path)
-        output.check(lines[: output.done])
+        output.check(lines, most_dropped=6)
         for line in lines[output.done : until]:
             output.write(line, LineAnswer(400, None) if line.error else LineAnswer(200, {"text": line.number}))
         output.close()
@@ -107,6 +110,79 @@ def test_answers_to_other_lines_are_not_gone_on_with_and_one_process_writes_at_a
     output.close()
     _, _, said = batch(['"a"', '"b"'], code=1)
     assert "has answers to other lines" in said
+
+
+@pytest.mark.parametrize("other", ["notes without an end of line", "notes\n", '{"prompt": "x"}', '{"id": "line-1"}\n'])
+def test_files_of_other_kinds_are_left_as_they_are(tmp_path, batch, other):
+    (tmp_path / "out.jsonl").write_text(other)
+    _, _, said = batch(['"a"'], code=1)
+    assert "something else than answers" in said
+    assert (tmp_path / "out.jsonl").read_text() == other
+    assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.errors.jsonl"])
+def test_answers_are_not_written_over_the_requests(tmp_path, batch, name):
+    (tmp_path / name).symlink_to(tmp_path / "in.jsonl")
+    _, _, said = batch(['"a"'], code=1)
+    assert "is the file of requests" in said
+    assert (tmp_path / "in.jsonl").read_text() == '"a"\n'
+
+
+@pytest.mark.parametrize("lost", ["out.jsonl", "out.errors.jsonl"])
+def test_answers_are_kept_when_the_other_file_was_moved_away(tmp_path, batch, lost):
+    lines = [json.dumps({"prompt": f"p{n}"}) if n % 2 else "{" for n in range(80)]
+    output = Output(tmp_path / "out.jsonl")
+    for number, line in enumerate(lines):
+        parts = parsed(number, line.encode(), {})
+        output.write(parts, LineAnswer(400, None) if parts.error else LineAnswer(200, {}))
+    output.close()
+    (tmp_path / lost).unlink()
+    left = next(tmp_path.glob("out*"))
+    before = left.read_bytes()
+    _, _, said = batch(lines, code=1)
+    assert f"{tmp_path / lost!s}' was moved away or cut" in said
+    assert left.read_bytes() == before
+
+
+def test_answers_to_a_changed_file_or_by_other_options_are_not_gone_on_with(batch):
+    lines = [{"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 1}, "{"]
+    batch(lines)
+    assert "3 of 3 lines" in batch(lines)[2]
+    for changed in ([lines[0], {"prompt": "c", "max_tokens": 1}, "{"], [*lines[:2], "{{"], [lines[1], lines[0], "{"]):
+        assert "answers to other lines, or by other options" in batch(changed, code=1)[2]
+    for option in (("--seed", 1), ("--temperature", 0.3), ("--method", "autoregressive")):
+        assert "answers to other lines, or by other options" in batch(lines, *option, code=1)[2]
+    assert "3 of 3 lines" in batch(lines, "--slots", 2)[2]
+
+
+def test_a_length_by_its_other_name_gets_no_default_beside_it():
+    def body(**given):
+        line = parsed(0, json.dumps({"messages": [], **given}).encode(), {"max_tokens": 128})
+        return json.loads(line.body)
+
+    assert body(max_completion_tokens=3) == {"seed": 0, "messages": [], "max_completion_tokens": 3}
+    assert body()["max_tokens"] == 128
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_lines_under_way_when_the_service_fails_are_asked_again(batch, monkeypatch, tmp_path):
+    lines = [{"prompt": "def f(", "max_tokens": count} for count in (1, 1, 20, 20)]
+    advance, steps = Service._advance, itertools.count()
+
+    def fail(service):
+        if next(steps) == 4:
+            raise RuntimeError("no memory")
+        return advance(service)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Service, "_advance", fail)
+        assert "the service has ended" in batch(lines, code=1)[2]
+    assert len(lines_of(tmp_path / "out.jsonl")) < 4
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    good, bad, _ = batch(lines)
+    assert [line["response"]["status_code"] for line in good] == [200] * 4
+    assert not bad
 
 
 @pytest.mark.integration

@@ -1,9 +1,9 @@
 """`heavypath batch` answers a file of requests, on this machine or on those of a Ray cluster."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,34 +78,40 @@ def batch(
         raise ValueError("--workers says how many decoders a Ray cluster runs; give --ray, or leave it out")
     from heavypath.speculative.cli.support import check_choice, load
     from heavypath.speculative.http.batches.lines import count_lines, read_lines
-    from heavypath.speculative.http.batches.output import Output
+    from heavypath.speculative.http.batches.output import Output, errors_beside
     from heavypath.speculative.http.batches.worker import Worker, WorkerOptions
     from heavypath.speculative.profile import Profile
 
     check_choice(method, target, draft, verifier)
     if profile is not None:
         Profile.load(profile)
+    for path in (out, errors_beside(out)):
+        if path.exists() and path.samefile(file):
+            raise ValueError(f"--out: {str(path)!r} is the file of requests; give another name for the answers")
     defaults: dict[str, Any] = {"max_tokens": max_new_tokens}
     if temperature is not None:
         defaults["temperature"] = temperature
     count = count_lines(file)
+    measured = None if profile is None else profile.read_text()
+    decide = [target, draft, method, tree_size, measured, verifier, max_tokens, own_template, dtype, seed]
+    options = json.dumps(decide, default=str)
     output = Output(out)
     try:
-        output.check([*islice(read_lines(file, 0, {}), output.done)])
+        output.check(read_lines(file, 0, defaults, options), most_dropped=AHEAD * slots)
         if output.done == count:
             _say(output, count)
             return
 
         def worker() -> Worker:
             pair = load(target, draft, dtype, device=device, threads=threads)
-            options = WorkerOptions(
+            settings = WorkerOptions(
                 method=method, tree_size=tree_size, profile=profile, verifier=verifier, slots=slots,
                 max_tokens=max_tokens, at_once=AHEAD * slots, name=name_of(target),
                 temperature=default_temperature(pair), template=own_template, seed=seed,
             )  # fmt: skip
-            return Worker(pair, options)
+            return Worker(pair, settings)
 
-        lines = read_lines(file, output.done, defaults)
+        lines = read_lines(file, output.done, defaults, options)
         with _bar(count, output.done) as advance:
             if ray is None:
                 _on_this_machine(worker, lines, output, AHEAD * slots, advance)

@@ -1,17 +1,24 @@
 """Lines answered on the machines of a Ray cluster: actors with a decoder each, and a driver that writes the answers.
 
-Ray starts an actor anew where its process or machine has ended, and sends it again what it had not answered. After the
-end of the driver it goes on as on one machine, by the files of answers.
+Ray starts an actor anew where its process or machine has ended, and sends it again what it had not answered. A line
+that ends actors again and again gets an error. After the end of the driver it goes on as on one machine, by the files
+of answers.
 """
 
 import asyncio
+import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from heavypath.speculative.http.batches.lines import Line
 from heavypath.speculative.http.batches.output import LineAnswer, Output
 from heavypath.speculative.http.batches.running import answer_all
 from heavypath.speculative.http.batches.worker import Worker
+
+RETRIES = 2  # of a line whose actor has ended, among others and then alone
+logger = logging.getLogger(__name__)
 
 
 def on_cluster(
@@ -34,13 +41,13 @@ def on_cluster(
         gpus = int(ray.cluster_resources().get("GPU", 0))
         count = workers or gpus or len([node for node in ray.nodes() if node["Alive"]])
         actor: Any = ray.remote(
-            num_gpus=1 if gpus else 0, max_restarts=-1, max_task_retries=-1, max_concurrency=at_once,
+            num_gpus=1 if gpus else 0, max_restarts=-1, max_task_retries=RETRIES, max_concurrency=at_once,
             scheduling_strategy="SPREAD",
         )(_Actor)  # fmt: skip
         actors = [actor.remote(make) for _ in range(count)]
         under_way = [0] * count
 
-        async def answer(line: Line) -> LineAnswer:
+        async def send(line: Line) -> LineAnswer:
             least = under_way.index(min(under_way))
             under_way[least] += 1
             try:
@@ -49,7 +56,28 @@ def on_cluster(
             finally:
                 under_way[least] -= 1
 
-        asyncio.run(answer_all(lines, output, answer, at_once * count, written))
+        async def all_ready() -> None:  # raises the error of one that cannot be started
+            for each in actors:
+                await each.ready.remote()
+
+        async def answer_ready() -> None:
+            await all_ready()
+            await answer_all(lines, output, answer, at_once * count, written)
+
+        alone = asyncio.Lock()
+
+        async def answer(line: Line) -> LineAnswer:
+            with suppress(ray.exceptions.RayActorError):
+                return await send(line)
+            async with alone:  # another line that was under way may have been the cause
+                try:
+                    return await send(line)
+                except ray.exceptions.RayActorError as error:
+                    await all_ready()
+                    logger.exception("line %d was given up", line.number + 1)
+                    return LineAnswer(500, {"error": {"message": str(error), "type": "server_error"}})
+
+        asyncio.run(answer_ready())
     finally:
         ray.shutdown()
 
@@ -60,6 +88,13 @@ class _Actor:
     def __init__(self, make: Callable[[], Worker]):
         self._worker = make()
 
+    async def ready(self) -> None:
+        """Return once it is made."""
+
     async def answer(self, line: Line) -> LineAnswer:
         """See `Worker.answer`."""
-        return await self._worker.answer(line)
+        try:
+            return await self._worker.answer(line)
+        except ConnectionError:
+            logger.exception("the service has ended")
+            os._exit(1)  # so that Ray starts it anew; it would not after an exit that was asked for

@@ -5,6 +5,7 @@
 "..."                                       a prompt
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ class Line(NamedTuple):
 
     custom_id: by which its answer is known; of a line without one its number
     url, body: the request; error: why there is none
+    digest: of all that its answer depends on
     """
 
     number: int
@@ -25,6 +27,7 @@ class Line(NamedTuple):
     url: str = ""
     body: bytes = b""
     error: str = ""
+    digest: str = ""
 
 
 def count_lines(path: Path) -> int:
@@ -33,18 +36,19 @@ def count_lines(path: Path) -> int:
         return sum(bool(line.strip()) for line in file)
 
 
-def read_lines(path: Path, first: int, defaults: Mapping[str, Any]) -> Iterator[Line]:
+def read_lines(path: Path, first: int, defaults: Mapping[str, Any], options: str = "") -> Iterator[Line]:
     """The lines of a file that are not empty, from number `first` on.
 
     defaults: fields of a body, for those that it leaves out
+    options:  what answers depend on beside the line, for the digests
     """
     with path.open("rb") as file:
         for number, text in enumerate(line for line in file if line.strip()):
             if number >= first:
-                yield parsed(number, text, defaults)
+                yield parsed(number, text, defaults, options)
 
 
-def parsed(number: int, text: bytes, defaults: Mapping[str, Any]) -> Line:
+def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str = "") -> Line:
     """The line of a text; where it is no request, with an error. Without a seed its number is one.
 
     So its text is the same whenever it is decoded.
@@ -71,5 +75,12 @@ def parsed(number: int, text: bytes, defaults: Mapping[str, Any]) -> Line:
         if body.get("stream"):
             raise ValueError("stream: an answer in a file is whole; leave it out")
     except (ValueError, RecursionError) as error:  # also text that is no UTF-8
-        return Line(number, custom_id, error=f"line {number + 1}: {error}")
-    return Line(number, custom_id, url, json.dumps({"seed": number, **defaults, **body}).encode())
+        return Line(number, custom_id, error=f"line {number + 1}: {error}", digest=_digest(options, "", text.strip()))
+    if body.get("max_completion_tokens") is not None:  # another name of max_tokens
+        defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
+    request = json.dumps({"seed": number, **defaults, **body}).encode()
+    return Line(number, custom_id, url, request, digest=_digest(options, url, request))
+
+
+def _digest(options: str, url: str, request: bytes) -> str:
+    return hashlib.sha256(b"\n".join([options.encode(), url.encode(), request])).hexdigest()[:16]

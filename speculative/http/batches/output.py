@@ -2,19 +2,22 @@
 
 Answers stand in the order of the lines, those of lines that were refused in a file of their own beside the others'. So
 the first line that has no answer in either file says where to go on. What was cut off within a line is dropped, and so
-is what stands in one of the files behind the answers that the other one has lost.
+are a few answers in one of the files behind those that the other one has lost. Each answer has the digest of its line,
+so that files with answers to other lines, or by other options, are not gone on with.
 """
 
 import fcntl
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from heavypath.speculative.http.batches.lines import Line
 
-_BEGINNING = re.compile(rb'\{"id": "line-(\d+)", "custom_id": ("(?:[^"\\]|\\.)*")')
+_BEGINNING = re.compile(rb'\{"id": "line-(\d+)", "custom_id": ("(?:[^"\\]|\\.)*"), "digest": "(\w*)"')
+_FIRST = b'{"id": "line-'
 
 
 class LineAnswer(NamedTuple):
@@ -30,10 +33,10 @@ class LineAnswer(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """An answer in a file: its line's number and name, and where it ends."""
+    """An answer in a file: its line's number, and where it stands."""
 
     number: int
-    custom_id: str
+    begin: int
     end: int
 
 
@@ -42,34 +45,60 @@ class Output:
 
     done: how many lines have their answers; bad: of these, lines that were refused
 
+    Nothing in files that were there is changed before `check` was called.
+
     Raises OSError where the files cannot be written, or another process writes them; ValueError for other files.
     """
 
     def __init__(self, path: Path):
-        self.path, self.errors = path, path.with_name(f"{path.stem}.errors{path.suffix}")
-        self._files = _opened(self.path), _opened(self.errors)
-        found = [_answers(file, file.name) for file in self._files]
-        numbers = sorted(answer.number for answers in found for answer in answers)
+        self.path, self.errors = path, errors_beside(path)
+        self._files = list[IO[bytes]]()
+        try:
+            for each in (self.path, self.errors):
+                self._files.append(_opened(each))
+            self._found = [_answers(file, str(file.name)) for file in self._files]
+        except BaseException:
+            self._close()
+            raise
+        numbers = sorted(answer.number for answers in self._found for answer in answers)
         self.done = next((place for place, number in enumerate(numbers) if place != number), len(numbers))
-        kept = [[answer for answer in answers if answer.number < self.done] for answers in found]
-        for file, answers in zip(self._files, kept, strict=True):
-            file.truncate(answers[-1].end if answers else 0)
-        self.bad = len(kept[1])
-        self._last = [answers[-1] for answers in kept if answers]
+        self.bad = sum(answer.number < self.done for answer in self._found[1])
 
-    def check(self, lines: list[Line]) -> None:
-        """Raise ValueError if the last answers are not to the lines of a file.
+    def check(self, lines: Iterable[Line], most_dropped: int) -> None:
+        """Drop what is behind the first line without an answer.
 
-        lines: the first of them, as many as are done
+        lines: the first ones of the file of requests, at least as many as are done
+
+        Raises ValueError if the last answers are not to these lines, or more than most_dropped answers would go.
         """
-        for answer in self._last:
-            if answer.number >= len(lines) or lines[answer.number].custom_id != answer.custom_id:
-                raise ValueError(f"{str(self.path)!r} has answers to other lines; give another file, or remove it")
+        kept = [[answer for answer in answers if answer.number < self.done] for answers in self._found]
+        dropped = [len(all_) - len(some) for all_, some in zip(self._found, kept, strict=True)]
+        if sum(dropped) > most_dropped:
+            lacking = self.path if dropped[1] > dropped[0] else self.errors
+            raise ValueError(
+                f"line {self.done + 1} has no answer, and {sum(dropped)} lines behind it have one. Probably "
+                f"{str(lacking)!r} was moved away or cut: put it back, or move {str(self.path)!r} and "
+                f"{str(self.errors)!r} both away to begin anew"
+            )
+        last = {some[-1].number: (file, some[-1]) for file, some in zip(self._files, kept, strict=True) if some}
+        for line in lines:
+            if line.number in last and _line_of(*last[line.number]) == (line.custom_id, line.digest):
+                del last[line.number]
+            if not last:
+                break
+        if last:
+            raise ValueError(
+                f"{str(self.path)!r} has answers to other lines, or by other options; give another file, or remove it"
+            )
+        for file, some in zip(self._files, kept, strict=True):
+            file.truncate(some[-1].end if some else 0)
+        self._found.clear()
 
     def write(self, line: Line, outcome: LineAnswer) -> None:
         """Add the answer to the next line."""
         assert line.number == self.done
-        answer: dict[str, Any] = {"id": f"line-{line.number}", "custom_id": line.custom_id, "response": None}
+        answer: dict[str, Any] = {"id": f"line-{line.number}", "custom_id": line.custom_id}
+        answer |= {"digest": line.digest, "response": None}
         answer["error"] = {"code": "bad_line", "message": line.error} if line.error else None
         if not line.error:
             answer["response"] = {"status_code": outcome.status, "body": outcome.body}
@@ -83,10 +112,19 @@ class Output:
         """Have the files on the disk. A file of errors is not left without any."""
         for file in self._files:
             os.fsync(file.fileno())
-        if not self.bad:
-            self.errors.unlink(missing_ok=True)
+        self._close()
+
+    def _close(self) -> None:
+        for file in self._files[1:]:
+            if not os.fstat(file.fileno()).st_size:
+                self.errors.unlink(missing_ok=True)
         for file in self._files:
             file.close()
+
+
+def errors_beside(path: Path) -> Path:
+    """The file with the answers of bad lines."""
+    return path.with_name(f"{path.stem}.errors{path.suffix}")
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -104,10 +142,18 @@ def _answers(file: IO[bytes], name: str) -> list[_Written]:
     file.seek(0)
     found, end = list[_Written](), 0
     for text in file:
-        end += len(text)
-        if text.endswith(b"\n"):
-            begin = _BEGINNING.match(text)
-            if begin is None:
-                raise ValueError(f"{name!r} has something else than answers of `heavypath batch`: {text[:60]!r}")
-            found.append(_Written(int(begin[1]), json.loads(begin[2]), end))
+        begin, end = end, end + len(text)
+        answer = _BEGINNING.match(text)
+        if answer is not None and text.endswith(b"\n"):
+            found.append(_Written(int(answer[1]), begin, end))
+        elif text.endswith(b"\n") or text[: len(_FIRST)] != _FIRST[: len(text)]:
+            raise ValueError(f"{name!r} has something else than answers of `heavypath batch`: {text[:60]!r}")
     return found
+
+
+def _line_of(file: IO[bytes], answer: _Written) -> tuple[str, str]:
+    """The name and the digest of the line of an answer."""
+    file.seek(answer.begin)
+    begin = _BEGINNING.match(file.readline())
+    assert begin is not None
+    return json.loads(begin[2]), begin[3].decode()

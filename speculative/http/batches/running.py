@@ -55,11 +55,11 @@ class Application:
         self._app = app
 
     async def answer(self, line: Line) -> LineAnswer:
-        """The answer to a line. Raises RuntimeError where the service has ended."""
+        """The answer to a line. Raises ConnectionError where the service has ended."""
         while True:
             status, body = await self._ask(line)
             if status == 503:
-                raise RuntimeError(f"the service has ended: {body.decode()}")
+                raise ConnectionError(f"the service has ended: {body.decode()}")
             if status != 429:
                 return LineAnswer(status, json.loads(body))
             await asyncio.sleep(PAUSE)

@@ -60,8 +60,11 @@ class Worker:
         self._application = Application(self.app)
 
     async def answer(self, line: Line) -> LineAnswer:
-        """The answer to a line. Raises RuntimeError where the service has ended."""
-        return await self._application.answer(line)
+        """The answer to a line. Raises ConnectionError where the service has ended."""
+        answer = await self._application.answer(line)
+        if answer.status >= 500 and not self.service.is_open:  # the line is not to blame: it is to be asked again
+            raise ConnectionError(f"the service has ended: {answer.body}")
+        return answer
 
     def close(self) -> None:
         """End what is under way."""
