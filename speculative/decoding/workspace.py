@@ -179,7 +179,7 @@ class Workspace:
         readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
         if shared is not None:  # a head must have read what the target does not compute again
             most = zip(shared.lengths, *(in_parts[reader] for reader in readers), strict=True)
-            shared = shared._replace(lengths=[min(each) for each in most])
+            shared = shared.limited([min(each) for each in most])
         cached = copied(self._target, target_cache)
         for reader in readers:  # the last entry was made of another next token
             in_parts[reader] = [max(0, rows - 1) for rows in cached]

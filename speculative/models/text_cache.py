@@ -142,6 +142,10 @@ class SharedPrefixes(NamedTuple):
     lengths: list[int]
     ends: list[int]
 
+    def limited(self, lengths: list[int]) -> "SharedPrefixes":
+        """The same of so many tokens."""
+        return self._replace(lengths=lengths)
+
     def copy_rows(self, forward: Caching, cache: RowCache, first: int = 0) -> list[int]:
         """Copy the first lengths[b] rows of texts[b] to sequence `first` + b of another cache; returns how many.
 

@@ -121,6 +121,20 @@ class FoundPrefixes:
         ]
         return self
 
+    @property
+    def lengths(self) -> list[int]:
+        """See `SharedPrefixes`."""
+        return [0 if each is None else each.lengths[0] for each in self._shared]
+
+    def limited(self, lengths: list[int]) -> "FoundPrefixes":
+        """See `SharedPrefixes.limited`."""
+        fewer = FoundPrefixes(self._caches)
+        fewer._shared = [
+            None if each is None else each.limited([length])
+            for each, length in zip(self._shared, lengths, strict=True)
+        ]
+        return fewer
+
     def copy_rows(self, forward: Caching, cache: RowCache) -> list[int]:
         """See `SharedPrefixes.copy_rows`."""
         return [

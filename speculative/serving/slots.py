@@ -186,7 +186,7 @@ class ServiceSlots:
     def entering(self, group: Sequence[Arrival]) -> Iterator[int]:
         """Read prompts, a piece at a time; the tokens of each piece. After the last one they may `join`."""
         found = self._prefixes.found([each.prompt for each in group], [each.arrival.text for each in self.running])
-        return self._entrance.bring(group, found)
+        yield from self._entrance.bring(group, found)
 
     def join(self, group: Sequence[Arrival], place: int) -> None:
         """Move a request that has been read into a slot. Raises ValueError where its processors do not fit."""
@@ -201,12 +201,13 @@ class ServiceSlots:
 
     def leave(self, member: Member, *, kept: bool = True) -> None:
         """Give a member's slot to the last one that runs; kept: whether its rows are, for prompts that begin alike."""
-        slot, last = self.running.index(member), self.running.pop()
+        slot, last = self.running.index(member), self.running[-1]
         if kept:
             self._prefixes.keep(slot, member.arrival.text)
         if last is not member:
-            self._workspace.receive(slot, self._workspace, len(self.running), self._cache_rows(last))
+            self._workspace.receive(slot, self._workspace, len(self.running) - 1, self._cache_rows(last))
             self.running[slot] = last
+        self.running.pop()
         self._state.numbers[StateField.LEFT, len(self.running)] = 0
         self._rows.append(member.row)
 
