@@ -157,7 +157,8 @@ def _first_calls(
 def _call(value: Any, form: ToolFormat, offered: Collection[str] | None) -> Call:
     """Raises TypeError, KeyError or ValueError for what is none."""
     name = value["name"]
-    if form.bare and (not value.keys() & {form.arguments, "arguments"} or (offered is not None and name not in offered)):
+    is_offered = offered is None or name in offered
+    if form.bare and not (is_offered and value.keys() & {form.arguments, "arguments"}):
         raise ValueError(f"an answer in JSON, no call: {value!r:.80}")
     arguments = value[form.arguments] if form.arguments in value else value.get("arguments", {})
     if isinstance(arguments, str):
@@ -238,6 +239,6 @@ class CallReader:
         return said
 
     def end(self) -> tuple[str, list[Call]]:
-        """The rest of what is said, also after calls, and the calls. What begins as a call and is none has been said."""
+        """The rest of what is said, also after calls, and the calls. What begins as a call and is none is said."""
         said, calls = calls_in(self._held, self._form, self._offered) if self._calls else (self._held, [])
         return said, calls if self._parallel else calls[:1]

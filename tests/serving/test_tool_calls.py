@@ -55,7 +55,8 @@ def test_what_is_no_call_is_said_as_it_stands(text):
 
 
 @pytest.mark.parametrize("text", [
-    '{"name": "Bob", "age": 3}', '{"name": "f"}', '{"name": "Bob", "parameters": {}}', '{"name": ["f"], "parameters": {}}',
+    '{"name": "Bob", "age": 3}', '{"name": "f"}', '{"name": "Bob", "parameters": {}}',
+    '{"name": ["f"], "parameters": {}}',
 ])  # fmt: skip
 def test_an_answer_in_json_is_no_call(text):
     reader = CallReader(FORMATS["llama3"], offered=frozenset("f"))
