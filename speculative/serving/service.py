@@ -155,6 +155,8 @@ class Service:
         """
         self._arrivals.check_open()
         check_options("submit", options, RequestOptions)
+        if prompt_logprobs is not None and self._slots.plan.target.state_bytes:
+            raise ValueError("prompt_logprobs read a prompt twice, which a target with recurrent layers cannot do")
         prompt = torch.as_tensor(input_ids)
         prompt = prompt if len(input_ids) else prompt.long()  # a list of nothing has no type
         if prompt.dim() != 1 or prompt.dtype != torch.long:

@@ -67,6 +67,8 @@ def check_states(decoder, bar=1e-5):
             for found, expected in zip(own.cache.states.tensors()[1:], again.states.tensors()[1:], strict=True):
                 assert (found[slot] - expected[0]).abs().max() < bar * expected.abs().max()
                 compared += 1
+            for found, expected in ((own.cache.keys, again.keys), (own.cache.values, again.values)):
+                torch.testing.assert_close(found[slot, :, :length], expected[0, :, :length], rtol=1e-3, atol=1e-4)
     return compared
 
 
@@ -175,6 +177,7 @@ def test_a_past_is_taken_up_to_a_state_that_there_is(kind):
         decoder.generate(**ragged, max_new_tokens=8, pad_token_id=0, **more).sequences for more in ({}, {"past": past})
     ]
     assert torch.equal(both[0], both[1])
+    assert check_states(decoder) > 0
 
 
 @some(FOUR[1])
