@@ -63,7 +63,7 @@ def serve(
         str | None,
         typer.Option(
             help="Memory, such as 500M, for what was computed of texts that have ended, for prompts that begin alike; "
-            "0 for none. Default: half of what the slots take."
+            "0 for none: requests then share nothing. Default: half of what the slots take."
         ),
     ] = None,
     max_choices: Annotated[

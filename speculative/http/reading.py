@@ -65,7 +65,8 @@ class Reading:
         if form is None:
             message = "tools: this model's chat template has none, or has them called in a way that is not known here"
             raise Refusal(400, message, param="tools", code="no_tools")
-        return Calls(form, tokenizer, request.must_call)
+        names = frozenset(tool.function.name for tool in request.offered)
+        return Calls(form, tokenizer, request.must_call, names, request.parallel_tool_calls is not False)
 
 
 def check_model(served: Served, name: str | None) -> None:

@@ -169,6 +169,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: variables for the chat template, such as enable_thinking
     tool_choice: "none" keeps the tools from the template. "auto", as without, leaves it to the model. "required", or
         one of them, makes the answer a call, which needs the extra `grammar`
+    parallel_tool_calls: false keeps only the first call of an answer
     """
 
     messages: Several[Message] = Field(min_length=1)

@@ -93,6 +93,10 @@ class RowCache:
             own[sequence, :, :rows] = other[of, :, :rows]
         return rows
 
+    def trimmed_bytes(self, slots: slice, rows: int) -> int:
+        """Bytes that `trimmed` takes."""
+        return self.keys[slots, :, :rows].nbytes + self.values[slots, :, :rows].nbytes
+
     def trimmed(self, slots: slice, rows: int) -> "RowCache":
         """A copy of the first `rows` rows of the sequences in these slots."""
         return RowCache(self.keys[slots, :, :rows].clone(), self.values[slots, :, :rows].clone())

@@ -266,10 +266,7 @@ class Forward(ABC):
             rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
             positions, chunk = rows, tokens[:, begin:end]
             if limit is not None and is_long and min(starts) + end <= limit:
-                # A piece of a long text, too short to be known as one. One more token, which none of the others sees,
-                # has the position that tells; it lies after the piece, as padding does.
-                rows, positions = torch.cat([rows, rows[:, -1:] + 1], 1), pad(rows, (0, 1), value=limit)
-                chunk = pad(chunk, (0, 1))
+                chunk, positions, rows = as_long(chunk, rows, limit)
             mask = chain_mask(first + begin, rows.shape[1], visible_rows=max(starts) + begin + rows.shape[1])
             self(chunk, positions, rows, cache, mask, needs_logits=False, taps=taps)
 
@@ -283,6 +280,17 @@ class Forward(ABC):
         if self.rope_limit is None:
             return positions
         return positions.where(prefix_length[:, None] >= self.rope_limit, positions.clamp(max=self.rope_limit - 1))
+
+
+def as_long(tokens: Tensor, rows: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A piece of a long text that is too short to be known as one: its tokens, positions and cache rows, LongTensor.
+
+    One more token, which no other sees, has the position that tells. It lies after the piece, as padding does.
+
+    tokens, rows: [B, N], the latter below limit; what is returned is [B, N + 1]
+    limit:        see `Forward.rope_limit`
+    """
+    return pad(tokens, (0, 1)), pad(rows, (0, 1), value=limit), torch.cat([rows, rows[:, -1:] + 1], 1)
 
 
 def parts_of(model: nn.Module, name: str) -> Parts:

@@ -157,7 +157,8 @@ class SharedPrefixes(NamedTuple):
             return [0] * len(self.lengths)
         have, limit, copied = [len(tokens) for tokens in self.cache.tokens], forward.rope_limit, []
         for text, length, end in zip(self.texts, self.lengths, self.ends, strict=True):
-            alike = limit is None or (have[text] > limit) == (end >= limit)
+            # A text of `limit` rows may be either's: the longest of the short ones, or a prompt that is to go on.
+            alike = limit is None or (have[text] != limit and (have[text] > limit) == (end >= limit))
             copied.append(max(0, min(length, have[text] - model.unsure)) if alike else 0)
         return [
             cache.take(first + sequence, model.cache, self.cache._slots[text], rows)

@@ -3,6 +3,9 @@
 A prompt goes through the models piece by piece, between the steps of the running sequences, so that none of these waits
 for more than one piece. Several short ones go together where all of them make up one piece, unless they begin alike:
 then the first goes before, and the others take its rows.
+
+Where rotary embeddings of type longrope change with the text's length, each prompt goes alone, and the first piece of a
+long one reaches to the limit, so that it is known as one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from heavypath.speculative.decoding.launching import Launcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.logprobs import prompt_logprobs
 from heavypath.speculative.serving.prefixes import FoundPrefixes, common
@@ -33,7 +37,9 @@ class Entrance:
         self._plan, self._piece = plan, piece
         self._one = Workspace(plan, size._replace(sequences=1), Launcher())
         self._rooms = [self._one]
-        self._most = min(GROUP, size.sequences)
+        models = (plan.target, *(plan.draft or NO_DRAFT).models)
+        self._limits = [model.rope_limit for model in models if model.rope_limit is not None]
+        self._most = 1 if self._limits else min(GROUP, size.sequences)
         self._short = piece // 2
         if self._most > 1 and self._short > 1:
             rows = min(size.cache_rows, self._short + tree_rows(plan))
@@ -45,15 +51,18 @@ class Entrance:
         """Bytes of caches."""
         return sum(room.cache_bytes for room in self._rooms)
 
-    def may_follow(self, group: Sequence[Arrival], arrival: Arrival) -> bool:
-        """True if a prompt can go together with others, of which there is at least one."""
+    def may_follow(self, group: Sequence[Arrival], arrival: Arrival, sharing: Sequence[Arrival]) -> bool:
+        """True if a prompt can go together with others, of which there is at least one.
+
+        sharing: those of them whose rows it may take
+        """
         together = [*group, arrival]
         longest = max(each.prompt_length for each in together)
         if len(together) > self._most or len(self._rooms) < 2 or longest > self._short:
             return False
         if len(together) * longest > self._piece or any(each.prompt_logprobs is not None for each in together):
             return False
-        return all(2 * common(each.prompt, arrival.prompt) < arrival.prompt_length for each in group)
+        return all(2 * common(each.prompt, arrival.prompt) < arrival.prompt_length for each in sharing)
 
     def room(self, group: Sequence[Arrival]) -> Workspace:
         """The memory that a group is in."""
@@ -78,11 +87,12 @@ class Entrance:
                 lengths=torch.cat([each.lengths for each in requests]),
                 sequence_ids=torch.cat([each.sequence_ids for each in requests]),
             )
-        for reused in self.room(group).beginning(request, self._plan, self._piece):
+        piece = max([self._piece, *(limit for limit in self._limits if limit < first.prompt.shape[1])])
+        for reused in self.room(group).beginning(request, self._plan, piece):
             for arrival, rows in zip(group, reused, strict=True):
                 arrival.progress.reused = rows
             width = max(each.prompt_length - rows for each, rows in zip(group, reused, strict=True))
-            yield min(self._piece, len(group) * width)
+            yield min(piece, len(group) * width)
         if group[0].prompt_logprobs is not None:
             yield from self._scored(group[0], group[0].prompt_logprobs)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward, chain_mask
+from heavypath.speculative.models.forward import Forward, as_long, chain_mask
 
 
 class TokenLogprob(NamedTuple):
@@ -63,11 +63,14 @@ def prompt_logprobs(
 
     cache: of one sequence; the prompt's rows are written once more
     """
-    tokens = prompt[0].tolist()
+    tokens, limit = prompt[0].tolist(), target.rope_limit
     yield [TokenLogprob(tokens[0], None, [])]
     for begin in range(0, len(tokens) - 1, piece):
         end = min(begin + piece, len(tokens) - 1)
-        places = torch.arange(begin, end, device=prompt.device)[None]
-        mask = chain_mask(places[:, 0], end - begin, visible_rows=end)
-        logits = target(prompt[:, begin:end], places, places, cache, mask)
-        yield logprobs_of(logits[0], tokens[begin + 1 : end + 1], likeliest)
+        piece_of, rows = prompt[:, begin:end], torch.arange(begin, end, device=prompt.device)[None]
+        positions = rows
+        if limit is not None and end <= limit < len(tokens):
+            piece_of, positions, rows = as_long(piece_of, rows, limit)
+        mask = chain_mask(rows[:, 0], rows.shape[1], visible_rows=begin + rows.shape[1])
+        logits = target(piece_of, positions, rows, cache, mask)
+        yield logprobs_of(logits[0, : end - begin], tokens[begin + 1 : end + 1], likeliest)

@@ -2,6 +2,9 @@
 
 A prompt takes over the rows of its longest common prefix with any of these texts, as `generate(past=)` does. Texts that
 have ended are copies, in a bounded memory; where it is full, the one that was used last the longest time ago goes.
+
+How much of a prompt is taken over is told, and shows in its time. Where there is no such memory, texts of different
+requests therefore share nothing, not while they run either.
 """
 
 from collections import OrderedDict
@@ -36,7 +39,7 @@ def common(one: Tokens, other: Tokens) -> int:
 class Prefixes:
     """The rows of texts in a workspace, and of texts that have ended.
 
-    most_bytes: of the latter; 0 keeps none
+    most_bytes: of the latter; 0 keeps none, and texts of different requests share nothing
     """
 
     def __init__(self, plan: StepPlan, workspace: Workspace, most_bytes: int):
@@ -47,30 +50,43 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._ended)
 
+    @property
+    def across_requests(self) -> bool:
+        """Whether a prompt may take rows of another request's text."""
+        return self._most_bytes > 0
+
     def keep(self, slot: int, text: Tokens) -> None:
         """Keep the rows of the text in a slot, which ends. Its last token has no row yet.
 
-        Texts that it begins with are kept no longer. Where a GPU has no memory for it, all that was kept goes.
+        Texts that it begins with are kept no longer. One that is larger than the memory is not kept, and no other goes
+        for it. Where a GPU has no memory for it, all that was kept goes.
         """
         if len(text) < max(LEAST, 2) or not self._most_bytes:
+            return
+        slots = slice(slot, slot + 1)
+        size = sum(cache.trimmed_bytes(slots, len(text) - 1) for _, cache, _ in self._caches())
+        if size > self._most_bytes:
             return
         for key, (other, _) in [*self._ended.items()]:
             if common(other, text) == len(other):
                 self._forget(key)
+        while self.nbytes + size > self._most_bytes:
+            self._forget(next(iter(self._ended)))
         try:
-            cache = self._cache(slice(slot, slot + 1), text, copied=True)
+            cache = self._cache(slots, text, copied=True)
         except torch.OutOfMemoryError:
             self._ended.clear()
             self.nbytes = 0
             return
         self._ended[text.tobytes()] = text, cache
         self.nbytes += cache.nbytes
-        while self.nbytes > self._most_bytes:
-            self._forget(next(iter(self._ended)))
 
-    def found(self, prompts: Sequence[Tokens], running: Sequence[Tokens]) -> "FoundPrefixes":
-        """The texts that prompts begin most like. running: the text in each slot that is in use, from the first on."""
-        return FoundPrefixes([self._best(prompt, running) for prompt in prompts])
+    def found(self, prompts: Sequence[Tokens], running: Sequence[Sequence[Tokens]]) -> "FoundPrefixes":
+        """The texts that prompts begin most like.
+
+        running: for each prompt the text in each slot that is in use, from the first on; empty where it may not take it
+        """
+        return FoundPrefixes([self._best(prompt, texts) for prompt, texts in zip(prompts, running, strict=True)])
 
     def _best(self, prompt: Tokens, running: Sequence[Tokens]) -> TextCache | None:
         ended = [(common(text, prompt), key) for key, (text, _) in self._ended.items()]

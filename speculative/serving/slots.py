@@ -35,11 +35,12 @@ from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.entrance import Entrance
 from heavypath.speculative.serving.logprobs import ReadLogits
 from heavypath.speculative.serving.own_settings import OwnSettings
-from heavypath.speculative.serving.prefixes import Prefixes
+from heavypath.speculative.serving.prefixes import Prefixes, tokens_of
 from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
+NO_TEXT = tokens_of([])
 BESIDE = 2  # texts of a client in a step on a CPU, beside another client's
 
 
@@ -96,8 +97,8 @@ class ServiceLimits(NamedTuple):
     max_tokens:     of a sequence, its prompt with its new tokens
     queue:          requests that may wait
     prefill_tokens: of prompts that go through a model between two steps
-    prefix_bytes:   memory for rows of texts that have ended, for prompts that begin alike; 0 keeps none. Default: half
-                    of that of the slots
+    prefix_bytes:   memory for rows of texts that have ended, for prompts that begin alike. Default: half of that of
+                    the slots. 0 keeps none, and no prompt takes rows of another request's text that runs
     """
 
     slots: int
@@ -181,12 +182,16 @@ class ServiceSlots:
 
     def may_follow(self, group: Sequence[Arrival], arrival: Arrival) -> bool:
         """True if a prompt can be read together with others; with none, any can."""
-        return not group or self._entrance.may_follow(group, arrival)
+        sharing = [each for each in group if self._may_share(arrival, each)]
+        return not group or self._entrance.may_follow(group, arrival, sharing)
 
     def entering(self, group: Sequence[Arrival]) -> Iterator[int]:
         """Read prompts, a piece at a time; the tokens of each piece. After the last one they may `join`."""
-        found = self._prefixes.found([each.prompt for each in group], [each.arrival.text for each in self.running])
-        yield from self._entrance.bring(group, found)
+        running = [
+            [each.arrival.text if self._may_share(arrival, each.arrival) else NO_TEXT for each in self.running]
+            for arrival in group
+        ]
+        yield from self._entrance.bring(group, self._prefixes.found([each.prompt for each in group], running))
 
     def join(self, group: Sequence[Arrival], place: int) -> None:
         """Move a request that has been read into a slot. Raises ValueError where its processors do not fit."""
@@ -229,6 +234,11 @@ class ServiceSlots:
         """Give the memory back."""
         self._entrance.free()
         del self._workspace, self._entrance, self._prefixes, self._state, self._engine
+
+    def _may_share(self, one: Arrival, other: Arrival) -> bool:
+        """True if one's prompt may take the other's rows."""
+        own = one.group is not None and (one.client, one.group) == (other.client, other.group)
+        return own or self._prefixes.across_requests
 
     def _arrange(self) -> int:
         """Bring those that take part in a step into the first slots; how many they are."""

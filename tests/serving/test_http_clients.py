@@ -297,6 +297,7 @@ def test_what_is_said_before_calls_is_content_and_what_is_no_call_is_said(client
     call = '<tool_call>{"name": "read_file", "arguments": {"path": "a"}}</tool_call>'
     for text, said, names in (
         (f"so < {call}\n{call}", "so < ", ["read_file", "read_file"]),
+        (f"so {call} Done.", "so Done.", ["read_file"]),
         ("so <tool_call>{oops</tool_call>", "so <tool_call>{oops</tool_call>", []),
     ):
         answer = client.chat.completions.create(
@@ -308,6 +309,29 @@ def test_what_is_said_before_calls_is_content_and_what_is_no_call_is_said(client
         assert "".join(each.content or "" for each in parts).strip() == said.strip()
         assert [call.function.name for each in parts for call in each.tool_calls or []] == names
         assert choices[-1].finish_reason == ("tool_calls" if names else "stop")
+
+
+def test_a_call_is_one_alone_where_calls_are_not_to_be_parallel(client):
+    pytest.importorskip("llguidance")
+    call = '<tool_call>{"name": "read_file", "arguments": {"path": "a"}}</tool_call>'
+    answer = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, tools=[TOOL], max_tokens=120, parallel_tool_calls=False,
+        extra_body={"structured_outputs": {"choice": [f"{call}\n{call}"]}},
+    )  # fmt: skip
+    assert len(answer.choices[0].message.tool_calls) == 1
+
+
+def test_a_tool_with_schemas_of_its_own_can_be_asked_for(client):
+    """As pydantic writes them."""
+    pytest.importorskip("llguidance")
+    lines = {"type": "object", "$defs": {"P": {"type": "boolean"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": lines | {"required": ["p"]}}}
+    answer = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, tools=[tool, TOOL], max_tokens=100, seed=1,
+        tool_choice={"type": "function", "function": {"name": "f"}},
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls
+    assert type(json.loads(call.function.arguments)["p"]) is bool
 
 
 def test_tools_of_a_model_that_has_none_are_refused(decoder, tokenizer):

@@ -6,12 +6,14 @@ import threading
 import numpy as np
 import pytest
 import torch
+from families import tiny
 from head_cases import head_of
+from rope_cases import LONGROPE
 from serving_cases import VOCAB, alone, held, tiny_llama
 
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, SpeculativeDecoder
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.serving.prefixes import common, tokens_of
+from heavypath.speculative.serving.prefixes import Prefixes, common, tokens_of
 
 DRAFTS = {
     "model": lambda target: tiny_llama(1),
@@ -86,8 +88,11 @@ def test_several_texts_of_a_prompt_read_it_once_and_short_prompts_go_together(re
             service.submit([6], 40, eos_token_id=None)
             assert entered.wait(30)
             read.clear()
-            several = [service.submit(prompt, 6, 0.9, seed=seed, eos_token_id=None) for seed in range(3)]
-            short = [service.submit(each, 6, 0.9, seed=seed, eos_token_id=None) for seed, each in enumerate(others)]
+            several = [service.submit(prompt, 6, 0.9, seed=seed, group="one", eos_token_id=None) for seed in range(3)]
+            short = [
+                service.submit(each, 6, 0.9, seed=seed, group="one", eos_token_id=None)
+                for seed, each in enumerate(others)
+            ]
         found = [each.result(60).tokens for each in (*several, *short)]
     assert read[0] == (1, 29), "the prompt once"
     assert len(read) < len(others), "short ones go together"
@@ -113,6 +118,70 @@ def test_memory_is_bounded_and_what_was_used_last_stays():
             assert again.reused_tokens == len(prompts[0]) - 1, "it is used between any two others"
         assert 1 < len(kept) < len(prompts)
         assert service.submit(prompts[1], 2, 0.0, eos_token_id=None).result(60).reused_tokens < len(prompts[1]) - 1
+
+
+def test_a_text_that_is_larger_than_the_memory_leaves_the_others_there_and_none_is_kept_beyond_it(monkeypatch):
+    decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=3)
+    with decoder.serve(slots=1, max_tokens=64, prefix_bytes=1 << 20) as service:
+        service.submit([1] * 10, 2, 0.0, eos_token_id=None).result(60)
+        most = 3 * service._slots._prefixes.nbytes
+    with decoder.serve(slots=1, max_tokens=64, prefix_bytes=most) as service:
+        kept, copied, copying = service._slots._prefixes, [], Prefixes._cache
+
+        def noted(prefixes, *arguments, **options):
+            cache = copying(prefixes, *arguments, **options)
+            if options["copied"]:
+                copied.append(prefixes.nbytes + cache.nbytes)
+            return cache
+
+        monkeypatch.setattr(Prefixes, "_cache", noted)
+        for first in range(5):
+            service.submit([first] * 10, 2, 0.0, eos_token_id=None).result(60)
+        service.submit([4] * 50, 2, 0.0, eos_token_id=None).result(60)
+        again = service.submit([4] * 10, 2, 0.0, eos_token_id=None).result(60)
+    assert len(kept) == 3
+    assert again.reused_tokens == 9
+    assert max(copied) == most
+
+
+@pytest.mark.parametrize("most", [0, None])
+def test_without_memory_for_texts_requests_share_nothing_even_while_they_run(most):
+    decoder, prompt = SpeculativeDecoder(tiny_llama(0), method="autoregressive"), [1, 2, 3, 4, 5, 6] * 3
+    with decoder.serve(slots=4, max_tokens=64, prefix_bytes=most) as service:
+        with held(service) as entered:
+            service.submit(prompt, 30, client="a", group="one", eos_token_id=None)
+            assert entered.wait(30)
+            others = [("b", "one"), ("a", "other"), ("a", "one")]
+            sent = [service.submit(prompt, 2, client=whose, group=group, eos_token_id=None) for whose, group in others]
+        reused = {name: each.result(60).reused_tokens for name, each in zip(others, sent, strict=True)}
+    assert reused == {name: 0 if most == 0 and name != ("a", "one") else 17 for name in others}
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize("piece", [5, 512])
+def test_long_prompts_of_longrope_are_read_and_scored_as_long_in_pieces_of_any_size(kind, piece):
+    """Of 24 tokens and more, where the model's embeddings change."""
+    model = tiny(kind, **LONGROPE)
+    ids = torch.randint(3, 61, (1, 40), generator=torch.Generator().manual_seed(1))
+    decoder = SpeculativeDecoder(model, model, "chain", tree_size=3)
+    slots = 4 if kind == "llama" else 1  # transformers' own forward pass has one kind of text at a time
+    with decoder.serve(slots=slots, max_tokens=60, prefill_tokens=piece) as service:
+        lengths = (12, 25, 40, 12, 26)
+        sent = [
+            service.submit(ids[0, :length].tolist(), 4, 0.0, prompt_logprobs=scores, logprobs=0, eos_token_id=None)
+            for length in lengths
+            for scores in (0, None)
+        ]
+        found = [(each.result(60).tokens, each.prompt_logprobs, each.logprobs) for each in sent]
+    for place, (tokens, *scores) in enumerate(found):
+        length = lengths[place // 2]
+        told = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = model.generate(ids[:, :length], max_new_tokens=4, **told)
+        assert tokens == expected[0, length:].tolist()
+        for whole, first, texts in ((ids[:, :length], 1, scores[0][1:]), (expected, length, scores[1])):
+            logprobs = model(whole).logits[0].log_softmax(-1)[first - 1 :]
+            for logprob, each in zip(logprobs, texts, strict=False):
+                assert abs(logprob[each.token].item() - each.logprob) < 1e-3
 
 
 def test_rows_of_a_text_that_failed_are_not_taken_over():

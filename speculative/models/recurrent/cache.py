@@ -145,6 +145,10 @@ class HybridCache(KeyValueCache):
                 return super().take(sequence, source, of, length)
         return 0
 
+    def trimmed_bytes(self, slots: slice, rows: int) -> int:
+        """See `RowCache.trimmed_bytes`."""
+        return super().trimmed_bytes(slots, rows) + self.states.of(slots).nbytes + self.prompts.of(slots).nbytes
+
     def trimmed(self, slots: slice, rows: int) -> RowCache:
         """See `RowCache.trimmed`."""
         return _TakenTexts(super().trimmed(slots, rows), self.states.of(slots), self.prompts.of(slots))
