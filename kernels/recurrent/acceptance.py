@@ -10,11 +10,10 @@ number of a state once, and none of a state that stays.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, unit
 
 _BLOCK = tl.constexpr(BLOCK)

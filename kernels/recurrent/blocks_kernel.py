@@ -19,11 +19,10 @@ good as in fp32. fp32 models take IEEE products.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.language import tl, triton
 from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths
 
 _BLOCK = tl.constexpr(BLOCK)

@@ -7,13 +7,13 @@ without the oldest input: a gather, and nothing is computed again. `paths.Paths`
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.language import tl, triton
 
 _NODES, _CHANNELS = tl.constexpr(16), tl.constexpr(64)  # of a program
 

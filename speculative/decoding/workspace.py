@@ -232,6 +232,7 @@ class Workspace:
         """Give the draft the tokens before the roots in the first slots that it has not read."""
         (state, _, cache), draft = self.first(slots), cast(Any, plan.draft)
         assert draft.can_rest
+        assert cache is not None
         numbers = state.numbers.cpu()
         members = numbers[StateField.MEMBER]
         lengths = self._text_lengths(request, numbers)

@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from ray import serve
+from ray import serve  # pyright: ignore[reportMissingImports]
 from starlette.types import ASGIApp
 
 from heavypath.speculative.http.batches.worker import Worker, WorkerOptions

@@ -113,7 +113,7 @@ class Packed:
 
     def __init__(self, layers: Sequence[Any], paired: bool):
         self.parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
-        self._looks = [(*place, bits.clone()) for *place, bits in map(_look_of, self.parameters)]
+        self._looks = [(place, version, bits.clone()) for place, version, bits in map(_look_of, self.parameters)]
         self.blocks = Blocks.of([layer.weight for layer in layers], [layer.bias for layer in layers], paired)
 
     def is_current(self) -> bool:
@@ -152,5 +152,5 @@ def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
 
 
 def _is_as_before(parameter: Tensor, look: tuple[int, int, Tensor]) -> bool:
-    *place, bits = _look_of(parameter)
-    return place == [*look[:2]] and bits.dtype == look[2].dtype and torch.equal(bits, look[2])
+    place, version, bits = _look_of(parameter)
+    return (place, version) == look[:2] and bits.dtype == look[2].dtype and torch.equal(bits, look[2])
