@@ -110,7 +110,7 @@ def _moved(schema: Any, root: str, *, named: bool = False) -> Any:
 
 
 def calls_in(text: str, form: ToolFormat, offered: Collection[str] | None = None) -> tuple[str, list[Call]]:
-    """What is said, and the calls, in a text from its first marker on. All of it is said where a marked call is none.
+    """The text that is said, and the calls, from a text's first marker on. All is said where a marked call is none.
 
     offered: names of the tools; a bare object is a call only if it calls one of them. None for any name
     """

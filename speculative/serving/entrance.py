@@ -4,8 +4,8 @@ A prompt goes through the models piece by piece, between the steps of the runnin
 for more than one piece. Several short ones go together where all of them make up one piece, unless they begin alike:
 then the first goes before, and the others take its rows.
 
-Where rotary embeddings of type longrope change with the text's length, each prompt goes alone, and the first piece of a
-long one reaches to the limit, so that it is known as one.
+Rotary embeddings of type longrope change with the text's length. Then each prompt goes alone. The first piece of a long
+one reaches to the limit, so that it is known as one.
 """
 
 from collections.abc import Iterator, Sequence

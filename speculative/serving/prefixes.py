@@ -52,7 +52,7 @@ class Prefixes:
 
     @property
     def across_requests(self) -> bool:
-        """Whether a prompt may take rows of another request's text."""
+        """True if a prompt may take rows of another request's text."""
         return self._most_bytes > 0
 
     def keep(self, slot: int, text: Tokens) -> None:
