@@ -219,6 +219,7 @@ def test_kernels_give_what_the_references_give(kind, dtype):
     agree(kind, dtype, 33, 0.5, values=64)
 
 
+@pytest.mark.usefixtures("interpreter")
 def test_recurrent_layers_are_right_in_any_schedule(adversary):
     torch.manual_seed(adversary.seed)
     agree("delta", torch.float32, 35, 0.0, columns=16, values=16)  # a path longer than the nodes taken at once
