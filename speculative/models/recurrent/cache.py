@@ -7,14 +7,14 @@ from there (`take`). A draft's state lags by one token, see `nodes.DraftNodes`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import TreeMask
-from heavypath.speculative.models.recurrent.mixers import NewColumns
+from heavypath.speculative.models.recurrent.mixers import Layer, StatesCache
 from heavypath.speculative.models.recurrent.nodes import DraftNodes, Key, LayerNodes, States, TextTokens, TreeNodes
 
 FOREVER = torch.iinfo(torch.long).max
@@ -45,7 +45,7 @@ class StateLayout(NamedTuple):
         )
 
 
-class HybridCache(KeyValueCache):
+class HybridCache(StatesCache, KeyValueCache):
     """Rows and states of a batch.
 
     states:   of the texts so far; prompts: of their prompts
@@ -163,29 +163,11 @@ class HybridCache(KeyValueCache):
         """See `KeyValueCache.write`."""
         super().write(self._row_of[layer], key, value, cache_rows)
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+    def state(self, layer: int, which: int) -> Layer:
         """The layer, in place of its state."""
         assert self._nodes is not None
-        key = layer_idx, state_idx
+        key = layer, which
         return LayerNodes(self._nodes, self.states, key, self._limits.get(key))
-
-    get_recurrent_state = get_conv_state
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
-        """The layer, with new columns for its convolution."""
-        return NewColumns(self.get_conv_state(layer_idx, state_idx), conv_states)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Nothing is to be done: states move when nodes are accepted."""
-        return recurrent_states
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """True: a text without a token has states, too."""
-        return True
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """False."""
-        return False
 
 
 class _TakenTexts(RowCache):

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.recurrent.cache import HybridCache, StateLayout
-from heavypath.speculative.models.recurrent.mixers import NewColumns, check_mixers, over_trees
+from heavypath.speculative.models.recurrent.mixers import StatesCache, check_mixers, over_trees
 
 ATTENTION, OTHERS = ("full_attention", "hybrid"), ("linear_attention", "conv", "moe", "mlp")  # kinds of layers
 
@@ -111,7 +111,7 @@ class RecurrentForward(TransformersForward):
         self.state_bytes = self._layout.states(1, self.like).nbytes
 
 
-class _NotedLayers(Cache):
+class _NotedLayers(StatesCache):
     """A cache that keeps nothing, and notes what layers would keep.
 
     rows: {layer: heads and columns of its keys, and of its values}; asked: states that mixers asked for; used: those
@@ -132,24 +132,12 @@ class _NotedLayers(Cache):
         self.rows[layer_idx] = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
         return key_states, value_states
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        return _NotedLayer(self, (layer_idx, state_idx))
+    def state(self, layer: int, which: int) -> Any:
+        return _NotedLayer(self, (layer, which))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self.asked.add((layer_idx, state_idx))
-        return _NotedLayer(self, (layer_idx, state_idx))
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
-        return NewColumns(_NotedLayer(self, (layer_idx, state_idx)), conv_states)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return recurrent_states
-
-    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        return True
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
+        return self.state(layer_idx, state_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

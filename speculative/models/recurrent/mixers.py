@@ -6,13 +6,15 @@ What the cache gives in place of a state is a `Layer`, which says what to do wit
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
-from types import FunctionType, MethodType
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
+from transformers import Cache
 
 from heavypath.kernels.recurrent.delta import tree_delta
 from heavypath.kernels.recurrent.kda import tree_kda
@@ -20,7 +22,8 @@ from heavypath.kernels.recurrent.ssd import tree_ssd
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-ASKED = ("get_conv_state", "get_recurrent_state")  # of a cache, by whatever keeps a state
+# What is asked of a cache by whatever keeps a state; before transformers 5.21 the second, of one of its layers.
+CONVOLVED, RECURRENT = {"get_conv_state", "conv_states"}, {"get_recurrent_state", "recurrent_states"}
 
 
 class Layer(Protocol):
@@ -52,6 +55,63 @@ class NewColumns(NamedTuple):
 
     layer: Layer
     columns: Tensor
+
+
+class StatesCache(Cache):
+    """What mixers ask of a cache for their states."""
+
+    def state(self, layer: int, which: int) -> Any:
+        """One `Layer`, in place of its state."""
+        raise NotImplementedError
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """The layer, in place of its convolution's state."""
+        return self.state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """The layer, in place of its state."""
+        return self.state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        """The layer, with new columns for its convolution."""
+        return NewColumns(self.state(layer_idx, state_idx), conv_states)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Nothing is to be done: states move when nodes are accepted."""
+        return recurrent_states
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """True: a text without a token has states, too."""
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False."""
+        return False
+
+    @property
+    def layers(self) -> Any:
+        """What mixers ask before transformers 5.21, as in `layers[2].conv_states[0]`."""
+        return _By(
+            lambda layer: SimpleNamespace(
+                record_past=False,
+                conv_states=_By(partial(self.get_conv_state, layer)),
+                recurrent_states=_By(partial(self.get_recurrent_state, layer)),
+            )
+        )
+
+    @layers.setter
+    def layers(self, layers: Any) -> None:
+        """The list that every cache of transformers makes, here an empty one."""
+
+
+class _By:
+    """What a function returns, by index."""
+
+    def __init__(self, function: Callable[[int], Any]):
+        self._function = function
+
+    def __getitem__(self, index: int) -> Any:
+        return self._function(index)
 
 
 def _conv_fn(
@@ -124,7 +184,7 @@ RULES = {
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that ask a cache for a state, with their names."""
-    return ((name, each) for name, each in model.named_modules() if {*ASKED} & _names(each))
+    return ((name, each) for name, each in model.named_modules() if (CONVOLVED | RECURRENT) & _names(each))
 
 
 def check_mixers(model: nn.Module, name: str) -> None:
@@ -137,7 +197,7 @@ def check_mixers(model: nn.Module, name: str) -> None:
         )
     for where, mixer in found:
         names = _names(mixer)
-        known = {*CONVOLUTIONS} <= names and ("get_recurrent_state" not in names or {*RULES} & names)
+        known = {*CONVOLUTIONS} <= names and (not RECURRENT & names or {*RULES} & names)
         if "forward" in vars(mixer) or not known:
             how = "a forward of its own" if "forward" in vars(mixer) else "functions that are not known"
             raise ValueError(
@@ -157,7 +217,7 @@ def over_trees(model: ModuleT) -> ModuleT:
                 if name.endswith(("_hooks", "_with_kwargs", "_always_called")) and isinstance(hooks, dict):
                     vars(one)[name] = copy(hooks)
             one._modules = {name: child and copied(child) for name, child in module._modules.items()}
-            if {*ASKED} & _names(module):
+            if (CONVOLVED | RECURRENT) & _names(module):
                 one.forward = MethodType(_with_our_functions(type(module)), one)
         return made[id(module)]
 
