@@ -99,7 +99,7 @@ def headline() -> None:
             row = found[temperature][method]
             plain = method.startswith("autoregressive")
             line.append(spread(row["tokens_per_second"], 0))
-            line.append(spread(row["over_transformers"]) if plain else None)
+            line.append(over_peers(row) if plain else None)
             line.append(None if plain else spread(row["over_plain"]))
         return line
 
@@ -115,6 +115,12 @@ def headline() -> None:
     heads = [f"tokens/s, T = {temperature:g}" for temperature in (GREEDY, SAMPLED)]
     table(["", heads[0], "compiled code", "speculation", heads[1], "compiled code", "speculation"], [*peers, *rows])
     source("peers")
+
+
+def over_peers(row: Row) -> str:
+    """Over transformers and over llama.cpp, each at its best."""
+    text = f"{row['over_transformers'][0]:.2f}"
+    return text + (f" / {row['over_llama_cpp'][0]:.2f}" if row["over_llama_cpp"] else "")
 
 
 def sampled_speed(method: str) -> None:
@@ -143,8 +149,7 @@ def peers() -> None:
             over = row and (row["over_plain"] or row["over_transformers"])
             shown = None if row is None or row["name"].startswith(("trans", "llama")) else over
             if row and row["name"] == "autoregressive":
-                text = f"{row['over_transformers'][0]:.2f}"
-                text += f" / {row['over_llama_cpp'][0]:.2f}" if row["over_llama_cpp"] else ""
+                text = over_peers(row)
             else:
                 text = spread(shown) or ""
             cells += [speed or "-", text]

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heavypath.kernels.attention.masks import interval_mask, pack_ancestors
 from heavypath.kernels.attention.prepared import prepared_attention
-from heavypath.kernels.tree_attention import attend, tree_attention
+from heavypath.kernels.tree_attention import tree_attention
 
 Run = Callable[[], object]
 
@@ -135,21 +135,10 @@ def general_mask(problem: Problem) -> Run | None:
 
 
 def sdpa(problem: Problem) -> Run:
-    query, key, value, layers = problem.query, problem.key, problem.value, problem.case.layers
-    if DEVICE == "cuda":
-        mask, group = problem.dense_mask(), problem.case.heads[0] // problem.case.heads[1]
-        key, value = (each.repeat_interleave(group, 1) for each in (key, value))
-        return repeated(lambda: scaled_dot_product_attention(query, key, value, attn_mask=mask), layers)
-    if layers == 1:
-        mask = problem.dense_mask()
-        return lambda: attend(query, key, value, mask)
-
-    def pass_of_layers() -> None:
-        mask = problem.dense_mask()
-        for _ in range(layers):
-            attend(query, key, value, mask)
-
-    return pass_of_layers
+    mask, group = problem.dense_mask(), problem.case.heads[0] // problem.case.heads[1]
+    key, value = (each.repeat_interleave(group, 1) for each in (problem.key, problem.value))
+    attention = partial(scaled_dot_product_attention, problem.query, key, value, attn_mask=mask)
+    return repeated(attention, problem.case.layers)
 
 
 def flex(problem: Problem) -> Run | None:
