@@ -148,10 +148,7 @@ def peers() -> None:
             speed = row and f"{row['tokens_per_second'][0]:,.0f}"
             over = row and (row["over_plain"] or row["over_transformers"])
             shown = None if row is None or row["name"].startswith(("trans", "llama")) else over
-            if row and row["name"] == "autoregressive":
-                text = over_peers(row)
-            else:
-                text = spread(shown) or ""
+            text = over_peers(row) if row and row["name"] == "autoregressive" else spread(shown) or ""
             cells += [speed or "-", text]
         return cells
 
