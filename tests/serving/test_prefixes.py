@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import tiny
 from head_cases import head_of
-from rope_cases import LONGROPE
+from rope_cases import LIMIT, LONGROPE
 from serving_cases import VOCAB, alone, held, tiny_llama
 
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, SpeculativeDecoder
@@ -160,12 +160,11 @@ def test_without_memory_for_texts_requests_share_nothing_even_while_they_run(mos
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 @pytest.mark.parametrize("piece", [5, 512])
 def test_long_prompts_of_longrope_are_read_and_scored_as_long_in_pieces_of_any_size(kind, piece):
-    """Of 24 tokens and more, where the model's embeddings change."""
+    """Of 24 tokens and more, where the model's embeddings change; beside short ones, which phi3 has in other steps."""
     model = tiny(kind, **LONGROPE)
     ids = torch.randint(3, 61, (1, 40), generator=torch.Generator().manual_seed(1))
     decoder = SpeculativeDecoder(model, model, "chain", tree_size=3)
-    slots = 4 if kind == "llama" else 1  # transformers' own forward pass has one kind of text at a time
-    with decoder.serve(slots=slots, max_tokens=60, prefill_tokens=piece) as service:
+    with decoder.serve(slots=4, max_tokens=60, prefill_tokens=piece) as service:
         lengths = (12, 25, 40, 12, 26)
         sent = [
             service.submit(ids[0, :length].tolist(), 4, 0.0, prompt_logprobs=scores, logprobs=0, eos_token_id=None)
@@ -182,6 +181,43 @@ def test_long_prompts_of_longrope_are_read_and_scored_as_long_in_pieces_of_any_s
             logprobs = model(whole).logits[0].log_softmax(-1)[first - 1 :]
             for logprob, each in zip(logprobs, texts, strict=False):
                 assert abs(logprob[each.token].item() - each.logprob) < 1e-3
+
+
+def test_short_and_long_texts_of_longrope_take_turns_by_transformers_own_forward_pass():
+    """None waits for those that came after it; the draft's limit counts as the target's does."""
+    decoder = SpeculativeDecoder(tiny_llama(0, vocab_size=61), tiny("phi3", **LONGROPE), "ersd", tree_size=3)
+    lengths, ends = [4, 5, 30, 6, 31, 7, 8, 40], []
+    with decoder.serve(slots=4, max_tokens=60, prefix_bytes=0) as service:
+        step, together = service._slots._step, []
+
+        def noted(count):
+            together.append({member.arrival.prompt_length > LIMIT for member in service._slots.running})
+            ended = step(count)
+            ends.extend(member.arrival.prompt_length for member, _ in ended)
+            return ended
+
+        service._slots._step = noted
+        with held(service) as entered:
+            sent = [service.submit([3] * length, 4, 0.0, eos_token_id=None) for length in lengths]
+            assert entered.wait(30)
+        for each in sent:
+            each.result(60)
+    assert all(len(kinds) == 1 for kinds in together)
+    assert [sorted(ends[:2]), ends[2:5], sorted(ends[5:7]), ends[7]] == [[4, 5], [30, 6, 31], [7, 8], 40]
+
+
+def test_slots_that_long_texts_have_left_do_not_make_short_ones_long(monkeypatch):
+    """On a GPU a step has some slots that nobody is in; here the service is told that it is on one."""
+    monkeypatch.setattr("heavypath.speculative.serving.slots.host_can_read", lambda device: False)
+    model, told = tiny("phi3", **LONGROPE), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with SpeculativeDecoder(model, model, "chain", tree_size=3).serve(slots=4, max_tokens=60) as service:
+        with held(service) as entered:
+            sent = [service.submit([3 + number] * 30, 20, 0.0, eos_token_id=None) for number in range(4)]
+            assert entered.wait(30)
+            sent += [service.submit([3, 9 + number], 20, 0.0, eos_token_id=None) for number in range(3)]
+        found = [each.result(60).tokens for each in sent[4:]]
+    prompts = [torch.tensor([[3, 9 + number]]) for number in range(3)]
+    assert found == [model.generate(prompt, max_new_tokens=20, **told)[0, 2:].tolist() for prompt in prompts]
 
 
 def test_rows_of_a_text_that_failed_are_not_taken_over():
