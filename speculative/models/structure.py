@@ -23,6 +23,8 @@ _PLAIN = (bool, int, float, str)
 _CAPTURES = "_output_capturing_hooks_installed"  # by which transformers marks a model that has the hooks of `_captures`
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
+Weights = list[dict[str, nn.Parameter | None]]  # those of each module, as they are at any time
+
 
 class Structure(NamedTuple):
     """Equal to an earlier one as long as the model computes the same function of its weights' values, where they were.
@@ -66,9 +68,14 @@ def structure_of(model: nn.Module) -> Structure:
     return Structure(found, places)
 
 
-def weight_versions(model: nn.Module) -> int:
+def weights_of(model: nn.Module) -> Weights:
+    """The weights of a model's modules, to be asked for often: `parameters()` takes several times as long to find them."""
+    return [own for module in _modules(model) if (own := module._parameters)]
+
+
+def weight_versions(weights: Weights) -> int:
     """A number that rises when a weight is changed in place, unless through `.data` or in inference mode."""
-    return sum(version_of(weight) for weight in model.parameters())
+    return sum(version_of(weight) for own in weights for weight in own.values() if weight is not None)
 
 
 def has_hooks(module: nn.Module) -> bool:
