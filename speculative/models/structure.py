@@ -69,7 +69,7 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """The weights of a model's modules, to be asked for often: `parameters()` takes several times as long to find them."""
+    """The weights of each of a model's modules; `parameters()` takes several times as long to find them."""
     return [own for module in _modules(model) if (own := module._parameters)]
 
 
