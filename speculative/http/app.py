@@ -17,8 +17,7 @@ from heavypath.speculative.http.guard import Guard, client_of
 from heavypath.speculative.http.logprobs import Spelling
 from heavypath.speculative.http.reading import Reading, check_model
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
-from heavypath.speculative.http.streaming import EventStream
-from heavypath.speculative.http.writing import Writing
+from heavypath.speculative.http.writing import EventStream, Writing
 
 
 def create_app(

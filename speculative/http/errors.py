@@ -3,6 +3,7 @@
 {"error": {"message": ..., "type": ..., "param": the field or null, "code": for programs, or null}}
 """
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +13,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from heavypath.speculative.http.writing import compact
-
 logger = logging.getLogger(__name__)
 MOST_CHARACTERS = 250  # of a message, which may repeat what a client sent
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # others by their hundreds
+
+
+def compact(content: Any) -> str:
+    """JSON in ASCII alone, which also writes what a client sent as half a character; a `map` as a list."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False, default=list)
 
 
 class Answer(JSONResponse):

@@ -23,8 +23,6 @@ _PLAIN = (bool, int, float, str)
 _CAPTURES = "_output_capturing_hooks_installed"  # by which transformers marks a model that has the hooks of `_captures`
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
-Weights = list[dict[str, nn.Parameter | None]]  # those of each module, as they are at any time
-
 
 class Structure(NamedTuple):
     """Equal to an earlier one as long as the model computes the same function of its weights' values, where they were.
@@ -50,30 +48,20 @@ def structure_of(model: nn.Module) -> Structure:
         own = module.__dict__
         weights = [weight for weight in own["_parameters"].values() if weight is not None]
         places += [_place_of(weight) for weight in weights]
-        found.append(
-            (
-                module,
-                type(module).forward,
-                own.get("forward"),
-                *_settings(own),
-                *(key for key, hook in own["_forward_hooks"].items() if not _captures(hook)),
-                *own["_forward_pre_hooks"],
-                *((id(weight), type(weight), weight.dtype, weight.device) for weight in weights),
-                *(
-                    (_place_of(buffer), type(buffer), buffer.dtype, buffer.device, version_of(buffer))
-                    for buffer in _buffers(own)
-                ),
-            )
-        )
+        hooks = [key for key, hook in own["_forward_hooks"].items() if not _captures(hook)]
+        kinds = [(id(weight), type(weight), weight.dtype, weight.device) for weight in weights]
+        buffers = [(_place_of(one), type(one), one.dtype, one.device, version_of(one)) for one in _buffers(own)]
+        also = *hooks, *own["_forward_pre_hooks"], *kinds, *buffers
+        found.append((module, type(module).forward, own.get("forward"), *_settings(own), *also))
     return Structure(found, places)
 
 
-def weights_of(model: nn.Module) -> Weights:
-    """The weights of each of a model's modules; `parameters()` takes several times as long to find them."""
-    return [own for module in _modules(model) if (own := module._parameters)]
+def weights_of(model: nn.Module) -> list[dict[str, Tensor | None]]:
+    """The weights of each module, as they are at any time."""
+    return [module.__dict__["_parameters"] for module in _modules(model)]
 
 
-def weight_versions(weights: Weights) -> int:
+def weight_versions(weights: list[dict[str, Tensor | None]]) -> int:
     """A number that rises when a weight is changed in place, unless through `.data` or in inference mode."""
     return sum(version_of(weight) for own in weights for weight in own.values() if weight is not None)
 

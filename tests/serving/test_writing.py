@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from heavypath.speculative.http.answers import ChatAnswer, CompletionAnswer, Counted, Piece, Style
+from heavypath.speculative.http.errors import compact
 from heavypath.speculative.http.logprobs import Spelling
-from heavypath.speculative.http.writing import FEW, Writing, compact, in_pieces
+from heavypath.speculative.http.writing import FEW, Writing, in_pieces
 from heavypath.speculative.serving.logprobs import TokenLogprob
 
 KINDS = {"chat": ChatAnswer, "text": CompletionAnswer}
