@@ -2,6 +2,8 @@
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -63,6 +65,34 @@ def test_texts_are_those_without_rows_of_others(name):
         stats = service.stats()
     assert [done.tokens for done in found] == [alone(decoder, *each) for each in wanted]
     assert stats.reused_tokens == sum(done.reused_tokens for done in found) > 0.2 * stats.prompt_tokens
+
+
+@pytest.mark.slow
+def test_500_conversations_of_8_clients_at_a_time_have_the_texts_that_they_have_without_rows_of_others():
+    """The memory for rows has room for all of them, or for a few, which come and go."""
+    decoder, most = (
+        SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=6),
+        {0: 0, 1 << 16: 0, 8 << 20: 0},
+    )
+
+    def conversation(service, number):
+        made, text, answers = random.Random(number), [], []
+        for _ in range(3):
+            text += [made.randrange(VOCAB) for _ in range(made.randint(1, 30))]
+            sent = service.submit(text, 8, made.choice([0.0, 0.9]), seed=number, eos_token_id=None)
+            answers.append(sent.result(60).tokens)
+            text += answers[-1]
+        return answers
+
+    texts = []
+    for kept in most:
+        with decoder.serve(slots=4, max_tokens=160, prefix_bytes=kept) as service, ThreadPoolExecutor(8) as clients:
+            texts.append([*clients.map(partial(conversation, service), range(500))])
+            assert service._slots._prefixes.nbytes <= kept
+            most[kept] = service.stats().reused_tokens
+    assert texts[0] == texts[1] == texts[2]
+    none, few, all_of_them = most.values()
+    assert none == 0 < few < all_of_them
 
 
 def test_a_later_turn_computes_its_new_tokens_alone(read):
