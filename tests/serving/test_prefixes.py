@@ -14,6 +14,7 @@ from rope_cases import LIMIT, LONGROPE
 from serving_cases import VOCAB, alone, held, tiny_llama
 
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, SpeculativeDecoder
+from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.serving.prefixes import Prefixes, common, tokens_of
 
@@ -172,6 +173,29 @@ def test_a_text_that_is_larger_than_the_memory_leaves_the_others_there_and_none_
     assert len(kept) == 3
     assert again.reused_tokens == 9
     assert max(copied) == most
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't allocate memory"), torch.OutOfMemoryError("none"), MemoryError()]
+)
+def test_where_memory_is_exhausted_texts_that_have_ended_are_forgotten_and_service_goes_on(error, monkeypatch):
+    decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=3)
+    settings, trimmed = {"max_new_tokens": 4, "temperature": 0.0, "eos_token_id": None}, RowCache.trimmed
+    prompts, fails = [[first] * 10 for first in range(3)], [False, True, False]
+
+    def allocate(cache, *arguments):
+        if failing:
+            raise error
+        return trimmed(cache, *arguments)
+
+    monkeypatch.setattr(RowCache, "trimmed", allocate)
+    with decoder.serve(slots=2, max_tokens=64, prefix_bytes=1 << 20) as service:
+        kept = service._slots._prefixes
+        for prompt, failing in zip(prompts, fails, strict=True):  # noqa: B007 - which `allocate` reads
+            assert service.submit(prompt, **settings).result(60).tokens == alone(decoder, prompt, settings, 0)
+        assert service.is_open
+    assert [text[0] for text, _ in kept._ended.values()] == [2]
+    assert kept.nbytes == sum(cache.nbytes for _, cache in kept._ended.values())
 
 
 @pytest.mark.parametrize("most", [0, None])
