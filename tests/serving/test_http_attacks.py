@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
-from http_server import NAME, ask, post, running
+from http_server import NAME, ask, opened, post, received, running
 from processed_texts import references
 
 from heavypath.speculative import SpeculativeDecoder
@@ -150,6 +150,22 @@ def test_what_a_page_of_another_site_can_send_is_refused(base, kind):
     assert status == 400
     assert "application/json" in error["message"]
     assert post(base, BODY, headers={"Content-Type": "application/json; charset=utf-8"})[0] == 200
+
+
+def test_nothing_that_a_client_says_is_in_the_log(base, caplog, capfd):
+    """Neither lines of its own nor what a terminal obeys, wherever it stands in a request."""
+    evil = "x\r\nFORGED line\x1b[31m\x07"
+    fields = "model", "prompt", "stop", evil, "user", "guided_regex", "stream"
+    for more in (*({name: evil} for name in fields), {"logit_bias": {evil: 1}}):
+        post(base, BODY | more)
+    for path in ("/v1/%0aFORGED%1b", "/health?%0aFORGED", "/v1/models/%0d%0aFORGED"):
+        ask(base, "GET", path)
+    for head in (b"GET /\x1b\nFORGED HTTP/1.1", b"FORGED\x1b", b"GET / HTTP/1.1\r\nHost: \x1bFORGED", b"\x16FORGED\n"):
+        with opened(base, head + b"\r\n\r\n") as connection:
+            received(connection)
+    said = caplog.text + "".join(capfd.readouterr())
+    assert "FORGED" not in said
+    assert "\x1b" not in said
 
 
 def test_bodies_are_described(base):
