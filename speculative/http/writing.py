@@ -39,17 +39,22 @@ class Writing:
 
 def in_pieces(content: Any, levels: int = LEVELS) -> Iterator[str]:
     """The text of `compact`; a piece has no more than what is so many levels below."""
-    if not levels or not isinstance(content, dict | list | map):
+    if levels and isinstance(content, dict):
+        before = "{"
+        for name, value in content.items():
+            yield f"{before}{compact(name)}:"
+            yield from in_pieces(value, levels - 1)
+            before = ","
+        yield "{}" if before == "{" else "}"
+    elif levels and isinstance(content, list | map):
+        before = "["
+        for value in content:
+            yield before
+            yield from in_pieces(value, levels - 1)
+            before = ","
+        yield "[]" if before == "[" else "]"
+    else:
         yield compact(content)
-        return
-    is_object, before = isinstance(content, dict), ""
-    yield "{" if is_object else "["
-    for each in content.items() if is_object else content:
-        name, value = each if is_object else (None, each)
-        yield f"{before}{compact(name)}:" if is_object else before
-        yield from in_pieces(value, levels - 1)
-        before = ","
-    yield "}" if is_object else "]"
 
 
 class EventStream(Response):
