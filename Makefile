@@ -56,7 +56,7 @@ help:
 	@echo "make gpu-miniature     run all that bench/gpu.sh runs on a GPU, in miniature"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
 	@echo "make test-newest  run them with the newest versions that there are today, instead of those of .ci/newest.txt"
-	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
+	@echo "make test-libraries  run the tests of models that other libraries quantise, and of a Ray cluster; it installs both"
 	@echo "make test-clients  ask the server by clients that others wrote, which it installs"
 	@echo "make durations    write how long each test file takes into tests/durations.json"
 	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
@@ -143,6 +143,7 @@ test-libraries:
 	.venv-libraries/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--editable '.[libraries]' torch==$(TORCH_VERSION)
 	$(MAKE) test VENV=.venv-libraries TESTS=tests/integration/test_other_libraries.py
+	.venv-libraries/bin/python -m pytest -m integration tests/integration/test_ray.py
 
 check: $(VENV)/.checkers
 	$(BIN)/ruff check .

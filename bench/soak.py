@@ -4,8 +4,8 @@
 
 Starts `heavypath serve` with the shipped pair, and asks it over HTTP from several clients at a time: prompts and
 lengths of all kinds, greedy and sampled, whole and streamed, some with stop strings. One request in ten is dropped by
-its client before its end, one in twenty is nonsense, and one client asks for a long stream and never reads it. At the
-end:
+its client before its end, one in twenty is nonsense, one in twenty is read very slowly, and one client asks for a long
+stream and never reads it. At the end:
 
 * each request has been answered, and with the right status: none is lost
 * each text is the one that `decoder.generate` gives alone, under the request's seed (for a share of them, at the end)
@@ -138,11 +138,13 @@ async def request(base: str, chance: random.Random, record: Record) -> None:
         writer.transport.abort()
         record.counts["dropped"] += 1
     else:
-        status, answer = await ask(base, body)
+        slow = kind < 0.2
+        status, answer = await ask(base, body | ({"stream": True} if slow else {}), pause=0.05 if slow else 0.0)
         if status == 429:
             record.counts["queue full"] += 1
             return
         record.counts["answered"] += 1
+        record.counts["of these read slowly"] += slow
         if status != 200 or answer.get("finish_reason") not in ("stop", "length"):
             record.wrong.append(f"{body} was answered with {status}: {answer}")
         else:
@@ -158,18 +160,24 @@ def body_of(chance: random.Random, *, stream: bool) -> dict[str, Any]:
     return body
 
 
-async def ask(base: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The status, and the choice or the error; a stream's pieces put together."""
+async def ask(base: str, body: dict[str, Any], *, pause: float = 0.0) -> tuple[int, dict[str, Any]]:
+    """The status, and the choice or the error; a stream's pieces put together.
+
+    pause: seconds after each 256 bytes
+    """
     reader, writer = await connection(base, body)
     try:
-        answer = await reader.read()
+        answer = b""
+        while part := await reader.read(256 if pause else 1 << 16):
+            answer += part
+            await asyncio.sleep(pause)
     finally:
         writer.close()
     status = int(answer.split(b" ", 2)[1])
     events = [json.loads(each) for each in re.findall(rb"^(?:data: )?(\{.*\})\r?$", answer, re.M)]
     if any("error" in event for event in events):
         return status, next(event for event in events if "error" in event)
-    if body["stream"] and b"data: [DONE]" not in answer:
+    if b"text/event-stream" in answer and b"data: [DONE]" not in answer:
         return status, {"text": "", "finish_reason": "a stream without an end"}
     choices = [event["choices"][0] for event in events]
     return status, {"text": "".join(each["text"] for each in choices), "finish_reason": choices[-1]["finish_reason"]}

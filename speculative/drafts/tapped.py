@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.models.forward import Forward, Taps, check_finite
-from heavypath.speculative.models.structure import structure_of, weight_versions
+from heavypath.speculative.models.structure import structure_of, weight_versions, weights_of
 
 
 class TappedDraft(Draft, ABC):
@@ -42,7 +42,7 @@ class TappedDraft(Draft, ABC):
             )
         if model.training:
             raise ValueError("draft is in training mode; call draft.eval() first")
-        self._structure = structure_of(model)
+        self._structure, self._weights = structure_of(model), weights_of(model)
 
     @property
     def forward(self) -> "TappedDraft":  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,7 +78,7 @@ class TappedDraft(Draft, ABC):
 
     def state(self) -> int:
         """A number that is another one after a change of the module, or of its weights in place."""
-        return hash((*self._structure.function, weight_versions(self.model), self.target.state()))
+        return hash((*self._structure.function, weight_versions(self._weights), self.target.state()))
 
     @abstractmethod
     def level_weights(self) -> list[Tensor]:

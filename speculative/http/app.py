@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,7 +17,7 @@ from heavypath.speculative.http.guard import Guard, client_of
 from heavypath.speculative.http.logprobs import Spelling
 from heavypath.speculative.http.reading import Reading, check_model
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
-from heavypath.speculative.http.streaming import EventStream
+from heavypath.speculative.http.writing import EventStream, Writing
 
 
 def create_app(
@@ -39,7 +40,7 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=["GET", "POST"], allow_headers=["*"])
     answer_errors(app)
     started = int(time.time())
-    reading = Reading(served)
+    reading, writing = Reading(served), Writing()
 
     @app.get("/health")
     async def health() -> Answer:
@@ -78,22 +79,24 @@ def create_app(
     async def completions(request: Request) -> Response:
         asked = await reading.read(request, CompletionRequest)
         exchange = Exchange(served, asked, client_of(request.scope))
-        return await _answered(exchange, asked.body, request, CompletionAnswer(style_of(asked.body)))
+        return await _answered(exchange, asked.body, request, CompletionAnswer(style_of(asked.body)), writing)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = await reading.read(request, ChatRequest)
         exchange = Exchange(served, asked, client_of(request.scope))
-        return await _answered(exchange, asked.body, request, ChatAnswer(style_of(asked.body)))
+        return await _answered(exchange, asked.body, request, ChatAnswer(style_of(asked.body)), writing)
 
     _describe(app, {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest})
     return app
 
 
-async def _answered(exchange: Exchange, body: Sampling, request: Request, answer: AnyAnswer) -> Response:
+async def _answered(
+    exchange: Exchange, body: Sampling, request: Request, answer: AnyAnswer, writing: Writing
+) -> Response:
     """The texts as a stream or whole; of more texts than were asked for the best."""
     if body.stream:
-        return EventStream(exchange, answer, has_numbers=body.streamed.include_usage)
+        return EventStream(exchange, answer, writing, has_numbers=body.streamed.include_usage)
     texts: list[list[Piece]] = [[] for _ in range(len(exchange))]
     async with until_gone(request.receive, exchange), aclosing(exchange.pieces()) as pieces:
         async for piece in pieces:
@@ -103,7 +106,9 @@ async def _answered(exchange: Exchange, body: Sampling, request: Request, answer
         ranked = [found[first : first + body.texts] for first in range(0, len(found), body.texts)]
         best = [sorted(each, key=lambda text: -exchange.mean_logprob(text.place))[: body.n] for each in ranked]
         found = [text for each in best for text in each]
-    return Answer(answer.whole(found, exchange.counted, exchange.acceptance))
+    whole = partial(answer.whole, found, exchange.counted, exchange.acceptance)
+    content = await writing.written(whole, sum(len(each.scored) for each in found))
+    return Response(content, media_type=Answer.media_type)
 
 
 def _describe(app: FastAPI, bodies: Mapping[str, type[Sampling]]) -> None:

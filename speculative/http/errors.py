@@ -18,12 +18,17 @@ MOST_CHARACTERS = 250  # of a message, which may repeat what a client sent
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # others by their hundreds
 
 
+def compact(content: Any) -> str:
+    """JSON in ASCII alone, which also writes what a client sent as half a character; a `map` as a list."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False, default=list)
+
+
 class Answer(JSONResponse):
-    """JSON in ASCII alone, which also writes what a client sent as half a character."""
+    """JSON as `compact` writes it."""
 
     def render(self, content: Any) -> bytes:
         """The body's bytes."""
-        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+        return compact(content).encode("ascii")
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, too

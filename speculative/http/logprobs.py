@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the shapes of OpenAI's API."""
+"""Log-probabilities of tokens in the shapes of OpenAI's API; the longest lists are a `map`, see `writing`."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,13 +16,11 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
+        self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of(self, token: int) -> str:
         """The text of a token; a part of a character is U+FFFD."""
-        if token not in self._known:
-            self._known[token] = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        return self._known[token]
+        return self._spelled(token)[0]
 
     def completion(self, scored: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         """As /v1/completions has them; offset: of the first token in the text.
@@ -33,25 +31,34 @@ class Spelling:
         return {
             "tokens": tokens,
             "token_logprobs": [None if each.logprob is None else max(LEAST, each.logprob) for each in scored],
-            "top_logprobs": [None if each.logprob is None else self._by_text(each) for each in scored],
+            "top_logprobs": map(self._by_text, scored),
             "text_offset": [*accumulate(map(len, tokens[:-1]), initial=offset)] if tokens else [],
         }
 
     def chat(self, scored: Sequence[TokenLogprob]) -> dict[str, Any]:
         """As /v1/chat/completions has them."""
-        content = []
-        for each in scored:
-            likeliest = [self._one(token, logprob) for token, logprob in each.likeliest]
-            content.append(self._one(each.token, each.logprob) | {"top_logprobs": likeliest})
-        return {"content": content, "refusal": None}
+        return {"content": map(self._with_likeliest, scored), "refusal": None}
+
+    def _with_likeliest(self, scored: TokenLogprob) -> dict[str, Any]:
+        likeliest = [self._one(token, logprob) for token, logprob in scored.likeliest]
+        return self._one(scored.token, scored.logprob) | {"top_logprobs": likeliest}
 
     def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self.of(token)
-        return {"token": text, "logprob": max(LEAST, logprob or 0.0), "bytes": [*text.encode(errors="replace")]}
+        text, content = self._spelled(token)
+        return {"token": text, "logprob": max(LEAST, logprob or 0.0), "bytes": content}
 
-    def _by_text(self, scored: TokenLogprob) -> dict[str, float]:
-        """Of tokens with the same text, such as parts of characters, the likeliest."""
+    def _spelled(self, token: int) -> tuple[str, list[int]]:
+        """The text of a token, and its bytes."""
+        if token not in self._known:
+            text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            self._known[token] = text, [*text.encode(errors="replace")]
+        return self._known[token]
+
+    def _by_text(self, scored: TokenLogprob) -> dict[str, float] | None:
+        """Of tokens with the same text, such as parts of characters, the likeliest; None where nothing comes before."""
+        if scored.logprob is None:
+            return None
         found: dict[str, float] = {}
-        for token, logprob in [*scored.likeliest, (scored.token, scored.logprob or 0.0)]:
+        for token, logprob in [*scored.likeliest, (scored.token, scored.logprob)]:
             found.setdefault(self.of(token), max(LEAST, logprob))
         return found

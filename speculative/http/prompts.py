@@ -12,7 +12,9 @@ from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
 
 # Arguments of the function that renders a template, which no request may set, and what a template's code may raise.
 _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
-_OF_TEMPLATES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_OF_TEMPLATES = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 
 
 class Prompt(NamedTuple):

@@ -20,7 +20,7 @@ from heavypath.kernels.attention.masks import attention_bias, interval_mask
 from heavypath.kernels.attention.prepared import first_row_seen, prepared_attention
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.layer_weights import stream_of, streamed
-from heavypath.speculative.models.structure import structure_of, weight_versions
+from heavypath.speculative.models.structure import structure_of, weight_versions, weights_of
 from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
@@ -176,7 +176,7 @@ class Forward(ABC):
 
     def watch(self, model: nn.Module) -> None:
         """Remember what `model`, which is or contains the model that is called, consists of now."""
-        self._watched, self._structure = model, structure_of(model)
+        self._watched, self._structure, self._weights = model, structure_of(model), weights_of(model)
 
     def is_current(self) -> bool:
         """True if the model's parts are those that it had when it was tried; values of weights may have changed."""
@@ -184,7 +184,7 @@ class Forward(ABC):
 
     def state(self) -> int:
         """A number that is another one after a change of the model, or of its weights in place."""
-        return hash((*self._structure.function, weight_versions(self._watched)))
+        return hash((*self._structure.function, weight_versions(self._weights)))
 
     @property
     def alone(self) -> AbstractContextManager[object]:

@@ -48,27 +48,22 @@ def structure_of(model: nn.Module) -> Structure:
         own = module.__dict__
         weights = [weight for weight in own["_parameters"].values() if weight is not None]
         places += [_place_of(weight) for weight in weights]
-        found.append(
-            (
-                module,
-                type(module).forward,
-                own.get("forward"),
-                *_settings(own),
-                *(key for key, hook in own["_forward_hooks"].items() if not _captures(hook)),
-                *own["_forward_pre_hooks"],
-                *((id(weight), type(weight), weight.dtype, weight.device) for weight in weights),
-                *(
-                    (_place_of(buffer), type(buffer), buffer.dtype, buffer.device, version_of(buffer))
-                    for buffer in _buffers(own)
-                ),
-            )
-        )
+        hooks = [key for key, hook in own["_forward_hooks"].items() if not _captures(hook)]
+        kinds = [(id(weight), type(weight), weight.dtype, weight.device) for weight in weights]
+        buffers = [(_place_of(one), type(one), one.dtype, one.device, version_of(one)) for one in _buffers(own)]
+        also = *hooks, *own["_forward_pre_hooks"], *kinds, *buffers
+        found.append((module, type(module).forward, own.get("forward"), *_settings(own), *also))
     return Structure(found, places)
 
 
-def weight_versions(model: nn.Module) -> int:
+def weights_of(model: nn.Module) -> list[dict[str, Tensor | None]]:
+    """The weights of each module, as they are at any time."""
+    return [module.__dict__["_parameters"] for module in _modules(model)]
+
+
+def weight_versions(weights: list[dict[str, Tensor | None]]) -> int:
     """A number that rises when a weight is changed in place, unless through `.data` or in inference mode."""
-    return sum(version_of(weight) for weight in model.parameters())
+    return sum(version_of(weight) for own in weights for weight in own.values() if weight is not None)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ How much of a prompt is taken over is told, and shows in its time. Where there i
 requests therefore share nothing, not while they run either.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +20,7 @@ from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.text_cache import Caching, ModelRows, SharedPrefixes, TextCache
 
+logger = logging.getLogger(__name__)
 LEAST = 8  # tokens of a text that is kept: copying fewer saves no time
 
 Tokens = np.ndarray  # int64 [any]
@@ -59,7 +61,7 @@ class Prefixes:
         """Keep the rows of the text in a slot, which ends. Its last token has no row yet.
 
         Texts that it begins with are kept no longer. One that is larger than the memory is not kept, and no other goes
-        for it. Where a GPU has no memory for it, all that was kept goes.
+        for it. Where there is no memory for it, all that was kept goes.
         """
         if len(text) < max(LEAST, 2) or not self._most_bytes:
             return
@@ -74,7 +76,8 @@ class Prefixes:
             self._forget(next(iter(self._ended)))
         try:
             cache = self._cache(slots, text, copied=True)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:  # without a GPU torch has no error of its own for this
+            logger.warning("texts that had ended are forgotten, since another could not be copied: %s", error)
             self._ended.clear()
             self.nbytes = 0
             return

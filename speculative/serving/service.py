@@ -249,9 +249,9 @@ class Service:
                     self._advance()
                     self._count(seconds_busy=time.monotonic() - begin)
             except BaseException as error:  # which is none of a request: nobody may wait for ever
-                logger.exception("serving has ended by an error")
                 self._arrivals.close(error)
                 self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
+                logger.exception("serving has ended by an error")  # which there may be no memory for
                 raise
             finally:
                 self._slots.free()
@@ -350,11 +350,12 @@ class Service:
 
     def _end(self, arrival: Arrival, outcome: Reason | Exception) -> None:
         if isinstance(outcome, Exception):
-            logger.warning("a request has failed: %s", outcome)
             self._count(failed=1)
         else:
             self._count(**{{"cancelled": "cancelled", "deadline": "expired"}.get(outcome, "completed"): 1})
         arrival.end(outcome)
+        if isinstance(outcome, Exception):
+            logger.warning("a request has failed: %s", outcome)
 
     def _count(self, **more: float) -> None:
         with self._lock:

@@ -9,6 +9,9 @@ Two rules keep one client's texts from holding up another's. The last free slot 
 nobody waits for the end of a stranger's text. On a CPU a step takes the longer the more texts are in it. There no
 client has more than `BESIDE` of them in a step while others have any. Its further ones pause in the last slots, and go
 on when a text ends. A client that is alone has all the time and all slots but one.
+
+By transformers' own forward pass, rotary embeddings of type longrope have one set of factors for all rows of a step. So
+short and long texts never run side by side there: the next text waits until those of the other kind have ended.
 """
 
 from collections import Counter, deque
@@ -28,6 +31,7 @@ from heavypath.speculative.decoding.engine import Engine, SlotNumbers
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, tree_rows
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
@@ -156,6 +160,8 @@ class ServiceSlots:
         self._readers = deque[ReadLogits | None]()  # of the steps whose outcome is not known yet
         self.running: list[Member] = []  # in the first slots, in their order
         self._rows = list(range(count))  # of `output` that nobody has
+        models = (plan.target, *(plan.draft or NO_DRAFT).models)
+        self._limits = [model.rope_limit for model in models if model.is_foreign and model.rope_limit is not None]
         if cuda_graphs:
             self._runner.warm_up(plan, self._workspace, count, max_tokens, tree_of)
 
@@ -181,9 +187,11 @@ class ServiceSlots:
             raise error from None
 
     def may_follow(self, group: Sequence[Arrival], arrival: Arrival) -> bool:
-        """True if a prompt can be read together with others; with none, any can."""
+        """True if a prompt can be read together with others; with none, if its text can run beside those that run."""
+        if not group:
+            return not self.running or self._is_long(arrival) == self._is_long(self.running[0].arrival)
         sharing = [each for each in group if self._may_share(arrival, each)]
-        return not group or self._entrance.may_follow(group, arrival, sharing)
+        return self._entrance.may_follow(group, arrival, sharing)
 
     def entering(self, group: Sequence[Arrival]) -> Iterator[int]:
         """Read prompts, a piece at a time; the tokens of each piece. After the last one they may `join`."""
@@ -213,7 +221,7 @@ class ServiceSlots:
             self._workspace.receive(slot, self._workspace, len(self.running) - 1, self._cache_rows(last))
             self.running[slot] = last
         self.running.pop()
-        self._state.numbers[StateField.LEFT, len(self.running)] = 0
+        self._state.numbers[[StateField.LEFT, StateField.LENGTHS], len(self.running)] = 0
         self._rows.append(member.row)
 
     def step(self) -> list[tuple[Member, Reason | Exception]]:
@@ -234,6 +242,10 @@ class ServiceSlots:
         """Give the memory back."""
         self._entrance.free()
         del self._workspace, self._entrance, self._prefixes, self._state, self._engine
+
+    def _is_long(self, arrival: Arrival) -> list[bool]:
+        """On which side of each limit of its models a text lies, from its first token to its last."""
+        return [arrival.prompt_length > limit for limit in self._limits]
 
     def _may_share(self, one: Arrival, other: Arrival) -> bool:
         """True if one's prompt may take the other's rows."""

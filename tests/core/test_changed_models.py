@@ -168,6 +168,16 @@ def test_a_large_models_linear_layers_are_looked_at_too(draft):
         assert torch.equal(text(decoder), greedy(model))
 
 
+def test_the_state_of_a_model_is_another_one_after_each_change_of_a_weight(model):
+    forward, seen = forward_of(model, "target"), []
+    with torch.no_grad():
+        for weight in model.parameters():
+            seen += [forward.state(), forward.state()]
+            weight.mul_(1.0)
+    assert seen[::2] == seen[1::2]
+    assert len({*seen, forward.state()}) == len([*model.parameters()]) + 1
+
+
 def sharper(module, query, key, value, attention_mask, sdpa=ALL_ATTENTION_FUNCTIONS["sdpa"], **kwargs):
     return sdpa(module, 3 * query, key, value, attention_mask, **kwargs)
 

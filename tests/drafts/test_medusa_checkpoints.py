@@ -8,7 +8,7 @@ from harmful_files import Harmful
 from head_checkpoints import tiny_target
 from medusa_checkpoints import LAYOUTS, oracle, published, write
 
-from heavypath.speculative import load_draft
+from heavypath.speculative import SpeculativeDecoder, load_draft
 from heavypath.speculative.drafts.heads.checkpoint import is_head
 from heavypath.speculative.drafts.medusa.checkpoint import WEIGHTS, is_medusa, load_medusa
 
@@ -93,6 +93,31 @@ def test_what_is_no_head_for_this_target_is_refused(target, tmp_path):
     refused(tmp_path, tiny_target(vocab=50), whole, r"0\.1\.weight has shape \[40, 16\], expected \[50, 16\]")
     shared = published(target, owns=False)
     refused(tmp_path, tiny_target(width=24), shared, r"expected \[24, 24\] for a target of width 24")
+
+
+ODD = {
+    "sparse": lambda tensor: tensor.to_sparse(), "of 4 TiB": lambda tensor: tensor[:1, :1].expand(1 << 20, 1 << 20),
+    "without values": lambda tensor: tensor.to("meta"), "a scalar": lambda tensor: tensor[0, 0],
+    "a number": lambda _: 5, "complex": lambda tensor: tensor.to(torch.complex64),
+    "a dict": lambda tensor: {"a": tensor},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_pickles_with_odd_tensors_are_refused_by_name(odd, target, tmp_path):
+    whole, name = published(target), "0.0.linear.weight"
+    (tmp_path / "config.json").write_text("{}")
+    torch.save(whole | {name: ODD[odd](whole[name])}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        load_medusa(tmp_path, target)
+
+
+def test_weights_that_are_no_numbers_are_refused(target, tmp_path):
+    whole = published(target)
+    broken = whole | {"0.0.linear.weight": torch.full_like(whole["0.0.linear.weight"], torch.nan)}
+    heads = load_medusa(write(tmp_path, broken), target)
+    with pytest.raises(ValueError, match="draft has NaN or infinite weights"):
+        SpeculativeDecoder(target, heads, "chain")
 
 
 def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsys):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from full_disk import file_size
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.cli.app import main
@@ -100,6 +101,29 @@ def test_answers_go_on_after_a_cut_anywhere(tmp_path):
         for path in (out, out.with_name(f"{cut}.errors.jsonl")):
             path.write_bytes(path.read_bytes()[: -made.randint(1, 150)] if made.random() < 0.7 else path.read_bytes())
         assert write(out, 6) == expected
+
+
+def test_on_a_full_disk_it_ends_and_goes_on_when_there_is_room(tmp_path):
+    lines, path = [parsed(number, b'"a"', {}) for number in range(40)], tmp_path / "out.jsonl"
+    output = Output(path)
+
+    def write(output):
+        for line in lines[output.done :]:
+            output.write(line, LineAnswer(200, {"text": "x" * 50}))
+
+    with file_size(1000):
+        with pytest.raises(OSError, match="File too large"):
+            write(output)
+        with pytest.raises(OSError, match="File too large"):
+            output.close()
+    assert 0 < output.done < 40
+    assert path.stat().st_size == 1000, "the last line is cut"
+    again = Output(path)
+    assert again.done == output.done
+    again.check(lines, most_dropped=0)
+    write(again)
+    again.close()
+    assert [line["id"] for line in lines_of(path)] == [f"line-{number}" for number in range(40)]
 
 
 def test_answers_to_other_lines_are_not_gone_on_with_and_one_process_writes_at_a_time(tmp_path, batch):

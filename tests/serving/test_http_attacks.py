@@ -1,5 +1,6 @@
 """One request against the whole server: it gets its answer, and nobody else waits for it."""
 
+import copy
 import http.client
 import json
 import threading
@@ -8,10 +9,14 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
-from http_server import NAME, ask, post, running
+from http_server import NAME, ask, opened, post, received, running
 from processed_texts import references
 
 from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.http.errors import Refusal
+from heavypath.speculative.http.limits import Limits
+from heavypath.speculative.http.prompts import PromptTokens
+from heavypath.speculative.http.requests import ChatRequest
 
 BODY = {"model": NAME, "prompt": "def", "max_tokens": 2, "temperature": 0}
 SOON = 2.5  # seconds; each of these took 2 to 120, or for ever
@@ -150,6 +155,36 @@ def test_what_a_page_of_another_site_can_send_is_refused(base, kind):
     assert status == 400
     assert "application/json" in error["message"]
     assert post(base, BODY, headers={"Content-Type": "application/json; charset=utf-8"})[0] == 200
+
+
+@pytest.mark.parametrize("template", [
+    "{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}{{ os }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "{{ '{0.__class__.__globals__}'.format(messages) }}",
+    "{{ lipsum.__globals__ }}", "{% for i in range(100001) %}{% endfor %}", "{{ 'x' * 10 ** 18 }}", "{{ 9 ** 99999 }}",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "{% if %}",
+])  # fmt: skip
+def test_a_checkpoints_template_reaches_neither_files_nor_python(template, tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    with pytest.raises(Refusal, match="messages: the chat template"):
+        PromptTokens(own, Limits(256)).of(request)
+
+
+def test_nothing_that_a_client_says_is_in_the_log(base, caplog, capfd):
+    """Neither lines of its own nor what a terminal obeys, wherever it stands in a request."""
+    evil = "x\r\nFORGED line\x1b[31m\x07"
+    fields = "model", "prompt", "stop", evil, "user", "guided_regex", "stream"
+    for more in (*({name: evil} for name in fields), {"logit_bias": {evil: 1}}):
+        post(base, BODY | more)
+    for path in ("/v1/%0aFORGED%1b", "/health?%0aFORGED", "/v1/models/%0d%0aFORGED"):
+        ask(base, "GET", path)
+    for head in (b"GET /\x1b\nFORGED HTTP/1.1", b"FORGED\x1b", b"GET / HTTP/1.1\r\nHost: \x1bFORGED", b"\x16FORGED\n"):
+        with opened(base, head + b"\r\n\r\n") as connection:
+            received(connection)
+    said = caplog.text + "".join(capfd.readouterr())
+    assert "FORGED" not in said
+    assert "\x1b" not in said
 
 
 def test_bodies_are_described(base):

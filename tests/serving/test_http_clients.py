@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 
 import openai
 import pytest
@@ -10,6 +11,7 @@ from http_server import NAME, ask, client_of, metrics, post, running
 from transformers import AutoTokenizer
 
 from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.http.logprobs import Spelling
 from heavypath.speculative.http.requests import CompletionRequest
 from heavypath.speculative.output.options import SamplingOptions
 
@@ -137,6 +139,21 @@ def test_logprobs_of_prompt_and_text_are_the_targets_log_softmax(base, tokenizer
     assert [
         text[offset:][: len(token)] for offset, token in zip(found["text_offset"], found["tokens"], strict=True)
     ] == (found["tokens"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_logprobs_do_not_stop_the_event_loop(base, monkeypatch, stream):
+    threads, make = set(), Spelling._by_text
+
+    def noted(*arguments):
+        threads.add(threading.current_thread().name)
+        return make(*arguments)
+
+    monkeypatch.setattr(Spelling, "_by_text", noted)
+    body = BODY | {"prompt": 10 * PROMPT, "echo": True, "logprobs": 20, "max_tokens": 0, "stream": stream}
+    status, _, answer = ask(base, "POST", "/v1/completions", body)
+    assert (status, answer.count(b"top_logprobs")) == (200, 1)
+    assert threads == {"writing_0"}
 
 
 def test_a_text_of_no_tokens_reads_the_prompt_alone(base):

@@ -2,16 +2,19 @@
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from families import tiny
 from head_cases import head_of
-from rope_cases import LONGROPE
+from rope_cases import LIMIT, LONGROPE
 from serving_cases import VOCAB, alone, held, tiny_llama
 
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, SpeculativeDecoder
+from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.serving.prefixes import Prefixes, common, tokens_of
 
@@ -63,6 +66,34 @@ def test_texts_are_those_without_rows_of_others(name):
         stats = service.stats()
     assert [done.tokens for done in found] == [alone(decoder, *each) for each in wanted]
     assert stats.reused_tokens == sum(done.reused_tokens for done in found) > 0.2 * stats.prompt_tokens
+
+
+@pytest.mark.slow
+def test_500_conversations_of_8_clients_at_a_time_have_the_texts_that_they_have_without_rows_of_others():
+    """The memory for rows has room for all of them, or for a few, which come and go."""
+    decoder, most = (
+        SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=6),
+        {0: 0, 1 << 16: 0, 8 << 20: 0},
+    )
+
+    def conversation(service, number):
+        made, text, answers = random.Random(number), [], []
+        for _ in range(3):
+            text += [made.randrange(VOCAB) for _ in range(made.randint(1, 30))]
+            sent = service.submit(text, 8, made.choice([0.0, 0.9]), seed=number, eos_token_id=None)
+            answers.append(sent.result(60).tokens)
+            text += answers[-1]
+        return answers
+
+    texts = []
+    for kept in most:
+        with decoder.serve(slots=4, max_tokens=160, prefix_bytes=kept) as service, ThreadPoolExecutor(8) as clients:
+            texts.append([*clients.map(partial(conversation, service), range(500))])
+            assert service._slots._prefixes.nbytes <= kept
+            most[kept] = service.stats().reused_tokens
+    assert texts[0] == texts[1] == texts[2]
+    none, few, all_of_them = most.values()
+    assert none == 0 < few < all_of_them
 
 
 def test_a_later_turn_computes_its_new_tokens_alone(read):
@@ -144,6 +175,29 @@ def test_a_text_that_is_larger_than_the_memory_leaves_the_others_there_and_none_
     assert max(copied) == most
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't allocate memory"), torch.OutOfMemoryError("none"), MemoryError()]
+)
+def test_where_memory_is_exhausted_texts_that_have_ended_are_forgotten_and_service_goes_on(error, monkeypatch):
+    decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd", tree_size=3)
+    settings, trimmed = {"max_new_tokens": 4, "temperature": 0.0, "eos_token_id": None}, RowCache.trimmed
+    prompts, fails = [[first] * 10 for first in range(3)], [False, True, False]
+
+    def allocate(cache, *arguments):
+        if failing:
+            raise error
+        return trimmed(cache, *arguments)
+
+    monkeypatch.setattr(RowCache, "trimmed", allocate)
+    with decoder.serve(slots=2, max_tokens=64, prefix_bytes=1 << 20) as service:
+        kept = service._slots._prefixes
+        for prompt, failing in zip(prompts, fails, strict=True):  # noqa: B007 - which `allocate` reads
+            assert service.submit(prompt, **settings).result(60).tokens == alone(decoder, prompt, settings, 0)
+        assert service.is_open
+    assert [text[0] for text, _ in kept._ended.values()] == [2]
+    assert kept.nbytes == sum(cache.nbytes for _, cache in kept._ended.values())
+
+
 @pytest.mark.parametrize("most", [0, None])
 def test_without_memory_for_texts_requests_share_nothing_even_while_they_run(most):
     decoder, prompt = SpeculativeDecoder(tiny_llama(0), method="autoregressive"), [1, 2, 3, 4, 5, 6] * 3
@@ -160,12 +214,11 @@ def test_without_memory_for_texts_requests_share_nothing_even_while_they_run(mos
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 @pytest.mark.parametrize("piece", [5, 512])
 def test_long_prompts_of_longrope_are_read_and_scored_as_long_in_pieces_of_any_size(kind, piece):
-    """Of 24 tokens and more, where the model's embeddings change."""
+    """Of 24 tokens and more, where the model's embeddings change; beside short ones, which phi3 has in other steps."""
     model = tiny(kind, **LONGROPE)
     ids = torch.randint(3, 61, (1, 40), generator=torch.Generator().manual_seed(1))
     decoder = SpeculativeDecoder(model, model, "chain", tree_size=3)
-    slots = 4 if kind == "llama" else 1  # transformers' own forward pass has one kind of text at a time
-    with decoder.serve(slots=slots, max_tokens=60, prefill_tokens=piece) as service:
+    with decoder.serve(slots=4, max_tokens=60, prefill_tokens=piece) as service:
         lengths = (12, 25, 40, 12, 26)
         sent = [
             service.submit(ids[0, :length].tolist(), 4, 0.0, prompt_logprobs=scores, logprobs=0, eos_token_id=None)
@@ -182,6 +235,43 @@ def test_long_prompts_of_longrope_are_read_and_scored_as_long_in_pieces_of_any_s
             logprobs = model(whole).logits[0].log_softmax(-1)[first - 1 :]
             for logprob, each in zip(logprobs, texts, strict=False):
                 assert abs(logprob[each.token].item() - each.logprob) < 1e-3
+
+
+def test_short_and_long_texts_of_longrope_take_turns_by_transformers_own_forward_pass():
+    """None waits for those that came after it; the draft's limit counts as the target's does."""
+    decoder = SpeculativeDecoder(tiny_llama(0, vocab_size=61), tiny("phi3", **LONGROPE), "ersd", tree_size=3)
+    lengths, ends = [4, 5, 30, 6, 31, 7, 8, 40], []
+    with decoder.serve(slots=4, max_tokens=60, prefix_bytes=0) as service:
+        step, together = service._slots._step, []
+
+        def noted(count):
+            together.append({member.arrival.prompt_length > LIMIT for member in service._slots.running})
+            ended = step(count)
+            ends.extend(member.arrival.prompt_length for member, _ in ended)
+            return ended
+
+        service._slots._step = noted
+        with held(service) as entered:
+            sent = [service.submit([3] * length, 4, 0.0, eos_token_id=None) for length in lengths]
+            assert entered.wait(30)
+        for each in sent:
+            each.result(60)
+    assert all(len(kinds) == 1 for kinds in together)
+    assert [sorted(ends[:2]), ends[2:5], sorted(ends[5:7]), ends[7]] == [[4, 5], [30, 6, 31], [7, 8], 40]
+
+
+def test_slots_that_long_texts_have_left_do_not_make_short_ones_long(monkeypatch):
+    """On a GPU a step has some slots that nobody is in; here the service is told that it is on one."""
+    monkeypatch.setattr("heavypath.speculative.serving.slots.host_can_read", lambda device: False)
+    model, told = tiny("phi3", **LONGROPE), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with SpeculativeDecoder(model, model, "chain", tree_size=3).serve(slots=4, max_tokens=60) as service:
+        with held(service) as entered:
+            sent = [service.submit([3 + number] * 30, 20, 0.0, eos_token_id=None) for number in range(4)]
+            assert entered.wait(30)
+            sent += [service.submit([3, 9 + number], 20, 0.0, eos_token_id=None) for number in range(3)]
+        found = [each.result(60).tokens for each in sent[4:]]
+    prompts = [torch.tensor([[3, 9 + number]]) for number in range(3)]
+    assert found == [model.generate(prompt, max_new_tokens=20, **told)[0, 2:].tolist() for prompt in prompts]
 
 
 def test_rows_of_a_text_that_failed_are_not_taken_over():

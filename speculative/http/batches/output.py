@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -110,16 +111,19 @@ class Output:
 
     def close(self) -> None:
         """Have the files on the disk. A file of errors is not left without any."""
-        for file in self._files:
-            os.fsync(file.fileno())
-        self._close()
+        try:
+            for file in self._files:
+                os.fsync(file.fileno())
+        finally:
+            self._close()
 
     def _close(self) -> None:
         for file in self._files[1:]:
             if not os.fstat(file.fileno()).st_size:
                 self.errors.unlink(missing_ok=True)
-        for file in self._files:
-            file.close()
+        with ExitStack() as closing:  # also where the disk is full, and one cannot be written to its end
+            for file in self._files:
+                closing.callback(file.close)
 
 
 def errors_beside(path: Path) -> Path:

@@ -1,0 +1,98 @@
+"""Answers as they are sent, as JSON: whole, or as the server-sent events that OpenAI's clients read.
+
+An answer may have log-probabilities of hundreds of thousands of tokens. The standard library's encoder lets no other
+thread run until it is through, and neither does its garbage collector. So a long answer is written in a thread, a piece
+at a time, and the event loop goes on. A list of places of a text may be a `map`, each of whose objects is made, written
+and gone before the next one.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, Piece
+from heavypath.speculative.http.errors import Refusal, compact
+from heavypath.speculative.http.exchange import Exchange, until_gone
+
+FEW = 16  # places of texts with log-probabilities, which are written at once
+LEVELS = 5  # of objects and lists, down to those of one place
+
+
+class Writing:
+    """Writes the answers of a server."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "writing")
+
+    async def written(self, make: Callable[[], Any], places: int) -> str:
+        """The JSON of what a function makes, which has the log-probabilities of so many places."""
+        if places <= FEW:
+            return compact(make())
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: "".join(in_pieces(make())))
+
+
+def in_pieces(content: Any, levels: int = LEVELS) -> Iterator[str]:
+    """The text of `compact`; a piece has no more than what is so many levels below."""
+    if levels and isinstance(content, dict):
+        before = "{"
+        for name, value in content.items():
+            yield f"{before}{compact(name)}:"
+            yield from in_pieces(value, levels - 1)
+            before = ","
+        yield "{}" if before == "{" else "}"
+    elif levels and isinstance(content, list | map):
+        before = "["
+        for value in content:
+            yield before
+            yield from in_pieces(value, levels - 1)
+            before = ","
+        yield "[]" if before == "[" else "]"
+    else:
+        yield compact(content)
+
+
+class EventStream(Response):
+    """One event for each piece of text, then [DONE]. What fails on the way is an event {"error": ...}, and the last.
+
+    JSON has no line breaks, and in ASCII no other character that a reader may take for one.
+    """
+
+    def __init__(self, exchange: Exchange, answer: AnyAnswer, writing: Writing, *, has_numbers: bool):
+        """has_numbers: whether the last event before [DONE] has the numbers of tokens."""
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._exchange, self._answer, self._writing, self._has_numbers = exchange, answer, writing, has_numbers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, each when it is there."""
+        async with until_gone(receive, self._exchange), aclosing(self._events()) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in events:
+                await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[str]:
+        exchange, answer = self._exchange, self._answer
+        if isinstance(answer, ChatAnswer):
+            for index in range(len(exchange)):
+                yield compact(answer.begin(index, exchange.counted))
+        try:
+            async with aclosing(exchange.pieces()) as pieces:
+                async for piece in pieces:
+                    if piece.text or piece.calls or piece.scored:
+                        event = partial(answer.event, piece._replace(reason=None), exchange.counted)
+                        yield await self._writing.written(event, len(piece.scored))
+                    if piece.reason is not None:
+                        yield compact(answer.event(Piece(piece.place, "", piece.reason), exchange.counted))
+        except Refusal as refusal:
+            yield compact(refusal.content())
+            return
+        if self._has_numbers:
+            yield compact(answer.last(exchange.counted, exchange.acceptance))
+        yield "[DONE]"

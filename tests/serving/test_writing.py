@@ -1,0 +1,67 @@
+"""Answers with many log-probabilities are written beside the event loop, a place of the text at a time."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from heavypath.speculative.http.answers import ChatAnswer, CompletionAnswer, Counted, Piece, Style
+from heavypath.speculative.http.errors import compact
+from heavypath.speculative.http.logprobs import Spelling
+from heavypath.speculative.http.writing import FEW, Writing, in_pieces
+from heavypath.speculative.serving.logprobs import TokenLogprob
+
+KINDS = {"chat": ChatAnswer, "text": CompletionAnswer}
+
+
+@pytest.fixture(params=KINDS)
+def answer(request, tokenizer):
+    return KINDS[request.param](Style("name", "fingerprint", Spelling(tokenizer), scores=True))
+
+
+def text_of(places, index=0):
+    scored = [TokenLogprob(place, -0.5, [(each, -1.0 * each) for each in range(20)]) for place in range(places)]
+    return Piece(index, "abc", "length", scored)
+
+
+@pytest.mark.parametrize("content", [
+    {}, [], {"a": []}, [{}, None, 1.5, "\ud800\u2028"], {"a": {"b": [{"c": [{"d": [1, {"e": 2}]}]}]}, "f": [[], [1]]},
+], ids=str)  # fmt: skip
+def test_pieces_together_are_the_same_json(content):
+    expected = json.dumps(content, separators=(",", ":"))
+    for levels in range(7):
+        assert "".join(in_pieces(content, levels)) == expected == compact(content)
+    assert compact({"a": map(str, [1, 2])}) == "".join(in_pieces({"a": map(str, [1, 2])})) == '{"a":["1","2"]}'
+
+
+def test_a_number_that_json_does_not_have_is_an_error():
+    for write in (compact, lambda content: "".join(in_pieces(content))):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            write({"a": [float("nan")]})
+
+
+def test_no_piece_has_more_than_one_place(answer, monkeypatch):
+    made = []
+    for name in ("_by_text", "_with_likeliest"):
+        make = getattr(Spelling, name)
+        monkeypatch.setattr(Spelling, name, lambda *arguments, make=make: made.append(1) or make(*arguments))
+    pieces, last = in_pieces(answer.whole([text_of(40), text_of(40, 1)], Counted(1, 80), None)), 0
+    for piece in pieces:
+        assert len(piece) < 2500
+        assert len(made) - last <= 1, "made when it is written"
+        last = len(made)
+    assert last == 80
+
+
+@pytest.mark.parametrize("places", [1, FEW, FEW + 1, 300])
+def test_long_answers_alone_are_written_in_a_thread(answer, places):
+    threads = set()
+
+    def make():
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return answer.whole([text_of(places)], Counted(1, places), None)
+
+    found = json.loads(asyncio.run(Writing().written(make, places)))
+    assert found["usage"]["completion_tokens"] == places
+    assert threads == {"writing" if places > FEW else threading.current_thread().name}
