@@ -1,0 +1,111 @@
+"""The parts of papers.py that repeat ERSD (Kobus and Gündüz 2025, arXiv 2504.15475).
+
+GSD is greedy rejection of children drawn without replacement, ERSD the race of children drawn by the target's noise.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from papers_setting import Row, Setting
+from races import entropy_bounds, overlap, race_acceptance, race_acceptance_bound, race_index_entropy
+from rejection import rounds_rejection
+from sequoia import falling, vectors
+from torch import Tensor
+
+from heavypath.speculative import TokenTree, expected_tokens, greedy_tree
+from heavypath.speculative.trees.bounds import tree_bounds
+
+RACES = 16
+
+
+def places(setting: Setting, temperature: float) -> Tensor:
+    """How often the target's token is the draft's arrival 1, 2, ... among distinct tokens: [V], which sums to 1."""
+    laws = setting.laws(temperature)
+    target, draft = (torch.cat(each) for each in zip(*laws, strict=True))
+    generator, counts = torch.Generator().manual_seed(setting.seed), torch.zeros(target.shape[1], dtype=torch.float64)
+    for _ in range(RACES):
+        arrivals = torch.empty_like(target).exponential_(generator=generator)
+        times, winner = arrivals / draft, (arrivals / target).argmin(1, keepdim=True)
+        counts += torch.bincount((times < times.gather(1, winner)).sum(1), minlength=len(counts)) / RACES
+    return counts / len(target)
+
+
+def fixed(law: Sequence[float], size: int, kept: int) -> float:
+    """Lemma 4.2 with v = 1 and the `kept` likeliest children merged by themselves: log(n kept + 1) / H of those."""
+    head = torch.tensor([*law[:kept], max(0.0, 1 - sum(law[:kept]))], dtype=torch.float64)
+    entropy = float(torch.special.entr(head).sum())
+    return math.log(size * kept + 1) / entropy
+
+
+def shapes(vector: Sequence[float], size: int) -> dict[str, TokenTree]:
+    """A batch, a sequence, SpecInfer's 1, 1, 3, 1, ... and the best tree, of at most `size` nodes."""
+    found = {"batch": TokenTree.independent(size - 1, 1), "sequence": TokenTree.chain(size - 1)}
+    if size >= 8:
+        found["1,1,3,1.."] = TokenTree.from_branching([1, 1, 3, *[1] * (size // 3 - 2)])
+    return found | {"best tree": greedy_tree(vector, size)}
+
+
+def growth(setting: Setting) -> Row:
+    """Figures 3 and 4: expected and decoded tokens by shape and by rule, what twice the nodes bring, and bounds."""
+    laws = {"GSD": falling(vectors(setting, 0.6)["sequoia"].mean(0)), "ERSD": falling(places(setting, 0.6))}
+    rows, bounds, before = [], [], {}
+    for size in (4, 8) if setting.small else (4, 8, 16, 32, 64):
+        for rule, vector in laws.items():
+            for name, tree in shapes(vector, size).items():
+                found = setting.decode("sequoia" if rule == "GSD" else "ersd", tree=tree, tokens=48)
+                row = {"nodes": size, "rule": rule, "tree": name, "expected": round(expected_tokens(tree, vector), 4)}
+                now, last = (row["expected"], found.row["tokens"]), before.get((rule, name))
+                if last:
+                    row["twice the nodes"] = [round(each - other, 4) for each, other in zip(now, last, strict=True)]
+                before[rule, name] = now
+                rows.append(row | found.row)
+        least = tree_bounds(laws["ERSD"], size)
+        bound = {"fixed parameter": fixed(laws["ERSD"], size, 8), "leaves": least.leaves, "merged": least.merged}
+        bound |= {"least": least.least}
+        bounds.append({"nodes": size} | {name: round(each, 4) for name, each in bound.items()})
+    return {"rows": rows, "bounds": bounds}
+
+
+def entropy(setting: Setting) -> Row:
+    """Equations 6 to 8, lemma 3.1 and appendix B: bits of the index by greedy rejection and by races, and their bounds.
+
+    Equation 7 (Harsha et al.) bounds greedy rejection by D + (1 + e) log(D + 1) + O(1). Its index counts independent
+    draws. Its law is P(K > k), the rejection rate of k children; `left over` is that of the last k that is counted.
+    """
+    rows = []
+    for temperature in (0.6, 1.0):
+        target, draft = (torch.cat(each)[::8] for each in zip(*setting.laws(temperature), strict=True))
+        kept = ((target - draft).abs().sum(1) > 1e-6) & (draft[target > 0].min() > 0)
+        target, draft = target[kept], draft[kept]
+        bounds = entropy_bounds(target, draft)
+        most = 64 if setting.small else 1024
+        rates = torch.cat([target.new_ones(len(target), 1), rounds_rejection(target, draft, most)], 1)
+        mass = torch.cat([-rates.diff(dim=1), rates[:, -1:]], 1).clamp(min=0)
+        greedy = torch.special.entr(mass).sum(1) / math.log(2)
+        race = torch.tensor([float(race_index_entropy(*each)) for each in zip(target, draft, strict=True)])
+        excess = (greedy - bounds.lower - torch.log2(bounds.lower + 1)).max()
+        values = {
+            "D": bounds.lower, "H greedy": greedy, "H race": race, "upper": bounds.upper, "finer": bounds.finer,
+            "overlap": overlap(target, draft), "race": race_acceptance(target, draft),
+            "lemma 3.1": (target * draft / (target + draft).clamp(min=1e-300)).sum(1),
+            "larger bound": race_acceptance_bound(target, draft),
+        }  # fmt: skip
+        row = {"temperature": temperature, "positions": len(target)}
+        row |= {name: round(float(each.mean()), 4) for name, each in values.items()}
+        row |= {"below D": int((greedy < bounds.lower - 1e-6).sum()), "left over": round(float(rates[:, -1].max()), 6)}
+        rows.append(row | {"constant of (7) with e = 0": round(float(excess), 4)})
+    return {"rows": rows}
+
+
+def one_vector(setting: Setting) -> Row:
+    """Section 5: sequences as decoded beside what one acceptance rate for all depths expects."""
+    first, rows = float(vectors(setting, 0.6)["sequoia"].mean(0)[0]), []
+    for length in (2, 4) if setting.small else (2, 4, 8, 16):
+        found = setting.decode("chain", tree=TokenTree.chain(length), tokens=128)
+        row = {"length": length, "expected": round(expected_tokens(TokenTree.chain(length), [first]), 4), **found.row}
+        rows.append(row | {"by depth": [round(each, 3) for each in found.stats.acceptance_by_depth[:8]]})
+    return {"acceptance": round(first, 4), "rows": rows}
+
+
+PARTS = {"ersd-entropy": entropy, "ersd-one-vector": one_vector, "ersd-growth": growth}
