@@ -44,6 +44,7 @@ import dyspec
 import ersd
 import rsd
 import sequoia
+import survey
 import torch
 from batches import Estimate, Texts, batch_of, tokens_per_forward
 from common import (
@@ -68,7 +69,9 @@ from heavypath.speculative import METHODS, SpeculativeDecoder
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.demo import DemoPair, demo_prompts
 
-PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = sequoia.PARTS | dyspec.PARTS | ersd.PARTS | rsd.PARTS
+PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    **sequoia.PARTS, **dyspec.PARTS, **ersd.PARTS, **rsd.PARTS, **survey.PARTS,
+}  # fmt: skip
 
 
 class Measured(NamedTuple):

@@ -10,8 +10,10 @@ from difflib import SequenceMatcher
 from functools import partial
 from statistics import fmean, stdev
 
+import torch
 from papers_cells import Cell, rsd_1, rsd_2
 from papers_setting import Decoded, Row, Setting
+from rejection import kseq_multiplier, least_rejection, rounds_rejection, uncovered
 
 from heavypath.speculative.demo.corpus import read_corpus
 
@@ -45,17 +47,37 @@ def accuracy(setting: Setting, decoded: Decoded, truth: list[str | None]) -> lis
 def experiment(setting: Setting, cells: Callable[[float], Iterator[Cell]], sampling: str) -> Row:
     """All shapes of an experiment with one sampling, and plain decoding for the accuracy."""
     options, truth = SAMPLINGS[sampling], continuations(setting.prompts)
-    plain = setting.decode("autoregressive", **options)
+    plain = setting.decode("autoregressive", tokens=48, **options)
     rows: list[Row] = [
         {"group": "", "label": "plain decoding", **plain.row, "accuracy": accuracy(setting, plain, truth)}
     ]
     for cell in [*cells(0.6)][: 3 if setting.small else None]:
-        own = setting.decode(cell.method, **options, **cell.options)
+        own = setting.decode(cell.method, tokens=48, **options, **cell.options)
         rows.append({"group": cell.group, "label": cell.label, **own.row, "accuracy": accuracy(setting, own, truth)})
     return {"sampling": options, "rows": rows, "continuations": sum(each is not None for each in truth)}
 
 
-PARTS = {
+def bernoulli(setting: Setting) -> Row:
+    """Figure 1: how often one of two children is accepted where P = (p, 1 - p) and Q = (q, 1 - q), by rule.
+
+    Two children that are drawn without replacement are both tokens there are, so that recursive rejection always
+    accepts. The others draw independently; "optimal" is what optimal transport leaves to any of them.
+    """
+    rows = []
+    for p in (0.1, 0.3, 0.5):
+        for q in (0.1, 0.3, 0.5, 0.7, 0.9):
+            target, draft = (torch.tensor([[each, 1 - each]], dtype=torch.float64) for each in (p, q))
+            multiplier = kseq_multiplier(target, draft, 2)
+            rates = {
+                "K-SEQ": uncovered(target, draft, multiplier), "multi-round": rounds_rejection(target, draft, 2),
+                "optimal": least_rejection(target, draft, 2),
+            }  # fmt: skip
+            accepted = {name: round(1 - float(rate[0, 1]), 4) for name, rate in rates.items()}
+            rows.append({"p": p, "q": q, **accepted, "recursive": 1.0})
+    return {"rows": rows}
+
+
+PARTS: dict[str, Callable[[Setting], Row]] = {"rsd-bernoulli": bernoulli} | {
     f"rsd-{number}-at-{sampling}": partial(experiment, cells=cells, sampling=sampling)
     for number, cells in ((1, rsd_1), (2, rsd_2))
     for sampling in SAMPLINGS

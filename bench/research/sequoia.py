@@ -7,7 +7,7 @@ the paper's rule. Depths count levels with the root, as the paper does.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from batches import jackknife
@@ -80,6 +80,19 @@ def robustness(setting: Setting) -> Row:
     return {"rows": rows}
 
 
+def temperatures(setting: Setting) -> Row:
+    """Figure 4, right, decoded: that tree by Sequoia's rule and by SpecInfer's, where equal siblings stand together."""
+    tree, rows = greedy_tree(DEFAULT_ACCEPTANCE, 64), []
+    for temperature in (0.2, 0.6, 1.0):
+        own = {
+            method: setting.decode(method, temperature=temperature, tree=tree) for method in ("sequoia", "specinfer")
+        }
+        more = difference(own["sequoia"].stats, own["specinfer"].stats)
+        rows += [{"temperature": temperature, "method": method, **each.row} for method, each in own.items()]
+        rows[-2]["over specinfer"] = more
+    return {"rows": rows}
+
+
 def sequences(vector: Sequence[float], size: int) -> TokenTree:
     """Of the trees of at most `size` nodes that are sequences of one length, the one that yields most."""
     shapes = [TokenTree.independent(count, (size - 1) // count) for count in range(1, min(len(vector), size - 1) + 1)]
@@ -129,7 +142,9 @@ def shapes(setting: Setting, temperature: float) -> Row:
     return {
         "rows": [
             {"width": width, "depth": depth}
-            | setting.decode("specinfer", temperature=temperature, tree=TokenTree.independent(width, depth)).row
+            | setting.decode(
+                "specinfer", temperature=temperature, tokens=48, tree=TokenTree.independent(width, depth)
+            ).row
             for width, depth in grid
         ]
     }
@@ -142,7 +157,7 @@ def wide_and_deep(setting: Setting) -> Row:
         "rows": [
             {"width": width, "depth": depth, "temperature": temperature}
             | setting.decode(
-                "specinfer", temperature=temperature, tokens=48, tree=TokenTree.independent(width, depth)
+                "specinfer", temperature=temperature, prompts=8, tokens=48, tree=TokenTree.independent(width, depth)
             ).row
             for temperature in (0.0, 0.6)
             for width, depth in grid
@@ -285,7 +300,8 @@ def defaults(setting: Setting) -> Row:
 
 PARTS = {
     "sequoia-growth": growth, "sequoia-theorem": theorem, "sequoia-chosen": chosen, "sequoia-bounded": bounded,
-    "sequoia-verification": verification, "sequoia-robustness": robustness, "sequoia-scaling": scaling,
-    "sequoia-defaults": defaults, "sequoia-pairs": pairs, "sequoia-greedy-shapes": lambda setting: shapes(setting, 0.0),
-    "sequoia-shapes": lambda setting: shapes(setting, 0.6), "sequoia-large-shapes": wide_and_deep,
+    "sequoia-verification": verification, "sequoia-robustness": robustness, "sequoia-temperatures": temperatures,
+    "sequoia-scaling": scaling, "sequoia-defaults": defaults, "sequoia-pairs": pairs,
+    "sequoia-greedy-shapes": partial(shapes, temperature=0.0), "sequoia-shapes": partial(shapes, temperature=0.6),
+    "sequoia-large-shapes": wide_and_deep,
 }  # fmt: skip
