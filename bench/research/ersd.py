@@ -51,7 +51,7 @@ def growth(setting: Setting) -> Row:
     """Figures 3 and 4: expected and decoded tokens by shape and by rule, what twice the nodes bring, and bounds."""
     laws = {"GSD": falling(vectors(setting, 0.6)["sequoia"].mean(0)), "ERSD": falling(places(setting, 0.6))}
     rows, bounds, before = [], [], {}
-    for size in (4, 8) if setting.small else (4, 8, 16, 32, 64):
+    for size in (4, 8) if setting.small else (8, 16, 32, 64):
         for rule, vector in laws.items():
             for name, tree in shapes(vector, size).items():
                 found = setting.decode("sequoia" if rule == "GSD" else "ersd", tree=tree, tokens=48)
@@ -109,7 +109,7 @@ def one_vector(setting: Setting) -> Row:
     rows = []
     for temperature in (0.6, 1.0):
         first = vectors(setting, temperature)["sequoia"][:, 0]
-        for length in (2, 4) if setting.small else (2, 4, 8, 16):
+        for length in (2, 4) if setting.small else (4, 16):
             tree = TokenTree.chain(length)
             found = setting.decode("chain", tree=tree, temperature=temperature)
             tokens, steps = found.stats.tokens_of.double(), found.stats.steps_of.double()

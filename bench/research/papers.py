@@ -52,6 +52,7 @@ from common import (
     environment,
     made,
     paper_verifier,
+    processor,
     quiet_demo_pair,
     show,
     token_ids,
@@ -144,18 +145,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         "tables", nargs="*", metavar="TABLE", help=f"{', '.join([*TABLES, *PARTS])} (default: all tables)"
     )
     parser.add_argument("--temperature", type=float, default=0.6, help="where the paper does not vary it")
-    parser.add_argument("--prompts", type=int, help="default: 16, and 8 for large")
-    parser.add_argument("--tokens", type=int, help="after each prompt; default: 64, and 48 for large")
+    parser.add_argument("--prompts", type=int, help="default: 16, 8 for large, and all for parts")
+    parser.add_argument(
+        "--tokens", type=int, help="after each prompt; default: 64, 48 for large; at most so many in a part"
+    )
     parser.add_argument("--timed", type=int, default=3, help="prompts that are also decoded one by one, for tokens/s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, metavar="FILE", help="what --json has written, to be shown")
     arguments = parser.parse_args(argv)
     if arguments.results is not None:
         results = json.loads(arguments.results.read_text())
+        parts = {name: found for name, found in results.items() if name in PARTS}
         results = {name: rows for name, rows in results.items() if name in TABLES}
         print_markdown(results)
         if arguments.plot is not None:
-            draw(results, arguments.plot)
+            draw(results, arguments.plot, parts)
         return
     names = arguments.tables or [*TABLES]
     if unknown := [name for name in names if name not in TABLES and name not in PARTS]:
@@ -177,12 +181,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_parts(names: Sequence[str], pair: DemoPair, arguments: Namespace) -> None:
     """Run parts; each takes its place in the file of results as soon as it is done."""
-    setting = Setting(pair, demo_prompts(), small=arguments.miniature, seed=arguments.seed)
+    cut, tokens = arguments.prompts, arguments.tokens
+    setting = Setting(
+        pair, demo_prompts()[:cut], small=arguments.miniature, seed=arguments.seed, tokens=arguments.tokens
+    )
+    options = f" --prompts {cut}" * (cut is not None) + f" --tokens {tokens}" * (tokens is not None)
     for name in names:
         begin = time.process_time()
         found = PARTS[name](setting)
-        facts = {"command": f"python bench/research/papers.py {name}", "seconds": round(time.process_time() - begin, 1)}
-        facts |= {"date": date.today().isoformat(), "prompts": len(setting.prompts), "seed": setting.seed}
+        facts = {
+            "command": f"python bench/research/papers.py {name}{options}",
+            "seconds": round(time.process_time() - begin, 1),
+        }
+        facts |= {
+            "device": processor(),
+            "date": date.today().isoformat(),
+            "prompts": len(setting.prompts),
+            "seed": setting.seed,
+        }
         show(found["rows"], title=f"{name}, {facts['seconds']:.0f} s of the processor")
         if arguments.json is not None:
             made(arguments.json).write_text(written(written_before(arguments.json) | {name: facts | found}))

@@ -58,10 +58,17 @@ class Decoded(NamedTuple):
 
 
 class Setting:
-    """The pair and the prompts that all parts use; `small` is for a trial that runs every line."""
+    """The pair and the prompts that all parts use.
 
-    def __init__(self, pair: DemoPair, prompts: Sequence[str], *, small: bool, seed: int = 0):
+    small: whether it is a trial that runs every line. tokens: the most that are decoded after a prompt, if not as many
+    as a part asks for.
+    """
+
+    def __init__(
+        self, pair: DemoPair, prompts: Sequence[str], *, small: bool, seed: int = 0, tokens: int | None = None
+    ):
         self.pair, self.small, self.seed = pair, small, seed
+        self.most = 4 if small else tokens or 10**6
         self.prompts = [*prompts][: 2 if small else None]
 
     @cached_property
@@ -83,7 +90,7 @@ class Setting:
         own.runner = cast(StepRunner, steps)
         begin = time.process_time()
         out = own.generate(
-            texts.tokens, 4 if self.small else tokens, temperature=temperature, top_p=top_p, seed=self.seed,
+            texts.tokens, min(tokens, self.most), temperature=temperature, top_p=top_p, seed=self.seed,
             **texts.options,
         )  # fmt: skip
         seconds, found = time.process_time() - begin, tokens_per_forward(out.stats)
