@@ -234,11 +234,13 @@ def experiment(group: str) -> Callable[[Found], str]:
             family = row["label"].split()[0]
             if family not in best or row["tokens"] > best[family]["tokens"]:
                 best[family] = row
-        plain = found["rows"][0]["accuracy"]
-        alike = [row["accuracy"][0] for row in found["rows"][1:]]
-        said = "; ".join(f"{row['label']}: {sure(row)}" for row in best.values())
-        like = f"accuracy {min(alike):.2f} to {max(alike):.2f}, plain {plain[0]:.2f} {MARK} {plain[1]:.2f}"
-        return f"{group}: {said}; {like}"
+        said = f"{group}: " + "; ".join(f"{row['label']}: {sure(row)}" for row in best.values())
+        alike = [row["accuracy"] for row in found["rows"] if "accuracy" in row]
+        if not alike:
+            return said
+        (plain, error), *others = alike
+        low, high = min(each for each, _ in others), max(each for each, _ in others)
+        return f"{said}; accuracy {low:.2f} to {high:.2f}, plain {plain:.2f} {MARK} {error:.2f}"
 
     return ours
 
