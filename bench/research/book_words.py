@@ -191,15 +191,19 @@ def shapes_of_64(found: Found) -> str:
 
 
 def marginals(found: Found) -> str:
-    rows = [row for row in found["rows"] if row.get("twice the nodes") and row["tree"] in ("best tree", "sequence")][
-        -4:
-    ]
-    bound, each = found["bounds"][-1], []
+    rows = [row for row in found["rows"] if row.get("twice the nodes") and row["tree"] == "best tree"][-4:]
+    each = []
     for row in rows:
         expected, decoded = row["twice the nodes"]
-        each.append(f"{row['rule']} {row['tree']}: {expected:.2f}, {decoded:.2f}")
-    bounds = f"bounds at 64: fixed {bound['fixed parameter']:.2f}, least {bound['least']:.2f}"
-    return f"32 to 64 nodes, expected, decoded: {'; '.join(each)}; {bounds}"
+        each.append(f"{row['rule']}: {expected:.2f}, {decoded:.2f}")
+    return f"what twice the nodes bring the best tree, expected, decoded: {'; '.join(each)}"
+
+
+def limits(found: Found) -> str:
+    return "best tree, v = 1, least v, theorem 4.1: " + "; ".join(
+        f"{row['nodes']:,}: {row['best tree']:.2f}, {row['v = 1']:.2f}, {row['least v']:.2f}, {row['theorem 4.1']:.2f}"
+        for row in found["rows"][1::2]
+    )
 
 
 def bits(found: Found) -> str:

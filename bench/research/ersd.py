@@ -32,11 +32,28 @@ def places(setting: Setting, temperature: float) -> Tensor:
     return counts / len(target)
 
 
-def fixed(law: Sequence[float], size: int, kept: int) -> float:
-    """Lemma 4.2 with v = 1 and the `kept` likeliest children merged by themselves: log(n kept + 1) / H of those."""
-    head = torch.tensor([*law[:kept], max(0.0, 1 - sum(law[:kept]))], dtype=torch.float64)
-    entropy = float(torch.special.entr(head).sum())
-    return math.log(size * kept + 1) / entropy
+def fixed(law: Sequence[float], size: int, parts: int) -> float:
+    """Lemma 4.2 with a fixed v: children that the best tree lacks count as `parts` equal ones.
+
+    log(n (I + v - 1) + 1) / (H_I + r log v), where the best tree has children up to I, and the others the sum r.
+    """
+    kept = torch.tensor(law[: 1 + int(greedy_tree(law, size).ranks.max())], dtype=torch.float64)
+    rest = max(1e-12, 1 - float(kept.sum()))
+    entropy = float(torch.special.entr(kept).sum()) + rest * math.log(parts / rest)
+    return math.log(size * (len(kept) + parts - 1) + 1) / entropy
+
+
+def bounds(setting: Setting) -> Row:
+    """Theorem 4.1 and lemma 4.2 for the race: the best tree, the paper's bound, and those with v fixed and chosen."""
+    law, vocabulary = falling(places(setting, 0.6)), setting.pair.target.config.vocab_size
+    entropy, rows = float(torch.special.entr(torch.tensor(law)).sum()), []
+    for size in [2**power for power in range(2, 13, 2)]:
+        least = tree_bounds(law, size)
+        row = {"best tree": expected_tokens(greedy_tree(law, size), law), "v = 1": fixed(law, size, 1)}
+        row |= {"v = 100": fixed(law, size, 100), "least v": least.merged, "least of all": least.least}
+        row |= {"theorem 4.1": (math.log(size) + math.log(vocabulary)) / entropy}
+        rows.append({"nodes": size} | {name: round(each, 4) for name, each in row.items()})
+    return {"rows": rows}
 
 
 def shapes(vector: Sequence[float], size: int) -> dict[str, TokenTree]:
@@ -48,9 +65,9 @@ def shapes(vector: Sequence[float], size: int) -> dict[str, TokenTree]:
 
 
 def growth(setting: Setting) -> Row:
-    """Figures 3 and 4: expected and decoded tokens by shape and by rule, what twice the nodes bring, and bounds."""
+    """Figures 3 and 4: expected and decoded tokens by shape and by rule, and what twice the nodes bring."""
     laws = {"GSD": falling(vectors(setting, 0.6)["sequoia"].mean(0)), "ERSD": falling(places(setting, 0.6))}
-    rows, bounds, before = [], [], {}
+    rows, before = [], {}
     for size in (4, 8) if setting.small else (8, 16, 32, 64):
         for rule, vector in laws.items():
             for name, tree in shapes(vector, size).items():
@@ -61,11 +78,7 @@ def growth(setting: Setting) -> Row:
                     row["twice the nodes"] = [round(each - other, 4) for each, other in zip(now, last, strict=True)]
                 before[rule, name] = now
                 rows.append(row | found.row)
-        least = tree_bounds(laws["ERSD"], size)
-        bound = {"fixed parameter": fixed(laws["ERSD"], size, 8), "leaves": least.leaves, "merged": least.merged}
-        bound |= {"least": least.least}
-        bounds.append({"nodes": size} | {name: round(each, 4) for name, each in bound.items()})
-    return {"rows": rows, "bounds": bounds}
+    return {"rows": rows}
 
 
 def entropy(setting: Setting) -> Row:
@@ -82,10 +95,10 @@ def entropy(setting: Setting) -> Row:
         rates = torch.cat([target.new_ones(seen, 1), rounds_rejection(target, draft, most)], 1)
         kept = rates[:, -1] < (1 if setting.small else 1e-3)
         target, draft, rates = target[kept], draft[kept], rates[kept]
-        mass, bounds = torch.cat([-rates.diff(dim=1), rates[:, -1:]], 1).clamp(min=0), entropy_bounds(target, draft)
+        mass, limits = torch.cat([-rates.diff(dim=1), rates[:, -1:]], 1).clamp(min=0), entropy_bounds(target, draft)
         greedy = torch.special.entr(mass).sum(1) / math.log(2)
         values = {
-            "D": bounds.lower, "H greedy": greedy, "finer": bounds.finer, "upper": bounds.upper,
+            "D": limits.lower, "H greedy": greedy, "finer": limits.finer, "upper": limits.upper,
             "H race": torch.tensor([float(race_index_entropy(*each)) for each in zip(target, draft, strict=True)]),
             "overlap": overlap(target, draft), "race": race_acceptance(target, draft),
             "lemma 3.1": (target * draft / (target + draft).clamp(min=1e-300)).sum(1),
@@ -93,9 +106,9 @@ def entropy(setting: Setting) -> Row:
         }  # fmt: skip
         row = {"temperature": temperature, "positions": len(target), "of": seen}
         row |= {name: round(float(each.mean()), 4) for name, each in values.items()}
-        row["below D"] = int((greedy < bounds.lower - 0.02).sum())
+        row["below D"] = int((greedy < limits.lower - 0.02).sum())
         rows.append(
-            row | {"constant of (7)": round(float((greedy - bounds.lower - (bounds.lower + 1).log2()).max()), 4)}
+            row | {"constant of (7)": round(float((greedy - limits.lower - (limits.lower + 1).log2()).max()), 4)}
         )
     return {"rows": rows}
 
@@ -126,4 +139,4 @@ def one_vector(setting: Setting) -> Row:
     return {"rows": rows}
 
 
-PARTS = {"ersd-entropy": entropy, "ersd-one-vector": one_vector, "ersd-growth": growth}
+PARTS = {"ersd-bounds": bounds, "ersd-entropy": entropy, "ersd-one-vector": one_vector, "ersd-growth": growth}

@@ -149,7 +149,7 @@ def test_the_constants_of_sequoia_and_what_they_imply():
 
 
 def test_two_children_of_a_bernoulli_law_by_hand():
-    """P = (0.3, 0.7), Q = (0.7, 0.3): the optimum misses Q^2 - P = 0.49 - 0.3; rounds leave F(1.4) = 0.7 - 1.4 * 0.3."""
+    """P = (0.3, 0.7), Q = (0.7, 0.3): the optimum misses 0.49 - 0.3, and rounds leave F(1.4) = 0.7 - 1.4 * 0.3."""
     rows = script("rsd").bernoulli(None)["rows"]
     row = next(row for row in rows if (row["p"], row["q"]) == (0.3, 0.7))
     assert (row["optimal"], row["multi-round"], row["recursive"]) == (0.81, 0.72, 1.0)
@@ -169,6 +169,14 @@ def test_a_difference_between_two_ways_is_of_the_same_prompts():
     """One token a step more after each prompt: the prompts' own difference does not count."""
     found = script("papers_setting").difference(stats([12, 4], [3, 2]), stats([9, 2], [3, 2]))
     assert found == pytest.approx([1, 0])
+
+
+def test_a_lemma_with_a_fixed_parameter_is_a_bound_and_its_best_parameter_is_the_libraries():
+    ersd, law = script("ersd"), [0.5, 0.25, 0.15, 0.1]
+    for size in (3, 9, 30):
+        best = ersd.expected_tokens(ersd.greedy_tree(law, size), law)
+        each = [ersd.fixed(law, size, parts) for parts in range(1, 200)]
+        assert best <= ersd.tree_bounds(law, size).merged == pytest.approx(min(each), rel=1e-3)
 
 
 @pytest.mark.slow
