@@ -97,9 +97,13 @@ def write_results(path: Path | None, facts: dict, **results: object) -> None:
     """
     if path is not None:
         facts = facts | {"command": command(), "date": date.today().isoformat()}
-        text = json.dumps({"environment": facts, **results}, indent=1)
-        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda innermost: _on_one_line(innermost[0]), text)
-        made(path).write_text(text + "\n")
+        made(path).write_text(written({"environment": facts, **results}))
+
+
+def written(content: Row) -> str:
+    """The text of a file of results."""
+    text = json.dumps(content, indent=1)
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda innermost: _on_one_line(innermost[0]), text) + "\n"
 
 
 def command() -> str:

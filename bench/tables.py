@@ -12,6 +12,7 @@ Each function writes a table, and below it the command, the machine and the date
 """
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -465,6 +466,17 @@ def papers(name: str, groups: Sequence[str] | None = None) -> None:
     if any(apart in (row["group"], row["label"]) for row in found):
         also += f"; `{apart}`: {facts[apart]['device']}"
     source("papers", also=also)
+
+
+def reproduction(errors: bool = False) -> None:
+    """The reproduction book: a row for each figure and table of the papers; or the errors that were found in them."""
+    sys.path.append(str(BENCH / "research"))
+    import book
+
+    if errors:
+        table(["paper", "place", "what is wrong"], book.ERRORS)
+    else:
+        table(["paper", "place", "the paper", "here", "command", "s", "file"], book.rows())
 
 
 def rejection(children: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> None:

@@ -10,6 +10,9 @@
     dyspec       DySpec's trees, step by step (Xiong et al. 2024): nodes, levels and accepted nodes, with a threshold
     large        trees of 768 nodes, which Sequoia and DySpec take where the target's weights are read from host memory
 
+    sequoia-..., dyspec-..., ersd-..., rsd-...     parts, one for each figure and table of a paper that is repeated:
+                 see PARTS in the files of these names, and docs/papers.md, which has a row for each (book.py)
+
 "dyspec as published" takes a token's draft probability for its chance of being accepted, as the paper does
 (confidence="draft"); "dyspec, measured confidence" is what the method has here by default.
 
@@ -28,58 +31,48 @@ tables of such a file in Markdown, and draws its figures, and measures nothing.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
 
 import beside  # noqa: F401
+import dyspec
+import ersd
+import rsd
+import sequoia
+import survey
 import torch
 from batches import Estimate, Texts, batch_of, tokens_per_forward
 from common import (
     argument_parser,
     environment,
+    made,
     paper_verifier,
+    processor,
     quiet_demo_pair,
+    show,
     token_ids,
     until_stopped,
     write_results,
+    written,
 )
+from papers_cells import TABLES, Cell
+from papers_setting import Observer, Setting
 from papers_shown import OWN, draw, print_markdown, table_of
 from rich import box
 from rich.console import Console
 
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, sequoia_tree
+from heavypath.speculative import METHODS, SpeculativeDecoder
 from heavypath.speculative.decoding.runner import StepRunner
-from heavypath.speculative.decoding.step import Stepped
 from heavypath.speculative.demo import DemoPair, demo_prompts
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 
-PAIRS = {2: [(2, 2), (3, 2)], 3: [(3, 3), (4, 3)], 4: [(5, 4), (7, 4)], 5: [(6, 5), (12, 5)]}
-BUDGETS = {
-    6: ([(2, 3), (3, 2)], [[2, 1, 1], [2, 2], [3, 1]]),
-    10: ([(2, 5), (5, 2)], [[2, 1, 1, 1, 1], [2, 2, 1], [5, 1]]),
-    14: ([(2, 7), (7, 2)], [[2, 1, 1, 1, 1, 1, 1], [2, 2, 2], [7, 1]]),
-    21: ([(3, 7), (7, 3)], [[3, 1, 1, 1, 1, 1, 1], [3, 2, 2], [7, 1, 1]]),
-    30: ([(5, 6), (6, 5)], [[2, 2, 2, 2], [5, 1, 1, 1, 1, 1], [6, 1, 1, 1, 1]]),
-}
-NAMES = {"temperature": "T =", "top_p": "top-p"}
-WIDE = 128  # nodes of a level, where trees of up to 768 grow; half as long to draft as the default of 384
-DYSPEC: dict[str, dict] = {"dyspec as published": {"confidence": "draft"}, "dyspec, measured confidence": {}}
-
-
-class Cell(NamedTuple):
-    """One cell: where it stands in its table, and what is decoded.
-
-    group, label: the heading of its rows, and its own row
-    sampling:     options of `generate`
-    """
-
-    group: str
-    label: str
-    method: str
-    options: Mapping[str, Any]
-    sampling: Mapping[str, float]
+PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    **sequoia.PARTS, **dyspec.PARTS, **ersd.PARTS, **rsd.PARTS, **survey.PARTS,
+}  # fmt: skip
 
 
 class Measured(NamedTuple):
@@ -98,99 +91,6 @@ class Measured(NamedTuple):
     tokens_per_second: float | None  # None where no prompt was timed
     drafted: list[int]
     accepted: list[int]
-
-
-class Observer:
-    """Stands in the place of a decoder's runner, and counts what each step drafts and accepts."""
-
-    def __init__(self, runner: StepRunner):
-        self._runner = runner
-        self.drafted: list[int] = []
-        self.accepted: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def run(self, *args: Any, **where: Any) -> Stepped:
-        """Run a step."""
-        stepped = self._runner.run(*args, **where)
-        self.drafted += (stepped.drafted.tokens[:, 1:] >= 0).sum(1).tolist()
-        self.accepted += stepped.verified.length.tolist()
-        return stepped
-
-
-def rsd_shapes(pairs: Sequence[tuple[int, int]], vectors: Sequence[list[int]]) -> Iterator[tuple[str, str, dict]]:
-    """Label, method and options: k sequences of l tokens and beams of k by l, then trees by branching vectors."""
-    for count, length in pairs:
-        yield f"SpecTr ({count}, {length})", "spectr", {"tree": TokenTree.independent(count, length)}
-    for vector in vectors:
-        yield f"RSD-C {vector}", "rsd-c", {"branching": vector}
-    for count, length in pairs:
-        options = {"width": count, "max_depth": length, "tree_size": 1 + count * length}
-        yield f"RSD-S ({count}, {length})", "rsd-s", options
-
-
-def rsd_1(temperature: float) -> Iterator[Cell]:
-    """Drafts of L levels, and the chain of L tokens."""
-    for length, pairs in PAIRS.items():
-        group = f"{length} levels"
-        yield Cell(group, "SD", "chain", {"tree": TokenTree.chain(length)}, {"temperature": temperature})
-        vectors = [[2] * length, *([count, *[1] * (length - 1)] for count, _ in pairs)]
-        vectors += [[2, 1]] if length == 2 else []
-        for label, method, options in rsd_shapes(pairs, [list(each) for each in dict.fromkeys(map(tuple, vectors))]):
-            yield Cell(group, label, method, options, {"temperature": temperature})
-
-
-def rsd_2(temperature: float) -> Iterator[Cell]:
-    """Drafts of at most B nodes, and the chain of B tokens."""
-    for budget, (pairs, vectors) in BUDGETS.items():
-        group = f"{budget} nodes"
-        yield Cell(group, "SD", "chain", {"tree": TokenTree.chain(budget)}, {"temperature": temperature})
-        for label, method, options in rsd_shapes(pairs, vectors):
-            yield Cell(group, label, method, options, {"temperature": temperature})
-
-
-def robustness(temperature: float) -> Iterator[Cell]:
-    """One fixed tree, planned for T = 0.6, verified as Sequoia, SpecInfer and top-k sampling do."""
-    tree = sequoia_tree(DEFAULT_ACCEPTANCE, 64)
-    samplings = [{"temperature": each} for each in (0.2, 0.4, 0.6, 0.8, 1.0)]
-    samplings += [{"temperature": temperature, "top_p": each} for each in (0.8, 0.9)]
-    for sampling in samplings:
-        group = ", ".join(f"{NAMES[name]} {value:g}" for name, value in sampling.items())
-        for method in ("sequoia", "specinfer", "top-k"):
-            yield Cell(group, method, method, {"tree": tree}, sampling)
-
-
-def specinfer(temperature: float) -> Iterator[Cell]:
-    """k sequences of l tokens."""
-    for width in (1, 2, 4, 8, 16):
-        for length in (1, 2, 4, 8, 16):
-            if width * length <= 128:
-                options = {"tree": TokenTree.independent(width, length)}
-                yield Cell(f"width {width}", f"depth {length}", "specinfer", options, {"temperature": temperature})
-
-
-def dyspec(temperature: float) -> Iterator[Cell]:
-    """Trees of at most 768 nodes that stop growing where a slot is worth less than a threshold."""
-    for group, values in DYSPEC.items():
-        for threshold in (0.1, 0.03, 0.01, 0.003):
-            options = {"tree_size": 768, "max_depth": 12, "width": WIDE, "threshold": threshold, **values}
-            yield Cell(group, f"threshold {threshold:g}", "dyspec", options, {"temperature": temperature})
-
-
-def large(temperature: float) -> Iterator[Cell]:
-    """Trees of 768 nodes."""
-    for each in (0.6, 1.0):
-        group, sampling = f"T = {each:g}", {"temperature": each}
-        yield Cell(group, "sequoia", "sequoia", {"tree": sequoia_tree(DEFAULT_ACCEPTANCE, 768, 18)}, sampling)
-        for label, values in DYSPEC.items():
-            yield Cell(group, label, "dyspec", {"tree_size": 768, "max_depth": 18, "width": WIDE, **values}, sampling)
-        yield Cell(group, "specinfer 48 x 16", "specinfer", {"tree": TokenTree.independent(48, 16)}, sampling)
-
-
-TABLES: dict[str, Callable[[float], Iterator[Cell]]] = {
-    "rsd-1": rsd_1, "rsd-2": rsd_2, "robustness": robustness, "specinfer": specinfer, "dyspec": dyspec, "large": large,
-}  # fmt: skip
 
 
 def measure(pair: DemoPair, cell: Cell, texts: Texts, *, tokens: int, timed: int, seed: int) -> Measured:
@@ -241,24 +141,29 @@ def as_row(cell: Cell, found: Measured, *, steps: bool) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser(__doc__, plot="a folder for the figures, one for each table but large (needs matplotlib)")
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)} (default: all)")
+    parser.add_argument(
+        "tables", nargs="*", metavar="TABLE", help=f"{', '.join([*TABLES, *PARTS])} (default: all tables)"
+    )
     parser.add_argument("--temperature", type=float, default=0.6, help="where the paper does not vary it")
-    parser.add_argument("--prompts", type=int, help="default: 16, and 8 for large")
-    parser.add_argument("--tokens", type=int, help="after each prompt; default: 64, and 48 for large")
+    parser.add_argument("--prompts", type=int, help="default: 16, 8 for large, and all for parts")
+    parser.add_argument(
+        "--tokens", type=int, help="after each prompt; default: 64, 48 for large; at most so many in a part"
+    )
     parser.add_argument("--timed", type=int, default=3, help="prompts that are also decoded one by one, for tokens/s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, metavar="FILE", help="what --json has written, to be shown")
     arguments = parser.parse_args(argv)
     if arguments.results is not None:
         results = json.loads(arguments.results.read_text())
-        results.pop("environment")
+        parts = {name: found for name, found in results.items() if name in PARTS}
+        results = {name: rows for name, rows in results.items() if name in TABLES}
         print_markdown(results)
         if arguments.plot is not None:
-            draw(results, arguments.plot)
+            draw(results, arguments.plot, parts)
         return
     names = arguments.tables or [*TABLES]
-    if unknown := [name for name in names if name not in TABLES]:
-        parser.error(f"expected tables among {', '.join(TABLES)}, got {', '.join(unknown)}")
+    if unknown := [name for name in names if name not in TABLES and name not in PARTS]:
+        parser.error(f"expected tables or parts among {', '.join([*TABLES, *PARTS])}, got {', '.join(unknown)}")
     if arguments.miniature:
         arguments.prompts, arguments.tokens, arguments.timed = 2, 4, 1
     least = {"prompts": 2, "tokens": 1, "timed": 0}  # two prompts, for a standard error
@@ -266,28 +171,69 @@ def main(argv: Sequence[str] | None = None) -> None:
         if given is not None and given < least[name]:
             parser.error(f"--{name} must be at least {least[name]}, got {given}")
     torch.set_num_threads(arguments.threads)
-    pair, console = quiet_demo_pair(), Console(highlight=False, width=140)
-    settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("temperature", "timed", "seed")}
-    results: dict[str, list[dict]] = {}
+    pair = quiet_demo_pair()
     with until_stopped():
-        for name in names:
-            prompts = arguments.prompts or (8 if name == "large" else 16)
-            tokens = arguments.tokens or (48 if name == "large" else 64)
-            settings[name] = {"prompts": prompts, "tokens": tokens}
-            texts = batch_of(token_ids(pair.tokenizer, demo_prompts()[:prompts]))
-            rows = results[name] = []
-            try:
-                cells = [*TABLES[name](arguments.temperature)][: 3 if arguments.miniature else None]
-                with console.status("") as status:
-                    for number, cell in enumerate(cells, 1):
-                        status.update(f"{name}, {number} of {len(cells)}: {cell.group}, {cell.label}")
-                        found = measure(pair, cell, texts, tokens=tokens, timed=arguments.timed, seed=arguments.seed)
-                        rows.append(as_row(cell, found, steps=name == "dyspec"))
-                        write_results(arguments.json, environment("cpu") | settings, **results)
-            finally:
-                console.print(table_of(name, rows, box.SIMPLE_HEAD))
+        run_parts([name for name in names if name in PARTS], pair, arguments)
+        results = run_tables([name for name in names if name in TABLES], pair, arguments)
     if arguments.plot is not None:
         draw(results, arguments.plot)
+
+
+def run_parts(names: Sequence[str], pair: DemoPair, arguments: Namespace) -> None:
+    """Run parts; each takes its place in the file of results as soon as it is done."""
+    cut, tokens = arguments.prompts, arguments.tokens
+    setting = Setting(
+        pair, demo_prompts()[:cut], small=arguments.miniature, seed=arguments.seed, tokens=arguments.tokens
+    )
+    options = f" --prompts {cut}" * (cut is not None) + f" --tokens {tokens}" * (tokens is not None)
+    for name in names:
+        begin = time.process_time()
+        found = PARTS[name](setting)
+        facts = {
+            "command": f"python bench/research/papers.py {name}{options}",
+            "seconds": round(time.process_time() - begin, 1),
+        }
+        facts |= {
+            "device": processor(),
+            "date": date.today().isoformat(),
+            "prompts": len(setting.prompts),
+            "seed": setting.seed,
+        }
+        show(found["rows"], title=f"{name}, {facts['seconds']:.0f} s of the processor")
+        if arguments.json is not None:
+            made(arguments.json).write_text(written(written_before(arguments.json) | {name: facts | found}))
+
+
+def written_before(path: Path | None) -> dict[str, Any]:
+    """What the file of results has, which is the environment alone where there is none."""
+    if path is None or not path.exists():
+        return {"environment": environment("cpu")}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def run_tables(names: Sequence[str], pair: DemoPair, arguments: Namespace) -> dict[str, list[dict]]:
+    """Run tables, cell by cell; what is measured is written and printed if the run is stopped, too."""
+    console = Console(highlight=False, width=140)
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("temperature", "timed", "seed")}
+    results: dict[str, list[dict]] = {}
+    parts = {name: each for name, each in written_before(arguments.json).items() if name in PARTS}
+    for name in names:
+        prompts = arguments.prompts or (8 if name == "large" else 16)
+        tokens = arguments.tokens or (48 if name == "large" else 64)
+        settings[name] = {"prompts": prompts, "tokens": tokens}
+        texts = batch_of(token_ids(pair.tokenizer, demo_prompts()[:prompts]))
+        rows = results[name] = []
+        try:
+            cells = [*TABLES[name](arguments.temperature)][: 3 if arguments.miniature else None]
+            with console.status("") as status:
+                for number, cell in enumerate(cells, 1):
+                    status.update(f"{name}, {number} of {len(cells)}: {cell.group}, {cell.label}")
+                    found = measure(pair, cell, texts, tokens=tokens, timed=arguments.timed, seed=arguments.seed)
+                    rows.append(as_row(cell, found, steps=name == "dyspec"))
+                    write_results(arguments.json, environment("cpu") | settings, **results, **parts)
+        finally:
+            console.print(table_of(name, rows, box.SIMPLE_HEAD))
+    return results
 
 
 if __name__ == "__main__":

@@ -65,8 +65,13 @@ def is_more(row: Mapping[str, Any], other: Mapping[str, Any], verifier: str) -> 
     return row["tokens"][verifier] - other["tokens"][verifier] > 2 * error
 
 
-def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> None:
-    """Draw the tables that have a figure and a row, each to papers-<table>.png in the folder."""
+def draw(
+    results: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path, parts: Mapping[str, Any] | None = None
+) -> None:
+    """Draw the tables that have a figure and a row, each to papers-<table>.png in the folder.
+
+    parts: all results of parts, for papers-book.png, where there are any
+    """
     from matplotlib.figure import Figure
 
     for name, drawn in FIGURES.items():
@@ -74,6 +79,10 @@ def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> No
             figure = Figure(figsize=(10.5, 4.4), layout="constrained")
             drawn(figure, results[name])
             figure.savefig(made(folder / f"papers-{name}.png"), dpi=100)
+    if parts:
+        figure = Figure(figsize=(11, 6.4), layout="constrained")
+        draw_parts(figure, parts)
+        figure.savefig(made(folder / "papers-book.png"), dpi=100)
 
 
 Rows = Sequence[Mapping[str, Any]]
@@ -162,6 +171,45 @@ def draw_dyspec(figure: Any, rows: Rows) -> None:
     axes.set_title("DySpec's trees grow while a slot is worth more than a threshold", fontsize=11)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     axes.grid(alpha=0.3)
+
+
+def draw_parts(figure: Any, parts: Mapping[str, Any]) -> None:
+    """Six figures of the papers from the parts: computed, and measured without decoding."""
+    grown, proved, robust, bounded, costs, drawn = figure.subplots(2, 3).flatten()
+    lines(grown, parts["sequoia-growth"]["rows"], "nodes", ("best", "sequences", "binary", "4-ary", "chain"))
+    lines(proved, parts["sequoia-theorem"]["rows"], "nodes", ("upper", "best tree", "k* tree", "lower"))
+    rows = [row for row in parts["sequoia-robustness"]["rows"] if row["top_p"] is None]
+    for name, color in (("over specinfer", BLUE), ("over top-k", GREEN)):
+        values, errors = zip(*(row[name] for row in rows), strict=True)
+        robust.errorbar([row["temperature"] for row in rows], values, errors, color=color, marker="o", label=name)
+    rows = [row for row in parts["sequoia-bounded"]["rows"] if row["draft"] == "the paper's constants"]
+    lines(bounded, rows, "nodes", ("speedup", "speedup unbounded"))
+    for row, color in zip(parts["sequoia-verification"]["rows"], (*COLORS, "0.4", "0.7", "black"), strict=False):
+        sizes = [name for name in row if name.isdigit()]
+        label = f"{row['target']}, {row['device']}"
+        costs.plot(list(map(int, sizes)), [row[name] for name in sizes], color=color, label=label)
+    rows = parts["dyspec-probabilities"]["rows"]
+    lines(drawn, rows, "draft", ("accepted", "target"))
+    titles = {
+        grown: "Sequoia, figure 1: tokens", proved: "theorem 3.6", robust: "figure 4: Sequoia's tokens less theirs",
+        bounded: "figure 7: depth bounded or not", costs: "figure 8: t(n)", drawn: "DySpec, figure 2",
+    }  # fmt: skip
+    for axes, title in titles.items():
+        axes.set_title(title, fontsize=10)
+        axes.set_xscale(
+            "linear" if axes in (robust, drawn) else "log", **({} if axes in (robust, drawn) else {"base": 2})
+        )
+        axes.set_xlabel({robust: "temperature", drawn: "the draft's probability"}.get(axes, "nodes"))
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    robust.axhline(0, color="0.5", linewidth=1)
+
+
+def lines(axes: Any, rows: Rows, along: str, names: Sequence[str]) -> None:
+    """A line for each field, over another one."""
+    for name, color in zip(names, (*COLORS, "0.4"), strict=False):
+        chosen = [row for row in rows if name in row]
+        axes.plot([row[along] for row in chosen], [row[name] for row in chosen], color=color, marker=".", label=name)
 
 
 FIGURES = {

@@ -27,6 +27,7 @@ over the prompts.
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -276,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = summary({name: torch.stack([rate[name] for rate in rates]) for name in LABELS})
         results[str(temperature)] = result
         print_table(str(temperature), result)
-    facts = environment("cpu") | {"prompts": len(prompts)}
+    facts = environment("cpu") | {"prompts": len(prompts), "seconds": round(time.process_time(), 1)}
     facts |= {name: getattr(arguments, name) for name in ("new_tokens", "draws", "seed")}
     write_results(arguments.json, facts, temperature=results)
     if arguments.plot is not None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_scripts import script
+from bench_scripts import BENCH, script
 from tiny_models import tiny_llama
 
 from heavypath.speculative import PromptLookup, SpeculativeDecoder
@@ -117,3 +117,73 @@ def test_a_table_in_markdown(tmp_path, capsys):
     assert lines[1] == ["2 levels", "SD", "3", "2", "**2.00 ± 0.12**", "2.00 ± 0.12", "-", "-", "1.50", "50"]
     assert lines[2] == ["", "RSD-C [2, 1]", "3", "2", "1.62 ± 0.12", "2.34 ± 0.12", "-", "-", "1.50", "50"]
     assert lines[3][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "1.00 ± 0.12"], "nothing to be compared with"
+
+
+def test_the_book_has_a_file_and_a_command_for_each_line_or_says_why_not():
+    """Its commands are of parts that there are, and its files have them; at most ten lines are without a result."""
+    book, papers = script("book"), script("papers")
+    missing = [line for line in book.LINES if line.ours is None]
+    assert len(missing) <= 10
+    assert all(len(line.reason.split()) > 3 and not line.source for line in missing)
+    for line, cells in zip(book.LINES, book.rows(), strict=True):
+        if line.ours is not None:
+            name, found = book.found_in(line.source)
+            script_name, *part = found["command"].removeprefix("python bench/research/").split()
+            assert (book.RESULTS / name).exists()
+            assert (BENCH / "research" / script_name).exists()
+            runs = {*papers.PARTS, *papers.TABLES}
+            assert part[:1] == ([line.source] if line.source in runs else []), line.place
+            assert "nan" not in cells[3]
+    assert {line.source for line in book.LINES} >= {*papers.PARTS}, "a part that no line shows"
+    assert len({(line.paper, line.place) for line in book.LINES}) == len(book.LINES)
+
+
+def test_the_constants_of_sequoia_and_what_they_imply():
+    """Table 1, C4 at T = 0: 5.08 tokens at 4.04 times the speed leave 1.257 tokens' time, 10 levels take 0.207."""
+    sequoia = script("sequoia")
+    (nodes, levels), speedup, tokens = sequoia.TABLE_1["C4, T = 0"]
+    assert (nodes, round(tokens / speedup - levels * sequoia.DRAFT_MS / sequoia.TARGET_MS, 3)) == (128, 1.051)
+    assert sequoia.sequences([0.5, 0.4], 3).depth == 1  # 1.9 tokens, where a chain of two has 1.75
+    assert sequoia.sequences([0.9, 0.01], 5).depth == 4
+    assert sequoia.falling(torch.tensor([0.1, 0.5])) == pytest.approx([0.5, 0.1])
+
+
+def test_two_children_of_a_bernoulli_law_by_hand():
+    """P = (0.3, 0.7), Q = (0.7, 0.3): the optimum misses 0.49 - 0.3, and rounds leave F(1.4) = 0.7 - 1.4 * 0.3."""
+    rows = script("rsd").bernoulli(None)["rows"]
+    row = next(row for row in rows if (row["p"], row["q"]) == (0.3, 0.7))
+    assert (row["optimal"], row["multi-round"], row["recursive"]) == (0.81, 0.72, 1.0)
+    assert all(row["multi-round"] <= row["K-SEQ"] + 1e-3 <= row["optimal"] + 2e-3 for row in rows)
+
+
+def test_a_prompt_finds_what_its_file_has_behind_it(monkeypatch):
+    """The indentation that a method lost as a prompt is lost behind it, too."""
+    rsd = script("rsd")
+    text = "class A:\n    def f(self):\n        return 1\n\n    def g(self):\n        return 2\n"
+    monkeypatch.setattr(rsd, "read_corpus", lambda: [SimpleNamespace(text=text, held_out=True)])
+    found = rsd.continuations(["def f(self):", "def h():"])
+    assert found == ["\n    return 1\n\ndef g(self):\n    return 2\n", None]
+
+
+def test_a_difference_between_two_ways_is_of_the_same_prompts():
+    """One token a step more after each prompt: the prompts' own difference does not count."""
+    found = script("papers_setting").difference(stats([12, 4], [3, 2]), stats([9, 2], [3, 2]))
+    assert found == pytest.approx([1, 0])
+
+
+def test_a_lemma_with_a_fixed_parameter_is_a_bound_and_its_best_parameter_is_the_libraries():
+    ersd, law = script("ersd"), [0.5, 0.25, 0.15, 0.1]
+    for size in (3, 9, 30):
+        best = ersd.expected_tokens(ersd.greedy_tree(law, size), law)
+        each = [ersd.fixed(law, size, parts) for parts in range(1, 200)]
+        assert best <= ersd.tree_bounds(law, size).merged == pytest.approx(min(each), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_every_part_runs_in_miniature_and_takes_its_place_in_the_file(tmp_path):
+    papers, path = script("papers"), tmp_path / "papers.json"
+    path.write_text(json.dumps({"environment": {}, "rsd-1": []}))
+    papers.main([*papers.PARTS, "--miniature", "--json", str(path)])
+    written = json.loads(path.read_text())
+    assert written.keys() == {"environment", "rsd-1", *papers.PARTS}
+    assert all(written[name]["rows"] and written[name]["seconds"] >= 0 for name in papers.PARTS)
