@@ -86,7 +86,7 @@ from heavypath.speculative import (
     load_demo_head,
     sequoia_tree,
 )
-from heavypath.speculative.calibration import DEPTH, Extent, calibrate, measure_way, ways_to_draft
+from heavypath.speculative.calibration import calibrate, ways_to_draft
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoding import loop
 from heavypath.speculative.demo import corpus, demo_prompts
@@ -94,11 +94,12 @@ from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.retrieval import RetrievalDraft
+from heavypath.speculative.measured import MeasuredAcceptance
 from heavypath.speculative.methods import VERIFIERS
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.walking import DEPTH, Extent, measure_way
 
 REJECTION, PLAIN, TRANSFORMERS, MODEL = "rejection", "plain", "transformers", "model"
 CHAIN = 6  # nodes of a chain, whatever the trees have

@@ -4,6 +4,7 @@ The table is at the end of this file, each method with its paper and with what d
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -48,6 +49,7 @@ DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
         "rsd-s": "traversal",
     },
 }
+LARGE = 64  # nodes of a tree
 # Typical acceptance changes the law of the text, whatever the draws.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical")
 # Options of SpeculativeDecoder, for some methods.
@@ -213,16 +215,27 @@ def _sequences(size: int, width: int = 3) -> TokenTree:
 
 
 def _default_depth(size: int) -> int:
-    """Levels where none are asked for: twice the nodes pay for one level more, which costs a draft forward."""
-    return min(size - 1, max(2, size.bit_length() - 1))
+    """Levels where none are asked for, each of which costs a draft forward.
+
+    Twice the nodes pay for one level more, and of more than LARGE nodes, which take long to verify, for three.
+    """
+    beyond = max(0.0, math.log2(size / LARGE)) if size > 1 else 0.0
+    return min(size - 1, max(2, min(size, LARGE).bit_length() - 1 + round(3 * beyond)))
 
 
-def _planned(size: int, acceptance: "Acceptance" = DEFAULT_ACCEPTANCE, max_depth: int | None = None) -> TokenTree:
-    """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance."""
+def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int | None = None) -> TokenTree:
+    """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance.
+
+    For a given acceptance it is as deep as pays, and for that of any pair as `_default_depth` says.
+    """
     from heavypath.speculative.trees.planning import sequoia_tree
+    from heavypath.speculative.trees.tails import of_any_pair
 
+    levels = max_depth if max_depth is not None else _default_depth(size) if acceptance is None else size - 1
+    if acceptance is None:
+        acceptance = DEFAULT_ACCEPTANCE if size <= LARGE else of_any_pair(size // 8, max(1, levels))
     rates = torch.as_tensor(acceptance)
-    children, levels = rates.shape[-1], _default_depth(size) if max_depth is None else max_depth
+    children = rates.shape[-1]
     possible = 1
     for depth in range(1, (levels if rates.dim() == 1 else min(levels, len(rates))) + 1):
         possible = min(size, possible + children**depth)

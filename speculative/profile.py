@@ -2,12 +2,14 @@
 
 A profile is a small JSON file. For some numbers of sequences that are decoded together, it has the seconds of a step
 with a tree of n nodes, and those of drafting one level. For each way to draw and verify and each sampling, it has how
-often child j of a node at depth d is accepted. A plan is the tree with the largest
+often child j of a node at depth d is accepted, and of each text which child each token was. A plan is the tree with the
+largest
 
     expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
 
 of as many sequences (Sequoia, Chen et al. 2024, section 4.1). It is chosen among all trees for the methods that may
-have any, and among the trees of their kind for the others.
+have any, and among the trees of their kind for the others. Acceptance where counts run out follows a law (`tails`). The
+tokens that a plan promises do not: they are those that its tree accepts of the texts (`ranks`).
 """
 
 import json
@@ -16,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
@@ -27,92 +27,21 @@ from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import CostsByBatch
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.files.typed_json import parsed, typed
-from heavypath.speculative.methods import Kind, Method, measured_row, row_of
+from heavypath.speculative.measured import MeasuredAcceptance
+from heavypath.speculative.methods import Method, measured_row, row_of
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
-from heavypath.speculative.trees.growth import Confidence, Growth
-from heavypath.speculative.trees.planning import Plan, node_probabilities
+from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.trees.planning import Plan
 from heavypath.speculative.trees.tree import TokenTree
 
-# Of the file. 4 had the costs of one sequence alone, 3 rejection where it names no verifier, 2 did not say how sure its
-# figures are, 1 had no numbers of parameters. All are refused: no release wrote one, and with 4 no tree would follow
-# the batch, without a word.
-VERSION = 5
+# Of the file. 5 counted 8 levels and 8 children and kept no texts, 4 had the costs of one sequence alone, 3 rejection
+# where it names no verifier, 2 did not say how sure its figures are, 1 had no numbers of parameters. All are refused:
+# no release wrote one, and by 5 and 4 trees would be smaller or larger than those that pay, without a word.
+VERSION = 6
 STREAMED = "streamed_megabytes"  # in the environment: what a pass reads, of a target that is streamed
 ALIKE = 0.25  # of that: as long as it is within this, the costs are those that were measured
 SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take
-PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
-
-
-@dataclass(frozen=True)
-class MeasuredAcceptance:
-    """The counts of `calibration.walk` for one way to draw and verify, under one sampling.
-
-    draw, verification: as in `methods.Kind`
-    sequence_count:     the number of independent sequences; None for trees that may branch everywhere
-    filters:            how target and draft were sampled
-    accepted, reached, moments: as in `calibration.Counts`
-    """
-
-    draw: str
-    verification: str
-    sequence_count: int | None
-    filters: Filters
-    accepted: list[list[int]]
-    reached: list[int]
-    moments: list[list[float]]
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of the methods that this is the acceptance of."""
-        return Kind(self.draw, self.verification, independent_sequences=self.sequence_count is not None)
-
-    def check(self) -> None:
-        """Raise ValueError for counts that cannot be."""
-        self.filters.check()
-        if self.sequence_count is not None and self.sequence_count < 1:
-            raise ValueError(f"sequence_count must be None or >= 1, got {self.sequence_count}")
-        children = {len(row) for row in self.accepted}
-        if len(self.reached) != len(self.accepted) or len(children) != 1 or children == {0}:
-            raise ValueError("accepted must have a row of as many children for each depth, reached a number for each")
-        for row, reached in zip(self.accepted, self.reached, strict=True):
-            if min(row) < 0 or sum(row) > reached:
-                raise ValueError(f"of {reached} nodes that were reached at a depth at most as many go on, got {row}")
-        if not all(len(row) == 5 and 0 <= min(row) <= max(row) <= 1.001 * min(row[0], 2**63) for row in self.moments):
-            raise ValueError("moments must have rows of five numbers >= 0, none above the first")
-        if self.filters.temperature > 0:
-            self.confidence()
-
-    def rates(self) -> Tensor:
-        """The share of nodes at depth d whose child j was accepted, fp64 [depth, child].
-
-        Each depth's shares are drawn to those of all depths, by as much as `PRIOR` nodes would. Of independent
-        sequences the first row stays as counted, and the others are drawn to their own mean.
-        """
-        accepted = torch.tensor(self.accepted, dtype=torch.float64)
-        reached = torch.tensor(self.reached, dtype=torch.float64)[:, None]
-        alike = slice(0 if self.sequence_count is None else 1, None)
-        overall = accepted[alike].sum(0) / reached[alike].sum().clamp(min=1)
-        rates = accepted / reached.clamp(min=1)
-        rates[alike] = (accepted[alike] + PRIOR * overall) / (reached[alike] + PRIOR)
-        return rates
-
-    def confidence(self) -> Confidence:
-        """For each child the line of least squares through its acceptance by the draft's share.
-
-        Children that were tried less than `PRIOR` times have the line of the last one before them.
-        """
-        base, slope = [], []
-        for tried, shares, squares, hits, products in self.moments:
-            if tried < PRIOR and base:
-                break
-            tried = max(tried, 1.0)
-            spread = squares / tried - (shares / tried) ** 2
-            rise = 0.0 if spread < 1e-6 else (products / tried - hits * shares / tried**2) / spread
-            start = min(1.0, max(0.0, (hits - max(0.0, rise) * shares) / tried))
-            base.append(start)
-            slope.append(min(max(0.0, rise), 1.0 - start))
-        return Confidence(tuple(base), tuple(slope))
 
 
 class Planned(NamedTuple):
@@ -123,22 +52,8 @@ class Planned(NamedTuple):
 
     @property
     def tokens_error(self) -> float:
-        """The standard error of the plan's expected tokens, by the number of nodes that were counted.
-
-        With n nodes counted at a depth, let their children be accepted with shares a[j], and let g[j] be the derivative
-        of the expected tokens by a[j]. That depth adds (sum_j a[j] g[j]^2 - (sum_j a[j] g[j])^2) / n to the variance.
-        """
-        tree, rates = self.plan.tree, self.acceptance.rates()
-        below = node_probabilities(tree, rates).cumsum(0)
-        last = tree.subtree_end.long() - 1
-        gains = torch.zeros_like(rates)  # a[j] g[j]: what the subtrees below all children j of a depth yield
-        for node in range(1, len(tree)):
-            depth, rank = int(tree.depths[node]) - 1, int(tree.ranks[node])
-            if depth < len(rates) and rank < rates.shape[1]:
-                gains[depth, rank] += below[last[node]] - below[node - 1]
-        squares = torch.where(rates > 0, gains**2 / rates.clamp(min=1e-12), 0.0).sum(1)
-        counted = torch.tensor(self.acceptance.reached, dtype=torch.float64).clamp(min=1)
-        return math.sqrt(float(((squares - gains.sum(1) ** 2).clamp(min=0) / counted).sum()))
+        """The standard error of the plan's expected tokens."""
+        return self.acceptance.tokens_error(self.plan.tree)
 
 
 class Limit(NamedTuple):
@@ -291,10 +206,11 @@ class Profile:
         """
         known = self.costs.at(batch)
         costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
-        plans = [
-            Planned(best_plan(method, entry.rates(), costs, level, entry.sequence_count), entry)
-            for entry in self.measured(method, filters)
-        ]
+        plans = []
+        for entry in self.measured(method, filters):
+            plan = best_plan(method, entry.rates(), costs, level, entry.sequence_count)
+            tokens = entry.tokens(plan.tree)
+            plans.append(Planned(Plan(plan.tree, tokens, plan.speedup * tokens / plan.expected_tokens), entry))
         return max(plans, key=lambda planned: planned.plan.speedup)
 
     def limit(self, method: str, planned: Planned, batch: int = 1) -> Limit:

@@ -18,8 +18,8 @@ from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.kinds import AnyDraft
+from heavypath.speculative.measured import MeasuredAcceptance
 from heavypath.speculative.output.options import NOTHING
-from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.planning import greedy_tree, select_tree
 from heavypath.speculative.trees.tree import ROOT, TokenTree
