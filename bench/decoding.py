@@ -94,9 +94,9 @@ from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.retrieval import RetrievalDraft
-from heavypath.speculative.measured import MeasuredAcceptance
 from heavypath.speculative.methods import VERIFIERS
 from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.walking import DEPTH, Extent, measure_way

@@ -9,6 +9,7 @@ import math
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import transformers
@@ -23,7 +24,7 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import check_alone, forward_of
 from heavypath.speculative.output.options import NOTHING
 from heavypath.speculative.profile import Profile, streaming_of
-from heavypath.speculative.visits import StreamedVisits, Visits, costs_by_batch, default_batch_sizes
+from heavypath.speculative.visits import StreamedVisits, Visits, costs_by_batch, default_batch_sizes, measure_gains
 from heavypath.speculative.walking import (
     ACCEPTANCE_SHARE,
     LEAST_TOKENS,
@@ -39,6 +40,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 TIMED_LEVELS, TIMED_CHILDREN = 8, 8  # of the trees that are timed, at most
 SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # of SpecInfer and SpecTr: how many are drawn decides how often one is accepted
 LIMIT = 90.0  # seconds
+GAINS_SHARE = 0.2  # of them, for real decoding of the plans
 STREAMED_SIZES = (1, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768)
 STREAMED_PASSES = 80  # of a target whose weights are read in each: the time limit, if none is given
 STREAMED_PROMPT = 16  # tokens of each text that is continued there: all ways have caches at the same time
@@ -76,8 +78,9 @@ def calibrate(
     tokens, sequences: length of each text that is walked along, and number of these texts. Of a streamed target it is
         the number for all ways together, at least two for each.
     on_progress: called with a line of text that says what is going on and about how long it will take.
-    limit: seconds that it may take. Half of them are for acceptance. The rest, with those that acceptance left, are for
-        costs: half of that for one sequence, the rest for larger batches alike. A few rounds are timed in any case.
+    limit: seconds that it may take. Half of them are for acceptance, and a fifth for decoding, by which the gains of
+        verifiers and growing trees are known. The rest, with those that acceptance left, are for costs: half of that
+        for one sequence, the rest for larger batches alike. A few rounds are timed in any case.
         Figures for which the time was short have a larger error in the profile. Default: 90, or the time of 80 passes
         of a streamed target if that is more.
     verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name, and its default.
@@ -144,11 +147,11 @@ def calibrate(
         default_batch_sizes("streamed" if streamed else kind) if batch_sizes is None else batch_sizes,
         sizes,
         measured,
-        limit=limit - (time.perf_counter() - begin),
+        limit=limit * (1 - GAINS_SHARE) - (time.perf_counter() - begin),
         report=report,
     )
     logger.debug("calibrated in %.1f s: %s", time.perf_counter() - begin, costs)
-    return Profile(
+    profile = Profile(
         target=describe(target),
         draft=describe(draft),
         target_parameters=parameter_count(target),
@@ -158,6 +161,11 @@ def calibrate(
         acceptance=measured,
         verifier=verifier,
     )
+    if streamed:
+        return profile
+    until = min(begin + limit, time.perf_counter() + GAINS_SHARE * limit)
+    gains = measure_gains(target, draft, prompts, profile, until=until, seed=seed, report=report)
+    return replace(profile, gains=gains)
 
 
 @torch.inference_mode()

@@ -215,31 +215,26 @@ def _sequences(size: int, width: int = 3) -> TokenTree:
 
 
 def _default_depth(size: int) -> int:
-    """Levels where none are asked for, each of which costs a draft forward.
-
-    Twice the nodes pay for one level more, and of more than LARGE nodes, which take long to verify, for three.
-    """
-    beyond = max(0.0, math.log2(size / LARGE)) if size > 1 else 0.0
-    return min(size - 1, max(2, min(size, LARGE).bit_length() - 1 + round(3 * beyond)))
+    """Levels where none are asked for: twice the nodes pay for one more draft forward, beyond LARGE nodes for three."""
+    beyond = round(3 * math.log2(max(size, LARGE) / LARGE))
+    return min(size - 1, max(2, min(size, LARGE).bit_length() - 1 + beyond))
 
 
 def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int | None = None) -> TokenTree:
-    """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance.
-
-    For a given acceptance it is as deep as pays, and for that of any pair as `_default_depth` says.
-    """
-    from heavypath.speculative.trees.planning import sequoia_tree
-    from heavypath.speculative.trees.tails import of_any_pair
+    """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance."""
+    from heavypath.speculative.trees.planning import greedy_tree, sequoia_tree
 
     levels = max_depth if max_depth is not None else _default_depth(size) if acceptance is None else size - 1
-    if acceptance is None:
-        acceptance = DEFAULT_ACCEPTANCE if size <= LARGE else of_any_pair(size // 8, max(1, levels))
-    rates = torch.as_tensor(acceptance)
+    plan, rates = sequoia_tree, torch.as_tensor(DEFAULT_ACCEPTANCE if acceptance is None else acceptance)
+    if acceptance is None and size > LARGE:
+        from heavypath.speculative.trees.tails import of_any_pair
+
+        plan, rates = greedy_tree, torch.from_numpy(of_any_pair(size // 8))
     children = rates.shape[-1]
     possible = 1
     for depth in range(1, (levels if rates.dim() == 1 else min(levels, len(rates))) + 1):
         possible = min(size, possible + children**depth)
-    return sequoia_tree(acceptance, possible, levels)
+    return plan(rates, possible, levels)
 
 
 def _by_levels(

@@ -2,8 +2,8 @@
 
 A profile is a small JSON file. For some numbers of sequences that are decoded together, it has the seconds of a step
 with a tree of n nodes, and those of drafting one level. For each way to draw and verify and each sampling, it has how
-often child j of a node at depth d is accepted, and of each text which child each token was. A plan is the tree with the
-largest
+often child j of a node at depth d is accepted. It also keeps which child each token of the texts was. A plan is the
+tree with the largest
 
     expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
 
@@ -14,10 +14,13 @@ tokens that a plan promises do not: they are those that its tree accepts of the 
 
 import json
 import math
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
@@ -27,33 +30,124 @@ from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import CostsByBatch
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.files.typed_json import parsed, typed
-from heavypath.speculative.measured import MeasuredAcceptance
-from heavypath.speculative.methods import Method, measured_row, row_of
+from heavypath.speculative.methods import METHODS, Kind, Method, measured_row, row_of
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
-from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.trees.counted import PRIOR, Counted
+from heavypath.speculative.trees.growth import Confidence, Growth
 from heavypath.speculative.trees.planning import Plan
 from heavypath.speculative.trees.tree import TokenTree
 
-# Of the file. 5 counted 8 levels and 8 children and kept no texts, 4 had the costs of one sequence alone, 3 rejection
-# where it names no verifier, 2 did not say how sure its figures are, 1 had no numbers of parameters. All are refused:
-# no release wrote one, and by 5 and 4 trees would be smaller or larger than those that pay, without a word.
+# Of the file. 5 counted 8 levels and 8 children and kept no texts. 4 had the costs of one sequence alone, 3 rejection
+# where it names no verifier. 2 did not say how sure its figures are, 1 had no numbers of parameters. All are refused:
+# no release wrote one, and by 4 and 5 trees would be smaller or larger than those that pay, without a word.
 VERSION = 6
 STREAMED = "streamed_megabytes"  # in the environment: what a pass reads, of a target that is streamed
+_RANK = re.compile(r"-[12]|[0-9]{1,3}")
 ALIKE = 0.25  # of that: as long as it is within this, the costs are those that were measured
 SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take
 
 
+@dataclass(frozen=True)
+class MeasuredAcceptance:
+    """The counts of `calibration.walk` for one way to draw and verify, under one sampling.
+
+    draw, verification: as in `methods.Kind`
+    sequence_count:     the number of independent sequences; None for trees that may branch everywhere
+    filters:            how target and draft were sampled
+    accepted, reached, moments: as in `walking.Counts`
+    texts:              of each text the ranks of its tokens with spaces between them; none where only counts are known
+    """
+
+    draw: str
+    verification: str
+    sequence_count: int | None
+    filters: Filters
+    accepted: list[list[int]]
+    reached: list[int]
+    moments: list[list[float]]
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the methods that this is the acceptance of."""
+        return Kind(self.draw, self.verification, independent_sequences=self.sequence_count is not None)
+
+    def check(self) -> None:
+        """Raise ValueError for counts that cannot be."""
+        self.filters.check()
+        if self.sequence_count is not None and self.sequence_count < 1:
+            raise ValueError(f"sequence_count must be None or >= 1, got {self.sequence_count}")
+        children = {len(row) for row in self.accepted}
+        if len(self.reached) != len(self.accepted) or len(children) != 1 or children == {0}:
+            raise ValueError("accepted must have a row of as many children for each depth, reached a number for each")
+        for row, reached in zip(self.accepted, self.reached, strict=True):
+            if min(row) < 0 or sum(row) > reached:
+                raise ValueError(f"of {reached} nodes that were reached at a depth at most as many go on, got {row}")
+        if not all(len(row) == 5 and 0 <= min(row) <= max(row) <= 1.001 * min(row[0], 2**63) for row in self.moments):
+            raise ValueError("moments must have rows of five numbers >= 0, none above the first")
+        if not all(_RANK.fullmatch(rank) for text in self.texts for rank in text.split()):
+            raise ValueError("texts must be ranks, numbers from -2 to 999, with spaces between them")
+        if self.filters.temperature > 0:
+            self.confidence()
+
+    @cached_property
+    def counts(self) -> Counted:
+        """The counts, which have the rates and the tokens of trees."""
+        ranks = [[int(rank) for rank in text.split()] for text in self.texts]
+        return Counted(self.accepted, self.reached, ranks, int(self.sequence_count is not None))
+
+    def rates(self) -> Tensor:
+        """The acceptance by which trees are planned, fp64 [depth, child], see `Counted.rates`."""
+        return self.counts.rates()
+
+    def confidence(self) -> Confidence:
+        """For each child the line of least squares through its acceptance by the draft's share.
+
+        Children that were tried less than `PRIOR` times have the line of the last one before them.
+        """
+        base, slope = [], []
+        for tried, shares, squares, hits, products in self.moments:
+            if tried < PRIOR and base:
+                break
+            tried = max(tried, 1.0)
+            spread = squares / tried - (shares / tried) ** 2
+            rise = 0.0 if spread < 1e-6 else (products / tried - hits * shares / tried**2) / spread
+            start = min(1.0, max(0.0, (hits - max(0.0, rise) * shares) / tried))
+            base.append(start)
+            slope.append(min(max(0.0, rise), 1.0 - start))
+        return Confidence(tuple(base), tuple(slope))
+
+
+@dataclass(frozen=True)
+class MethodGain:
+    """The drafted tokens that a method's plan accepts in decoding, as a share of those that counts promise for it.
+
+    nodes: of the plan's tree; error: the standard error of the factor
+    """
+
+    method: str
+    filters: Filters
+    nodes: int
+    factor: float
+    error: float
+
+
 class Planned(NamedTuple):
-    """A plan, and the acceptance that it was made by."""
+    """A plan, the acceptance that it was made by, and the gain over that by which its tokens are expected."""
 
     plan: Plan
     acceptance: MeasuredAcceptance
+    gain: MethodGain | None = None
 
     @property
     def tokens_error(self) -> float:
         """The standard error of the plan's expected tokens."""
-        return self.acceptance.tokens_error(self.plan.tree)
+        counted = self.acceptance.counts.tokens_error(self.plan.tree)
+        if self.gain is None:
+            return counted
+        accepted = self.acceptance.counts.tokens(self.plan.tree) - 1
+        return math.hypot(counted * self.gain.factor, accepted * self.gain.error)
 
 
 class Limit(NamedTuple):
@@ -81,6 +175,7 @@ class Profile:
     costs:         by the number of sequences that are decoded together
     verifier:      what verified methods that take one, of `methods.VERIFIERS`; None for what each method has by default
                    on that kind of device
+    gains:         of methods that accept more or less than is counted, by their verifier or as their trees grow
     """
 
     target: str
@@ -91,12 +186,15 @@ class Profile:
     costs: CostsByBatch
     acceptance: tuple[MeasuredAcceptance, ...]
     verifier: str | None = None
+    gains: tuple[MethodGain, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
         acceptance = [asdict(entry) | {"filters": entry.filters._asdict()} for entry in self.acceptance]
         costs = {batch: asdict(self.costs.at(batch)) for batch in self.costs.batches}
+        gains = [asdict(gain) | {"filters": gain.filters._asdict()} for gain in self.gains]
         content = {"heavypath profile": VERSION, **asdict(self), "costs": costs, "acceptance": acceptance}
+        content["gains"] = gains
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -141,6 +239,13 @@ class Profile:
             raise ValueError("target_parameters must be >= 1, draft_parameters >= 0, and some acceptance be counted")
         for entry in self.acceptance:
             entry.check()
+        for gain in self.gains:
+            gain.filters.check()
+            if (
+                gain.method not in METHODS
+                or not 0 <= min(gain.factor, gain.error) <= max(gain.factor, gain.error) < 1e6
+            ):
+                raise ValueError(f"a gain must be of a method, its factor and error at least 0, got {gain}")
         return self
 
     def row(self, method: str) -> Method:
@@ -202,16 +307,21 @@ class Profile:
 
         For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on
         the draft of each step. For a method whose siblings may carry equal tokens the expected tokens are a little too
-        few: they count the children of the first of equal siblings alone.
+        few: they count the children of the first of equal siblings alone. Where the method's gain was measured, the
+        drafted tokens that counts promise are multiplied by it.
         """
         known = self.costs.at(batch)
         costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
         plans = []
         for entry in self.measured(method, filters):
             plan = best_plan(method, entry.rates(), costs, level, entry.sequence_count)
-            tokens = entry.tokens(plan.tree)
-            plans.append(Planned(Plan(plan.tree, tokens, plan.speedup * tokens / plan.expected_tokens), entry))
+            gain = self._gain(method, entry.filters)
+            tokens = 1 + (entry.counts.tokens(plan.tree) - 1) * (gain.factor if gain else 1)
+            plans.append(Planned(Plan(plan.tree, tokens, plan.speedup * tokens / plan.expected_tokens), entry, gain))
         return max(plans, key=lambda planned: planned.plan.speedup)
+
+    def _gain(self, method: str, filters: Filters) -> MethodGain | None:
+        return next((gain for gain in self.gains if (gain.method, gain.filters) == (method, filters)), None)
 
     def limit(self, method: str, planned: Planned, batch: int = 1) -> Limit:
         """The limit of a plan of a method; batch: sequences that are decoded together, as for the plan."""
@@ -223,6 +333,8 @@ class Profile:
             "compute": best_plan(method, rates, dict.fromkeys(costs, 1.0), level, count).speedup,
             "drafting": best_plan(method, rates, costs, 0.0, count).speedup,
         }
+        modelled = best_plan(method, rates, costs, level, count).speedup
+        found = {name: speedup * planned.plan.speedup / modelled for name, speedup in found.items()}
         by = max(found, key=lambda name: found[name])
         if found[by] >= MATTERS * planned.plan.speedup:
             return Limit(by, found[by], free)
@@ -240,7 +352,7 @@ class Profile:
 
         batch: sequences that are decoded together
         """
-        plan, entry = self.plan(method, filters, batch)
+        plan, entry, _ = self.plan(method, filters, batch)
         return as_drafted(method, plan.tree, entry.confidence() if filters.temperature > 0 else None)
 
     def mbsu(self, plan: Plan) -> float:

@@ -5,12 +5,12 @@ At every token the draft offers `children` tokens, and rejection or the method's
     child j is accepted, and the tree has it  ->  the text goes on with it, one level deeper
     otherwise                                 ->  the text goes on with the token all the same, which is a new root
 
-Which child is accepted, if any, is the token's *rank*. The nodes of other trees meet the same ranks, as long as they
-have the children that are accepted: the children drawn first, and what is decided about them, do not depend on those
-drawn later. So what any tree accepts can be read off the ranks afterwards, see `trees.ranks`. The tree that is walked
-along decides only what counts as which depth, for the rates by which trees are planned, and what a head is told of its
-own guesses. Without one all children are there, down to `depth` levels; after these the target draws a bonus token. Of
-independent sequences (SpecInfer, SpecTr) those that began with the accepted token go on together, with one child each.
+Which child is accepted, if any, is the token's *rank*. The nodes of other trees meet the same ranks, as far as they
+have these children. For the children drawn first, and what is decided about them, do not depend on those drawn later.
+So what any tree accepts can be read off the ranks afterwards, see `trees.ranks`. The tree that is walked along decides
+only what counts as which depth, and what a head is told of its own guesses. Without one all children are there, down to
+`depth` levels; after these the target draws a bonus token. Of independent sequences (SpecInfer, SpecTr) those that
+began with the accepted token go on together, with one child each.
 
 Held siblings and traversal accept more than rejection does, by what lies beside and below a node. That is no property
 of a token of the text, and so it is rejection that is counted for them.
@@ -33,9 +33,9 @@ from heavypath.speculative.decoding.drafted import Reach, check_distributions, r
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.measured import MeasuredAcceptance
 from heavypath.speculative.methods import REJECTION, VERIFIERS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.planning import greedy_tree
 from heavypath.speculative.trees.ranks import NONE, UNKNOWN, children_of
 from heavypath.speculative.trees.tails import CHILDREN, of_any_pair

@@ -1,4 +1,4 @@
-"""What a tree accepts of texts, by their ranks: which child of the draft each token of a text is.
+"""Tokens that a tree brings of texts, by their ranks: which child of the draft each token of a text is.
 
 A step begins at a token of the text, the root of the tree being the token before it. It accepts the tokens whose ranks
 lead from the root down the tree, and ends with the token after these. The next step begins behind that. So a tree

@@ -26,10 +26,10 @@ from heavypath.speculative.calibration import SEQUENCE_COUNTS, calibrate, own_pr
 from heavypath.speculative.cli.plan_tables import warnings_of
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
-from heavypath.speculative.measured import PRIOR
 from heavypath.speculative.methods import default_verifier, row_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import VERSION, Planned
+from heavypath.speculative.trees.counted import PRIOR
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.visits import sizes_worth_timing
 from heavypath.speculative.walking import LEAST_TOKENS, Extent, Way, measure_way, measure_ways, walk

@@ -41,8 +41,8 @@ from heavypath.speculative import (
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts.kinds import describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
-from heavypath.speculative.measured import MeasuredAcceptance
 from heavypath.speculative.methods import measured_row
+from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.streaming.file import BLOCK
 
 EOS, SEED = 5, 4

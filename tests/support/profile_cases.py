@@ -6,8 +6,8 @@ from tiny_models import tiny_llama
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, Profile
 from heavypath.speculative.costs.table import Costs, CostsByBatch
-from heavypath.speculative.measured import MeasuredAcceptance
 from heavypath.speculative.methods import Kind
+from heavypath.speculative.profile import MeasuredAcceptance
 
 
 def constant_llama(logits):
