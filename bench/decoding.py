@@ -374,7 +374,7 @@ def nodes(bench: Bench) -> Iterator[Row]:
     for temperature in given.temperature:
         measured: dict[str, dict[int | None, MeasuredAcceptance]] = {}
         for way in ways_to_draft(temperature, "cpu", REJECTION):
-            extent = Extent(tokens=given.max_new_tokens, sequences=2 * len(bench.prompts))
+            extent = Extent.of_trees(given.max_new_tokens, 2 * len(bench.prompts), source.levels)
             rows = [ids[0] for ids in bench.prompts]
             entry = measure_way(forward, source, rows, way, Filters(temperature), extent, seed=1)
             measured.setdefault(way.kind, {})[way.sequence_count] = entry
@@ -393,7 +393,7 @@ def nodes(bench: Bench) -> Iterator[Row]:
                     yield {
                         "temperature": temperature, "size": size, "method": label, "nodes": out.nodes / out.steps,
                         "block_efficiency": out.tokens_per_step,
-                        "expected": None if tree is None else expected_tokens(tree, own[sequences].rates()),
+                        "expected": None if tree is None else own[sequences].counts.tokens(tree),
                         "steps": out.steps,
                     }  # fmt: skip
 

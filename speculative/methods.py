@@ -331,7 +331,7 @@ METHODS = {
     "sequoia": Method("without_replacement", "without_replacement", _planned, fill=True),
     # Xiong et al. 2024, "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure" (arXiv 2410.11744). The
     # paper takes a token's draft probability for its chance of being accepted, which is confidence="draft"; the default
-    # is a measured chance. Levels are at most `width` wide, see `growing`.
+    # is what a profile measured, else DEFAULT_CONFIDENCE. Levels are at most `width` wide, see `growing`.
     "dyspec": Method("without_replacement", "without_replacement", _by_slots),
     # Jeon, Gagrani, Goel, Park, Lee and Lott 2024, "Recursive Speculative Decoding: Accelerating LLM Inference via
     # Sampling Without Replacement" (arXiv 2402.14160). RSD-C takes any number of children for each level, which is

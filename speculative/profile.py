@@ -33,7 +33,7 @@ from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.methods import METHODS, Kind, Method, measured_row, row_of
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
-from heavypath.speculative.trees.counted import PRIOR, Counted
+from heavypath.speculative.trees.counted import PRIOR, CountedTexts
 from heavypath.speculative.trees.growth import Confidence, Growth
 from heavypath.speculative.trees.planning import Plan
 from heavypath.speculative.trees.tree import TokenTree
@@ -92,13 +92,13 @@ class MeasuredAcceptance:
             self.confidence()
 
     @cached_property
-    def counts(self) -> Counted:
+    def counts(self) -> CountedTexts:
         """The counts, which have the rates and the tokens of trees."""
         ranks = [[int(rank) for rank in text.split()] for text in self.texts]
-        return Counted(self.accepted, self.reached, ranks, int(self.sequence_count is not None))
+        return CountedTexts(self.accepted, self.reached, ranks, int(self.sequence_count is not None))
 
     def rates(self) -> Tensor:
-        """The acceptance by which trees are planned, fp64 [depth, child], see `Counted.rates`."""
+        """The acceptance by which trees are planned, fp64 [depth, child], see `CountedTexts.rates`."""
         return self.counts.rates()
 
     def confidence(self) -> Confidence:

@@ -18,7 +18,7 @@ SEEN = 10  # times that a child was accepted, for the law beyond it to go throug
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedTexts:
     """The counts of a walk, as lists of a profile.
 
     accepted:    [depth][child], how often child j of a node at depth d was the accepted one
