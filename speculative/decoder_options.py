@@ -24,8 +24,7 @@ class TreeOptions(TypedDict, total=False):
         to plain decoding, and larger ones while the batch shrinks
     tree: a TokenTree to use instead, for methods whose trees do not grow
     acceptance: [child] or [depth, child], the chance that child j of an accepted node is accepted, for planned trees
-    max_depth:  at most so many levels of planned and grown trees (default: any with an acceptance, else log2 of the
-        nodes, and three more for each doubling beyond 64)
+    max_depth:  at most so many levels of planned and grown trees (default: any by an `acceptance`, else by the nodes)
     width:      sequences of specinfer and spectr, children of a node in rsd-c, nodes on a level of grown trees
     branching:  for rsd-c: children of a node at each level (default: those that promise most by `acceptance`)
     threshold:  for chain, dyspec, eagle-2: slots of less value stay empty; see `decoding.growing`
