@@ -11,9 +11,9 @@ from heavypath.speculative.profile import MeasuredAcceptance, Profile
 from heavypath.speculative.trees.bounds import tree_bounds
 
 NOTES = (
-    "expected: tokens per step of the target, as the tree accepts them of the texts walked along, times the gain of the "
-    "method's verifier or growing trees where that was measured. For naive it is a little too low, as it does not count "
-    "the children of equal siblings together.",
+    "expected: tokens per step of the target that the tree accepts of the texts walked along, with the gain of the "
+    "method's verifier or growing trees where that was measured. For naive it is a little too low, as it does not "
+    "count the children of equal siblings together.",
     "planned by acceptance as counted; children beyond the counts follow a power law, deeper levels the mean of all.",
     "bound: no tree of so many nodes is expected to yield more. It is the least of four: merged is ERSD's lemma 4.2, "
     "leaves a form of its theorem 4.1; renewal and moments are our own. heavypath.speculative.trees.bounds has the "
