@@ -86,7 +86,7 @@ from heavypath.speculative import (
     load_demo_head,
     sequoia_tree,
 )
-from heavypath.speculative.calibration import DEPTH, Extent, calibrate, measure_way, ways_to_draft
+from heavypath.speculative.calibration import calibrate, ways_to_draft
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoding import loop
 from heavypath.speculative.demo import corpus, demo_prompts
@@ -99,6 +99,7 @@ from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.walking import DEPTH, Extent, measure_way
 
 REJECTION, PLAIN, TRANSFORMERS, MODEL = "rejection", "plain", "transformers", "model"
 CHAIN = 6  # nodes of a chain, whatever the trees have
@@ -373,7 +374,7 @@ def nodes(bench: Bench) -> Iterator[Row]:
     for temperature in given.temperature:
         measured: dict[str, dict[int | None, MeasuredAcceptance]] = {}
         for way in ways_to_draft(temperature, "cpu", REJECTION):
-            extent = Extent(tokens=given.max_new_tokens, sequences=2 * len(bench.prompts))
+            extent = Extent.of_trees(given.max_new_tokens, 2 * len(bench.prompts), source.levels)
             rows = [ids[0] for ids in bench.prompts]
             entry = measure_way(forward, source, rows, way, Filters(temperature), extent, seed=1)
             measured.setdefault(way.kind, {})[way.sequence_count] = entry
@@ -392,7 +393,7 @@ def nodes(bench: Bench) -> Iterator[Row]:
                     yield {
                         "temperature": temperature, "size": size, "method": label, "nodes": out.nodes / out.steps,
                         "block_efficiency": out.tokens_per_step,
-                        "expected": None if tree is None else expected_tokens(tree, own[sequences].rates()),
+                        "expected": None if tree is None else own[sequences].counts.tokens(tree),
                         "steps": out.steps,
                     }  # fmt: skip
 

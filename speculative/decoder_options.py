@@ -24,12 +24,12 @@ class TreeOptions(TypedDict, total=False):
         to plain decoding, and larger ones while the batch shrinks
     tree: a TokenTree to use instead, for methods whose trees do not grow
     acceptance: [child] or [depth, child], the chance that child j of an accepted node is accepted, for planned trees
-    max_depth:  at most so many levels of planned and grown trees (default: log2 of the nodes)
+    max_depth:  at most so many levels of planned and grown trees (default: any by an `acceptance`, else by the nodes)
     width:      sequences of specinfer and spectr, children of a node in rsd-c, nodes on a level of grown trees
     branching:  for rsd-c: children of a node at each level (default: those that promise most by `acceptance`)
     threshold:  for chain, dyspec, eagle-2: slots of less value stay empty; see `decoding.growing`
-    confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
-        the shipped pair), or "draft" for the paper's, where they are the acceptance
+    confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default:
+        growth.DEFAULT_CONFIDENCE), or "draft" for the paper's, where they are the acceptance
     profile: the measurements of `heavypath calibrate`, as a file or a `Profile`, instead of all these. Each step takes
         the tree with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text
         is another sample of the same law in another batch, for the same seed and id, except with ersd. Where that must

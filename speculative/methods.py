@@ -4,6 +4,7 @@ The table is at the end of this file, each method with its paper and with what d
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -48,6 +49,7 @@ DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
         "rsd-s": "traversal",
     },
 }
+LARGE = 64  # nodes of a tree
 # Typical acceptance changes the law of the text, whatever the draws.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical")
 # Options of SpeculativeDecoder, for some methods.
@@ -213,20 +215,26 @@ def _sequences(size: int, width: int = 3) -> TokenTree:
 
 
 def _default_depth(size: int) -> int:
-    """Levels where none are asked for: twice the nodes pay for one level more, which costs a draft forward."""
-    return min(size - 1, max(2, size.bit_length() - 1))
+    """Levels where none are asked for: twice the nodes pay for one more draft forward, beyond LARGE nodes for three."""
+    beyond = round(3 * math.log2(max(size, LARGE) / LARGE))
+    return min(size - 1, max(2, min(size, LARGE).bit_length() - 1 + beyond))
 
 
-def _planned(size: int, acceptance: "Acceptance" = DEFAULT_ACCEPTANCE, max_depth: int | None = None) -> TokenTree:
+def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int | None = None) -> TokenTree:
     """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance."""
-    from heavypath.speculative.trees.planning import sequoia_tree
+    from heavypath.speculative.trees.planning import greedy_tree, sequoia_tree
 
-    rates = torch.as_tensor(acceptance)
-    children, levels = rates.shape[-1], _default_depth(size) if max_depth is None else max_depth
+    levels = max_depth if max_depth is not None else _default_depth(size) if acceptance is None else size - 1
+    plan, rates = sequoia_tree, torch.as_tensor(DEFAULT_ACCEPTANCE if acceptance is None else acceptance)
+    if acceptance is None and size > LARGE:
+        from heavypath.speculative.trees.tails import of_any_pair
+
+        plan, rates = greedy_tree, torch.from_numpy(of_any_pair(size // 8))
+    children = rates.shape[-1]
     possible = 1
     for depth in range(1, (levels if rates.dim() == 1 else min(levels, len(rates))) + 1):
         possible = min(size, possible + children**depth)
-    return sequoia_tree(acceptance, possible, levels)
+    return plan(rates, possible, levels)
 
 
 def _by_levels(
@@ -323,7 +331,7 @@ METHODS = {
     "sequoia": Method("without_replacement", "without_replacement", _planned, fill=True),
     # Xiong et al. 2024, "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure" (arXiv 2410.11744). The
     # paper takes a token's draft probability for its chance of being accepted, which is confidence="draft"; the default
-    # is a measured chance. Levels are at most `width` wide, see `growing`.
+    # is what a profile measured, else DEFAULT_CONFIDENCE. Levels are at most `width` wide, see `growing`.
     "dyspec": Method("without_replacement", "without_replacement", _by_slots),
     # Jeon, Gagrani, Goel, Park, Lee and Lott 2024, "Recursive Speculative Decoding: Accelerating LLM Inference via
     # Sampling Without Replacement" (arXiv 2402.14160). RSD-C takes any number of children for each level, which is

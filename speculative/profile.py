@@ -2,21 +2,24 @@
 
 A profile is a small JSON file. For some numbers of sequences that are decoded together, it has the seconds of a step
 with a tree of n nodes, and those of drafting one level. For each way to draw and verify and each sampling, it has how
-often child j of a node at depth d is accepted. A plan is the tree with the largest
+often child j of a node at depth d is accepted. It also keeps which child each token of the texts was. A plan is the
+tree with the largest
 
     expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
 
 of as many sequences (Sequoia, Chen et al. 2024, section 4.1). It is chosen among all trees for the methods that may
-have any, and among the trees of their kind for the others.
+have any, and among the trees of their kind for the others. Acceptance where counts run out follows a law (`tails`). The
+tokens that a plan promises do not: they are those that its tree accepts of the texts (`ranks`).
 """
 
 import json
 import math
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,21 +30,22 @@ from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import CostsByBatch
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.files.typed_json import parsed, typed
-from heavypath.speculative.methods import Kind, Method, measured_row, row_of
+from heavypath.speculative.methods import METHODS, Kind, Method, measured_row, row_of
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
+from heavypath.speculative.trees.counted import PRIOR, CountedTexts
 from heavypath.speculative.trees.growth import Confidence, Growth
-from heavypath.speculative.trees.planning import Plan, node_probabilities
+from heavypath.speculative.trees.planning import Plan
 from heavypath.speculative.trees.tree import TokenTree
 
-# Of the file. 4 had the costs of one sequence alone, 3 rejection where it names no verifier, 2 did not say how sure its
-# figures are, 1 had no numbers of parameters. All are refused: no release wrote one, and with 4 no tree would follow
-# the batch, without a word.
-VERSION = 5
+# Of the file. 5 counted 8 levels and 8 children and kept no texts. 4 had the costs of one sequence alone, 3 rejection
+# where it names no verifier. 2 did not say how sure its figures are, 1 had no numbers of parameters. All are refused:
+# no release wrote one, and by 4 and 5 trees would be smaller or larger than those that pay, without a word.
+VERSION = 6
 STREAMED = "streamed_megabytes"  # in the environment: what a pass reads, of a target that is streamed
+_RANK = re.compile(r"-[12]|[0-9]{1,3}")
 ALIKE = 0.25  # of that: as long as it is within this, the costs are those that were measured
 SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take
-PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class MeasuredAcceptance:
     draw, verification: as in `methods.Kind`
     sequence_count:     the number of independent sequences; None for trees that may branch everywhere
     filters:            how target and draft were sampled
-    accepted, reached, moments: as in `calibration.Counts`
+    accepted, reached, moments: as in `walking.Counts`
+    texts:              of each text the ranks of its tokens with spaces between them; none where only counts are known
     """
 
     draw: str
@@ -61,6 +66,7 @@ class MeasuredAcceptance:
     accepted: list[list[int]]
     reached: list[int]
     moments: list[list[float]]
+    texts: list[str] = field(default_factory=list)
 
     @property
     def kind(self) -> Kind:
@@ -80,22 +86,20 @@ class MeasuredAcceptance:
                 raise ValueError(f"of {reached} nodes that were reached at a depth at most as many go on, got {row}")
         if not all(len(row) == 5 and 0 <= min(row) <= max(row) <= 1.001 * min(row[0], 2**63) for row in self.moments):
             raise ValueError("moments must have rows of five numbers >= 0, none above the first")
+        if not all(_RANK.fullmatch(rank) for text in self.texts for rank in text.split()):
+            raise ValueError("texts must be ranks, numbers from -2 to 999, with spaces between them")
         if self.filters.temperature > 0:
             self.confidence()
 
-    def rates(self) -> Tensor:
-        """The share of nodes at depth d whose child j was accepted, fp64 [depth, child].
+    @cached_property
+    def counts(self) -> CountedTexts:
+        """The counts, which have the rates and the tokens of trees."""
+        ranks = [[int(rank) for rank in text.split()] for text in self.texts]
+        return CountedTexts(self.accepted, self.reached, ranks, int(self.sequence_count is not None))
 
-        Each depth's shares are drawn to those of all depths, by as much as `PRIOR` nodes would. Of independent
-        sequences the first row stays as counted, and the others are drawn to their own mean.
-        """
-        accepted = torch.tensor(self.accepted, dtype=torch.float64)
-        reached = torch.tensor(self.reached, dtype=torch.float64)[:, None]
-        alike = slice(0 if self.sequence_count is None else 1, None)
-        overall = accepted[alike].sum(0) / reached[alike].sum().clamp(min=1)
-        rates = accepted / reached.clamp(min=1)
-        rates[alike] = (accepted[alike] + PRIOR * overall) / (reached[alike] + PRIOR)
-        return rates
+    def rates(self) -> Tensor:
+        """The acceptance by which trees are planned, fp64 [depth, child], see `CountedTexts.rates`."""
+        return self.counts.rates()
 
     def confidence(self) -> Confidence:
         """For each child the line of least squares through its acceptance by the draft's share.
@@ -115,30 +119,35 @@ class MeasuredAcceptance:
         return Confidence(tuple(base), tuple(slope))
 
 
+@dataclass(frozen=True)
+class MethodGain:
+    """The drafted tokens that a method's plan accepts in decoding, as a share of those that counts promise for it.
+
+    nodes: of the plan's tree; error: the standard error of the factor
+    """
+
+    method: str
+    filters: Filters
+    nodes: int
+    factor: float
+    error: float
+
+
 class Planned(NamedTuple):
-    """A plan, and the acceptance that it was made by."""
+    """A plan, the acceptance that it was made by, and the gain over that by which its tokens are expected."""
 
     plan: Plan
     acceptance: MeasuredAcceptance
+    gain: MethodGain | None = None
 
     @property
     def tokens_error(self) -> float:
-        """The standard error of the plan's expected tokens, by the number of nodes that were counted.
-
-        With n nodes counted at a depth, let their children be accepted with shares a[j], and let g[j] be the derivative
-        of the expected tokens by a[j]. That depth adds (sum_j a[j] g[j]^2 - (sum_j a[j] g[j])^2) / n to the variance.
-        """
-        tree, rates = self.plan.tree, self.acceptance.rates()
-        below = node_probabilities(tree, rates).cumsum(0)
-        last = tree.subtree_end.long() - 1
-        gains = torch.zeros_like(rates)  # a[j] g[j]: what the subtrees below all children j of a depth yield
-        for node in range(1, len(tree)):
-            depth, rank = int(tree.depths[node]) - 1, int(tree.ranks[node])
-            if depth < len(rates) and rank < rates.shape[1]:
-                gains[depth, rank] += below[last[node]] - below[node - 1]
-        squares = torch.where(rates > 0, gains**2 / rates.clamp(min=1e-12), 0.0).sum(1)
-        counted = torch.tensor(self.acceptance.reached, dtype=torch.float64).clamp(min=1)
-        return math.sqrt(float(((squares - gains.sum(1) ** 2).clamp(min=0) / counted).sum()))
+        """The standard error of the plan's expected tokens."""
+        counted = self.acceptance.counts.tokens_error(self.plan.tree)
+        if self.gain is None:
+            return counted
+        accepted = self.acceptance.counts.tokens(self.plan.tree) - 1
+        return math.hypot(counted * self.gain.factor, accepted * self.gain.error)
 
 
 class Limit(NamedTuple):
@@ -166,6 +175,7 @@ class Profile:
     costs:         by the number of sequences that are decoded together
     verifier:      what verified methods that take one, of `methods.VERIFIERS`; None for what each method has by default
                    on that kind of device
+    gains:         of methods that accept more or less than is counted, by their verifier or as their trees grow
     """
 
     target: str
@@ -176,12 +186,15 @@ class Profile:
     costs: CostsByBatch
     acceptance: tuple[MeasuredAcceptance, ...]
     verifier: str | None = None
+    gains: tuple[MethodGain, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
         acceptance = [asdict(entry) | {"filters": entry.filters._asdict()} for entry in self.acceptance]
         costs = {batch: asdict(self.costs.at(batch)) for batch in self.costs.batches}
+        gains = [asdict(gain) | {"filters": gain.filters._asdict()} for gain in self.gains]
         content = {"heavypath profile": VERSION, **asdict(self), "costs": costs, "acceptance": acceptance}
+        content["gains"] = gains
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -226,6 +239,13 @@ class Profile:
             raise ValueError("target_parameters must be >= 1, draft_parameters >= 0, and some acceptance be counted")
         for entry in self.acceptance:
             entry.check()
+        for gain in self.gains:
+            gain.filters.check()
+            if (
+                gain.method not in METHODS
+                or not 0 <= min(gain.factor, gain.error) <= max(gain.factor, gain.error) < 1e6
+            ):
+                raise ValueError(f"a gain must be of a method, its factor and error at least 0, got {gain}")
         return self
 
     def row(self, method: str) -> Method:
@@ -287,15 +307,21 @@ class Profile:
 
         For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on
         the draft of each step. For a method whose siblings may carry equal tokens the expected tokens are a little too
-        few: they count the children of the first of equal siblings alone.
+        few: they count the children of the first of equal siblings alone. Where the method's gain was measured, the
+        drafted tokens that counts promise are multiplied by it.
         """
         known = self.costs.at(batch)
         costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
-        plans = [
-            Planned(best_plan(method, entry.rates(), costs, level, entry.sequence_count), entry)
-            for entry in self.measured(method, filters)
-        ]
+        plans = []
+        for entry in self.measured(method, filters):
+            plan = best_plan(method, entry.rates(), costs, level, entry.sequence_count)
+            gain = self._gain(method, entry.filters)
+            tokens = 1 + (entry.counts.tokens(plan.tree) - 1) * (gain.factor if gain else 1)
+            plans.append(Planned(Plan(plan.tree, tokens, plan.speedup * tokens / plan.expected_tokens), entry, gain))
         return max(plans, key=lambda planned: planned.plan.speedup)
+
+    def _gain(self, method: str, filters: Filters) -> MethodGain | None:
+        return next((gain for gain in self.gains if (gain.method, gain.filters) == (method, filters)), None)
 
     def limit(self, method: str, planned: Planned, batch: int = 1) -> Limit:
         """The limit of a plan of a method; batch: sequences that are decoded together, as for the plan."""
@@ -307,6 +333,8 @@ class Profile:
             "compute": best_plan(method, rates, dict.fromkeys(costs, 1.0), level, count).speedup,
             "drafting": best_plan(method, rates, costs, 0.0, count).speedup,
         }
+        modelled = best_plan(method, rates, costs, level, count).speedup
+        found = {name: speedup * planned.plan.speedup / modelled for name, speedup in found.items()}
         by = max(found, key=lambda name: found[name])
         if found[by] >= MATTERS * planned.plan.speedup:
             return Limit(by, found[by], free)
@@ -324,7 +352,7 @@ class Profile:
 
         batch: sequences that are decoded together
         """
-        plan, entry = self.plan(method, filters, batch)
+        plan, entry, _ = self.plan(method, filters, batch)
         return as_drafted(method, plan.tree, entry.confidence() if filters.temperature > 0 else None)
 
     def mbsu(self, plan: Plan) -> float:

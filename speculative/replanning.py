@@ -77,7 +77,7 @@ class Shapes(NamedTuple):
         most: sequences that are decoded together, at first
         """
         batches = sorted({standing_for(running, profile.costs.batches) for running in range(1, most + 1)})
-        _, entry = profile.plan(method, filters, batches[-1])
+        entry = profile.plan(method, filters, batches[-1]).acceptance
         confidence = entry.confidence() if filters.temperature > 0 else None
         found: dict[TokenTree, None] = {}
         for batch in reversed(batches):

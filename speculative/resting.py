@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from heavypath.speculative.costs.estimates import estimates
@@ -40,8 +39,9 @@ from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.tree_choice import TreesByBatch, tree_by_estimates, trees_up_to
-from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, Growth
+from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.planning import expected_tokens
+from heavypath.speculative.trees.tails import of_any_pair
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -196,4 +196,4 @@ def _expected_tokens(tree: Shape) -> float:
     """The tokens that a step with a tree brings, by the acceptance of the shipped pair."""
     static = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth) if tree.grows else tree
     assert isinstance(static, TokenTree)
-    return expected_tokens(static, torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64))
+    return expected_tokens(static, of_any_pair())

@@ -22,7 +22,7 @@ from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, DEFAULT_CONFIDENCE, Confidence, Growth
+from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
-DEPTH = 8  # levels of trees of a kind, where the acceptance says nothing about levels
 SEQUENCES = 3  # independent ones, by default
 
 
@@ -152,10 +151,12 @@ def default_tree(method: str, costs: "Costs", levels: int | None = None, batch: 
     Where no tree is expected to pay, several sequences have the root alone, which is plain decoding. A single one
     drafts one token all the same, because it is not known how well these models agree.
     """
+    from heavypath.speculative.trees.tails import DEPTH, of_any_pair
+
     if method == "autoregressive":
         return ROOT
     steps = costs.steps_of(range(1, max(costs.step) + 1))
-    rates = torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64).expand(min(DEPTH, levels or DEPTH), -1)
+    rates = torch.from_numpy(of_any_pair(depth=min(DEPTH, levels or DEPTH)))
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
     plan = best_plan(method, rates, steps, costs.level / costs.step[1], sequences)
     if len(plan.tree) == 1 and batch > 1:

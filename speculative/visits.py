@@ -1,25 +1,41 @@
-"""Time the steps of real decoding, for a calibration: with trees of some sizes, and for some sizes of the batch.
+"""Visit real decoding, for a calibration: time its steps, and measure what methods accept beyond what is counted.
 
 Decoding is run for a few steps with each tree, in turn and for several rounds, and the phases of its steps are timed.
 `costs.timing` says how figures follow from that. A single sequence comes first. A larger batch wants no larger trees
 than a single sequence does, and so needs few sizes.
+
+Acceptance is counted for rejection and for trees that are planned once (`walking`). Held siblings and traversal accept
+more, and by how much depends on the whole tree; so does what a grown tree accepts. Both are seen in decoding with the
+method's own plan. Where the verifier alone differs, each of its steps is verified by rejection, too, with the same
+coins. So both meet the same trees, and their ratio is known well after few steps. With m drafted tokens accepted a step
+
+    factor = m / m by rejection        or, of trees that grow,        m / m by the ranks of texts for the planned tree
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise
+from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.kinds import AnyDraft
+from heavypath.speculative.methods import LOSSLESS_METHODS, VERIFIERS
 from heavypath.speculative.output.options import NOTHING
-from heavypath.speculative.profile import MeasuredAcceptance
+from heavypath.speculative.profile import MeasuredAcceptance, MethodGain, Profile
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.planning import greedy_tree, select_tree
 from heavypath.speculative.trees.tree import ROOT, TokenTree
@@ -28,10 +44,10 @@ BATCH_SIZES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64), "strea
 VISIT_SECONDS = 0.1  # of decoding, to time the steps with a tree: several time slices of a busy machine
 VISIT_TOKENS = (4, 16)  # the least and the most that each sequence decodes in it
 ALONE_SHARE = 0.5  # of the time for costs, for a single sequence
-
-
 STREAMED_TOKENS = 2  # that a visit decodes where a pass reads its weights: then that is most of its time
 STREAMED_PACE = Pace(rounds=2, least=2)
+SEQUENCES, TOKENS = 16, 32  # that a visit decodes for a method's gain
+ROUNDS_OF_GAINS, SURE = 8, 0.01  # no more visits than these for a gain, nor where its error is below that
 
 
 class Visits:
@@ -86,11 +102,7 @@ class Visits:
     def _batch_of(self, round_: int) -> tuple[Tensor, Tensor]:
         """The prompts of a round, left-padded, and their mask; LongTensors [B, T]."""
         chosen = [self.prompts[(round_ + place) % len(self.prompts)] for place in range(self.batch)]
-        longest = max(map(len, chosen))
-        padded = torch.stack([torch.cat([prompt.new_zeros(longest - len(prompt)), prompt]) for prompt in chosen])
-        columns = torch.arange(longest, device=padded.device)
-        first = torch.tensor([longest - len(prompt) for prompt in chosen], device=padded.device)
-        return padded, (columns >= first[:, None]).long()
+        return _together(chosen)
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
         if size not in self._decoders:
@@ -201,3 +213,108 @@ def _clock_of_gpu() -> float:
     """The time in seconds, when the GPU has finished what it was given."""
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+class Both:
+    """A `Verifier` that asks two rules, counts what each accepts, and does what the first one says."""
+
+    def __init__(self, rule: Rule, other: Rule):
+        self._rules = rule, other
+        self.accepted: list[Tensor] = []  # fp64 [2, B] of each step
+
+    def __call__(
+        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
+        target_filters: Filters, draft_filters: Filters, noise: Noise,
+    ) -> Verified:  # fmt: skip
+        """See `Verifier`."""
+        found, other = (
+            verify_unchecked(
+                nodes, target_logits, draft_logits, rule=rule, max_depth=max_depth,
+                target_filters=target_filters, draft_filters=draft_filters, noise=noise,
+            )
+            for rule in self._rules
+        )  # fmt: skip
+        self.accepted.append(torch.stack([found.length, other.length]).double().cpu())
+        return found
+
+
+@dataclass
+class _Job:
+    """The gain of a method under some sampling, as far as it is known."""
+
+    method: str
+    filters: Filters
+    decoder: SpeculativeDecoder
+    nodes: int
+    counted: float  # tokens a step that are promised without the gain
+    both: Both | None
+
+    def visit(self, prompts: Tensor, mask: Tensor, seed: int) -> Tensor:
+        """Decode once more; accepted tokens of steps, and those by what is counted: fp64 [2, n]."""
+        tree = self.decoder.tree
+        assert tree is not None
+        end = MaxLengthCriteria(prompts.shape[1] + TOKENS)
+        given = {name: value for name, value in self.filters._asdict().items() if value is not None}
+        out = self.decoder.generate(
+            prompts, TOKENS + tree.depth + 1, **NOTHING | given, seed=seed, attention_mask=mask,
+            stopping_criteria=[end], pad_token_id=0,
+        )  # fmt: skip
+        if self.both is not None:
+            steps, self.both.accepted = torch.cat(self.both.accepted, 1), []
+            return steps
+        steps_of = out.stats.steps_of.double().cpu()
+        return torch.stack([out.stats.tokens_of.double().cpu() - steps_of, (self.counted - 1) * steps_of])
+
+
+def measure_gains(
+    target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], profile: Profile, *, until: float, seed: int,
+    report: Callable[[str], object],
+) -> tuple[MethodGain, ...]:  # fmt: skip
+    """The gains of all methods of a profile that have one, as far as the time goes.
+
+    until: by time.perf_counter(); the visits of all methods take turns
+    """
+    jobs, gains = list(_jobs(target, draft, profile)), {}
+    found: dict[int, list[Tensor]] = {number: [] for number in range(len(jobs))}
+    for round_ in range(ROUNDS_OF_GAINS):
+        padded, mask = _together([prompts[(round_ * SEQUENCES + place) % len(prompts)] for place in range(SEQUENCES)])
+        for number, job in enumerate(jobs):
+            if time.perf_counter() >= until or (number in gains and gains[number].error <= SURE):
+                continue
+            report(f"decoding with {job.method} at temperature {job.filters.temperature:g}, round {round_ + 1}")
+            found[number].append(job.visit(padded, mask, seed + round_))
+            own, counted = torch.cat(found[number], 1)
+            if counted.sum() > 0:
+                factor = float(own.sum() / counted.sum())
+                error = math.sqrt(float((own - factor * counted).square().sum())) / float(counted.sum())
+                gains[number] = MethodGain(job.method, job.filters, job.nodes, factor, error)
+    return tuple(gains.values())
+
+
+def _jobs(target: PreTrainedModel, draft: AnyDraft, profile: Profile) -> Iterator[_Job]:
+    """The methods that may have a gain, under each sampling for which acceptance was counted."""
+    counted = {(entry.kind, entry.filters) for entry in profile.acceptance}
+    for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
+        for method in LOSSLESS_METHODS:
+            row = profile.row(method)
+            kind = row.kind(filters.temperature)
+            if method == "autoregressive" or (kind, filters) not in counted:
+                continue
+            planned, tree = profile.plan(method, filters).plan, profile.tree_for(method, filters)
+            as_counted = kind.verification not in VERIFIERS
+            if len(tree) == 1 or (as_counted and not tree.grows):
+                continue
+            both = None if tree.grows else Both(kind.rule, Rule.of_draws(kind.draw, kind.replacement))
+            word = profile.verifier if profile.verifier in row.verifiers else None
+            options: dict[str, Any] = {"verifier": both or word} if row.verifiers else {}
+            decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)
+            decoder.tree = tree
+            yield _Job(method, filters, decoder, len(tree), planned.expected_tokens, both)
+
+
+def _together(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Left-padded prompts and their mask; LongTensors [B, T]."""
+    longest = max(map(len, prompts))
+    padded = torch.stack([torch.cat([prompt.new_zeros(longest - len(prompt)), prompt]) for prompt in prompts])
+    first = torch.tensor([longest - len(prompt) for prompt in prompts], device=padded.device)
+    return padded, (torch.arange(longest, device=padded.device) >= first[:, None]).long()

@@ -78,11 +78,11 @@ def compare(
         raise ValueError(f"--plot must be in a folder that exists, got {str(plot)!r}")
     from heavypath.kernels.filtering import Filters
     from heavypath.speculative.cli.support import load, say_if_busy
+    from heavypath.speculative.comparison import check_can_plot, plot_ratios
     from heavypath.speculative.comparison import compare as measure
     from heavypath.speculative.files.prompts import read_prompts
     from heavypath.speculative.loading import load_draft
     from heavypath.speculative.profile import Profile
-    from heavypath.speculative.ratio_plot import check_can_plot, plot_ratios
 
     Filters(temperature, top_k, top_p, min_p).check()
     given = [*(texts or []), *(read_prompts(prompts) if prompts is not None else [])]

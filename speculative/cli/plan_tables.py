@@ -11,8 +11,10 @@ from heavypath.speculative.profile import MeasuredAcceptance, Profile
 from heavypath.speculative.trees.bounds import tree_bounds
 
 NOTES = (
-    "expected: tokens per step of the target. For naive it is a little too low, as it does not count the children of "
-    "equal siblings together.",
+    "expected: tokens per step of the target that the tree accepts of the texts walked along, with the gain of the "
+    "method's verifier or growing trees where that was measured. For naive it is a little too low, as it does not "
+    "count the children of equal siblings together.",
+    "planned by acceptance as counted; children beyond the counts follow a power law, deeper levels the mean of all.",
     "bound: no tree of so many nodes is expected to yield more. It is the least of four: merged is ERSD's lemma 4.2, "
     "leaves a form of its theorem 4.1; renewal and moments are our own. heavypath.speculative.trees.bounds has the "
     "proofs.",
@@ -66,7 +68,7 @@ def limit_in_words(facts: dict) -> str:
 def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict:
     """The figures of the best tree of a method, under some sampling and for so many sequences."""
     found = profile.plan(method, filters, batch)
-    planned, acceptance = found
+    planned, acceptance, _ = found
     tree = planned.tree
     limits = tree_bounds(_dominating(acceptance), len(tree))
     return {

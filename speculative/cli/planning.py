@@ -146,7 +146,7 @@ def plan(
         tables.row(measured, method, filters, batch) for filters in samplings for batch in measured.costs.batches
     ]
     limits = {filters: tables.limit(measured, method, filters) for filters in samplings}
-    drawn, acceptance = measured.plan(method, chosen)
+    drawn, acceptance, _ = measured.plan(method, chosen)
     if svg is not None:
         probabilities = node_probabilities(drawn.tree, acceptance.rates())
         svg.write_text(tree_svg(drawn.tree, probabilities=probabilities), encoding="utf-8")

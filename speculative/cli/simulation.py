@@ -78,7 +78,7 @@ def simulate_command(
     from rich.console import Console
 
     from heavypath.speculative.costs.simulation import Setting, simulate
-    from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE
+    from heavypath.speculative.trees.tails import of_any_pair
 
     given = {"link": link, "bandwidth": bandwidth, "peak": tflops, "wire": wire, "collective": latency}
     hardware = _hardware(device, {name: value for name, value in given.items() if value is not None})
@@ -93,7 +93,7 @@ def simulate_command(
 
         room = bytes_of(memory)
     setting = Setting(hardware, shape, shape_of(draft), room, ahead=not one_by_one)
-    rates: Any = DEFAULT_ACCEPTANCE if acceptance is None else _numbers("--acceptance", acceptance)
+    rates: Any = of_any_pair() if acceptance is None else _numbers("--acceptance", acceptance)
     if profile is not None:
         from heavypath.kernels.filtering import Filters
         from heavypath.speculative.profile import Profile

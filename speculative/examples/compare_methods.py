@@ -7,9 +7,8 @@ import rich
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from heavypath.speculative import PromptLookup, compare, load_demo_pair
-from heavypath.speculative.comparison import as_table
+from heavypath.speculative.comparison import as_table, plot_ratios
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.ratio_plot import plot_ratios
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

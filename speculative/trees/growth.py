@@ -47,8 +47,8 @@ class Confidence:
 
 # Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
 DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
-# Measured on the demo pair at temperature 0.6, with children drawn without replacement.
-DEFAULT_CONFIDENCE = Confidence((0.41, 0.16, 0.12, 0.09, 0.08), (0.5, 0.5, 0.4, 0.3, 0.3))
+# For pairs that nobody measured: half DySpec's own, q, and half 1 / (k + 1), which knows the child's rank alone.
+DEFAULT_CONFIDENCE = Confidence(tuple(0.5 / (child + 1) for child in range(16)), (0.5,) * 16)
 
 VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
 

@@ -24,11 +24,11 @@ from heavypath.speculative import (
     TokenTree,
     goodness_of_fit,
 )
-from heavypath.speculative.calibration import Extent, Way, walk
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.recurrent.cache import HybridCache
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
+from heavypath.speculative.walking import Extent, Way, walk
 
 PROMPTS = ([3, 17, 4, 41, 6, 2, 22, 50, 3, 6, 11], [6, 29, 7], [9, 1, 12, 7, 4, 44])
 BATCH = left_padded([[*prompt] for prompt in PROMPTS])

@@ -12,10 +12,10 @@ from tiny_models import tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, PromptLookup, Retrieval, SpeculativeDecoder
-from heavypath.speculative.calibration import Extent, Way, walk
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.drafts.lookahead import LookaheadCache
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.walking import Extent, Way, walk
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 

@@ -20,12 +20,13 @@ from tiny_models import tiny_llama
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native import library as native_library
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.calibration import Extent, walk, ways_to_draft
+from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.models.forward import Taps
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.walking import Extent, walk
 
 pytestmark = needs_compiler
 ODD = {"hidden_size": 78, "intermediate_size": 70, "owns_embedding": True, "owns_lm_head": True, "head_dim": 20}

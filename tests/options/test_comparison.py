@@ -12,11 +12,19 @@ from rich.console import Console
 from tiny_models import tiny_llama
 
 from heavypath.speculative import PromptLookup, SpeculativeDecoder, TokenTree
-from heavypath.speculative.comparison import ASSISTED, PLAIN, ComparedWay, as_table, compare, headline, over_plain
+from heavypath.speculative.comparison import (
+    ASSISTED,
+    PLAIN,
+    ComparedWay,
+    as_table,
+    compare,
+    headline,
+    over_plain,
+    plot_ratios,
+)
 from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.files.prompts import read_prompts
-from heavypath.speculative.ratio_plot import plot_ratios
 
 PROMPTS = [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 9, 2]])]
 

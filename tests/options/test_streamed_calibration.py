@@ -11,7 +11,7 @@ from profile_cases import greedy_counts, profile_of
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder, calibrate, calibration
-from heavypath.speculative.calibration import Extent, walk, walk_together, ways_to_draft
+from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts.kinds import as_draft, describe
@@ -23,6 +23,7 @@ from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.stream import READERS
 from heavypath.speculative.trees.planning import expected_tokens, sequoia_tree
 from heavypath.speculative.visits import StreamedVisits
+from heavypath.speculative.walking import Extent, walk, walk_together
 
 SECONDS = 0.04  # that a pass reads, about
 

@@ -1,0 +1,61 @@
+"""Acceptance of more children than were counted: a power law, fitted to the last of those that were.
+
+Let r[k] = 1 - a[0] - ... - a[k-1] be the chance that k children are all rejected. Sequoia (Chen et al. 2024, definition
+3.5) finds that it falls as a power of k. Shifted by one, so that r[0] = 1 is on the curve, the law through K children
+and half of them, h = K // 2, is
+
+    r[k] = r[K] ((K + 1) / (k + 1))^b        b = log(r[h] / r[K]) / log((K + 1) / (h + 1))        k > K
+    a[k] = r[k] - r[k+1]
+
+Where the last children are never accepted, as those beyond the tokens that filters leave, b is 0 and so are the rest.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE
+
+CHILDREN = 64  # of a node of a planned tree, at most: of 768 nodes the best trees have up to 60
+DEPTH = 64  # levels of a planned tree, at most
+HARDER = 0.95  # of the misses at a depth, those at the next one: text that drafts reach is easier, see `of_any_pair`
+
+
+def with_tail(acceptance: Sequence[float] | np.ndarray, children: int = CHILDREN) -> np.ndarray:
+    """Acceptance fp64 [max(children, K)] whose first K entries are the given ones and the rest the power law.
+
+    acceptance: [K], of sum at most 1. No entry of the rest is above the last given one.
+    """
+    given = np.asarray(acceptance, np.float64)
+    counted = len(given)
+    rejected = np.maximum(1 - np.concatenate([[0], given.cumsum()]), 0)  # r[0 .. K]
+    if children <= counted or rejected[-1] <= 0:
+        return np.concatenate([given, np.zeros(max(0, children - counted))])
+    half = counted // 2
+    power = np.log(rejected[half] / rejected[-1]) / np.log((counted + 1) / (half + 1))
+    law = rejected[-1] * ((counted + 1) / np.arange(counted + 1, children + 2)) ** power  # r[K .. children]
+    return np.concatenate([given, np.minimum(law[:-1] - law[1:], given[-1])])
+
+
+def of_any_pair(children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
+    """Acceptance fp64 [depth, child] for models that nobody measured: that of the shipped pair, with its tail.
+
+    Where tokens were accepted, the next ones are accepted more often. With the shipped pair and its head each depth
+    misses about a twentieth less than the one above it.
+    """
+    vector = with_tail(DEFAULT_ACCEPTANCE, children)
+    rows = vector * HARDER ** np.arange(depth)[:, None]
+    rows[:, 0] = 1 - HARDER ** np.arange(depth) * (1 - vector[0])
+    return rows
+
+
+def falling(acceptance: np.ndarray) -> np.ndarray:
+    """The sequence nearest to acceptance [child] that never rises: chance alone has a later child accepted more."""
+    blocks: list[tuple[float, int]] = []  # mean, entries
+    for rate in acceptance.tolist():
+        mean, count = rate, 1
+        while blocks and blocks[-1][0] < mean:
+            before, entries = blocks.pop()
+            mean, count = (before * entries + mean * count) / (entries + count), entries + count
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])

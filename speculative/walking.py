@@ -1,0 +1,334 @@
+"""Count which children of the draft are accepted, on a walk along text that the target writes.
+
+At every token the draft offers `children` tokens, and rejection or the method's own verification decides:
+
+    child j is accepted, and the tree has it  ->  the text goes on with it, one level deeper
+    otherwise                                 ->  the text goes on with the token all the same, which is a new root
+
+Which child is accepted, if any, is the token's *rank*. The nodes of other trees meet the same ranks, as far as they
+have these children. For the children drawn first, and what is decided about them, do not depend on those drawn later.
+So what any tree accepts can be read off the ranks afterwards, see `trees.ranks`. The tree that is walked along decides
+only what counts as which depth, and what a head is told of its own guesses. Without one all children are there, down to
+`depth` levels; after these the target draws a bonus token. Of independent sequences (SpecInfer, SpecTr) those that
+began with the accepted token go on together, with one child each.
+
+Held siblings and traversal accept more than rejection does, by what lies beside and below a node. That is no property
+of a token of the text, and so it is rejection that is counted for them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.verification import verify_tree
+from heavypath.speculative.decoding.drafted import Reach, check_distributions, root_feed
+from heavypath.speculative.decoding.noise_rows import root_rows
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.methods import REJECTION, VERIFIERS, Kind
+from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.profile import MeasuredAcceptance
+from heavypath.speculative.trees.planning import greedy_tree
+from heavypath.speculative.trees.ranks import NONE, UNKNOWN, children_of
+from heavypath.speculative.trees.tails import CHILDREN, of_any_pair
+from heavypath.speculative.trees.tree import TokenTree
+
+NODES = 64  # of the tree that is walked along
+DEPTH = 8  # levels that independent sequences are counted for
+PARTS = 4  # of the texts walked along: acceptance is counted in so many passes over all ways
+LEAST_TOKENS = 8  # of each text, where the time is over
+ACCEPTANCE_SHARE = 0.5  # of the time limit
+Report = Callable[[str], object]
+
+
+class Way(NamedTuple):
+    """A way to draft and verify, whose acceptance is measured.
+
+    sequence_count: the number of independent sequences; None for trees that may branch everywhere
+    """
+
+    kind: Kind
+    sequence_count: int | None
+
+    @property
+    def counted(self) -> "Way":
+        """The way that is walked along for it: by rejection, where it is verified by one of its equals."""
+        by_rejection = self.kind.draw in REJECTION and self.kind.verification in VERIFIERS
+        return self._replace(kind=self.kind._replace(verification=self.kind.draw)) if by_rejection else self
+
+    def __str__(self) -> str:
+        sequences = "" if self.sequence_count is None else f", {self.sequence_count} sequences"
+        return f"drawn {self.kind.draw}, verified by {self.kind.verification}{sequences}".replace("_", " ")
+
+
+class Extent(NamedTuple):
+    """The extent of counting: `sequences` texts of `tokens` tokens, `children` at each node, down to `depth` levels.
+
+    tree:    that is walked along, of fewer levels than `depth`; None for all children. Not for independent sequences
+    seconds: after these texts are cut off, but not before they have `LEAST_TOKENS`
+    """
+
+    tokens: int
+    sequences: int
+    depth: int = DEPTH
+    children: int = CHILDREN
+    seconds: float = math.inf
+    tree: TokenTree | None = None
+
+    @classmethod
+    def of_trees(cls, tokens: int, sequences: int, levels: int | None, seconds: float = math.inf) -> "Extent":
+        """The extent by which trees are planned; levels: that the draft can draft, None for any."""
+        tree = greedy_tree(of_any_pair(), NODES, levels)
+        return cls(tokens, sequences, max(tree.depth + 1, DEPTH), CHILDREN, seconds, tree)
+
+
+class Counts(NamedTuple):
+    """Counts of acceptance, on the CPU.
+
+    accepted: LongTensor[depth, children], how often child j of a node at depth d was the accepted one, the first of
+              siblings with equal tokens. Of independent sequences those below the first level count as one child
+    reached:  LongTensor[depth], how many nodes there were at depth d
+    moments:  fp64 [children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and q y.
+              q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
+    ranks:    int16 [S, T] of each walk: the child accepted at each token, NONE, or UNKNOWN where none was offered
+    """
+
+    accepted: Tensor
+    reached: Tensor
+    moments: Tensor
+    ranks: tuple[Tensor, ...]
+
+    def plus(self, other: "Counts") -> "Counts":
+        """The counts on the texts of both."""
+        return Counts(
+            self.accepted + other.accepted,
+            self.reached + other.reached,
+            self.moments + other.moments,
+            self.ranks + other.ranks,
+        )
+
+
+def measure_ways(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
+    seed: int, seconds: float, report: Report,
+) -> tuple[MeasuredAcceptance, ...]:  # fmt: skip
+    """The acceptance of every way under its sampling, counted in passes over all of them.
+
+    seconds: for all of it. After them no further pass begins, and the texts of the first are cut off where it would
+        take longer. Raises ValueError where even texts of `LEAST_TOKENS` tokens would
+    """
+    begin = time.perf_counter()
+    every, wanted = wanted, list(dict.fromkeys((way.counted, filters) for way, filters in wanted))
+    counted: dict[tuple[Way, Filters], Counts] = {}
+    parts = list(_parts(extent.sequences))
+    for number, (first, count) in enumerate(parts):
+        for index, (way, filters) in enumerate(wanted):
+            done, spent = number * len(wanted) + index, time.perf_counter() - begin
+            left = min(spent / done * (len(wanted) * len(parts) - done), seconds - spent) if done else seconds
+            report(
+                f"acceptance, pass {number + 1} of {len(parts)}, {index + 1} of {len(wanted)}: temperature "
+                f"{filters.temperature:g}, {way}, about {max(0.0, left):.0f} s left"
+            )
+            part = extent._replace(
+                sequences=count, seconds=(seconds - spent) / (len(wanted) - index) if number == 0 else math.inf
+            )
+            chosen = [prompts[(first + place) % len(prompts)] for place in range(count)]
+            counts = walk(target, draft, chosen, way, filters, part, seed + number)
+            if not done:
+                _check_time(counts, len(wanted) * (time.perf_counter() - begin), seconds)
+            before = counted.get((way, filters))
+            counted[way, filters] = counts if before is None else before.plus(counts)
+        if time.perf_counter() - begin > seconds * (number + 1) / (number + 2):  # another pass would end after it
+            break
+    return tuple(as_measured(way, filters, counted[way.counted, filters]) for way, filters in every)
+
+
+def _check_time(counts: Counts, needed: float, seconds: float) -> None:
+    """Raise ValueError where `needed` seconds with texts as short as they may be are far more than there are.
+
+    counts: of the first walk
+    """
+    if counts.ranks[0].shape[1] <= LEAST_TOKENS and needed > 2 * seconds:
+        raise ValueError(
+            f"to count acceptance would take about {needed:.0f} s, more than its half of the limit, {seconds:.0f} s: "
+            f"give a limit of {math.ceil(needed / ACCEPTANCE_SHARE)} s (limit=, --limit) or fewer temperatures. If the "
+            "models are small, the machine is busy: calibrate while it is idle, with fewer threads than it has free "
+            "cores (OMP_NUM_THREADS=1 where one core is free)"
+        )
+
+
+def _parts(sequences: int) -> Iterator[tuple[int, int]]:
+    """The first of the sequences of each pass, and how many there are."""
+    size = -(-sequences // PARTS)
+    for first in range(0, sequences, size):
+        yield first, min(size, sequences - first)
+
+
+def measure_way(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
+) -> MeasuredAcceptance:
+    """The acceptance of one way to draft and verify under one sampling, counted by `walk`."""
+    return as_measured(way, filters, walk(target, draft, prompts, way, filters, extent, seed))
+
+
+def as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptance:
+    """The counts as a profile has them."""
+    return MeasuredAcceptance(
+        draw=way.kind.draw,
+        verification=way.kind.verification,
+        sequence_count=way.sequence_count,
+        filters=filters,
+        accepted=counts.accepted.tolist(),
+        reached=counts.reached.tolist(),
+        moments=counts.moments.tolist(),
+        texts=[" ".join(map(str, text)) for part in counts.ranks for text in part.tolist()],
+    )
+
+
+def walk(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
+) -> Counts:
+    """Count what is offered and accepted along texts that the target writes.
+
+    prompts: LongTensors [T], taken in turn until there are extent.sequences of them. Of independent sequences as many
+        begin as `way` says, whatever extent.children is.
+    """
+    return walk_together(target, draft, prompts, [(way, filters)], extent, seed)[0]
+
+
+@torch.inference_mode()
+def walk_together(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
+    seed: int, report: Report = lambda line: None,
+) -> list[Counts]:  # fmt: skip
+    """`walk` of several ways, each on texts of its own under its sampling, and all of them in the same passes."""
+    tokens, sequences, depth = extent.tokens, extent.sequences, extent.depth
+    every = sequences * len(wanted)
+    chosen = [prompts[i % len(prompts)] for i in range(sequences)] * len(wanted)
+    lengths = torch.tensor([len(prompt) for prompt in chosen], device=target.device)
+    padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+    cache_rows = padded.shape[1] + tokens + 1
+    target_cache, draft_cache = target.new_cache(every, cache_rows), draft.new_cache(every, cache_rows)
+    taps = draft.taps(draft_cache)
+    target_cache.begin(lengths - 1)
+    target.prefill(padded, target_cache, taps=taps)
+    draft_cache.begin(lengths - 1)
+    for part, cache in draft.parts(draft_cache):
+        part.prefill(padded, cache)
+    state = Sequences.room_for(every, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
+    state.begin(
+        padded,
+        lengths,
+        new_tokens=tokens,
+        stops=lengths.new_zeros(0),
+        sequence_ids=torch.arange(sequences, device=target.device).repeat(len(wanted)),
+        seed=seed,
+    )
+    parts = state.numbers.split(sequences, 1)
+    walked = [
+        _Walked(way, filters, extent, replace(state, numbers=numbers), target.vocab_size, seed)
+        for (way, filters), numbers in zip(wanted, parts, strict=True)
+    ]
+    begin, one = time.perf_counter(), torch.ones(1, dtype=torch.long, device=target.device)
+    root = torch.zeros_like(state.root)[:, None]
+    for number in range(tokens):
+        spent = time.perf_counter() - begin
+        if number >= LEAST_TOKENS and spent >= extent.seconds:
+            break
+        if number:
+            left = min(spent / number * (tokens - number), max(0.0, extent.seconds - spent))
+            report(f"acceptance, token {number + 1} of up to {tokens}, about {left:.0f} s left")
+        here, longest = state.lengths[:, None], int(state.lengths.max())
+        at = torch.cat([each.at for each in walked])
+        feed = replace(root_feed(state, Reach(longest, depth + 1), 2, depth), drafted=at.where(at < depth, 0))
+        after = draft(feed, draft_cache)[:, -1]
+        mask = TreeMask(prefix_length=state.lengths, visible_rows=longest + 1, subtree_end=one)
+        logits = target(state.root[:, None], here, here, target_cache, mask, taps=taps)
+        for each, own_after, own_logits in zip(walked, after.split(sequences), logits.split(sequences), strict=True):
+            each.go_on(own_after, own_logits)
+        state.produced.add_(1)
+        target_cache.advance(root, state.produced)
+        draft_cache.advance(root, state.produced)
+    return [each.counts() for each in walked]
+
+
+class _Walked:
+    """The texts of one way, and what was counted on them."""
+
+    def __init__(self, way: Way, filters: Filters, extent: Extent, state: Sequences, vocab_size: int, seed: int):
+        self._way, self._filters, self._depth, self._state, self._seed = way, filters, extent.depth, state, seed
+        self._children, device = min(way.sequence_count or extent.children, vocab_size), state.root.device
+        self._table = None if extent.tree is None or way.sequence_count else children_of(extent.tree, device)
+        self._node = torch.zeros_like(state.lengths)  # of the tree that is walked along
+        self._star = torch.tensor([-1] + [0] * self._children, device=device)
+        self.at = torch.zeros_like(state.lengths)  # the depth of the node: how many tokens in a row were accepted
+        self._accepted = torch.zeros(extent.depth, self._children, dtype=torch.long, device=device)
+        self._reached = torch.zeros(extent.depth, dtype=torch.long, device=device)
+        self._moments = torch.zeros(self._children, 5, dtype=torch.float64, device=device)
+        self._place = torch.arange(self._children, device=device)
+        self._alive = torch.full_like(state.lengths, self._children)  # how many children are offered
+        self._ranks: list[Tensor] = []
+
+    def go_on(self, after: Tensor, logits: Tensor) -> None:
+        """Offer, decide, count, and append a token. after: the draft's logits [S, V]; logits: the target's [S, 1, V]"""
+        state, way, depth, children, at = self._state, self._way, self._depth, self._children, self.at
+        drawing, noise = way.kind.drawing_filters(self._filters), root_rows(state.noise, state.lengths)
+        drawn = gumbel_topk(
+            after, children, **drawing._asdict(), seed=self._seed, rows=noise, replacement=way.kind.replacement
+        )
+        check_distributions("draft", drawn.keys[:, None], state, 0)
+        here_offered = (self._place < self._alive[:, None]) & (at < depth)[:, None]
+        offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
+        verified = verify_tree(
+            offered, self._star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
+            **way.kind.rule._asdict(), max_depth=1, **self._filters._asdict(), draft_temperature=drawing.temperature,
+            seed=self._seed, rows=noise[:, None].expand(-1, children + 1),
+        )  # fmt: skip
+        child = verified.path[:, 1]
+        hit = verified.length > 0
+        token = offered.gather(1, child.clamp(min=0)[:, None])
+        counted = (child - 1).where(at == 0, 0) if way.kind.independent_sequences else child - 1
+        self._reached += torch.bincount(at[at < depth], minlength=depth)
+        places = torch.bincount((at * children + counted)[hit], minlength=self._accepted.numel())
+        self._accepted += places.view_as(self._accepted)
+        self._ranks.append((child - 1).where(hit, NONE).where(at < depth, UNKNOWN).to(torch.int16))
+        self._moments += _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children), at < depth)
+        if way.kind.independent_sequences:
+            self._alive = (offered[:, 1:] == token).sum(1).where(hit, children)
+        goes_on = hit
+        if self._table is not None:
+            rank = (child - 1).clamp(min=0)
+            known = hit & (rank < self._table.shape[1])
+            self._node = self._table[self._node, rank.clamp(max=self._table.shape[1] - 1)].where(known, 0)
+            goes_on = self._node > 0
+        self.at = (at + 1).where(goes_on, 0)
+        state.previous.copy_(state.root)
+        state.root.copy_(token[:, 0].where(hit, verified.next_token))
+        state.lengths.add_(1)
+
+    def counts(self) -> Counts:
+        """The counts of acceptance."""
+        ranks = torch.stack(self._ranks, 1).cpu()
+        return Counts(self._accepted.cpu(), self._reached.cpu(), self._moments.cpu(), (ranks,))
+
+
+def _moments(probs: Tensor, choice: Tensor, counted: Tensor) -> Tensor:
+    """`Counts.moments` of one step, fp64 [K, 5].
+
+    probs: fp64 [S, K], the draft's probabilities of the children; choice: LongTensor[S], the accepted child, K if there
+    is none; counted: bool [S], which sequences count.
+    """
+    left = (1 - pad(probs[:, :-1], (1, 0)).cumsum(1)).clamp(min=1e-12)
+    share = (probs / left).clamp(max=1)
+    index = torch.arange(probs.shape[1], device=probs.device)
+    tried = ((index <= choice[:, None]) & counted[:, None] & (probs > 0)).double()
+    hit = (index == choice[:, None]).double()
+    return torch.stack([(tried * term).sum(0) for term in (1 + 0 * share, share, share**2, hit, share * hit)], 1)

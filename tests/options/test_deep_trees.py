@@ -1,0 +1,175 @@
+"""Trees as deep and wide as pay: by Sequoia's published acceptance, by a walk, and by what verifiers accept."""
+
+import time
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from profile_cases import REJECTION, constant_llama, counts, profile_of
+from tiny_models import tiny_llama
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens
+from heavypath.speculative.drafts.kinds import as_draft
+from heavypath.speculative.methods import LARGE
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.profile import MethodGain, Profile
+from heavypath.speculative.trees.tails import DEPTH
+from heavypath.speculative.visits import measure_gains
+from heavypath.speculative.walking import NODES, Extent, Way, as_measured, measure_way, walk
+
+# Chen et al. 2024, appendix E: Llama-3-70B-Instruct drafted for by Llama-3-8B-Instruct, CNN daily news.
+PUBLISHED = [
+    0.7732, 0.1039, 0.0402, 0.0206, 0.0128, 0.0081, 0.0064, 0.0043, 0.0035, 0.0026, 0.0025, 0.0021, 0.0016, 0.0014,
+    0.0010, 0.0010, 0.0010, 0.0007, 0.0007, 0.0006, 0.0007, 0.0006, 0.0004, 0.0004, 0.0005, 0.0006, 0.0004, 0.0003,
+    0.0002, 0.0004, 0.0001,
+]  # fmt: skip
+OPTIMUM = {64: 5.92, 128: 6.61, 256: 7.29, 768: 8.37}
+P_LOGITS, Q_LOGITS = [1.0, 0.2, -0.5, 0.0], [0.3, 0.9, -0.2, -1.0]
+
+
+def best_of_any_depth(acceptance, size):
+    """The most tokens of a tree of `size` nodes: each split of the nodes between a child and its younger siblings."""
+    whole, forest = np.full(size + 1, -np.inf), np.full((len(acceptance) + 1, size + 1), -np.inf)
+    whole[1], forest[:, 0] = 1, 0
+    for nodes in range(1, size):
+        for child in reversed(range(len(acceptance))):
+            splits = acceptance[child] * whole[1 : nodes + 1] + forest[child + 1, nodes - 1 :: -1][:nodes]
+            forest[child, nodes] = splits.max()
+        whole[nodes + 1] = 1 + forest[0, nodes]
+    return whole[size]
+
+
+def test_the_published_optimum_is_that_of_any_depth():
+    assert [best_of_any_depth(PUBLISHED, size) for size in (64, 128, 256)] == pytest.approx(
+        [OPTIMUM[size] for size in (64, 128, 256)], abs=0.005
+    )
+
+
+@pytest.mark.parametrize("size", OPTIMUM)
+def test_plans_by_the_published_acceptance_reach_the_optimum(size):
+    """Of a profile that has counted it, and of a decoder that is given it."""
+    entry = counts([[round(10_000 * rate) for rate in PUBLISHED]] * 9, reached=10_000)
+    planned = profile_of(entry, step={1: 0.01, size: 0.01}, level=0.0).plan("sequoia", Filters(1.0)).plan
+    assert len(planned.tree) == size
+    assert planned.tree.depth > 8
+    assert expected_tokens(planned.tree, PUBLISHED) == pytest.approx(OPTIMUM[size], abs=0.01)
+    if size < 768:  # which takes a second
+        given = METHODS["sequoia"].tree_of(size, acceptance=PUBLISHED)
+        assert expected_tokens(given, PUBLISHED) == pytest.approx(OPTIMUM[size], abs=0.01)
+
+
+def test_large_trees_of_a_size_are_deep_and_wide_and_small_ones_as_they_were():
+    small, large = (METHODS["sequoia"].tree_of(size) for size in (LARGE, 256))
+    assert (small.depth, int(small.ranks.max())) == (6, 7)
+    assert (large.depth, len(large)) == (12, 256)
+    assert int(large.ranks.max()) > 15
+
+
+def test_levels_and_children_that_were_not_counted_follow_the_laws():
+    entry = counts([[500, 100, 50], [400, 100, 50]])
+    rates = entry.rates()
+    assert rates.shape[0] == DEPTH
+    assert (rates.diff(dim=1) <= 0).all()
+    assert rates[2].tolist() == rates[-1].tolist(), "as all depths"
+    assert float(rates[0, 3]) > 0
+    few = counts([[500, 9, 0]], reached=1000).rates()
+    assert float(few[0, 1]) == pytest.approx(float(few[0, 1:3].mean()), rel=1)
+
+
+def test_a_walk_along_a_tree_counts_what_its_ranks_say():
+    target = LlamaForward(constant_llama(P_LOGITS))
+    draft, tree = as_draft(constant_llama(Q_LOGITS), target, None), TokenTree([-1, 0, 0, 1, 1, 3])
+    extent = Extent(tokens=30, sequences=20, depth=tree.depth + 1, children=3, tree=tree)
+    found = walk(target, draft, [torch.tensor([1, 2])], Way(REJECTION, None), Filters(0.8), extent, seed=1)
+    child = {(int(p), int(r)): node for node, (p, r) in enumerate(zip(tree.parents, tree.ranks, strict=True)) if node}
+    accepted, reached = torch.zeros_like(found.accepted), torch.zeros_like(found.reached)
+    for text in found.ranks[0].tolist():
+        node = 0
+        for rank in text:
+            depth = int(tree.depths[node])
+            reached[depth] += 1
+            if rank >= 0:
+                accepted[depth, rank] += 1
+            node = child.get((node, rank), 0)
+    assert torch.equal(accepted, found.accepted)
+    assert torch.equal(reached, found.reached)
+    entry = as_measured(Way(REJECTION, None), Filters(0.8), found)
+    entry.check()
+    assert entry.counts.texts == found.ranks[0].tolist()
+    assert entry.counts.tokens(tree) == pytest.approx(
+        expected_tokens(tree, entry.rates()), abs=5 * entry.counts.tokens_error(tree)
+    )
+
+
+def test_a_profile_promises_what_greedy_decoding_brings():
+    """Token by token: the ranks of a text tell each step of any tree."""
+    target, draft = tiny_llama(1, vocab_size=12), tiny_llama(3, vocab_size=12, layers=1)
+    forward, prompt = LlamaForward(target), torch.tensor([3, 1, 4])
+    entry = measure_way(
+        forward, as_draft(draft, forward, target), [prompt], Way(METHODS["sequoia"].kind(0.0), None), Filters(0.0),
+        Extent.of_trees(60, 1, None), seed=0,
+    )  # fmt: skip
+    for tree in (TokenTree.chain(3), TokenTree.k_ary(3, 2), TokenTree.independent(4, 1)):
+        out = SpeculativeDecoder(target, draft, "top-k", tree=tree).generate(prompt[None], 60, temperature=0.0)
+        steps, place = 0, 0
+        child = {(int(p), int(r)): n for n, (p, r) in enumerate(zip(tree.parents, tree.ranks, strict=True)) if n}
+        while place < 60:
+            node, steps = 0, steps + 1
+            while place < 60 and (node := child.get((node, entry.counts.texts[0][place]), 0)):
+                place += 1
+            place += 1
+        assert out.stats.steps == steps
+
+
+def test_the_gain_of_traversal_is_that_of_the_law():
+    """Of a chain it is block verification: node i is accepted with the chance w_i = min(1, w_{i-1} P / Q)."""
+    p, q = (filtered_logprobs(torch.tensor([x]), Filters(1.0))[0].exp().tolist() for x in (P_LOGITS, Q_LOGITS))
+    kind = REJECTION._replace(verification="traversal")
+    profile = replace(
+        profile_of(counts([[600, 100]], kind=kind), step={1: 0.01, 4: 0.01}, level=0.0), verifier="traversal"
+    )
+    assert profile.plan("chain", Filters(1.0)).plan.tree == TokenTree.chain(3)
+    exact = by_rejection = 0.0
+    for drawn in product(range(4), repeat=3):
+        weight, chance, drafted = 1.0, 1.0, np.prod([q[token] for token in drawn])
+        for token in drawn:
+            weight, chance = min(1.0, weight * p[token] / q[token]), chance * min(1.0, p[token] / q[token])
+            exact, by_rejection = exact + drafted * weight, by_rejection + drafted * chance
+    gains = measure_gains(
+        constant_llama(P_LOGITS), constant_llama(Q_LOGITS), [torch.tensor([1, 2]), torch.tensor([0])], profile,
+        until=time.perf_counter() + 1.5, seed=2, report=lambda line: None,
+    )  # fmt: skip
+    (gain,) = [gain for gain in gains if gain.method == "chain"]
+    assert exact / by_rejection > 1.03
+    assert gain.error < 0.1
+    assert gain.factor == pytest.approx(exact / by_rejection, abs=5 * gain.error)
+    with_gain = replace(profile, gains=gains).plan("chain", Filters(1.0))
+    assert with_gain.plan.expected_tokens - 1 == pytest.approx(
+        gain.factor * (profile.plan("chain", Filters(1.0)).plan.expected_tokens - 1)
+    )
+
+
+def test_a_profile_keeps_its_gains_and_refuses_others(tmp_path):
+    profile = replace(profile_of(counts([[1, 0]])), gains=(MethodGain("chain", Filters(1.0), 4, 1.1, 0.02),))
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    for wrong in (
+        MethodGain("no method", Filters(1.0), 4, 1.1, 0.02),
+        MethodGain("chain", Filters(1.0), 4, -1.0, 0.02),
+    ):
+        replace(profile, gains=(wrong,)).save(tmp_path / "profile.json")
+        with pytest.raises(ValueError, match="is no profile that"):
+            Profile.load(tmp_path / "profile.json")
+    entry = replace(counts([[1, 0]]), texts=["0 1 x"])
+    profile_of(entry).save(tmp_path / "profile.json")
+    with pytest.raises(ValueError, match="texts must be ranks"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_the_tree_that_is_walked_along_has_the_levels_that_the_draft_has():
+    assert Extent.of_trees(10, 2, None).tree.depth > 6
+    assert len(Extent.of_trees(10, 2, 2).tree) == NODES
+    assert Extent.of_trees(10, 2, 2).tree.depth == 2
