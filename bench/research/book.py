@@ -148,13 +148,13 @@ LINES = [
         V,
         "vertical cascade",
         "the draft drafts by a smaller one",
-        reason="not built: a decoder within a draft; the shipped draft's pass is a fraction of a millisecond",
+        reason="not built: it needs a decoder within a draft, and the article has no figure to repeat",
     ),
     Line(
         V,
         "saturation exit",
         "each token leaves at its own layer",
-        reason="not built: levels of a tree are drafted together, so that all nodes need one exit",
+        reason="not built: a level's nodes are drafted together and leave at one layer; the article has no figure",
     ),
     Line(
         V,
