@@ -143,7 +143,12 @@ LINES = [
     ),
     Line(R, "tables of OPT and Llama-2", "12 pairs of models", reason=PAIR_NEEDED),
     Line(V, "target's token among the draft's k likeliest", "rises with k", "rejection", say.top_k),
-    Line(V, "Medusa heads", "several heads on one target", "survey-medusa", say.drafts),
+    Line(
+        V,
+        "Medusa heads",
+        "several heads on one target",
+        reason="not measured yet: training them takes long; `papers.py survey-medusa` does both",
+    ),
     Line(
         V,
         "vertical cascade",
