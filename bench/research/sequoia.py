@@ -172,7 +172,7 @@ def pairs(setting: Setting) -> Row:
         "shipped draft": None,
         "EAGLE-3 head": load_demo_head(setting.pair.target),
         "early exit, 3 layers": EarlyExit(layers=3),
-        "retrieval": Retrieval(setting.prompts, setting.pair.tokenizer),
+        "retrieval from the prompts": Retrieval(setting.prompts, setting.pair.tokenizer),
     }
     rows = []
     for name, draft in drafts.items():
