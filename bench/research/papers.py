@@ -14,7 +14,7 @@
                  see PARTS in the files of these names, and docs/papers.md, which has a row for each (book.py)
 
 "dyspec as published" takes a token's draft probability for its chance of being accepted, as the paper does
-(confidence="draft"); "dyspec, measured confidence" is what the method has here by default.
+(confidence="draft"); "dyspec, measured confidence" takes chances that were counted on the shipped pair.
 
 For each cell all prompts are continued as one batch, once with each verifier that the method takes. Printed are
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import beside  # noqa: F401
+from papers_setting import MEASURED
 
 from heavypath.speculative import TokenTree, sequoia_tree
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
@@ -18,7 +19,10 @@ BUDGETS = {
 }
 NAMES = {"temperature": "T =", "top_p": "top-p"}
 WIDE = 128  # nodes of a level, where trees of up to 768 grow; half as long to draft as the default of 384
-DYSPEC: dict[str, dict] = {"dyspec as published": {"confidence": "draft"}, "dyspec, measured confidence": {}}
+DYSPEC: dict[str, dict] = {
+    "dyspec as published": {"confidence": "draft"},
+    "dyspec, measured confidence": {"confidence": MEASURED},
+}
 
 
 class Cell(NamedTuple):

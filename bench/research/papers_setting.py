@@ -22,8 +22,11 @@ from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Stepped
 from heavypath.speculative.demo import DemoPair
+from heavypath.speculative.trees.growth import Confidence
 
 Row = dict[str, Any]
+
+MEASURED = Confidence((0.41, 0.16, 0.12, 0.09, 0.08), (0.5, 0.5, 0.4, 0.3, 0.3))  # on the shipped pair, at T = 0.6
 
 
 class Observer:
