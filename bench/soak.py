@@ -41,7 +41,7 @@ NONSENSE: tuple[dict[str, Any], ...] = (
     {"model": "another"},
     {"prompt": ""},
     {"temperature": -1},
-    {"logprobs": 5},
+    {"logprobs": 21},
     {"frobnicate": True},
     {"max_tokens": 10_000},
     {"n": 1000},

@@ -355,10 +355,11 @@ def soak() -> None:
     found = results("soak")
     asked, memory = found["requests"], found["resident_mb"]
     early, late = memory[len(memory) // 6][1], memory[-1][1]
+    slow = asked.get("of these read slowly", 0)
+    slowly = f" ({slow:,} of them read slowly)" if slow else ""
     cog.outl(
-        f"In {found['environment']['minutes']:g} minutes {asked['answered']:,} requests were answered "
-        f"({asked['of these read slowly']:,} of them read slowly), {asked['dropped']:,} were dropped by their clients "
-        f"and {asked['refused']:,} were refused. "
+        f"In {found['environment']['minutes']:g} minutes {asked['answered']:,} requests were answered{slowly}, "
+        f"{asked['dropped']:,} were dropped by their clients and {asked['refused']:,} were refused. "
         f"{len(found['wrong']) or 'None'} had a wrong text. "
         f"Memory was {early:.0f} MB after {memory[len(memory) // 6][0]} s and {late:.0f} MB at the end."
     )

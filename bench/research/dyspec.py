@@ -1,7 +1,8 @@
 """The parts of papers.py that repeat DySpec (Xiong et al. 2024, arXiv 2410.11744).
 
 "as published" takes a token's draft probability for its chance of being accepted (confidence="draft"), and "measured"
-takes chances that were counted on the shipped pair. Trees that grow have levels of at most 128 nodes; the paper does not bound them.
+takes chances that were counted on the shipped pair. Trees that grow have levels of at most 128 nodes; the paper's have
+no such bound.
 """
 
 from statistics import fmean, stdev

@@ -28,6 +28,7 @@ class Reading:
         self._prompts = PromptTokens(served.tokenizer, served.limits)
         self._grammars = Grammars(served.tokenizer, served.eos_token_ids)
         self._thread = ThreadPoolExecutor(1, "reading")  # a long prompt holds up no stream
+        self._thread.submit(int)  # so that it begins while there is memory for it
 
     async def read(self, request: Request, kind: type[Body]) -> Asked[Body]:
         """A request of a kind. Raises Refusal for what it must not say, and where its client or its time is gone."""

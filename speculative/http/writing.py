@@ -29,6 +29,7 @@ class Writing:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "writing")
+        self._thread.submit(int)  # so that it begins while there is memory for it
 
     async def written(self, make: Callable[[], Any], places: int) -> str:
         """The JSON of what a function makes, which has the log-probabilities of so many places."""

@@ -32,7 +32,7 @@ def test_tokens_per_forward_and_gains_with_their_errors_by_hand():
 
 
 def test_trees_have_the_nodes_and_levels_of_their_groups_and_the_decoder_takes_them():
-    """And DySpec's are the same by the paper's values, the draft's probabilities, and by the decoder's default."""
+    """And DySpec's are the same by the paper's values, the draft's probabilities, and by measured chances."""
     target, labels, grown = tiny_llama(1, layers=1), {"rsd-1": set(), "rsd-2": set()}, {}
     for name, table in script("papers").TABLES.items():
         for cell in table(0.6):
@@ -42,9 +42,9 @@ def test_trees_have_the_nodes_and_levels_of_their_groups_and_the_decoder_takes_t
                 labels[name].add((size, cell.label))
                 assert len(tree) - 1 <= size if name == "rsd-2" else tree.depth == size
             if cell.method == "dyspec":
-                values = options.pop("confidence", "default")
+                values = options.pop("confidence")
                 grown.setdefault(values, []).append(str((name, options, cell.sampling)))
-    assert grown["draft"] == grown["default"]
+    assert grown["draft"] == grown[script("papers_setting").MEASURED]
     assert len(labels["rsd-2"]) == 5 * 8
     assert {(4, "SpecTr (7, 4)"), (2, "RSD-C [2, 1]"), (5, "RSD-C [12, 1, 1, 1, 1]")} <= labels["rsd-1"]
 

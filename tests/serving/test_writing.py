@@ -65,3 +65,10 @@ def test_long_answers_alone_are_written_in_a_thread(answer, places):
     found = json.loads(asyncio.run(Writing().written(make, places)))
     assert found["usage"]["completion_tokens"] == places
     assert threads == {"writing" if places > FEW else threading.current_thread().name}
+
+
+def test_the_thread_is_there_before_it_is_needed(monkeypatch):
+    """Later there may be no memory for one."""
+    writing = Writing()
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("begun too late"))
+    assert asyncio.run(writing.written(lambda: [1], FEW + 1)) == "[1]"
