@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 from conformance_parts import other_tokenizer_of, tokenizer_of, translated_of
-from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree
+from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree, steps_of
+from families import tiny
 from recurrent_families import recurrent
 from tiny_models import assert_alike, tiny_llama, transformers_greedy
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -24,8 +25,10 @@ from heavypath.speculative import (
     load_draft,
 )
 from heavypath.speculative.drafts.kinds import describe
+from heavypath.speculative.drafts.translated import TranslatedDraft
 from heavypath.speculative.drafts.vocabularies import MOST_PIECES, Vocabularies
 from heavypath.speculative.loading import load_pair
+from heavypath.speculative.models.forward_of import forward_of
 
 MARKS = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 LETTERS = {"a": 0, "b": 1, "c": 2, "abc": 3, "ca": 4, "<end>": 5, "bcab": 6}
@@ -89,11 +92,25 @@ def test_what_is_read_for_a_token_has_its_bytes(size, demo_pair):
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
 def test_every_node_has_the_law_of_the_text_in_the_drafts_tokens(method, target, translated):
     decoder = SpeculativeDecoder(target, translated, method, tree_size=8)
-    nodes = assert_drafts_as_said(decoder, translated, 20, [*PROMPTS, torch.tensor([6])], atol=2e-5)
+    nodes = assert_drafts_as_said(decoder, translated, 20, [*PROMPTS, *torch.tensor([[6], [0]])], atol=2e-5)
     assert max(len(node.path) for node in nodes) > 1
     assert {int(node.text[-1]) for node in nodes} > {3, 4}, "no root is a token that the draft lacks"
     for node in nodes:
         assert node.logits[[3, 4, 6]].eq(-torch.inf).all()
+
+
+def test_no_child_is_a_token_that_it_lacks(target, translated):
+    decoder = SpeculativeDecoder(target, translated, "sequoia", tree=TokenTree([-1, 0, 0, 0, 0, 0, 0]))
+    _, steps = steps_of(decoder, torch.tensor([[3, 1, 4, 1]]), 12, temperature=1.0)
+    assert {int(token) for _, drafted in steps for token in drafted.tokens[0, 1:]} == {-1, 0, 1, 2, 5}
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("gpt2", {"n_layer": 1}), ("mistral", {"sliding_window": 5})])
+def test_other_models_draft_so_too(kind, settings, target, translated):
+    """One that runs on transformers' own forward pass, and one that sees its last rows alone."""
+    model = tiny(kind, vocab_size=5, **settings).double()
+    other = Translated(model, translated.tokenizer, translated.target_tokenizer)
+    assert_drafts_as_said(SpeculativeDecoder(target, other, "sequoia", tree_size=8), other, 16, atol=2e-5)
 
 
 def test_above_and_below_other_drafts_its_laws_are_the_same(target, translated):
@@ -117,6 +134,31 @@ def test_with_its_own_tokenizer_it_accepts_what_the_model_alone_does(demo_pair):
             for each in (draft, wrapped)
         )
         assert_alike(one, other)
+
+
+def test_of_a_past_with_the_model_alone_nothing_is_taken(target):
+    draft, prompt = tiny_llama(5, layers=1).double(), torch.tensor([[3, 1, 4, 1, 6, 2]])
+    wrapped = SpeculativeDecoder(target, Translated(draft, tokenizer_of(7), tokenizer_of(7)), "chain")
+    past = SpeculativeDecoder(target, draft, "chain").generate(prompt, 9).cache
+    assert_alike(wrapped.generate(prompt, 20, past=past), wrapped.generate(prompt, 20))
+
+
+def test_rows_of_a_cache_are_counted_in_the_targets_tokens(translated):
+    draft = TranslatedDraft(translated, forward_of(translated.model, "draft"), 7)
+    cache, later = draft.new_cache(3, 5), draft.new_cache(2, 6)
+    for field in (*cache.remembered(), *later.remembered()):
+        field.copy_(torch.arange(field.numel()).view_as(field))
+    kept = cache.trimmed(slice(1, 2), 4)
+    assert kept.nbytes == cache.trimmed_bytes(slice(1, 2), 4)
+    assert later.take(1, kept, 0, 3) == 3
+    before = [field.clone() for field in cache.remembered()]
+    for own, source in zip(later.remembered(), before, strict=True):
+        assert torch.equal(own[1, :, :6], source[1, :, :6])
+        assert not torch.equal(own[1, :, 6:8], source[1, :, 6:8])
+    cache.swap(0, 2, 4)
+    for own, was in zip(cache.remembered(), before, strict=True):
+        assert torch.equal(own[[2, 1, 0], :, :8], was[:, :, :8])
+        assert torch.equal(own[:, :, 8:], was[:, :, 8:])
 
 
 @pytest.mark.parametrize("draft", ["alone", "mixture"])
