@@ -201,7 +201,7 @@ def _as_trained(
     if own is None or target is None or own.get_vocab() == target.get_vocab():
         return model
     translated = Translated(model, own, target)
-    logger.warning("the draft has another tokenizer: it drafts what both have, %s", translated.vocabularies)
+    logger.warning("the draft has another tokenizer: it drafts %s", translated.vocabularies)
     return translated
 
 

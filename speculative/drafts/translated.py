@@ -235,7 +235,7 @@ def _(given: Translated, target: Forward, model: PreTrainedModel) -> Draft:
 
 @describe.register
 def _(given: Translated) -> str:
-    return f"{describe(given.model)}, in common with the target {given.vocabularies}"
+    return f"{describe(given.model)}, which drafts {given.vocabularies}"
 
 
 @draft_parameter_count.register

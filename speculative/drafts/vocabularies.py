@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 MOST_PIECES = 8  # of a token that the draft lacks, the last ones: so many tokens of the draft stand for it
-LEAST_SHARE = 0.1  # of the smaller vocabulary that must be common
+LEAST_SHARE = 0.05  # of the target's tokens that must be common
 
 Token = tuple[bool, bytes]  # whether it is special, and what it stands for
 
@@ -43,7 +43,7 @@ class Vocabularies:
                 )
         if self.share < LEAST_SHARE:
             raise ValueError(
-                f"of the tokens of target and draft too few are common: {self}, must be {LEAST_SHARE:.0%}; "
+                f"a draft must have {LEAST_SHARE:.0%} of the target's tokens at least, got a tokenizer with {self}; "
                 "take a draft whose tokenizer is more like the target's"
             )
 
@@ -60,11 +60,11 @@ class Vocabularies:
 
     @property
     def share(self) -> float:
-        """The common tokens as a part of the smaller vocabulary."""
-        return len(self.shared) / min(len(self.target.get_vocab()), len(self.draft.get_vocab()))
+        """The common tokens as a part of the target's."""
+        return len(self.shared) / len(self.target.get_vocab())
 
     def __str__(self) -> str:
-        return f"{len(self.shared)} tokens, {self.share:.0%} of the smaller vocabulary"
+        return f"{len(self.shared)} of the target's {len(self.target.get_vocab())} tokens ({self.share:.0%})"
 
     def pieces(self, target_size: int, draft_size: int) -> tuple[Tensor, Tensor]:
         """The draft's tokens for each of the target's, LongTensor[V, m] from the right, and how many, LongTensor[V].

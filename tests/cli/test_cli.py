@@ -314,7 +314,7 @@ def test_a_draft_with_another_tokenizer_drafts_what_is_common(heavypath, folders
     (code, one, _), (_, other, _) = (heavypath(*given, folders / draft) for draft in ("draft", "more words"))
     assert code == 0
     assert json.loads(one)["token_ids"] == json.loads(other)["token_ids"]
-    said = "the draft has another tokenizer: it drafts what both have, 7 tokens, 100% of the smaller vocabulary"
+    said = "the draft has another tokenizer: it drafts 7 of the target's 7 tokens (100%)"
     assert [each.getMessage() for each in caplog.records if "tokenizer" in each.getMessage()] == [said]
 
 
@@ -392,7 +392,7 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
     ("target", "missing", "the draft 'missing' is neither a folder"),
     ("empty", "draft", "the target folder 'empty' has no config.json"),
     ("t5", "draft", "the target in 't5' is of type 't5'; expected a causal language model"),
-    ("target", "other words", "too few are common: 0 tokens, 0% of the smaller vocabulary, must be 10%"),
+    ("target", "other words", "must have 5% of the target's tokens at least, got a tokenizer with 0 of the"),
     ("no weights", "draft", "cannot load the target from 'no weights': .* model.safetensors"),
     ("broken weights", "draft", "cannot load the target from 'broken weights'"),
     ("half the layers", "draft", "weights in 'half the layers' lack 9 tensors, first 'model.layers.1"),

@@ -63,6 +63,6 @@ def test_a_second_drafts_vocabulary_is_checked_and_a_plot_without_matplotlib_is_
     heavypath, folders, models, monkeypatch
 ):
     refused = heavypath("compare", "one", *models, "--draft", folders / "other words", *OPTIONS)
-    assert_refused(refused, 1, "of the tokens of target and draft too few are common")
+    assert_refused(refused, 1, "a draft must have 5% of the target's tokens")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert_refused(heavypath("compare", "x", "--plot", "plot.png"), 1, r"pip install '\.\[figures\]'")

@@ -29,6 +29,7 @@ from heavypath.speculative.drafts.translated import TranslatedDraft
 from heavypath.speculative.drafts.vocabularies import MOST_PIECES, Vocabularies
 from heavypath.speculative.loading import load_pair
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.llama import LlamaForward
 
 MARKS = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 LETTERS = {"a": 0, "b": 1, "c": 2, "abc": 3, "ca": 4, "<end>": 5, "bcab": 6}
@@ -122,6 +123,25 @@ def test_a_later_turn_drafts_the_same(target, translated):
     assert_later_turns_agree(SpeculativeDecoder(target, translated, "sequoia", tree_size=8))
 
 
+def test_a_long_chain_of_one_text_reaches_not_beyond_the_rows_of_another(target, translated, monkeypatch):
+    ends, run = [], LlamaForward.__call__
+
+    def noting(self, tokens, positions, rows, cache, mask, **more):
+        if self.model is translated.model:
+            ends.append(cache.keys.shape[2] - int(mask.prefix_length.max()) - mask.ancestor_mask.shape[-1])
+        return run(self, tokens, positions, rows, cache, mask, **more)
+
+    monkeypatch.setattr(LlamaForward, "__call__", noting)
+    decoder = SpeculativeDecoder(target, translated, "chain", tree_size=3)
+    before = torch.tensor([[0], [6]]).expand(2, 26)
+    prompt = torch.cat([before[:, :24], before.flip(0)[:, :14]], 1)
+    past = decoder.generate(before, 2).cache
+    again = decoder.generate(prompt, 6, temperature=1.0, past=past)
+    assert_alike(again, decoder.generate(prompt, 6, temperature=1.0))
+    assert again.stats.reused_tokens == 48
+    assert min(ends) >= 0
+
+
 def test_with_its_own_tokenizer_it_accepts_what_the_model_alone_does(demo_pair):
     target, draft, tokenizer = demo_pair
     wrapped = Translated(draft, tokenizer, tokenizer)
@@ -182,10 +202,10 @@ def test_a_draft_of_another_tokenizer_is_loaded_as_one_and_the_log_says_so(tmp_p
         tokenizer.save_pretrained(tmp_path / role)
     pair = load_pair(str(tmp_path / "target"), str(tmp_path / "draft"))
     again = [load_draft(tmp_path / "draft", *to) for to in ([pair, str(tmp_path / "target")], [pair.target])]
-    said = "the draft has another tokenizer: it drafts what both have, 5 tokens, 83% of the smaller vocabulary"
+    said = "the draft has another tokenizer: it drafts 5 of the target's 7 tokens (71%)"
     assert [(each.levelno, each.getMessage()) for each in caplog.records] == [(logging.WARNING, said)] * 3
     assert {*map(type, [pair.draft, *again])} == {Translated}
-    assert describe(again[0]).endswith("in common with the target 5 tokens, 83% of the smaller vocabulary")
+    assert describe(again[0]).endswith(", which drafts 5 of the target's 7 tokens (71%)")
     prompt = torch.tensor([[3, 1, 4, 1, 6, 2]])
     out = SpeculativeDecoder(pair.target, pair.draft, "chain").generate(prompt, 20)
     assert torch.equal(out.sequences, transformers_greedy(pair.target, prompt, 20))
@@ -193,8 +213,8 @@ def test_a_draft_of_another_tokenizer_is_loaded_as_one_and_the_log_says_so(tmp_p
 
 
 def test_what_cannot_be_is_refused(target):
-    few, many = tokenizer_with(["a", *"bcdefghijkl"]), tokenizer_with(["a", *"ABCDEFGHIJKL"])
-    with pytest.raises(ValueError, match="too few are common: 1 tokens, 8% of the smaller vocabulary, must be 10%"):
+    few, many = tokenizer_with([*"abc"]), tokenizer_with([*"aABCDEFGHIJKLMNOPQRSTUVWXYZ"])
+    with pytest.raises(ValueError, match=r"must have 5% of .* at least, got .* with 1 of the target's 27 tokens"):
         Translated(tiny_llama(1), few, many)
     with pytest.raises(TypeError, match=r"the draft's tokenizer must be one of the tokenizers library, .* got int"):
         Translated(tiny_llama(1), 3, few)
