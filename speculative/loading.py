@@ -4,6 +4,7 @@ Nothing is downloaded, no code that comes with a model is run, and weights must 
 may be pickles of tensors alone, as some were published.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,10 @@ from heavypath.speculative.drafts.merge import Merge
 from heavypath.speculative.drafts.model import EarlyExit
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.drafts.trained import is_trained_head, load_trained_head
+from heavypath.speculative.drafts.translated import Translated
 from heavypath.speculative.streaming.load import load_streamed
+
+logger = logging.getLogger(__name__)
 
 DEMO_HEAD = "demo-head"  # names the shipped head
 MERGE = "merge:"  # before the drafts of a `Merge`
@@ -75,8 +79,10 @@ def load_pair(
     host_memory: with `memory` of a GPU, what is taken of the host's for the layers that are copied, as `load_streamed`
         has it. Default: as much as they need.
 
+    A draft model with another tokenizer is a `Translated`, and the log says how many tokens are common.
+
     Raises ValueError, TypeError or OSError, in one line. It does so for a missing folder, a model type that is not
-    supported, files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
+    supported, files that do not fit together, and no tokenizer. It does so, too, for a trained draft's other tokenizer.
     """
     if memory is not None and (target is None or dtype is not None):
         raise ValueError(
@@ -128,9 +134,8 @@ def _load_pair(
             f"(tokenizer.save_pretrained), so that it has one of {', '.join(_TOKENIZER_FILES)}"
         )
     tokenizer = _load_tokenizer("target", folders["target"])
-    drafting = head or folders.get("draft")
-    if drafting is not None and _has_tokenizer(drafting):
-        _check_vocabularies(tokenizer, _load_tokenizer("draft", drafting))
+    if head is not None:
+        _check_vocabularies(tokenizer, _tokenizer_in("draft", head))
     models = {
         role: load_target(folder) if role == "target" else _load_model(role, folder, device, dtype)
         for role, folder in folders.items()
@@ -138,7 +143,8 @@ def _load_pair(
     if head is not None:
         return Pair(models["target"], load_trained_head(head, models["target"]), tokenizer)
     if "draft" in models:
-        return Pair(models["target"], _as_trained(models["draft"]), tokenizer)
+        own = _tokenizer_in("draft", folders["draft"])
+        return Pair(models["target"], _as_trained(models["draft"], own, tokenizer), tokenizer)
     return Pair(models["target"], _modelless(draft, tokenizer) if modelless else None, tokenizer)
 
 
@@ -152,7 +158,8 @@ def load_draft(
 
     path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
         "retrieval:PATH"; and several of these, as in `load_pair`
-    target: the model; or a pair that `load_pair` loaded by `target_name`, whose tokenizer is then compared, too
+    target: the model; or a pair that `load_pair` loaded by `target_name`. A draft model with another tokenizer than
+        the pair's, or than the one in the model's folder, is a `Translated`
     dtype: default the target's for a head, the one that it was saved in for a model
 
     Raises as `load_pair` does, and ValueError for a head that does not fit the target, naming the tensor.
@@ -173,17 +180,29 @@ def load_draft(
     folder = find_folder("draft", name)
     if not head:
         _check_type("draft", folder)
-    if isinstance(target, Pair) and _has_tokenizer(folder):
-        _check_vocabularies(target.tokenizer, _load_tokenizer("draft", folder))
+    own = _tokenizer_in("draft", folder)
     if head:
+        if isinstance(target, Pair):
+            _check_vocabularies(target.tokenizer, own)
         return load_trained_head(folder, model, dtype)
-    return _as_trained(_load_model("draft", folder, model.device, dtype))
+    tokenizer = target.tokenizer if isinstance(target, Pair) else _tokenizer_of(target)
+    return _as_trained(_load_model("draft", folder, model.device, dtype), own, tokenizer)
 
 
-def _as_trained(model: PreTrainedModel) -> PreTrainedModel | Pard:
-    """A draft model, which drafts all levels at once if it was trained to."""
+def _as_trained(
+    model: PreTrainedModel, own: PreTrainedTokenizerBase | None, target: PreTrainedTokenizerBase | None
+) -> PreTrainedModel | Draftable:
+    """A draft model, which drafts all levels at once if it was trained to, with its tokenizer and the target's."""
     mask = getattr(model.config, "pard_token", None)
-    return model if mask is None else Pard(model, mask)
+    if mask is not None:
+        if target is not None:
+            _check_vocabularies(target, own)
+        return Pard(model, mask)
+    if own is None or target is None or own.get_vocab() == target.get_vocab():
+        return model
+    translated = Translated(model, own, target)
+    logger.warning("the draft has another tokenizer: it drafts %s", translated.vocabularies)
+    return translated
 
 
 def _lacks_target(draft: str) -> ValueError:
@@ -296,7 +315,22 @@ def _load_tokenizer(role: str, folder: Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"cannot load the {role}'s tokenizer from {str(folder)!r}: {error}") from error
 
 
-def _check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+def _tokenizer_in(role: str, folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder, if there is one."""
+    return _load_tokenizer(role, folder) if _has_tokenizer(folder) else None
+
+
+def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the folder that a model was loaded from, if there is one."""
+    try:
+        return _tokenizer_in("target", find_folder("target", model.name_or_path)) if model.name_or_path else None
+    except FileNotFoundError:
+        return None
+
+
+def _check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:
+    if draft is None:
+        return
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     if target_vocab == draft_vocab:
         return

@@ -20,6 +20,7 @@ from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.merge import Merge
 from heavypath.speculative.drafts.model import EarlyExit
 from heavypath.speculative.drafts.retrieval import Retrieval
+from heavypath.speculative.drafts.translated import Translated
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.losslessness.chi_square import detectable_total_variation
@@ -87,6 +88,7 @@ __all__ = [
     "TextCache",
     "TextStream",
     "TokenTree",
+    "Translated",
     "Verified",
     "Verifier",
     "calibrate",

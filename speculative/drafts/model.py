@@ -52,7 +52,8 @@ class ModelDraft(Draft):
         if gap > min(MAX_PADDING, min(forward.vocab_size, vocab_size) // 100):
             raise ValueError(
                 f"target and draft must share one vocabulary, got {vocab_size} and {forward.vocab_size} tokens; "
-                f"padding may differ by at most 1 in 100 and {MAX_PADDING} tokens"
+                f"padding may differ by at most 1 in 100 and {MAX_PADDING} tokens; for a draft with another tokenizer "
+                "give Translated(draft, its tokenizer, the target's)"
             )
 
     def new_cache(self, batch: int, rows: int) -> RowCache:

@@ -62,7 +62,7 @@ def test_mistakes_are_said_in_one_line(arguments, code, message, heavypath):
 def test_a_second_drafts_vocabulary_is_checked_and_a_plot_without_matplotlib_is_refused_before_any_work(
     heavypath, folders, models, monkeypatch
 ):
-    refused = heavypath("compare", "one", *models, "--draft", folders / "more words", *OPTIONS)
-    assert_refused(refused, 1, "must share one vocabulary, got tokenizers of 7 and 8 tokens")
+    refused = heavypath("compare", "one", *models, "--draft", folders / "other words", *OPTIONS)
+    assert_refused(refused, 1, "a draft must have 5% of the target's tokens")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert_refused(heavypath("compare", "x", "--plot", "plot.png"), 1, r"pip install '\.\[figures\]'")

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from conformance_parts import translated_of
 from families import tiny
 from head_cases import head_of
 from rope_cases import LIMIT, LONGROPE
@@ -22,6 +23,7 @@ DRAFTS = {
     "model": lambda target: tiny_llama(1),
     "head": lambda target: head_of(target),
     "lookahead": lambda target: Lookahead(window=3, ngram=3, pool=8),
+    "translated": lambda target: translated_of(VOCAB, torch.float32, max_position_embeddings=256),
     "cascade": lambda target: Cascade([tiny_llama(1), EarlyExit(1)], [1, 2]),
 }
 

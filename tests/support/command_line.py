@@ -48,7 +48,7 @@ def folders(tmp_path_factory):
     save_llama(root / "target")
     save_llama(root / "draft", seed=1)
     save_llama(root / "more words", (*WORDS, "seven"))
-    save_llama(root / "other words", (*WORDS[:5], "cinq", "six"))
+    save_llama(root / "other words", ("zéro", "un", "deux", "trois", "quatre", "cinq", "sixième"))
     for name in ("no weights", "no tokenizer", "broken weights", "half the layers"):
         shutil.copytree(root / "target", root / name)
     (root / "no weights" / "model.safetensors").unlink()

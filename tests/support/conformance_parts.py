@@ -34,6 +34,7 @@ from heavypath.speculative import (
     Retrieval,
     SpeculativeDecoder,
     TokenTree,
+    Translated,
     load_streamed,
     stream_of,
     top_down,
@@ -102,6 +103,22 @@ def tokenizer_of(vocab_size):
 
 
 @lru_cache
+def other_tokenizer_of(vocab_size):
+    """The same letters but for one, in another order, without the token of two letters, and with another one of two."""
+    words = [word for word in tokenizer_of(vocab_size).get_vocab() if word not in ("ab", "e")]
+    tokens = {word: token for token, word in enumerate([*sorted(words, reverse=True), "cd"])}
+    tokenizer = Tokenizer(models.BPE(tokens, [("c", "d")]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def translated_of(vocab_size, dtype, **settings):
+    """A small draft of that tokenizer, for targets of so many tokens."""
+    other = other_tokenizer_of(vocab_size)
+    return Translated(tiny_llama(9, len(other), layers=1, **settings).to(dtype), other, tokenizer_of(vocab_size))
+
+
+@lru_cache
 def grammar_of(vocab_size):
     return Grammar.lark(LARK, tokenizer_of(vocab_size))
 
@@ -158,6 +175,7 @@ class Case:
             "retrieval": lambda: Retrieval(corpus),
             "lookahead": lambda: Lookahead(window=3, ngram=3),
             "early exit": lambda: EarlyExit(1),
+            "translated": lambda: translated_of(self.vocab_size, self.target.dtype, head_dim=self.head_dim),
             "mixture": lambda: Mixture([self.small, PromptLookup()]),
             "cascade": lambda: Cascade([self.small, PromptLookup()], levels=[1, 8]),
             "merge": lambda: Merge([self.small, PromptLookup()]),

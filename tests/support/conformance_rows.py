@@ -17,7 +17,7 @@ AXES = {
     "method": (*METHODS,),
     "draft": (
         "model", "the target", "head", "p-eagle", "medusa", "block", "pard", "lookup", "retrieval", "lookahead",
-        "early exit", "mixture", "cascade", "merge", "own", "none",
+        "early exit", "translated", "mixture", "cascade", "merge", "own", "none",
     ),
     "target": (*TOYS, "llama", "mistral", "qwen3", "mixtral", "gemma3_text", "gpt_oss", *RECURRENT),
     "tree": ("default", "of 6 nodes", "own", "deep", "by options", "threshold", "profile", "replanned", "by batch"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.native.recording import Recording
-from heavypath.speculative import BlockHead, Cascade, MedusaHeads, Merge, Mixture, Pard, PromptLookup
+from heavypath.speculative import BlockHead, Cascade, MedusaHeads, Merge, Mixture, Pard, PromptLookup, Translated
 from heavypath.speculative.decoding import runner
 from heavypath.speculative.decoding.launching import Launcher
 
@@ -164,6 +164,8 @@ def said_by(draft, target, text, path):
             return torch.zeros(7)
         masks = torch.full((len(path),), draft.mask_token_id)
         return draft.model(torch.cat([text, masks])[None]).logits[0, -1].softmax(-1).float()
+    if isinstance(draft, Translated):
+        return said_in_letters(draft, whole)
     if isinstance(draft, BlockHead):
         return law_of(said_of(draft, target, text).after(path).float())
     if hasattr(draft, "generate"):
@@ -171,6 +173,19 @@ def said_by(draft, target, text, path):
     if getattr(draft, "mask_hidden", None) is not None:
         return law_of(logits_with_masks(draft, target, text, len(path))).float()
     return logits_over(draft, target, text, path).softmax(-1).float()
+
+
+def said_in_letters(draft, text):
+    """Of a draft with another tokenizer, both of letters: tokens that it lacks are spelt, with room for two each."""
+    names = {token: word for word, token in draft.target_tokenizer.get_vocab().items()}
+    own, read = draft.tokenizer.get_vocab(), []
+    for count, token in enumerate(text.tolist(), 1):
+        word = names[token]
+        pieces = [own[word]] if word in own else [own[each] for each in word if each in own] or [own["<end>"]]
+        read += pieces[-(2 * count - len(read)) :]
+    logits = draft.model(torch.tensor([read])).logits[0, -1]
+    common = [logits[own[names[token]]] if names[token] in own else torch.tensor(-torch.inf) for token in range(7)]
+    return torch.stack(common).softmax(-1).float()
 
 
 def law_of(logits):

@@ -1,0 +1,126 @@
+"""Two vocabularies side by side: which tokens stand for the same bytes, and how one's are written in the other's.
+
+    target   " token" 5, "ization" 6, " tokenization" 7         draft   " token" 3, "ization" 4
+    shared   5 is 3, 6 is 4                                      pieces  5 is [3], 6 is [4], 7 is [3, 4]
+
+A token stands for bytes: vocabularies write a space as U+0120 or U+2581, and single bytes as letters or as <0x0A>.
+Special tokens are the same if they are written alike, or are both a text's beginning, or both its end.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+MOST_PIECES = 8  # of a token that the draft lacks, the last ones: so many tokens of the draft stand for it
+LEAST_SHARE = 0.05  # of the target's tokens that must be common
+
+Token = tuple[bool, bytes]  # whether it is special, and what it stands for
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabularies:
+    """The vocabularies of a target and of a draft, by their tokenizers.
+
+    Raises TypeError for a tokenizer that is not of the tokenizers library, and ValueError where too few tokens are
+    common.
+    """
+
+    target: PreTrainedTokenizerBase
+    draft: PreTrainedTokenizerBase
+
+    def __post_init__(self) -> None:
+        for role, tokenizer in (("target", self.target), ("draft", self.draft)):
+            if getattr(tokenizer, "backend_tokenizer", None) is None:
+                raise TypeError(
+                    f"the {role}'s tokenizer must be one of the tokenizers library, whose tokens have known bytes, got "
+                    f"{type(tokenizer).__name__}"
+                )
+        if self.share < LEAST_SHARE:
+            raise ValueError(
+                f"a draft must have {LEAST_SHARE:.0%} of the target's tokens at least, got a tokenizer with {self}; "
+                "take a draft whose tokenizer is more like the target's"
+            )
+
+    @cached_property
+    def shared(self) -> dict[int, int]:
+        """The draft's token for each of the target's that it has, too. No two have the same."""
+        own, other = ({token: index for index, token in _tokens(each)} for each in (self.target, self.draft))
+        found = {index: other[token] for token, index in own.items() if token in other}
+        for name in ("bos_token_id", "eos_token_id"):
+            one, another = getattr(self.target, name), getattr(self.draft, name)
+            if one is not None and another is not None and one not in found and another not in found.values():
+                found[one] = another
+        return found
+
+    @property
+    def share(self) -> float:
+        """The common tokens as a part of the target's."""
+        return len(self.shared) / len(self.target.get_vocab())
+
+    def __str__(self) -> str:
+        return f"{len(self.shared)} of the target's {len(self.target.get_vocab())} tokens ({self.share:.0%})"
+
+    def pieces(self, target_size: int, draft_size: int) -> tuple[Tensor, Tensor]:
+        """The draft's tokens for each of the target's, LongTensor[V, m] from the right, and how many, LongTensor[V].
+
+        A token that the draft lacks is written greedily: the longest of the draft's tokens first. Bytes that the draft
+        has no token for are left out.
+
+        target_size, draft_size: of the models, whose vocabularies may have other tokens beside the tokenizers'
+        """
+        spelt = {token[1]: index for index, token in _tokens(self.draft) if not token[0] and index < draft_size}
+        longest = max(map(len, spelt), default=0)
+        nothing = next(index for index in (self.draft.unk_token_id, self.draft.eos_token_id, 0) if index is not None)
+        found = [[nothing]] * target_size
+        for index, (_, text) in _tokens(self.target):
+            if index < target_size:
+                found[index] = [*_spelling(text, spelt, longest)][-MOST_PIECES:] or found[index]
+        for index, other in self.shared.items():
+            if index < target_size and other < draft_size:
+                found[index] = [other]
+        most = max(map(len, found))
+        padded = [[nothing] * (most - len(each)) + each for each in found]
+        return torch.tensor(padded), torch.tensor([*map(len, found)])
+
+
+def _spelling(text: bytes, spelt: dict[bytes, int], longest: int) -> Iterator[int]:
+    """The tokens of `spelt` for a text, from the left the longest that there is."""
+    begin = 0
+    while begin < len(text):
+        ends = range(min(len(text), begin + longest), begin, -1)
+        end = next((end for end in ends if text[begin:end] in spelt), None)
+        if end is not None:
+            yield spelt[text[begin:end]]
+        begin = begin + 1 if end is None else end
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, Token]]:
+    """The tokens by number; of those that stand for the same, the last is the one to take.
+
+    That is the one with the lowest number; but <0x41> stands for what a token of letters does, and is not taken for it.
+    """
+    fast: Any = tokenizer
+    decoder = fast.backend_tokenizer.decoder
+    kinds = b"" if decoder is None else decoder.__getstate__()
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if b"ByteLevel" in kinds else {}
+    marks_spaces, has_bytes = "▁".encode() in kinds or b"\\u2581" in kinds, b"ByteFallback" in kinds
+    added = tokenizer.added_tokens_decoder
+    found = []
+    for word, index in tokenizer.get_vocab().items():
+        is_byte = has_bytes and len(word) == 6 and word.startswith("<0x")
+        if index in added:
+            text = word.encode()
+        elif letters and all(letter in letters for letter in word):
+            text = bytes(letters[letter] for letter in word)
+        elif is_byte:
+            text = bytes([int(word[3:5], 16)])
+        else:
+            text = (word.replace("▁", " ") if marks_spaces else word).encode()
+        found.append((not is_byte, -index, (index in added and added[index].special, text)))
+    return [(-index, token) for _, index, token in sorted(found)]
