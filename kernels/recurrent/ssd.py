@@ -9,7 +9,8 @@ Of Mamba-2 the gate is g = dt A with A < 0, the key B, the query C, and u = dt x
 from torch import Tensor
 
 from heavypath.kernels.recurrent.blocks_kernel import launch_blocks, takes_kernel
-from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades, path_totals
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades
+from heavypath.kernels.recurrent.totals import path_totals
 
 
 def tree_ssd(
@@ -29,7 +30,7 @@ def tree_ssd(
     state, paths, above, impl: as of `tree_delta`
     """
     heads, wide = update.shape[2] // key.shape[2], state.dtype
-    total = path_totals(gate, paths, above)
+    total = path_totals(gate, paths, above, impl=impl)
     if takes_kernel("tree_ssd", impl, state, above):
         out, stored = launch_blocks(query, key, update, None, total, state, paths)
         return out, KeptNodes(key, stored, total)
