@@ -24,10 +24,9 @@ products.
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.recurrent.pairs import launch_pairs
-from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths
+from heavypath.kernels.recurrent.paths import BLOCK, Paths
 
 _BLOCK = tl.constexpr(BLOCK)
 _COLUMNS = 32  # of values, of a program
@@ -197,14 +196,6 @@ def _blocks_kernel(
         tl.store(update_ptr + stored, update, mask=real[:, None])
         tl.store(out_ptr + stored, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
         tl.debug_barrier()  # the next block reads rows of u that other threads have stored
-
-
-def takes_kernel(function: str, impl: str, state: Tensor, above: KeptNodes | None) -> bool:
-    """True if the kernel is to run: by "auto" on a GPU for trees in one pass whose columns are powers of two."""
-    plain = all(size >= 16 and size & (size - 1) == 0 for size in state.shape[2:])
-    if impl == "auto" and (above is not None or not plain):
-        return False
-    return choose_impl(function, impl, state) == "triton"
 
 
 def launch_blocks(

@@ -11,7 +11,7 @@ by gathering each node's ancestors: N x depth of them. `pairs` has the kernel fo
 import torch
 from torch import Tensor
 
-from heavypath.kernels.recurrent.blocks_kernel import launch_blocks, takes_kernel
+from heavypath.kernels.recurrent.by_kernel import by_kernel
 from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths, unit
 from heavypath.kernels.recurrent.totals import path_totals
 
@@ -29,11 +29,11 @@ def tree_kda(
     impl: str = "auto",
 ) -> tuple[Tensor, KeptNodes]:
     """As `tree_delta`, with gates [B, Q, H, Dk], and as many key heads as value heads."""
+    found = by_kernel("tree_kda", impl, (query, key, value, gate, beta), state, paths, above)
+    if found is not None:
+        return found
     wide, mask, before = state.dtype, paths.mask, paths.before
     total = path_totals(gate, paths, above, impl=impl)
-    if takes_kernel("tree_kda", impl, state, above):
-        out, update = launch_blocks(query, key, value, beta, total, state, paths)
-        return out, KeptNodes(key, update, total)
     every = KeptNodes(key, value, total).joined(above)
     depth = mask.shape[-1] if mask.is_cuda else int(mask.sum(-1).max())  # a GPU is asked nothing
     number, batch = torch.arange(mask.shape[-1], device=mask.device), torch.arange(len(mask), device=mask.device)
