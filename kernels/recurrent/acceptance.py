@@ -43,7 +43,9 @@ def accept_state(
     lead = end.to(wide).exp().masked_fill((count == 0).view(-1, *[1] * (end.dim() - 1)), 1)
     state.mul_(lead.view(*end.shape[:2], -1, 1))
     added = values.to(wide).masked_fill(~taken, 0)
-    state.view(-1, *columns).baddbmm_(faded.permute(0, 2, 3, 1).flatten(0, 1), added.transpose(1, 2).flatten(0, 1))
+    state.view(-1, columns[0], columns[1]).baddbmm_(
+        faded.permute(0, 2, 3, 1).flatten(0, 1), added.transpose(1, 2).flatten(0, 1)
+    )
     return None
 
 

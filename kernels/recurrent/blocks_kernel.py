@@ -231,11 +231,11 @@ def launch_blocks(
     above, count = paths.outside
     wide, has_pairs = min(_COLUMNS, columns), total.dim() == 4
     total = total.contiguous()
-    pairs = launch_pairs(query, key, total, paths) if has_pairs else (None, None)
+    of_keys, of_queries = launch_pairs(query, key, total, paths) if has_pairs else (None, None)
     with torch.cuda.device_of(value):
         _blocks_kernel[(heads * (columns // wide), batch)](
-            query, key, value, None if beta is None else beta.contiguous(), total, *pairs, state,
-            paths.mask.contiguous().view(torch.int8), above, count, update, out, nodes,
+            query, key, value, None if beta is None else beta.contiguous(), total, of_keys, of_queries,
+            state, paths.mask.contiguous().view(torch.int8), above, count, update, out, nodes,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             HEADS=heads, KEY_HEADS=key_heads, DK=key_columns, DV=columns, SCALE=key_columns**-0.5,
             BK=min(key_columns, 16 if exact else 64), BV=wide, DELTA=beta is not None, EXACT=exact,

@@ -95,6 +95,7 @@ class Draft:
     reads_target: whether its cache is filled by passes of the target, see `taps`
     overlap:  None where `prefill` takes a text at once. Else it takes pieces, with `starts` as `Forward.prefill` does,
               and this many tokens are the last ones of a piece and the first ones of the next
+    keeps_state: whether it has recurrent layers, whose state says by itself which tokens it has read
     can_rest: whether it may leave steps out, and read the text written meanwhile later, by `prefill`
     foreign:  the names of code in it that is not the package's
     """
@@ -107,6 +108,7 @@ class Draft:
     forward: Any = None
     reads_target: bool = False
     overlap: int | None = None
+    keeps_state: bool = False
     can_rest: bool = False
     foreign: tuple[str, ...] = ()
 

@@ -227,6 +227,10 @@ class Forward(ABC):
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
 
+    def new_draft_cache(self, batch: int, rows: int) -> KeyValueCache:
+        """The same for a draft."""
+        return self.new_cache(batch, rows)
+
     @abstractmethod
     def __call__(
         self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
