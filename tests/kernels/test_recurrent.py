@@ -75,13 +75,15 @@ def test_a_pass_gives_what_the_recurrence_gives_along_each_path(kind, strength, 
         order = depths.argsort(dim=1, stable=True) if passes > 1 else torch.arange(nodes).expand(2, -1)
         mask = torch.stack([mask_of(each)[own][:, own] for each, own in zip(parents, order, strict=True)])
         column, text = order.argsort(1), torch.arange(2)[:, None]
-        for dtype, bar in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+        for dtype, impl, bar in (
+            (torch.float64, "torch", 1e-11), (torch.float32, "torch", 2e-5), (torch.float32, "auto", 2e-5),
+        ):  # fmt: skip
             kept, outs, size = None, [], -(-nodes // passes)
             for begin in range(0, nodes, size):
                 given = order[:, begin : begin + size]
                 of_pass = (each[text, given].to(dtype) for each in inputs)
                 seen = mask[:, begin : begin + size, : begin + size]
-                out, kept = RULES[kind](*(each for each in of_pass), state.to(dtype), Paths(seen), kept)
+                out, kept = RULES[kind](*(each for each in of_pass), state.to(dtype), Paths(seen), kept, impl=impl)
                 outs.append(out)
             out = torch.cat(outs, 1)
             for last in {0, nodes // 2, nodes - 1}:
@@ -97,8 +99,9 @@ def test_a_pass_gives_what_the_recurrence_gives_along_each_path(kind, strength, 
                 assert torch.equal(moved[1], state.to(dtype)[1])  # of whose path nothing was accepted
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
 @pytest.mark.parametrize("kind", RULES)
-def test_strong_gates_above_weak_ones_cost_no_digits(kind):
+def test_strong_gates_above_weak_ones_cost_no_digits(kind, impl):
     """A sum of gates in fp32 is off by 2e-3 of itself at 3,000: what weak gates below decide would be lost."""
     torch.manual_seed(1)
     inputs, state = draw(kind, 1, 48, 150.0)
@@ -107,7 +110,7 @@ def test_strong_gates_above_weak_ones_cost_no_digits(kind):
     gate[:, :24], gate[:, 24:] = -100 - gate[:, :24].abs(), gate[:, 24:] * 1e-3
     inputs = (query, key, value, gate, *rest)
     paths = Paths(torch.ones(1, 48, 48, dtype=torch.bool).tril())
-    out, kept = RULES[kind](*(each.float() for each in inputs), state.float(), paths)
+    out, kept = RULES[kind](*(each.float() for each in inputs), state.float(), paths, impl=impl)
     expected, moved = recurrence(
         kind, [each.float().double() for each in inputs], state.float().double(), [*range(48)], 0
     )
@@ -117,16 +120,16 @@ def test_strong_gates_above_weak_ones_cost_no_digits(kind):
     assert off(own[0], moved) < 2e-6
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
 @pytest.mark.parametrize("kind", ["delta", "kda"])
-def test_equal_keys_do_not_grow(kind):
+def test_equal_keys_do_not_grow(kind, impl):
     """Their system is as ill as one can be; an inverse by powers of A would be wrong by 1e9."""
     torch.manual_seed(2)
     inputs, state = draw(kind, 1, 64, 1e-3)
     query, key, value, gate, beta = inputs
     inputs = (query, key[:, :1].expand_as(key), value, gate, torch.ones_like(beta))
-    out, _ = RULES[kind](
-        *(each.float() for each in inputs), state.float(), Paths(torch.ones(1, 64, 64, dtype=torch.bool).tril())
-    )
+    chain = Paths(torch.ones(1, 64, 64, dtype=torch.bool).tril())
+    out, _ = RULES[kind](*(each.float() for each in inputs), state.float(), chain, impl=impl)
     assert off(out[0, -1], recurrence(kind, inputs, state, [*range(64)], 0)[0]) < 2e-5
 
 
