@@ -200,7 +200,8 @@ def agree(kind: str, dtype: torch.dtype, nodes: int, climb: float, *, heads=2, k
     query, key, value = (
         part.unflatten(-1, (-1, size)) for part, size in zip(parts, (columns, columns, values), strict=True)
     )
-    gate, state = -5 * torch.rand(2, nodes, heads, *[columns] * (kind == "kda")), torch.randn(2, heads, columns, values)
+    gate = -100 * torch.rand(2, nodes, heads, *[columns] * (kind == "kda")) ** 6  # e^-gate of a few is infinite
+    state = torch.randn(2, heads, columns, values)
     rest = () if kind == "ssd" else (torch.rand(2, nodes, heads).to(dtype),)
     given = (query, key, value.float() if kind == "ssd" else value, gate, *rest)
     out, kept = run_on(DEVICE, RULES[kind], *given, state, there, impl="triton")
