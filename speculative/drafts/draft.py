@@ -91,11 +91,10 @@ class Draft:
     levels_on_host: that planned trees have on a CPU by default; None for as many as a small model's
     laws:     how many distributions the root's children are drawn from: of a merge one of each of its drafts
     extra_nodes: how many nodes of its own it adds to each pass of the target
-    forward:  its forward pass, where it has weights; None for nothing
+    forward, keeps_state: its forward pass, None without weights; whether a recurrent state says what it has read
     reads_target: whether its cache is filled by passes of the target, see `taps`
     overlap:  None where `prefill` takes a text at once. Else it takes pieces, with `starts` as `Forward.prefill` does,
               and this many tokens are the last ones of a piece and the first ones of the next
-    keeps_state: whether it has recurrent layers, whose state says by itself which tokens it has read
     can_rest: whether it may leave steps out, and read the text written meanwhile later, by `prefill`
     foreign:  the names of code in it that is not the package's
     """

@@ -57,7 +57,7 @@ class ModelDraft(Draft):
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
-        return self.forward.new_draft_cache(batch, rows)
+        return self.forward.new_cache(batch, rows, lag=1)
 
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
         """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`."""

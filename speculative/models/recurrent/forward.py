@@ -46,13 +46,9 @@ class RecurrentForward(TransformersForward):
             )
         return ["full_attention"]
 
-    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+    def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences, and their states."""
-        return HybridCache(self._layout, batch, rows, self.like)
-
-    def new_draft_cache(self, batch: int, rows: int) -> KeyValueCache:
-        """The same for a draft, whose states lag by one token, see `nodes.DraftNodes`."""
-        return HybridCache(self._layout, batch, rows, self.like, lag=1)
+        return HybridCache(self._layout, batch, rows, self.like, lag)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
