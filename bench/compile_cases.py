@@ -166,14 +166,15 @@ def turning(dtype: str, heads: int, kv_heads: int, head_dim: int, normed: bool =
 
 
 def recurring(kind: str, dtype: str, columns: int, nodes: int) -> None:
-    """A layer with a recurrent state over a tree, and its acceptance: 16 key heads for 32 heads, or one for 64."""
+    """A layer with a recurrent state over a tree, and its acceptance: 16 key heads for 32, 32 for 32, or one for 64."""
     from heavypath.kernels.recurrent.acceptance import accept_state
     from heavypath.kernels.recurrent.convolution import tree_conv
     from heavypath.kernels.recurrent.delta import tree_delta
+    from heavypath.kernels.recurrent.kda import tree_kda
     from heavypath.kernels.recurrent.paths import KeptNodes, Paths
     from heavypath.kernels.recurrent.ssd import tree_ssd
 
-    heads, key_heads = (64, 1) if kind == "ssd" else (32, 16)
+    heads, key_heads = {"delta": (32, 16), "kda": (32, 32), "ssd": (64, 1)}[kind]
     paths = Paths(torch.ones(2, nodes, nodes).bool())
     channels = 2 * key_heads * 128 + heads * columns
     state = on_gpu(torch.empty(2, heads, 128, columns))
@@ -184,16 +185,14 @@ def recurring(kind: str, dtype: str, columns: int, nodes: int) -> None:
     query, key, value = (
         on_gpu(part.unflatten(-1, (-1, size))) for part, size in zip(parts, (128, 128, columns), strict=True)
     )
-    gate, totals = torch.empty(2, nodes, heads), torch.empty(2, nodes, heads, dtype=torch.float64)
+    totals = torch.empty(2, nodes, heads, *[128] * (kind == "kda"), dtype=torch.float64)
+    gate, beta = on_gpu(totals.float()), on_gpu(torch.empty(2, nodes, heads, dtype=value.dtype))
     if kind == "ssd":
         tree_ssd(query, key, on_gpu(value.float()), gate, state, paths, impl="triton")
     else:
-        tree_delta(query, key, value, gate, gate.to(value.dtype), state, paths, impl="triton")
+        (tree_kda if kind == "kda" else tree_delta)(query, key, value, gate, beta, state, paths, impl="triton")
     kept = KeptNodes(key, torch.empty(value.shape), totals)
     accept_state(state, kept, long_zeros(2, 9), long_zeros(2), normalised=kind != "ssd", impl="triton")
-    if kind == "delta":
-        kept = KeptNodes(key, torch.empty(value.shape), torch.empty(2, nodes, heads, 128, dtype=torch.float64))
-        accept_state(state, kept, long_zeros(2, 9), long_zeros(2), normalised=True, impl="triton")
 
 
 def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
@@ -295,7 +294,8 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
     **cases(turning, "rotary {} {}:{} D{}", ("bf16", 32, 32, 128), ("bf16", 12, 12, 64), ("fp16", 32, 8, 128),
             ("fp32", 4, 2, 24), ("fp32", 8, 8, 256), ("bf16", 32, 8, 128, {"normed": True})),
     **cases(recurring, "recurrent {} {} D{} {} nodes", ("delta", "bf16", 128, 64), ("delta", "fp32", 128, 64),
-            ("delta", "fp16", 128, 256), ("ssd", "bf16", 64, 64), ("ssd", "fp32", 64, 64)),
+            ("delta", "fp16", 128, 256), ("kda", "bf16", 128, 64), ("kda", "fp32", 128, 64), ("ssd", "bf16", 64, 64),
+            ("ssd", "fp32", 64, 64)),
     "mask of 32": partial(packing, 32, None),
     "mask of 2048 window": partial(packing, 2048, 100),
     **cases(

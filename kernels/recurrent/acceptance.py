@@ -37,12 +37,15 @@ def accept_state(
     keys, values, totals = (field[batch[:, None], path] for field in kept)
     keys = (unit(keys) if normalised else keys).to(wide).repeat_interleave(values.shape[2] // keys.shape[2], 2)
     end = totals[batch, (count - 1).clamp(min=0)]  # [B, H] or [B, H, Dk]
-    taken = torch.arange(path.shape[1], device=path.device) < count[:, None]
-    gap = (end[:, None] - totals).masked_fill(~taken.view(*taken.shape, *[1] * (totals.dim() - 2)), -torch.inf)
-    weight = gap.to(wide).exp().view(*values.shape[:3], -1)
-    lead = end.to(wide).exp().view(*end.shape[:2], -1, 1)
-    moved = lead * state + torch.einsum("bphd,bphe->bhde", keys * weight, values.to(wide))
-    state.copy_(moved.where((count > 0).view(-1, 1, 1, 1), state))
+    taken = (torch.arange(path.shape[1], device=path.device) < count[:, None])[..., None, None]  # others may be NaN
+    gap = (end[:, None] - totals).masked_fill(~taken if totals.dim() == 4 else ~taken[..., 0], -torch.inf)
+    faded = keys * gap.to(wide).exp().view(*values.shape[:3], -1)
+    lead = end.to(wide).exp().masked_fill((count == 0).view(-1, *[1] * (end.dim() - 1)), 1)
+    state.mul_(lead.view(*end.shape[:2], -1, 1))
+    added = values.to(wide).masked_fill(~taken, 0)
+    state.view(-1, columns[0], columns[1]).baddbmm_(
+        faded.permute(0, 2, 3, 1).flatten(0, 1), added.transpose(1, 2).flatten(0, 1)
+    )
     return None
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `tree_delta` and `tree_ssd`: block by block of 16 nodes, in the order in which they are given.
+"""The Triton kernel of `tree_delta`, `tree_kda`, `tree_ssd`: block by block of 16 nodes, in the order they are given.
 
 In depth-first order all ancestors of a block of nodes that lie outside of it are ancestors of the block's first node.
 For if j < b is above some i >= b, then b lies in the subtree of j, too. So they are on one path, and few. They are
@@ -10,9 +10,12 @@ has stored itself. Within a block (I + A) U = R is solved by an inverse T. It is
 are 2, 4, 8 and 16 rows large: T <- T - T A_off T, where A_off is A between the two halves. Each merge is exact and
 nothing grows. (Powers of A would grow like binomials: for 64 equal keys they are wrong by 2e9.)
 
+Where each key column has its own gate, A and P are those of `pairs`, which come before this kernel.
+
 16-bit queries and keys go into the tensor cores as they are, and their norms are multiplied in afterwards. A state has
 two terms of tf32, its first 10 bits and the rest. Products with 16-bit rows, which are exact in tf32, are then about as
-good as in fp32. fp32 models take IEEE products.
+good as in fp32. Rows that a column's gate has faded are not exact, and have two terms, too. fp32 models take IEEE
+products.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -21,9 +24,9 @@ good as in fp32. fp32 models take IEEE products.
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths
+from heavypath.kernels.recurrent.pairs import launch_pairs
+from heavypath.kernels.recurrent.paths import BLOCK, Paths
 
 _BLOCK = tl.constexpr(BLOCK)
 _COLUMNS = 32  # of values, of a program
@@ -62,7 +65,9 @@ def _blocks_kernel(
     key_ptr,
     value_ptr,  # [B, N, HEADS, DV]; without DELTA it is u
     beta_ptr,  # [B, N, HEADS], if DELTA
-    totals_ptr,  # fp64 [B, N, HEADS]
+    totals_ptr,  # fp64 [B, N, HEADS]; with PAIRS [B, N, HEADS, DK]
+    of_keys_ptr,  # with PAIRS fp32 [B, HEADS, N, N], as of `pairs`: A, where a node sees the other
+    of_queries_ptr,  # P
     state_ptr,  # fp32 [B, HEADS, DK, DV]
     mask_ptr,  # [B, N, N], bytes
     above_ptr,  # int32 [B, blocks, N], the nodes outside of each block that any of its nodes sees, rising
@@ -72,7 +77,7 @@ def _blocks_kernel(
     N, query_batch, query_node, key_batch, key_node, value_batch, value_node,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SCALE: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr, MERGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PAIRS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A program for BV value columns of a head, and a sequence."""
     head, tile, batch = tl.program_id(0) // (DV // BV), tl.program_id(0) % (DV // BV), tl.program_id(1).to(tl.int64)
@@ -84,13 +89,15 @@ def _blocks_kernel(
     state_ptr += (batch * HEADS + head) * DK * DV
     own = batch * N * HEADS + head  # of the first node, in tensors [B, N, HEADS]
     mask_ptr += batch * N * N
+    pairs = (batch * HEADS + head) * N * N
     blocks = tl.cdiv(N, _BLOCK)
     for block in range(0, blocks):
         node = block * _BLOCK + place
         real = node < N
         at = node.to(tl.int64)
-        total = tl.load(totals_ptr + own + at * HEADS, mask=real, other=0.0)
-        lead = tl.exp(total.to(tl.float32))
+        if not PAIRS:
+            total = tl.load(totals_ptr + own + at * HEADS, mask=real, other=0.0)
+            lead = tl.exp(total.to(tl.float32))
         out, read = tl.zeros([_BLOCK, BV], tl.float32), tl.zeros([_BLOCK, BV], tl.float32)
         within, system = tl.zeros([_BLOCK, _BLOCK], tl.float32), tl.zeros([_BLOCK, _BLOCK], tl.float32)
         query_norm, key_norm = tl.full([_BLOCK], 1.0, tl.float32), tl.full([_BLOCK], 1.0, tl.float32)
@@ -100,59 +107,79 @@ def _blocks_kernel(
             query = _rows(query_ptr + at[:, None] * query_node + column[None, :], real[:, None], INTERPRETED)
             key = _rows(key_ptr + at[:, None] * key_node + column[None, :], real[:, None], INTERPRETED)
             state = tl.load(state_ptr + column[:, None] * DV + values[None, :])
-            out = _with_state(query, state, out, EXACT)
-            within = tl.dot(query, tl.trans(key), within, input_precision="ieee")
+            if PAIRS:
+                at_total = (own + at * HEADS)[:, None] * DK + column[None, :]
+                kept = tl.exp(tl.load(totals_ptr + at_total, mask=real[:, None], other=0.0).to(tl.float32))
+                out = _product(query.to(tl.float32) * kept, state, out, EXACT)
+                read = _product(key.to(tl.float32) * kept, state, read, EXACT)
+            else:
+                out = _with_state(query, state, out, EXACT)
+                within = tl.dot(query, tl.trans(key), within, input_precision="ieee")
+                if DELTA:
+                    read = _with_state(key, state, read, EXACT)
+                    system = tl.dot(key, tl.trans(key), system, input_precision="ieee")
             if DELTA:
-                read = _with_state(key, state, read, EXACT)
-                system = tl.dot(key, tl.trans(key), system, input_precision="ieee")
                 query_square += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
                 key_square += tl.sum(key.to(tl.float32) * key.to(tl.float32), 1)
         if DELTA:
             query_norm, key_norm = SCALE / tl.sqrt(query_square + 1e-6), 1.0 / tl.sqrt(key_square + 1e-6)
-            read *= (lead * key_norm)[:, None]
-        out *= (lead * query_norm)[:, None]
+            read *= key_norm[:, None]
+        out *= query_norm[:, None]
+        if not PAIRS:
+            out *= lead[:, None]
+            read *= lead[:, None]
 
         count = tl.load(count_ptr + batch * blocks + block)
         for start in range(0, count, _BLOCK):
             which = start + place
             there = which < count
             other = tl.load(above_ptr + (batch * blocks + block) * N + which, mask=there, other=0).to(tl.int64)
-            far, far_system = tl.zeros([_BLOCK, _BLOCK], tl.float32), tl.zeros([_BLOCK, _BLOCK], tl.float32)
-            square = tl.zeros([_BLOCK], tl.float32)
-            for first in range(0, DK, BK):
-                column = first + columns
-                query = _rows(query_ptr + at[:, None] * query_node + column[None, :], real[:, None], INTERPRETED)
-                theirs = _rows(key_ptr + other[:, None] * key_node + column[None, :], there[:, None], INTERPRETED)
-                far = tl.dot(query, tl.trans(theirs), far, input_precision="ieee")
+            pair = at[:, None] * N + other[None, :]
+            seen = tl.load(mask_ptr + pair, mask=real[:, None] & there[None, :], other=0) != 0
+            if PAIRS:
+                far = tl.load(of_queries_ptr + pairs + pair, mask=seen, other=0.0)
+                far_system = tl.load(of_keys_ptr + pairs + pair, mask=seen, other=0.0)
+            else:
+                far, far_system = tl.zeros([_BLOCK, _BLOCK], tl.float32), tl.zeros([_BLOCK, _BLOCK], tl.float32)
+                square = tl.zeros([_BLOCK], tl.float32)
+                for first in range(0, DK, BK):
+                    column = first + columns
+                    query = _rows(query_ptr + at[:, None] * query_node + column[None, :], real[:, None], INTERPRETED)
+                    theirs = _rows(key_ptr + other[:, None] * key_node + column[None, :], there[:, None], INTERPRETED)
+                    far = tl.dot(query, tl.trans(theirs), far, input_precision="ieee")
+                    if DELTA:
+                        key = _rows(key_ptr + at[:, None] * key_node + column[None, :], real[:, None], INTERPRETED)
+                        far_system = tl.dot(key, tl.trans(theirs), far_system, input_precision="ieee")
+                        square += tl.sum(theirs.to(tl.float32) * theirs.to(tl.float32), 1)
+                their_total = tl.load(totals_ptr + own + other * HEADS, mask=there, other=0.0)
+                gap = (total[:, None] - their_total[None, :]).to(tl.float32)
+                fade = tl.exp(tl.where(seen, gap, float("-inf")))
                 if DELTA:
-                    key = _rows(key_ptr + at[:, None] * key_node + column[None, :], real[:, None], INTERPRETED)
-                    far_system = tl.dot(key, tl.trans(theirs), far_system, input_precision="ieee")
-                    square += tl.sum(theirs.to(tl.float32) * theirs.to(tl.float32), 1)
-            their_total = tl.load(totals_ptr + own + other * HEADS, mask=there, other=0.0)
-            seen = tl.load(
-                mask_ptr + at[:, None] * N + other[None, :], mask=real[:, None] & there[None, :], other=0
-            ).to(tl.int1)
-            gap = (total[:, None] - their_total[None, :]).to(tl.float32)
-            fade = tl.exp(tl.where(seen, gap, float("-inf")))
-            if DELTA:
-                fade *= 1.0 / tl.sqrt(square + 1e-6)[None, :]
+                    fade *= 1.0 / tl.sqrt(square + 1e-6)[None, :]
+                far *= fade * query_norm[:, None]
+                far_system *= fade * key_norm[:, None]
             update = tl.load(
                 update_ptr + (own + other[:, None] * HEADS) * DV + values[None, :], mask=there[:, None], other=0.0
             )
-            out = _product(fade * far * query_norm[:, None], update, out, EXACT)
+            out = _product(far, update, out, EXACT)
             if DELTA:
-                read = _product(fade * far_system * key_norm[:, None], update, read, EXACT)
+                read = _product(far_system, update, read, EXACT)
 
-        seen = tl.load(mask_ptr + at[:, None] * N + at[None, :], mask=real[:, None] & real[None, :], other=0).to(
-            tl.int1
-        )
-        gap = (total[:, None] - total[None, :]).to(tl.float32)
-        fade = tl.exp(tl.where(seen, gap, float("-inf")))
+        pair = at[:, None] * N + at[None, :]
+        seen = tl.load(mask_ptr + pair, mask=real[:, None] & real[None, :], other=0) != 0
+        if PAIRS:
+            within = tl.load(of_queries_ptr + pairs + pair, mask=seen, other=0.0)
+            system = tl.load(of_keys_ptr + pairs + pair, mask=seen, other=0.0)
+        else:
+            gap = (total[:, None] - total[None, :]).to(tl.float32)
+            fade = tl.exp(tl.where(seen, gap, float("-inf"))) * key_norm[None, :]
+            within *= fade * query_norm[:, None]
+            system *= fade * key_norm[:, None]
         update = tl.load(value_ptr + at[:, None] * value_node + values[None, :], mask=real[:, None], other=0.0)
         update = update.to(tl.float32)
         if DELTA:
             beta = tl.load(beta_ptr + own + at * HEADS, mask=real, other=0.0).to(tl.float32)
-            system *= fade * (beta * key_norm)[:, None] * key_norm[None, :]
+            system *= beta[:, None]
             system = tl.where(place[:, None] > place[None, :], system, 0.0)
             inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
             inverse -= tl.where((place[:, None] >> 1) == (place[None, :] >> 1), system, 0.0)
@@ -164,20 +191,11 @@ def _blocks_kernel(
                 inverse -= _product(lower, inverse, nothing, EXACT)
             right = beta[:, None] * (update - read)
             update = _product(inverse, right, tl.zeros([_BLOCK, BV], tl.float32), EXACT)
-            fade *= key_norm[None, :]
-        out = _product(fade * within * query_norm[:, None], update, out, EXACT)
+        out = _product(within, update, out, EXACT)
         stored = (own + at[:, None] * HEADS) * DV + values[None, :]
         tl.store(update_ptr + stored, update, mask=real[:, None])
         tl.store(out_ptr + stored, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
         tl.debug_barrier()  # the next block reads rows of u that other threads have stored
-
-
-def takes_kernel(function: str, impl: str, state: Tensor, above: KeptNodes | None) -> bool:
-    """True if the kernel is to run: by "auto" on a GPU for trees in one pass whose columns are powers of two."""
-    plain = all(size >= 16 and size & (size - 1) == 0 for size in state.shape[2:])
-    if impl == "auto" and (above is not None or not plain):
-        return False
-    return choose_impl(function, impl, state) == "triton"
 
 
 def launch_blocks(
@@ -185,7 +203,8 @@ def launch_blocks(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The outputs [B, N, H, Dv] and u fp32 [B, N, H, Dv] of all nodes of trees that are given in one pass.
 
-    beta: None for `tree_ssd`, whose values are u; total: fp64 [B, N, H]; the others as of `tree_delta`
+    beta: None for `tree_ssd`, whose values are u; total: fp64 [B, N, H], or [B, N, H, Dk] for `tree_kda`
+    The others are those of `tree_delta`.
 
     Raises ValueError for shapes, strides or types that the kernel does not take.
     """
@@ -210,15 +229,17 @@ def launch_blocks(
     update = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     out = torch.empty(value.shape, dtype=torch.float32 if beta is None else query.dtype, device=value.device)
     above, count = paths.outside
-    wide = min(_COLUMNS, columns)
+    wide, has_pairs = min(_COLUMNS, columns), total.dim() == 4
+    total = total.contiguous()
+    of_keys, of_queries = launch_pairs(query, key, total, paths) if has_pairs else (None, None)
     with torch.cuda.device_of(value):
         _blocks_kernel[(heads * (columns // wide), batch)](
-            query, key, value, None if beta is None else beta.contiguous(), total.contiguous(), state,
-            paths.mask.contiguous().view(torch.int8), above, count, update, out, nodes,
+            query, key, value, None if beta is None else beta.contiguous(), total, of_keys, of_queries,
+            state, paths.mask.contiguous().view(torch.int8), above, count, update, out, nodes,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             HEADS=heads, KEY_HEADS=key_heads, DK=key_columns, DV=columns, SCALE=key_columns**-0.5,
             BK=min(key_columns, 16 if exact else 64), BV=wide, DELTA=beta is not None, EXACT=exact,
-            MERGES=BLOCK.bit_length() - 1, INTERPRETED=not query.is_cuda,
+            MERGES=BLOCK.bit_length() - 1, PAIRS=has_pairs, INTERPRETED=not query.is_cuda,
             num_warps=4, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out, update

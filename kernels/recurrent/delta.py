@@ -17,8 +17,9 @@ nodes, whose u are known.
 import torch
 from torch import Tensor
 
-from heavypath.kernels.recurrent.blocks_kernel import launch_blocks, takes_kernel
-from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades, path_totals, unit
+from heavypath.kernels.recurrent.by_kernel import by_kernel
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades, unit
+from heavypath.kernels.recurrent.totals import path_totals
 
 
 def tree_delta(
@@ -41,14 +42,13 @@ def tree_delta(
     paths: of the Q nodes; above: the nodes that were given before them
     impl:  see `implementation`; "triton" takes trees in one pass. Others go through "torch" by "auto"
     """
-    if takes_kernel("tree_delta", impl, state, above):
-        total = path_totals(gate, paths, None)
-        out, update = launch_blocks(query, key, value, beta, total, state, paths)
-        return out, KeptNodes(key, update, total)
+    found = by_kernel("tree_delta", impl, (query, key, value, gate, beta), state, paths, above)
+    if found is not None:
+        return found
     heads, wide = value.shape[2] // key.shape[2], state.dtype
-    total = path_totals(gate, paths, above)
-    found = unit(query).to(wide) * query.shape[-1] ** -0.5
-    queries, keys = (x.repeat_interleave(heads, 2).transpose(1, 2) for x in (found, unit(key).to(wide)))
+    total = path_totals(gate, paths, above, impl=impl)
+    scaled = unit(query).to(wide) * query.shape[-1] ** -0.5
+    queries, keys = (x.repeat_interleave(heads, 2).transpose(1, 2) for x in (scaled, unit(key).to(wide)))
     lead = total.to(wide).exp().transpose(1, 2)[..., None]  # [B, H, Q, 1]
     strength = beta.to(wide).transpose(1, 2)[..., None]
     out, read = (lead * (x @ state) for x in (queries, keys))

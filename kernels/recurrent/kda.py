@@ -5,13 +5,15 @@
     A_ij = beta_i sum_d k_id k_jd e^(G_id - G_jd)        P_ij = sum_d q_id k_jd e^(G_id - G_jd)
 
 No product of two matrices is safe, since e^(-G_j) overflows. So the pairs of a node and an ancestor are computed alone,
-by gathering each node's ancestors: N x depth of them.
+by gathering each node's ancestors: N x depth of them. `pairs` has the kernel for that.
 """
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths, path_totals, unit
+from heavypath.kernels.recurrent.by_kernel import by_kernel
+from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths, unit
+from heavypath.kernels.recurrent.totals import path_totals
 
 
 def tree_kda(
@@ -23,10 +25,15 @@ def tree_kda(
     state: Tensor,
     paths: Paths,
     above: KeptNodes | None = None,
+    *,
+    impl: str = "auto",
 ) -> tuple[Tensor, KeptNodes]:
     """As `tree_delta`, with gates [B, Q, H, Dk], and as many key heads as value heads."""
+    found = by_kernel("tree_kda", impl, (query, key, value, gate, beta), state, paths, above)
+    if found is not None:
+        return found
     wide, mask, before = state.dtype, paths.mask, paths.before
-    total = path_totals(gate, paths, above)
+    total = path_totals(gate, paths, above, impl=impl)
     every = KeptNodes(key, value, total).joined(above)
     depth = mask.shape[-1] if mask.is_cuda else int(mask.sum(-1).max())  # a GPU is asked nothing
     number, batch = torch.arange(mask.shape[-1], device=mask.device), torch.arange(len(mask), device=mask.device)

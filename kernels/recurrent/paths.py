@@ -1,13 +1,9 @@
-"""Log-decays along the paths of a tree, and the windows of short convolutions: for recurrent layers.
+"""The paths of a tree, and the windows of short convolutions along them: for recurrent layers.
 
 A mask bool [B, Q, M] says which of the M nodes given so far each of the last Q of them sees: itself and its ancestors.
-Nodes are given in an order that rises along each path, so the last columns are the Q nodes themselves. With a gate
-g <= 0 for each node,
-
-    G_i = sum of g over the path from the root to i, root included       exp(G_i - G_j), j above i: what i keeps of j
-
-Elsewhere G_i - G_j may be large and positive, and exp of it infinite. So the mask comes before exp, never after. In
-fp32 the difference would be off by 2e-3 where strong gates lie above weak ones (|G| of 3,000), so sums are in fp64.
+Nodes are given in an order that rises along each path, so the last columns are the Q nodes themselves. With the G of
+`totals` a node i keeps exp(G_i - G_j) of what its ancestor j leaves. Elsewhere G_i - G_j may be large and positive, and
+exp of it infinite. So the mask comes before exp, never after.
 """
 
 from dataclasses import dataclass, field
@@ -37,18 +33,6 @@ class KeptNodes(NamedTuple):
         if others is None:
             return self
         return KeptNodes(*(torch.cat(pair, 1) for pair in zip(others, self, strict=True)))
-
-
-def path_totals(gates: Tensor, paths: "Paths", above: KeptNodes | None) -> Tensor:
-    """G of the Q new nodes, fp64 [B, Q, H] or [B, Q, H, Dk]; gates: shaped so; above: the nodes given before."""
-    mask, before = paths.mask, paths.before
-    totals = torch.einsum("bij,bj...->bi...", mask[..., before:].double(), gates.double())
-    if above is None:
-        return totals
-    number = torch.arange(before, device=mask.device)
-    nearest = number.where(mask[..., :before], -1).amax(-1) + 1  # 0 where none of these nodes is an ancestor
-    with_none = torch.cat([torch.zeros_like(above.totals[:, :1]), above.totals], 1)
-    return totals + with_none[torch.arange(len(mask), device=mask.device)[:, None], nearest]
 
 
 def fades(new: Tensor, every: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

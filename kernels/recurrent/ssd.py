@@ -8,8 +8,9 @@ Of Mamba-2 the gate is g = dt A with A < 0, the key B, the query C, and u = dt x
 
 from torch import Tensor
 
-from heavypath.kernels.recurrent.blocks_kernel import launch_blocks, takes_kernel
-from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades, path_totals
+from heavypath.kernels.recurrent.by_kernel import by_kernel
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades
+from heavypath.kernels.recurrent.totals import path_totals
 
 
 def tree_ssd(
@@ -28,11 +29,11 @@ def tree_ssd(
     query, key: [B, Q, Hk, Dk], where each key head serves H / Hk value heads; update: [B, Q, H, Dv]; gate: [B, Q, H]
     state, paths, above, impl: as of `tree_delta`
     """
+    found = by_kernel("tree_ssd", impl, (query, key, update, gate), state, paths, above)
+    if found is not None:
+        return found
     heads, wide = update.shape[2] // key.shape[2], state.dtype
-    total = path_totals(gate, paths, above)
-    if takes_kernel("tree_ssd", impl, state, above):
-        out, stored = launch_blocks(query, key, update, None, total, state, paths)
-        return out, KeptNodes(key, stored, total)
+    total = path_totals(gate, paths, above, impl=impl)
     kept = KeptNodes(key, update.to(wide), total).joined(above)
     queries, keys = (x.to(wide).repeat_interleave(heads, 2).transpose(1, 2) for x in (query, kept.keys))
     lead = total.to(wide).exp().transpose(1, 2)[..., None]

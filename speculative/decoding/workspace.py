@@ -276,8 +276,7 @@ class Workspace:
             if draft is not None and part.forward is not None:
                 missed = [int(lengths[member]) - rows for member, rows in self._behind.items()]
                 unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
-                knows = getattr(part.forward, "state_bytes", 0) > 0  # what it has read, by its state
-                models.append(ModelRows(part.forward, self._kept(cache, texts), 0 if knows else unsure))
+                models.append(ModelRows(part.forward, self._kept(cache, texts), 0 if part.keeps_state else unsure))
         return TextCache(texts, slots.tolist(), models, request.inputs and request.inputs.seen)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:

@@ -206,7 +206,7 @@ class CascadeDraft(CompositeDraft):
     def __init__(self, parts: list[Draft], levels: Sequence[int], device: torch.device):
         super().__init__(parts, device)
         for leaf in (leaf for part in parts[:-1] for leaf in part.leaves):
-            if getattr(leaf.forward, "state_bytes", 0):
+            if leaf.keeps_state:
                 raise ValueError(
                     "a draft with recurrent layers must read each token in the step after it, got one in a Cascade "
                     "before its last draft; make it the last one, or take a Mixture"

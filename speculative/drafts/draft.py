@@ -91,7 +91,7 @@ class Draft:
     levels_on_host: that planned trees have on a CPU by default; None for as many as a small model's
     laws:     how many distributions the root's children are drawn from: of a merge one of each of its drafts
     extra_nodes: how many nodes of its own it adds to each pass of the target
-    forward:  its forward pass, where it has weights; None for nothing
+    forward, keeps_state: its forward pass, None without weights; whether a recurrent state says what it has read
     reads_target: whether its cache is filled by passes of the target, see `taps`
     overlap:  None where `prefill` takes a text at once. Else it takes pieces, with `starts` as `Forward.prefill` does,
               and this many tokens are the last ones of a piece and the first ones of the next
@@ -107,6 +107,7 @@ class Draft:
     forward: Any = None
     reads_target: bool = False
     overlap: int | None = None
+    keeps_state: bool = False
     can_rest: bool = False
     foreign: tuple[str, ...] = ()
 

@@ -46,7 +46,7 @@ class ModelDraft(Draft):
 
     def __init__(self, forward: Forward, vocab_size: int):
         """vocab_size: the target's. Raises ValueError if the vocabularies differ by more than padding."""
-        self.forward = forward
+        self.forward, self.keeps_state = forward, forward.state_bytes > 0
         self._vocab_size = vocab_size
         gap = abs(forward.vocab_size - vocab_size)
         if gap > min(MAX_PADDING, min(forward.vocab_size, vocab_size) // 100):
@@ -58,7 +58,7 @@ class ModelDraft(Draft):
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
-        return self.forward.new_cache(batch, rows)
+        return self.forward.new_cache(batch, rows, lag=1)
 
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
         """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`."""

@@ -224,8 +224,8 @@ class Forward(ABC):
         check_finite(self.name, ((name, one) for name, one in self.weights() if id(one) not in brought))
 
     @abstractmethod
-    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
-        """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
+    def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
+        """An empty cache of `rows` rows, and positions, for each of `batch` sequences; lag: see `HybridCache`."""
 
     @abstractmethod
     def __call__(

@@ -60,7 +60,7 @@ class TransformersForward(Forward):
         self._called = model
         self._read_layers()
 
-    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+    def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
         heads, columns = self._heads_and_columns
         return KeyValueCache(

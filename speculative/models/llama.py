@@ -176,7 +176,7 @@ class LlamaForward(Forward):
         """A number that is another one after a change of the model, and for others of its layers."""
         return hash((super().state(), self._indices))
 
-    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+    def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
         rotary = self._rotary
         if rows > rotary.shape[-3]:

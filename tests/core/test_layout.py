@@ -29,7 +29,8 @@ MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
 PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
     "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
-    "distil", "layers", "serve", "submit", "simulate_command", "tree_delta", "mamba2_chunk_scan",
+    "distil", "layers", "serve", "submit", "simulate_command", "tree_delta", "tree_kda",
+    "mamba2_chunk_scan",
     "mamba2_selective_state_update", "batch",
 }  # fmt: skip
 FREE_OF_NAMES = (  # take any arguments alike

@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from families import tiny
+from own_drafts import Recomputed
 from profile_cases import REJECTION
 from recurrent_families import FOUR, RECURRENT, recurrent
 from texts_with_rules import left_padded
@@ -246,6 +247,32 @@ def test_a_draft_that_is_the_target_is_never_wrong(kind, method):
     assert out.stats.acceptance_by_rank[0] == 1.0
     one = decoder.generate(torch.tensor([[7]]), 20)  # a text of one token has none before its root
     assert one.stats.acceptance_by_rank[0] == 1.0
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
+@some(FOUR[3])
+def test_a_draft_is_accepted_as_often_as_one_that_reads_each_text_anew(kind, temperature):
+    """It drafts the same tokens, so that texts and all counts are the same."""
+    target = recurrent(kind, 5)
+    draft, tree, found = deepcopy(target), TokenTree.from_branching([2, 1, 1]), []
+    with torch.no_grad():
+        torch.manual_seed(4)
+        draft.get_output_embeddings().weight.add_(0.2 * torch.randn_like(draft.get_output_embeddings().weight))
+        for each in (draft, Recomputed(draft)):
+            decoder = SpeculativeDecoder(target, each, "sequoia", tree=tree)
+            out = decoder.generate(**BATCH, max_new_tokens=6, temperature=temperature, pad_token_id=0, seed=3)
+            found.append((out.sequences.tolist(), out.stats.acceptance_by_depth, out.stats.acceptance_by_rank))
+    assert found[0] == found[1]
+    assert 0.2 < found[0][1][0] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FOUR)
+def test_a_state_of_two_thousand_tokens_is_that_of_a_prefill(kind):
+    target = recurrent(kind, 5)
+    decoder = SpeculativeDecoder(target, PromptLookup(), "sequoia", tree=TokenTree.from_branching([2, 1, 1]))
+    decoder.generate(torch.tensor([PROMPTS[0]]), 2000)
+    assert check_states(decoder) > 0
 
 
 @some(FOUR[0])

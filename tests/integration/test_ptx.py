@@ -116,6 +116,10 @@ FAULTS = {
         "test_layer_kernels.py::test_gate_and_up_of_one_product_are_multiplied_as_by_transformers",
         "outside all tensors",
     ),
+    "a product in tf32 alone": Fault(
+        "recurrent/blocks_kernel.py", 'out, input_precision="tf32x3"', 'out, input_precision="tf32"',
+        "test_recurrent.py::test_kernels_give_what_the_references_give[ssd-dtype1]", r"< 2e-06",
+    ),
 }  # fmt: skip
 
 

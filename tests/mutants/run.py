@@ -189,7 +189,9 @@ AREAS = {
         (
             *(
                 f"kernels/recurrent/{name}.py"
-                for name in ("acceptance", "blocks_kernel", "convolution", "delta", "kda", "paths", "ssd")
+                for name in (
+                    "acceptance", "blocks_kernel", "convolution", "delta", "kda", "pairs", "paths", "ssd", "totals",
+                )
             ),
             "speculative/models/recurrent/cache.py",
             "speculative/models/recurrent/nodes.py",

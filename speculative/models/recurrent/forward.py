@@ -30,7 +30,6 @@ class RecurrentForward(TransformersForward):
 
     def __init__(self, model: PreTrainedModel, name: str = "model"):
         check_mixers(model, name)
-        self._lag = int(name == "draft")
         super().__init__(model, name)
         if self.ranks is not None:
             raise ValueError(f"{name} has recurrent layers and is split over processes; load it in one")
@@ -47,9 +46,9 @@ class RecurrentForward(TransformersForward):
             )
         return ["full_attention"]
 
-    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+    def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences, and their states."""
-        return HybridCache(self._layout, batch, rows, self.like, self._lag)
+        return HybridCache(self._layout, batch, rows, self.like, lag)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,

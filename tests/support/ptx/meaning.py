@@ -172,6 +172,8 @@ def _comparisons(given: Instruction, flush: bool) -> list[Meaning]:
 
 def _conversion(given: Instruction, flush: bool) -> Meaning:
     """From one type to another; two numbers of fp32 may become two halves side by side."""
+    if "tf32" in given.modifiers:
+        return Meaning("b32", ("f32",), "to_tf32(a)", flush=flush)
     to, source = [one for one in given.modifiers if one in BITS]
     if to in PAIRS:
         half = PAIRS[to]

@@ -13,6 +13,7 @@ from ptx.places import BARRIER, BRANCH, END, TURN, Form, Places, Row
 ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 REDUCED = ("add", "min", "max", "and", "or", "xor")
 SHUFFLED = ("up", "down", "bfly", "idx")
+MULTIPLIED = ("bf16", "f16", "tf32")
 VOTED = ("ballot", "any", "all", "uni")
 
 
@@ -156,9 +157,11 @@ def matrix(function: str, places: Places, given: Instruction, values: Operand, a
 
 
 def product(places: Places, given: Instruction) -> list[Row]:
-    expect("m16n8k16" in given.modifiers and given.kind == "f32", "m16n8k16 with sums in fp32")
+    kind = next(kind for kind in MULTIPLIED if kind in given.modifiers)
+    shape = "m16n8k8" if kind == "tf32" else "m16n8k16"
+    expect(shape in given.modifiers and given.kind == "f32", f"{shape} with sums in fp32")
     own = [places.place(one, 32) for each in given.operands for one in several(each)]
-    return [Row(given.text, "ptx_mma", [int("f16" in given.modifiers), *own])]
+    return [Row(given.text, "ptx_mma", [MULTIPLIED.index(kind), *own])]
 
 
 def wide_product(places: Places, given: Instruction) -> list[Row]:

@@ -1,7 +1,9 @@
-// Matrices in the lanes of warps: ldmatrix, stmatrix, and products by mma and wgmma, of 16-bit numbers summed in fp32.
+// Matrices in the lanes of warps: ldmatrix, stmatrix, and products by mma and wgmma, of 16-bit numbers summed in fp32;
+// and products by mma of numbers in tf32, which are those of fp32 without their last 13 bits.
 //
 // Sums are in fp64 and rounded once. In m16n8k16 lane 4 g + q has, of A, rows g and g + 8 and columns 2 q, 2 q + 1,
-// 2 q + 8, 2 q + 9; of B these rows of column g; of C columns 2 q and 2 q + 1 of rows g and g + 8.
+// 2 q + 8, 2 q + 9; of B these rows of column g; of C columns 2 q and 2 q + 1 of rows g and g + 8. In m16n8k8 it has, of
+// A, columns q and q + 4 of the same rows, and of B these rows of column g.
 #pragma once
 #include "memory.h"
 
@@ -53,28 +55,34 @@ template <class Get> static void unpack_rows(f32 (*a)[16], bool is_f16, Get get)
       for (int half = 0; half < 2; half++)
         a[i / 4 + 8 * (k & 1)][2 * (i % 4) + 8 * (k >> 1) + half] = half_of(get(k, i) >> 16 * half, is_f16);
 }
-// c[16][columns] += a[16][16] b[16][columns]
-static void multiply(f64* c, const f32 (*a)[16], const f32* b, int columns) {
+// c[16][columns] += a[16][depth] b[depth][columns]
+static void multiply(f64* c, const f32 (*a)[16], const f32* b, int columns, int depth = 16) {
   for (int row = 0; row < 16; row++)
-    for (int k = 0; k < 16; k++)
+    for (int k = 0; k < depth; k++)
       for (int n = 0; n < columns; n++) c[row * columns + n] += (f64)a[row][k] * b[k * columns + n];
 }
 
-// whether fp16, then 4 places of D, 4 of A, 2 of B, 4 of C
+enum { OF_BF16, OF_F16, OF_TF32 };
+// kind of numbers, then 4 places of D, 4 of A, 2 of B, 4 of C
 extern "C" void ptx_mma(Registers& r, const s64* o, u32 mask) {
   WARP;
   if (mask != ~0u) fail("mma by some lanes of a warp");
+  const bool is_tf32 = o[0] == OF_TF32, is_f16 = o[0] == OF_F16;
   f32 a[16][16], b[16 * 8];
   f64 c[16 * 8];
-  unpack_rows(a, o[0], [&](int k, int i) { return w.reg<u32>(o[5 + k])[i]; });
+  auto short_of = [&](s64 place, int i) { return __builtin_bit_cast(f32, w.reg<u32>(place)[i] & ~0x1FFFu); };
+  if (!is_tf32) unpack_rows(a, is_f16, [&](int k, int i) { return w.reg<u32>(o[5 + k])[i]; });
   for (int i = 0; i < 32; i++) {
-    const int g = i / 4, q = 2 * (i % 4);
+    const int g = i / 4, q = i % 4;
+    for (int k = 0; k < 4 && is_tf32; k++) a[g + 8 * (k & 1)][q + 4 * (k >> 1)] = short_of(o[5 + k], i);
     for (int k = 0; k < 2; k++)
-      for (int half = 0; half < 2; half++)
-        b[(q + 8 * k + half) * 8 + g] = half_of(w.reg<u32>(o[9 + k])[i] >> 16 * half, o[0]);
-    for (int k = 0; k < 4; k++) c[(g + 8 * (k >> 1)) * 8 + q + (k & 1)] = w.reg<f32>(o[11 + k])[i];
+      if (is_tf32) b[(q + 4 * k) * 8 + g] = short_of(o[9 + k], i);
+      else
+        for (int half = 0; half < 2; half++)
+          b[(2 * q + 8 * k + half) * 8 + g] = half_of(w.reg<u32>(o[9 + k])[i] >> 16 * half, is_f16);
+    for (int k = 0; k < 4; k++) c[(g + 8 * (k >> 1)) * 8 + 2 * q + (k & 1)] = w.reg<f32>(o[11 + k])[i];
   }
-  multiply(c, a, b, 8);
+  multiply(c, a, b, 8, is_tf32 ? 8 : 16);
   for (int i = 0; i < 32; i++)
     for (int k = 0; k < 4; k++)
       w.reg<f32>(o[1 + k])[i] = canonical((f32)c[(i / 4 + 8 * (k >> 1)) * 8 + 2 * (i % 4) + (k & 1)]);

@@ -55,6 +55,10 @@ static inline bf16 to_bf16(f64 x) {
   if (std::isinf(y)) return {(u16)(bits >> 16)};
   return {(u16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
 }
+static inline u32 to_tf32(f32 x) {  // halves away from zero
+  const u32 bits = __builtin_bit_cast(u32, x);
+  return x != x ? 0x7FFFFFFF : std::isinf(x) ? bits : (bits + 0x1000) & ~0x1FFFu;
+}
 static inline f16 to_f16(f64 x) {
   if (x != x) return {0x7FFF};
   return {__builtin_bit_cast(u16, (_Float16)odd(x))};

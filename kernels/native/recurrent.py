@@ -1,0 +1,40 @@
+"""Recurrent layers over the nodes of a tree by the compiled kernel, see recurrent.cpp."""
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.native.library import thread_count
+from heavypath.kernels.native.recording import Arguments, dense, fields, launch
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths
+
+
+class _TreeRule(Arguments):
+    _fields_ = fields(
+        "batch nodes before heads key_heads key_columns columns gates delta *query *key *earlier_key *value "
+        "*earlier_update *beta *gate *totals *mask *state *out *update threads"
+    )
+
+
+def tree_rule(
+    inputs: tuple[Tensor, ...], state: Tensor, paths: Paths, above: KeptNodes | None
+) -> tuple[Tensor, KeptNodes]:
+    """Outputs fp32 [B, Q, H, Dv] of Q new nodes, and what all nodes so far leave.
+
+    inputs: query, key, value and gate as of `recurrent.delta`, and of a delta rule beta; state: fp32
+    """
+    query, key, value, gate, *rest = (dense(each.float()) for each in inputs)
+    (batch, nodes, heads, columns), before, gates = value.shape, paths.before, gate[0, 0, 0].numel()
+    totals = torch.empty(batch, before + nodes, *gate.shape[2:], dtype=torch.float64)
+    if above is not None:
+        totals[:, :before] = above.totals
+    earlier = (None, None) if above is None else (dense(above.keys.float()), dense(above.values))
+    out, update = torch.empty(2, batch, nodes, heads, columns).unbind()
+    call = _TreeRule(
+        batch, nodes, before, heads, key.shape[2], key.shape[3], columns, gates, bool(rest), query, key, earlier[0],
+        value, earlier[1], rest[0] if rest else None, gate, totals, dense(paths.mask), dense(state), out, update,
+        thread_count(state.nbytes),
+    )  # fmt: skip
+    launch("tree_rule", call)
+    if above is None:
+        return out, KeptNodes(inputs[1], update, totals)
+    return out, KeptNodes(torch.cat([above.keys, inputs[1]], 1), torch.cat([above.values, update], 1), totals)
