@@ -167,7 +167,7 @@ class Operator:
 
 
 def _count(hint: Any) -> int:
-    """How many tensors a function with this annotation returns."""
+    """The number of tensors that a function with this annotation returns."""
     if hint is NoneType:
         return 0
     return 1 if hint is Tensor else len(get_args(hint) or hint._fields)

@@ -1,4 +1,4 @@
-"""How much a node takes of each of its ancestors where each key column has its own gate: pairs of Kimi Delta Attention.
+"""Weights of a node's ancestors where each key column has its own gate: pairs of Kimi Delta Attention.
 
     A_ij = sum_d k_id k_jd e^(G_id - G_jd)        P_ij = sum_d q_id k_jd e^(G_id - G_jd)        j above i, or i itself
 

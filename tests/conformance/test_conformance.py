@@ -63,7 +63,8 @@ def test_texts(row, enter, folder):
     enter(row)
     decoder = case.decoder(**({"cuda_graphs": True} if row["way"] == "graph" else {}))
     found = texts(case, decoder)
-    assert texts(case, decoder) == found  # under the same seed
+    if exact or row["way"] != "served":  # in 16 bits a service's texts depend on which requests share a step
+        assert texts(case, decoder) == found  # under the same seed
     if row["way"] == "graph" and row["target"] in LLAMAS and "own" not in (row["verifier"], row["draft"]):
         assert len(decoder.runner.idle.launcher.graphs) > 0
     if not exact:

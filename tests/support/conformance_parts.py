@@ -4,6 +4,7 @@ Texts are lists of new tokens, one for each prompt.
 """
 
 import string
+from copy import deepcopy
 from functools import cached_property, lru_cache
 
 import torch
@@ -149,6 +150,11 @@ class Case:
     @cached_property
     def target(self):
         return model_of(self.row["target"], self.row["dtype"], self.layers, self.head_dim)
+
+    @cached_property
+    def exact_target(self):
+        """The target's weights in fp32."""
+        return deepcopy(model_of(self.row["target"], self.row["dtype"], self.layers, self.head_dim)).float()
 
     @cached_property
     def small(self):

@@ -114,13 +114,15 @@ def by_transformers(case, place):
 
 @torch.inference_mode()
 def greedy_gaps(case, place, text):
-    """How far below the likeliest token each token of a text is, by the target's own pass over all of it."""
+    """How far below the likeliest token each token of a text is: by the target's own pass over all of it, or in fp32."""
     prompt = PROMPTS[case.members[place]]
-    whole = torch.tensor([prompt + text])
-    logits, processors = case.target(whole[:, :-1]).logits[0, len(prompt) - 1 :].float(), every_processor(case, place)
-    for end, row in enumerate(logits):
-        row[:] = processors(whole[:, : len(prompt) + end], row[None])[0]
-    return logits.amax(1) - logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+    whole, processors, gaps = torch.tensor([prompt + text]), every_processor(case, place), []
+    for model in (case.target, case.exact_target):
+        logits = model(whole[:, :-1]).logits[0, len(prompt) - 1 :].float()
+        for end, row in enumerate(logits):
+            row[:] = processors(whole[:, : len(prompt) + end], row[None])[0]
+        gaps.append(logits.amax(1) - logits.gather(1, torch.tensor(text)[:, None])[:, 0])
+    return torch.minimum(gaps[0], gaps[1])
 
 
 def every_processor(case, place):

@@ -58,7 +58,7 @@ class NewColumns(NamedTuple):
 
 
 class StatesCache(Cache):
-    """What mixers ask of a cache for their states."""
+    """A cache as mixers ask it for their states."""
 
     def state(self, layer: int, which: int) -> Any:
         """One `Layer`, in place of its state."""
@@ -90,7 +90,7 @@ class StatesCache(Cache):
 
     @property
     def layers(self) -> Any:
-        """What mixers ask before transformers 5.21, as in `layers[2].conv_states[0]`."""
+        """The states by layer, as in `layers[2].conv_states[0]`, for mixers before transformers 5.21."""
         return _By(
             lambda layer: SimpleNamespace(
                 record_past=False,
@@ -105,7 +105,7 @@ class StatesCache(Cache):
 
 
 class _By:
-    """What a function returns, by index."""
+    """The results of a function, by index."""
 
     def __init__(self, function: Callable[[int], Any]):
         self._function = function
