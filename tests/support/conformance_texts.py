@@ -114,7 +114,7 @@ def by_transformers(case, place):
 
 @torch.inference_mode()
 def greedy_gaps(case, place, text):
-    """How far below the likeliest token each token of a text is: by the target's own pass over all of it, or in fp32."""
+    """How far below the likeliest token each token of a text is, by the target's own pass over it or by one in fp32."""
     prompt = PROMPTS[case.members[place]]
     whole, processors, gaps = torch.tensor([prompt + text]), every_processor(case, place), []
     for model in (case.target, case.exact_target):
