@@ -87,7 +87,7 @@ LINES = [
         "table 1, on our pair",
         "ahead of SpecInfer 5 x 8",
         "sequoia-defaults",
-        say.over("over 5 x 8", "64 nodes over 5 x 8, T =", "temperature"),
+        say.over("over 5 x 8", "64 nodes over 5 x 8 by temperature", "temperature"),
     ),
     Line(S, "table 2", "0.60 to 1.10 s a token", "offloading", say.offloading("Sequoia", "table 2")),
     Line(S, "tables 3 and 4", "13B and 33B: 64 nodes, 5 to 10 levels", "sequoia-chosen", say.by_roofline),
