@@ -78,7 +78,7 @@ def bounded(found: Found) -> str:
 
 
 def verification(found: Found) -> str:
-    return "t(64), t(128), t(256): " + "; ".join(
+    return "t(64), t(128), t(256), of GPUs by a roofline, which is above table 1's: " + "; ".join(
         f"{row['target']}, {row['device']}: {row['64']:.2f}, {row['128']:.2f}, {row['256']:.2f}"
         for row in found["rows"] if row["target"] in ("llama-2-7b", "shipped")
     )  # fmt: skip
@@ -93,7 +93,7 @@ def implied(found: Found) -> str:
 
 
 def by_roofline(found: Found) -> str:
-    return "; ".join(
+    return "simulated, by a roofline and our acceptance: " + "; ".join(
         f"{row['costs']}: ({row['nodes']}, {row['levels']}), {row['speedup']:.2f} x" for row in found["rows"][1:]
     )
 
@@ -195,7 +195,7 @@ def marginals(found: Found) -> str:
     each = []
     for row in rows:
         expected, decoded = row["twice the nodes"]
-        each.append(f"{row['rule']}: {expected:.2f}, {decoded:.2f}")
+        each.append(f"{row['rule']}, {row['nodes']} nodes: {expected:.2f}, {decoded:.2f}")
     return f"what twice the nodes bring the best tree, expected, decoded: {'; '.join(each)}"
 
 
@@ -209,7 +209,7 @@ def limits(found: Found) -> str:
 def bits(found: Found) -> str:
     return "; ".join(
         f"T = {row['temperature']:g}: D {row['D']:.2f}, H of greedy rejection {row['H greedy']:.2f}, "
-        f"(7) with e = 0 needs a constant of {row['constant of (7)']:.2f} ({row['positions']} positions)"
+        f"(7) with e = 0 needs a constant of {row['constant of (7)']:.2f} bits, the most of {row['positions']} positions"
         for row in found["rows"]
     )
 
