@@ -209,7 +209,7 @@ def limits(found: Found) -> str:
 def bits(found: Found) -> str:
     return "; ".join(
         f"T = {row['temperature']:g}: D {row['D']:.2f}, H of greedy rejection {row['H greedy']:.2f}, "
-        f"(7) with e = 0 needs a constant of {row['constant of (7)']:.2f} bits, the most of {row['positions']} positions"
+        f"(7) with e = 0 needs a constant of {row['constant of (7)']:.2f} bits, most of {row['positions']} positions"
         for row in found["rows"]
     )
 
