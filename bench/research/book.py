@@ -45,7 +45,7 @@ def found_in(source: str) -> tuple[str, Found]:
     return "papers-cpu.json", found
 
 
-S, D, E, R, V = "Sequoia", "DySpec", "ERSD", "RSD", "Survey"
+S, D, E, R, V = "Sequoia", "DySpec", "ERSD", "RSD", "surveys"
 PAIR_NEEDED = "weights of the pair are not shipped, and nothing may be downloaded; our pair stands for it"
 LINES = [
     Line(S, "figure 1, left", "grows with log n; other shapes level off", "sequoia-growth", say.growth),
@@ -137,7 +137,7 @@ LINES = [
         Line(R, f"experiment {number}, {name}", claim, f"rsd-{number}{part}", say.experiment(group))
         for number, group, claim in (
             (1, "5 levels", "RSD-S has most tokens"),
-            (2, "30 nodes", "RSD has, in most cases"),
+            (2, "30 nodes", "RSD has most tokens, in most cases"),
         )
         for part, name in (("-at-0.3", "T = 0.3"), ("", "T = 0.6"), ("-at-1", "T = 1, top-p 0.95"))
     ),
@@ -192,12 +192,6 @@ ERRORS = [
         "6 stores a node's number for its token; 9 lacks a minus sign (line 6), and takes F for T (line 7)",
     ),
     (R, "related work", "says that lookahead does not recover the target's distribution; it does"),
-    (
-        V,
-        "rejection sampling",
-        "calls it approximate; has q - p for the residual where its formula has p - q, and q + 1 tokens for gamma + 1",
-    ),
-    (V, "typical acceptance", "gives it a top-k rule, which Medusa's paper does not have"),
 ]
 
 

@@ -1,7 +1,7 @@
 """Grow a tree where the draft is confident: DySpec, EAGLE-2's expansion and re-ranking, and RSD-S's stochastic beam.
 
-A slot of a tree is a place for the next draw below a node. `kernels.growing` says what it is worth, which is known
-before its token is drawn. A slot counts with the least of three values: its own, that of the slot of its parent, and
+A slot of a tree is a place for the next draw below a node. `kernels.trees.growing` says what it is worth, which is
+known before its token is drawn. A slot counts with the least of three values: its own, that of the slot of its parent, and
 that of the sibling before it. So the N slots of largest value are a tree. DySpec's heap finds it with a draft call for
 each node; here a level is drafted in one call:
 
@@ -20,7 +20,7 @@ them.
 A slot's value by DySpec takes the draft's probability of a token for its chance of being accepted. A drawn token is
 accepted more often than that where the draft is flat, so DySpec's trees are too wide there.
 `trees.growth.Confidence` has the line as it is measured, and a slot's value is then what it is expected to add to the
-tokens of a step: `kernels.growing` has the formulas.
+tokens of a step: `kernels.trees.growing` has the formulas.
 """
 
 from dataclasses import dataclass, replace
