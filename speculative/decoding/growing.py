@@ -1,6 +1,6 @@
 """Grow a tree where the draft is confident: DySpec, EAGLE-2's expansion and re-ranking, and RSD-S's stochastic beam.
 
-A slot of a tree is a place for the next draw below a node. `kernels.trees.growing` says its worth, which is known before
+A slot of a tree is a place for the next draw below a node. `kernels.trees.growing` says its worth, known before
 its token is drawn. A slot counts with the least of three values: its own, that of the slot of its parent, and that of
 the sibling before it. So the N slots of largest value are a tree. DySpec's heap finds it with a draft call for
 each node; here a level is drafted in one call:
