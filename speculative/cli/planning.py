@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 64  # of each piece of the text that is continued
 PROMPTS = 64  # pieces, at most
+FEW = 16  # fewer pieces than this are few
 LIMIT = 90  # seconds, of `calibrate` by default
 
 
@@ -94,7 +95,7 @@ def calibrate(
     pair = load(target, draft, dtype, memory, host_memory, device=device, threads=threads)
     assert pair.draft is not None
     say_if_busy()
-    prompts = [] if content is None else _pieces(pair, content)
+    prompts = [] if content is None else pieces(pair, content)
     with progress("calibrating") as report:
         profile = measure(
             pair.target, pair.draft, prompts=prompts, temperatures=temperatures, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -203,11 +204,17 @@ def _read(file: Path) -> str:
     return content
 
 
-def _pieces(pair: "Pair", content: str) -> "list[Tensor]":
+def pieces(pair: "Pair", content: str) -> "list[Tensor]":
     """Up to PROMPTS pieces of PROMPT_TOKENS tokens each, LongTensors [T], spread over the text."""
     from heavypath.speculative.cli.support import encode
 
     ids = encode(pair, content)[0]
-    pieces = [piece for piece in ids.split(PROMPT_TOKENS) if len(piece) == PROMPT_TOKENS] or [ids]
-    every = max(1, len(pieces) // PROMPTS)
-    return pieces[::every][:PROMPTS]
+    found = [piece for piece in ids.split(PROMPT_TOKENS) if len(piece) == PROMPT_TOKENS] or [ids]
+    if len(found) < FEW:
+        typer.echo(
+            f"heavypath: the text has {len(ids):,} tokens, so that what is counted repeats itself, most at T = 0; "
+            f"expected at least {FEW * PROMPT_TOKENS:,}, the more, the better",
+            err=True,
+        )
+    every = max(1, len(found) // PROMPTS)
+    return found[::every][:PROMPTS]

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.kernels.native import library as native_library
 from heavypath.speculative import LOSSLESS_METHODS, calibration, comparison, layer_choice, load_demo_pair
-from heavypath.speculative.cli import support
+from heavypath.speculative.cli import planning, support
 from heavypath.speculative.cli.info import advice_of
 from heavypath.speculative.cli.options import Precision
 from heavypath.speculative.costs.threads import Load
@@ -164,6 +164,14 @@ def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
     assert (code, output) == (0, "")
     assert "heavypath plan" in errors
     return models, path
+
+
+def test_a_short_text_to_calibrate_by_is_named(demo_pair, capsys):
+    pieces = planning.pieces(demo_pair, "import os\n" * 20)
+    assert len(pieces) == 1
+    assert "has 60 tokens" in capsys.readouterr().err
+    assert len(planning.pieces(demo_pair, "import os\n" * 400)) == 18
+    assert capsys.readouterr().err == ""
 
 
 def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, calibrated, tmp_path):
