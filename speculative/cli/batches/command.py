@@ -137,8 +137,8 @@ def _on_this_machine(
 
 
 def _say(output: "Output", count: int) -> None:
-    bad = f", {output.bad} of them refused, in {output.errors}" if output.bad else ""
-    typer.echo(f"heavypath: {output.done} of {count} lines answered in {output.path}{bad}", err=True)
+    bad = f", {output.bad} refused: {output.errors} says why" if output.bad else ""
+    typer.echo(f"heavypath: {output.done - output.bad} of {count} lines answered in {output.path}{bad}", err=True)
 
 
 @contextmanager
