@@ -366,6 +366,18 @@ def soak() -> None:
     source("soak")
 
 
+def turns() -> None:
+    found = results("turns")
+    each = (found["first_ms"]["kept"], found["first_ms"]["none"], found["ratio"])
+    kept, none, ratio = ([one["median"], one["low"], one["high"]] for one in each)
+    cog.outl(
+        f"In a service, {found['environment']['conversations']} conversations: a second turn's first token after "
+        f"{spread(kept, 0)} ms where ended texts are kept, {spread(none, 0)} ms where not, ratio {spread(ratio)}. "
+        f"{found['wrong'] or 'No'} texts differed."
+    )
+    source("turns")
+
+
 def chat() -> None:
     rows = [[code(row["method"]), f"{row['ms']:.0f}", f"{row['ms_with_past']:.0f}"]
             for row in results("chat")["first_token"]]  # fmt: skip
