@@ -368,8 +368,8 @@ def soak() -> None:
 
 def turns() -> None:
     found = results("turns")
-    each = (found["first_ms"]["kept"], found["first_ms"]["none"], found["ratio"])
-    kept, none, ratio = ([one["median"], one["low"], one["high"]] for one in each)
+    each = found["first_ms"] | {"ratio": found["ratio"]}
+    kept, none, ratio = (list(each[name].values()) for name in ("kept", "none", "ratio"))
     cog.outl(
         f"In a service, {found['environment']['conversations']} conversations: a second turn's first token after "
         f"{spread(kept, 0)} ms where ended texts are kept, {spread(none, 0)} ms where not, ratio {spread(ratio)}. "

@@ -164,7 +164,7 @@ def calibrate(
     if streamed:
         return profile
     until = min(begin + limit, time.perf_counter() + GAINS_SHARE * limit)
-    gains = measure_gains(target, draft, prompts, profile, until=until, seed=seed, report=report)
+    gains = measure_gains(target, draft, prompts, profile, positions=min(limits), until=until, seed=seed, report=report)
     return replace(profile, gains=gains)
 
 

@@ -249,14 +249,17 @@ class _Job:
     counted: float  # tokens a step that are promised without the gain
     both: Both | None
 
-    def visit(self, prompts: Tensor, mask: Tensor, seed: int) -> Tensor:
-        """Decode once more; accepted tokens of steps, and those by what is counted: fp64 [2, n]."""
+    def visit(self, prompts: Tensor, mask: Tensor, seed: int, positions: int) -> Tensor | None:
+        """Decode once more; accepted tokens of steps, and those by what is counted: fp64 [2, n]. None without room."""
         tree = self.decoder.tree
         assert tree is not None
-        end = MaxLengthCriteria(prompts.shape[1] + TOKENS)
+        tokens = min(TOKENS, positions - prompts.shape[1] - tree.depth - 1)
+        if tokens < 1:
+            return None
+        end = MaxLengthCriteria(prompts.shape[1] + tokens)
         given = {name: value for name, value in self.filters._asdict().items() if value is not None}
         out = self.decoder.generate(
-            prompts, TOKENS + tree.depth + 1, **NOTHING | given, seed=seed, attention_mask=mask,
+            prompts, tokens + tree.depth + 1, **NOTHING | given, seed=seed, attention_mask=mask,
             stopping_criteria=[end], pad_token_id=0,
         )  # fmt: skip
         if self.both is not None:
@@ -267,12 +270,12 @@ class _Job:
 
 
 def measure_gains(
-    target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], profile: Profile, *, until: float, seed: int,
-    report: Callable[[str], object],
+    target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], profile: Profile, *, positions: int,
+    until: float, seed: int, report: Callable[[str], object],
 ) -> tuple[MethodGain, ...]:  # fmt: skip
     """The gains of all methods of a profile that have one, as far as the time goes.
 
-    until: by time.perf_counter(); the visits of all methods take turns
+    positions: that the models have; until: by time.perf_counter(); the visits of all methods take turns
     """
     jobs, gains = list(_jobs(target, draft, profile)), {}
     found: dict[int, list[Tensor]] = {number: [] for number in range(len(jobs))}
@@ -282,7 +285,10 @@ def measure_gains(
             if time.perf_counter() >= until or (number in gains and gains[number].error <= SURE):
                 continue
             report(f"decoding with {job.method} at temperature {job.filters.temperature:g}, round {round_ + 1}")
-            found[number].append(job.visit(padded, mask, seed + round_))
+            seen = job.visit(padded, mask, seed + round_, positions)
+            if seen is None:
+                continue
+            found[number].append(seen)
             own, counted = torch.cat(found[number], 1)
             if counted.sum() > 0:
                 factor = float(own.sum() / counted.sum())

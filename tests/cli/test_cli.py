@@ -161,7 +161,7 @@ def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
     path = tmp_path / "profile.json"
     options = ("--text", tmp_path / "own.txt", "--out", path, "--limit", 3600, "--batch-sizes", "1,2")
     code, output, errors = heavypath("calibrate", *models, *options)
-    assert (code, output) == (0, "")
+    assert (code, output) == (0, ""), errors
     assert "heavypath plan" in errors
     return models, path
 

@@ -140,7 +140,7 @@ def test_the_gain_of_traversal_is_that_of_the_law():
             exact, by_rejection = exact + drafted * weight, by_rejection + drafted * chance
     gains = measure_gains(
         constant_llama(P_LOGITS), constant_llama(Q_LOGITS), [torch.tensor([1, 2]), torch.tensor([0])], profile,
-        until=time.perf_counter() + 1.5, seed=2, report=lambda line: None,
+        positions=512, until=time.perf_counter() + 1.5, seed=2, report=lambda line: None,
     )  # fmt: skip
     (gain,) = [gain for gain in gains if gain.method == "chain"]
     assert exact / by_rejection > 1.03
