@@ -289,44 +289,6 @@ def ragged() -> None:
     source("ragged")
 
 
-def products() -> None:
-    """GB/s at which a weight is read while rows are multiplied by it: PyTorch, and this package."""
-    found = {(row["dtype"], tuple(row["weight"]), row["rows"]): row for row in results("linear")["rows"]}
-    counts = [1, 2, 5, 8, 16, 64]
-    rows = []
-    for dtype, weight in dict.fromkeys((dtype, weight) for dtype, weight, _ in found):
-        if weight not in ((320, 320), (3456, 1280), (11008, 4096)):
-            continue
-        own = [found[dtype, weight, count] for count in counts]
-        line = [f"{dtype}, {weight[0]:,} x {weight[1]:,}"]
-        rows.append(line + [f"{row['linear']:.1f} / {row['native']:.1f}" for row in own] + [f"{own[0]['read']:.1f}"])
-    table(["weight", *(f"{count} row{'s' * (count > 1)}" for count in counts), "reading"], rows)
-    source("linear")
-
-
-def kernels() -> None:
-    """The references on a CPU: how many times as fast as the usual way."""
-    rows: list[Sequence[object]] = []
-    for name, kernel, peers in (
-        ("attention", "kernel_attention", ("sdpa, dense mask",)),
-        ("sampling", "kernel_sampling", ("softmax, noise, topk", "softmax, noise, sort")),
-        ("verification", "kernel_verification", ("loop", "lazy loop")),
-    ):
-        for peer in peers:
-            ratios = sorted(row["ratio"][peer] for row in results(kernel)["rows"] if peer in row.get("ratio", {}))
-            rows.append([name, peer, f"{ratios[0]:.2f}", f"{ratios[len(ratios) // 2]:.2f}", f"{ratios[-1]:.2f}"])
-    table(["kernel", "beside", "least", "median", "most"], rows)
-    source("kernel_attention", "kernel_sampling", "kernel_verification")
-
-
-def attention_function() -> None:
-    rows = [[f"{row['work']}, {row['threads']} thread{'s' * (row['threads'] > 1)}", f"{row['sdpa']:.0f}",
-             f"{row['heavypath']:.0f}", spread([row["ratio"], *row["quartiles"]])]
-            for row in results("dropin")["milliseconds"]]  # fmt: skip
-    table(["work", "sdpa, ms", "heavypath, ms", "ratio"], rows)
-    source("dropin")
-
-
 def disk() -> None:
     """Targets on disk: this package's stream beside accelerate's offloading."""
     rows: list[Sequence[object]] = []

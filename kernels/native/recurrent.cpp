@@ -5,8 +5,8 @@
 //     a = sum over d of k[i, d] k[j, d] e^(G[i, d] - G[j, d])        p likewise with q[i]
 //     u[i] = beta[i] (v[i] - e^G[i] k[i] S0 - sum over j of a u[j])      out[i] = e^G[i] q[i] S0 + sum over j of p u[j]
 //
-// j is above i, and in `out` also i itself. G is that of the node's parent plus its own gate. Pairs that do not see each other cost nothing. Where a head has one gate for
-// all columns, its exponential is a factor of the sum.
+// j is above i, and in `out` also i itself. G is that of the node's parent plus its own gate. Pairs that do not see each
+// other cost nothing. Where a head has one gate for all columns, its exponential is a factor of the sum.
 
 #include <vector>
 

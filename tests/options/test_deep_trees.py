@@ -1,6 +1,6 @@
 """Trees as deep and wide as pay: by Sequoia's published acceptance, by a walk, and by what verifiers accept."""
 
-import time
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -11,7 +11,7 @@ from profile_cases import REJECTION, constant_llama, counts, profile_of
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, visits
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.methods import LARGE
 from heavypath.speculative.models.llama import LlamaForward
@@ -124,7 +124,7 @@ def test_a_profile_promises_what_greedy_decoding_brings():
         assert out.stats.steps == steps
 
 
-def test_the_gain_of_traversal_is_that_of_the_law():
+def test_the_gain_of_traversal_is_that_of_the_law(monkeypatch):
     """Of a chain it is block verification: node i is accepted with the chance w_i = min(1, w_{i-1} P / Q)."""
     p, q = (filtered_logprobs(torch.tensor([x]), Filters(1.0))[0].exp().tolist() for x in (P_LOGITS, Q_LOGITS))
     kind = REJECTION._replace(verification="traversal")
@@ -138,9 +138,10 @@ def test_the_gain_of_traversal_is_that_of_the_law():
         for token in drawn:
             weight, chance = min(1.0, weight * p[token] / q[token]), chance * min(1.0, p[token] / q[token])
             exact, by_rejection = exact + drafted * weight, by_rejection + drafted * chance
+    monkeypatch.setattr(visits, "ROUNDS_OF_GAINS", 4)
     gains = measure_gains(
         constant_llama(P_LOGITS), constant_llama(Q_LOGITS), [torch.tensor([1, 2]), torch.tensor([0])], profile,
-        positions=512, until=time.perf_counter() + 1.5, seed=2, report=lambda line: None,
+        positions=512, until=math.inf, seed=2, report=lambda line: None,
     )  # fmt: skip
     (gain,) = [gain for gain in gains if gain.method == "chain"]
     assert exact / by_rejection > 1.03
@@ -150,6 +151,22 @@ def test_the_gain_of_traversal_is_that_of_the_law():
     assert with_gain.plan.expected_tokens - 1 == pytest.approx(
         gain.factor * (profile.plan("chain", Filters(1.0)).plan.expected_tokens - 1)
     )
+
+
+def test_gains_are_measured_within_the_positions_of_the_models(monkeypatch):
+    """A tiny model has 64 positions: a prompt of 50 leaves 12 tokens before a step, and one of 62 none."""
+    monkeypatch.setattr(visits, "ROUNDS_OF_GAINS", 1)
+    kind = REJECTION._replace(verification="traversal")
+    counted = counts([[600, 100]], kind=kind)
+    profile = replace(profile_of(counted, step={1: 0.01, 4: 0.01}, level=0.0), verifier="traversal")
+    pair = tiny_llama(1, vocab_size=4), tiny_llama(3, vocab_size=4)
+
+    def found(tokens):
+        prompt = torch.arange(tokens) % 4
+        return measure_gains(*pair, [prompt], profile, positions=64, until=math.inf, seed=2, report=lambda line: None)
+
+    assert len(found(50)) > 0
+    assert found(62) == ()
 
 
 def test_a_profile_keeps_its_gains_and_refuses_others(tmp_path):

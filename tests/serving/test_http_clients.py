@@ -7,8 +7,7 @@ import threading
 import openai
 import pytest
 import torch
-from http_server import NAME, ask, client_of, metrics, post, running
-from transformers import AutoTokenizer
+from http_server import NAME, ask, client_of, metrics, post, running, with_template
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.http.logprobs import Spelling
@@ -49,10 +48,7 @@ def decoder(demo_pair):
 
 @pytest.fixture(scope="module")
 def tokenizer(demo_pair, tmp_path_factory):
-    folder, own = tmp_path_factory.mktemp("tokenizer"), copy.deepcopy(demo_pair.tokenizer)
-    own.chat_template = TEMPLATE
-    own.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return with_template(demo_pair.tokenizer, TEMPLATE, tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """A real server on a free port of this machine, in a thread or as a process, for tests that ask it over HTTP."""
 
+import copy
 import http.client
 import json
 import re
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoTokenizer
 
 from heavypath.speculative.http.app import create_app
 from heavypath.speculative.http.exchange import Served
@@ -23,6 +25,14 @@ from heavypath.speculative.http.server import Server, bound_socket
 
 NAME = "shipped"
 PATIENCE = 60  # seconds until a test gives up
+
+
+def with_template(tokenizer, template, folder):
+    """A copy of a tokenizer with a chat template, as it comes from a folder."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    own.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @contextmanager

@@ -1,0 +1,77 @@
+"""The tables of kernels: what they compile to, and their times beside others. For cog, as tables.py."""
+
+import json
+import re
+from collections.abc import Sequence
+
+import cog
+from tables import BENCH, Row, code, results, source, spread, table
+
+KERNELS = BENCH.parent / "kernels"
+ARCHS = ("sm_80", "sm_90", "sm_100")
+
+
+def compiled() -> None:
+    """Each Triton kernel's file and what its variants compile to, by the record of compile_report.py."""
+    record = json.loads((BENCH / "results" / "compile_report.json").read_text(encoding="utf-8"))
+    found: dict[str, dict[str, list[Row]]] = {}
+    for case, kernels in record["kernels"].items():
+        for figures in kernels.values():
+            row = dict(zip(record["fields"], figures, strict=True))
+            found.setdefault(row["kernel"], {}).setdefault(case.split()[0], []).append(row)
+    rows: list[Sequence[object]] = []
+    for kernel, of in sorted(found.items(), key=lambda item: (file_of(item[0]), item[0])):
+        each = [of.get(arch, []) for arch in ARCHS]
+        dots = [" ".join(sorted({row["dot"] for row in rows} - {""})) for rows in each]
+        rows.append([
+            code(kernel), code(f"kernels/{file_of(kernel)}"), max(map(len, each)),
+            *(max((row["registers"] for row in rows), default=None) for rows in each),
+            max(row["spill"] for rows in each for row in rows), " / ".join(filter(None, dots)),
+        ])  # fmt: skip
+    table(["kernel", "file", "variants", *ARCHS, "spilled", "products"], rows)
+    cog.outl(f"\n*`python bench/compile_report.py`, Triton {record['triton']}*")
+
+
+def file_of(kernel: str) -> str:
+    """The file of a Triton kernel, below kernels/."""
+    jitted = re.compile(rf"^def _?{kernel}_kernel\(", re.M)
+    files = (path for path in sorted(KERNELS.rglob("*.py")) if jitted.search(path.read_text(encoding="utf-8")))
+    return ", ".join(path.relative_to(KERNELS).as_posix() for path in files)
+
+
+def products() -> None:
+    """GB/s at which a weight is read while rows are multiplied by it: PyTorch, and this package."""
+    found = {(row["dtype"], tuple(row["weight"]), row["rows"]): row for row in results("linear")["rows"]}
+    counts = [1, 2, 5, 8, 16, 64]
+    rows = []
+    for dtype, weight in dict.fromkeys((dtype, weight) for dtype, weight, _ in found):
+        if weight not in ((320, 320), (3456, 1280), (11008, 4096)):
+            continue
+        own = [found[dtype, weight, count] for count in counts]
+        line = [f"{dtype}, {weight[0]:,} x {weight[1]:,}"]
+        rows.append(line + [f"{row['linear']:.1f} / {row['native']:.1f}" for row in own] + [f"{own[0]['read']:.1f}"])
+    table(["weight", *(f"{count} row{'s' * (count > 1)}" for count in counts), "reading"], rows)
+    source("linear")
+
+
+def kernels() -> None:
+    """The references on a CPU: how many times as fast as the usual way."""
+    rows: list[Sequence[object]] = []
+    for name, kernel, peers in (
+        ("attention", "kernel_attention", ("sdpa, dense mask",)),
+        ("sampling", "kernel_sampling", ("softmax, noise, topk", "softmax, noise, sort")),
+        ("verification", "kernel_verification", ("loop", "lazy loop")),
+    ):
+        for peer in peers:
+            ratios = sorted(row["ratio"][peer] for row in results(kernel)["rows"] if peer in row.get("ratio", {}))
+            rows.append([name, peer, f"{ratios[0]:.2f}", f"{ratios[len(ratios) // 2]:.2f}", f"{ratios[-1]:.2f}"])
+    table(["kernel", "beside", "least", "median", "most"], rows)
+    source("kernel_attention", "kernel_sampling", "kernel_verification")
+
+
+def attention_function() -> None:
+    rows = [[f"{row['work']}, {row['threads']} thread{'s' * (row['threads'] > 1)}", f"{row['sdpa']:.0f}",
+             f"{row['heavypath']:.0f}", spread([row["ratio"], *row["quartiles"]])]
+            for row in results("dropin")["milliseconds"]]  # fmt: skip
+    table(["work", "sdpa, ms", "heavypath, ms", "ratio"], rows)
+    source("dropin")
