@@ -204,15 +204,17 @@ def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
 def as_table(rows: Sequence[ComparedWay]) -> Table:
     """The rows as a table that fits a terminal of 80 columns."""
     table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("tokens/\nforward", "tokens/s", "ratio", "quartiles", "to\nplain"):
+    gains = over_plain(rows)
+    against = ["to\nplain"] if any(gain is not None for gain in gains) else []
+    for heading in ("tokens/\nforward", "tokens/s", "ratio", "quartiles", *against):
         table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     table.add_column("text", vertical="bottom")
-    for row, gain in zip(rows, over_plain(rows), strict=True):
+    for row, gain in zip(rows, gains, strict=True):
         low, high = row.ratio_quartiles
         numbers = f"{row.tokens_per_forward:.2f}", f"{row.tokens_per_second:.0f}", f"{row.ratio:.2f}"
         gap = f" ({row.logit_gap:.0e})" if row.logit_gap is not None else ""
-        shown = "" if gain is None else f"{gain:.2f}"
-        table.add_row(row.method, *numbers, f"{low:.2f}-{high:.2f}", shown, row.text + gap)
+        shown = ["" if gain is None else f"{gain:.2f}"] if against else []
+        table.add_row(row.method, *numbers, f"{low:.2f}-{high:.2f}", *shown, row.text + gap)
     return table
 
 
@@ -237,7 +239,9 @@ def headline(rows: Sequence[ComparedWay]) -> str | None:
     if not ours:
         return None
     fastest = max(ours, key=lambda row: row.ratio)
-    text = f"fastest: {fastest.method}, {fastest.ratio:.2f} times {PLAIN}"
+    prompts = len(fastest.ratios)
+    of = f"median of {prompts} prompts" if prompts > 1 else "one prompt"
+    text = f"fastest ({of}): {fastest.method}, {fastest.ratio:.2f} times {PLAIN}"
     (gain,) = (gain for row, gain in zip(rows, over_plain(rows), strict=True) if row is fastest)
     if gain is None:
         return text

@@ -137,7 +137,7 @@ class SpeculativeDecoder:
         that are no distribution.
         """
         begin = self.clock()
-        check_options("generate", options, GenerateOptions)
+        check_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")
         self._notice_changes()
         prompts = Prompts(input_ids, *map(options.get, ("attention_mask", "sequence_ids", "past", "model_inputs")))
         request = self._request(prompts, max_new_tokens, temperature, options, seed=options.get("seed", 0))
@@ -206,7 +206,7 @@ class SpeculativeDecoder:
         The other arguments are those of `generate`. Raises ValueError for arguments that do not fit.
         """
         begin = time.perf_counter()
-        check_options("warm_up", options, SamplingOptions)
+        check_options("warm_up", options, SamplingOptions, "max_new_tokens", "temperature")
         self._notice_changes()
         prompts = Prompts(torch.zeros(batch_size, prompt_tokens, dtype=torch.long, device=self._target.device))
         request = self._request(prompts, max_new_tokens, temperature, options)

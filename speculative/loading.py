@@ -207,7 +207,7 @@ def _as_trained(
 
 def _lacks_target(draft: str) -> ValueError:
     return ValueError(
-        f"a draft ({draft!r}) needs its target; only the shipped pair loads without one, and for its target "
+        f"a draft ({draft!r}) needs its target. Without one the target is the shipped model, and its drafts are "
         f"{DEMO_HEAD}, heads of it, prompt-lookup, lookahead, early-exit:LAYERS and retrieval:PATH"
     )
 

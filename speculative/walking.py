@@ -135,7 +135,7 @@ def measure_ways(
             left = min(spent / done * (len(wanted) * len(parts) - done), seconds - spent) if done else seconds
             report(
                 f"acceptance, pass {number + 1} of {len(parts)}, {index + 1} of {len(wanted)}: temperature "
-                f"{filters.temperature:g}, {way}, about {max(0.0, left):.0f} s left"
+                f"{filters.temperature:g}, {way}, about {max(0.0, left):.0f} s left for acceptance"
             )
             part = extent._replace(
                 sequences=count, seconds=(seconds - spent) / (len(wanted) - index) if number == 0 else math.inf
@@ -245,7 +245,7 @@ def walk_together(
             break
         if number:
             left = min(spent / number * (tokens - number), max(0.0, extent.seconds - spent))
-            report(f"acceptance, token {number + 1} of up to {tokens}, about {left:.0f} s left")
+            report(f"acceptance, token {number + 1} of up to {tokens}, about {left:.0f} s left for acceptance")
         here, longest = state.lengths[:, None], int(state.lengths.max())
         at = torch.cat([each.at for each in walked])
         feed = replace(root_feed(state, Reach(longest, depth + 1), 2, depth), drafted=at.where(at < depth, 0))

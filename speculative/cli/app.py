@@ -36,7 +36,12 @@ OTHER_ERRORS = {
     "heavypath.speculative.ranks.group": "RankFailedError",
 }
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Tree speculative decoding.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.command()(demo.demo)
 app.command()(generate.generate)
 app.command()(chat.chat)

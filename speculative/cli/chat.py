@@ -27,6 +27,7 @@ from heavypath.speculative.cli.options import (
     check_method,
     read_template,
 )
+from heavypath.speculative.cli.progress import starting
 
 if TYPE_CHECKING:
     from heavypath.speculative.cli.conversation import Conversation
@@ -55,7 +56,9 @@ def chat(
     max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[
         float | None,
-        typer.Option(help="0 takes the likeliest token; > 0 samples. Default: as the model's generation_config says."),
+        typer.Option(
+            min=0, help="0 takes the likeliest token; > 0 samples. Default: as the model's generation_config says."
+        ),
     ] = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -72,11 +75,12 @@ def chat(
     Without --target it is the shipped model, which has read Python source alone: type code, and it goes on.
     """
     check_method(method)
-    from heavypath.kernels.filtering import Filters
-    from heavypath.speculative.cli.conversation import Conversation
-    from heavypath.speculative.cli.support import check_choice, load
-    from heavypath.speculative.decoder import SpeculativeDecoder
-    from heavypath.speculative.profile import Profile
+    with starting():
+        from heavypath.kernels.filtering import Filters
+        from heavypath.speculative.cli.conversation import Conversation
+        from heavypath.speculative.cli.support import check_choice, load
+        from heavypath.speculative.decoder import SpeculativeDecoder
+        from heavypath.speculative.profile import Profile
 
     Filters(temperature or 0.0, top_k, top_p).check()
     check_choice(method, target, draft)

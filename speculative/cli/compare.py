@@ -14,6 +14,7 @@ from heavypath.speculative.cli.options import (
     Device,
     Dtype,
     MaxNewTokens,
+    MinP,
     ProfileFile,
     Seed,
     Target,
@@ -22,10 +23,10 @@ from heavypath.speculative.cli.options import (
     TopK,
     TopP,
     TreeSize,
-    check_method,
+    check_word,
     print_json,
 )
-from heavypath.speculative.cli.progress import progress
+from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,9 @@ def compare(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to continue.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="A file of texts to continue, one on each line; in a .jsonl file, as JSON strings."),
+        typer.Option(
+            exists=True, help="A file of texts to continue, one on each line; in a .jsonl file, as JSON strings."
+        ),
     ] = None,
     target: Target = None,
     draft: Annotated[
@@ -52,7 +55,7 @@ def compare(
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    min_p: Annotated[float | None, typer.Option(help="Sample among tokens of this share of the likeliest's.")] = None,
+    min_p: MinP = None,
     tree_size: TreeSize = None,
     profile: ProfileFile = None,
     verifier: Annotated[
@@ -69,20 +72,23 @@ def compare(
     """Compare methods and drafts with transformers' own generate, on prompts of your own."""
     names, drafts = method or [*LOSSLESS_METHODS], draft or []
     for name in names:
-        check_method(name)
+        check_word("--method", name, METHODS)
+    for name in verifier or []:
+        check_word("--verifier", name, VERIFIERS)
     if target is not None and not drafts and names != ["autoregressive"]:
         raise ValueError("compare needs a --draft with the --target; only --method autoregressive works without one")
     if not texts and prompts is None:
         raise typer.BadParameter("give some texts, or --prompts FILE", param_hint="TEXTS")
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot must be in a folder that exists, got {str(plot)!r}")
-    from heavypath.kernels.filtering import Filters
-    from heavypath.speculative.cli.support import load, say_if_busy
-    from heavypath.speculative.comparison import check_can_plot, plot_ratios
-    from heavypath.speculative.comparison import compare as measure
-    from heavypath.speculative.files.prompts import read_prompts
-    from heavypath.speculative.loading import load_draft
-    from heavypath.speculative.profile import Profile
+    with starting():
+        from heavypath.kernels.filtering import Filters
+        from heavypath.speculative.cli.support import load, say_if_busy
+        from heavypath.speculative.comparison import check_can_plot, plot_ratios
+        from heavypath.speculative.comparison import compare as measure
+        from heavypath.speculative.files.prompts import read_prompts
+        from heavypath.speculative.loading import load_draft
+        from heavypath.speculative.profile import Profile
 
     Filters(temperature, top_k, top_p, min_p).check()
     given = [*(texts or []), *(read_prompts(prompts) if prompts is not None else [])]
@@ -125,7 +131,7 @@ def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device"
     from rich.console import Console
 
     from heavypath.speculative.cli.info import installation
-    from heavypath.speculative.comparison import PLAIN, TIE, as_table, headline
+    from heavypath.speculative.comparison import PLAIN, TIE, as_table, headline, over_plain
 
     here = installation(device)
     if as_json:
@@ -135,14 +141,18 @@ def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device"
     console.print(as_table(rows))
     new_tokens, temperature = settings["max_new_tokens"], settings["temperature"]
     where = f"{here['device']} with {here['threads']} CPU thread{'' if here['threads'] == 1 else 's'}"
+    against = ["to plain: the median over our own plain decoding (autoregressive), which is what drafts bring."]
+    if all(gain is None for gain in over_plain(rows)):
+        against = ["--method autoregressive would show what drafts bring over our own plain decoding."]
     notes = [
         f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {where}, "
         "one after the other; after a short run to warm up.",
         "tokens/forward: new tokens for each forward pass of the target that yields some.",
         "tokens/s: new tokens a second, with the time that reading the prompt takes, for all ways to decode alike.",
-        f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and quartiles; to plain: "
-        "the median over our own plain decoding (autoregressive), which is what speculation brings.",
-        f"text: compared with {PLAIN}; a tie parts where two tokens' logits are less than {TIE:g} apart."
+        f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and quartiles.",
+        *against,
+        f"text: equal is the text of {PLAIN}, token for token; tie: the texts differ from a place on where the target "
+        f"scores two tokens within {TIE:g} of each other, so that rounding decides; differs: any other difference."
         if temperature == 0
         else "text: ersd must have that of autoregressive under the same seed. The others draw other tokens from the "
         "same law, which the test suite checks and this table does not.",

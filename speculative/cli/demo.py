@@ -20,7 +20,7 @@ from heavypath.speculative.cli.options import (
     Verbose,
     write_now,
 )
-from heavypath.speculative.cli.progress import progress
+from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,11 +44,12 @@ def demo(
     verbose: Verbose = False,
 ) -> None:
     """Continue real prompts with the shipped pair, then compare all methods with transformers."""
-    from heavypath.kernels.filtering import Filters
-    from heavypath.speculative.cli.support import encode, load, say_if_busy
-    from heavypath.speculative.comparison import compare
-    from heavypath.speculative.decoder import SpeculativeDecoder
-    from heavypath.speculative.demo import demo_prompts
+    with starting():
+        from heavypath.kernels.filtering import Filters
+        from heavypath.speculative.cli.support import encode, load, say_if_busy
+        from heavypath.speculative.comparison import compare
+        from heavypath.speculative.decoder import SpeculativeDecoder
+        from heavypath.speculative.demo import demo_prompts
 
     Filters(temperature, top_k, top_p).check()
     texts = demo_prompts()

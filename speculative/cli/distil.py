@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heavypath.speculative.cli.options import Device, Dtype, Target, Threads
+from heavypath.speculative.cli.progress import starting
 from heavypath.speculative.training.settings import LOSS_NAMES, DistilSettings
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ def distil(
     data: Annotated[
         list[Path],
         typer.Argument(
-            help='Text files, folders of them, or .jsonl files with "text", "messages" or "prompt" on each line.'
+            exists=True,
+            help='Text files, folders of them, or .jsonl files with "text", "messages" or "prompt" on each line.',
         ),
     ],
     out: Annotated[Path, typer.Option(help="The folder for the draft: a new one, or an empty one.")],
@@ -80,10 +82,11 @@ def distil(
             raise FileNotFoundError(f"there is no file or folder {str(path)!r} to train on")
     import torch
 
-    from heavypath.speculative.cli.support import load
-    from heavypath.speculative.distillation import distil as train
-    from heavypath.speculative.training.beginnings import draft_of_layers
-    from heavypath.speculative.training.documents import read_documents
+    with starting():
+        from heavypath.speculative.cli.support import load
+        from heavypath.speculative.distillation import distil as train
+        from heavypath.speculative.training.beginnings import draft_of_layers
+        from heavypath.speculative.training.documents import read_documents
 
     pair = load(target, None, dtype, device=device, threads=threads)
     documents = read_documents(data, pair.tokenizer)

@@ -38,7 +38,7 @@ from heavypath.speculative.cli.options import (
     print_json,
     write_now,
 )
-from heavypath.speculative.cli.progress import reading
+from heavypath.speculative.cli.progress import reading, starting
 from heavypath.speculative.cli.ranks import join_ranks, leave_ranks, this_rank
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def generate(
     """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
     ranks = join_ranks()
     text = _read_prompt(prompt, file) if ranks is None else ranks.decided(lambda: _read_prompt(prompt, file))
-    check_method(method)
+    check_method(method, verifier)
     if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
     if stop and "" in stop:
@@ -97,13 +97,14 @@ def generate(
     if show_accepted and (as_json or not on_terminal):
         raise ValueError("--show-accepted colours a text on a terminal; leave it out with --json, files and pipes")
 
-    from heavypath.kernels.filtering import Filters
-    from heavypath.speculative.cli.support import check_choice, encode, grammar_of, load, read_schema
-    from heavypath.speculative.cli.texts import ColouredStream, show_dimmed
-    from heavypath.speculative.decoder import SpeculativeDecoder
-    from heavypath.speculative.output.options import settings_of
-    from heavypath.speculative.output.text_stream import TextStream
-    from heavypath.speculative.profile import Profile
+    with starting():
+        from heavypath.kernels.filtering import Filters
+        from heavypath.speculative.cli.support import check_choice, encode, grammar_of, load, read_schema
+        from heavypath.speculative.cli.texts import ColouredStream, show_dimmed
+        from heavypath.speculative.decoder import SpeculativeDecoder
+        from heavypath.speculative.output.options import settings_of
+        from heavypath.speculative.output.text_stream import TextStream
+        from heavypath.speculative.profile import Profile
 
     Filters(temperature, top_k, top_p, min_p).check()
     check_choice(method, target, draft, verifier)

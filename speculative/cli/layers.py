@@ -15,7 +15,7 @@ from heavypath.speculative.cli.options import (
     Verbose,
     print_json,
 )
-from heavypath.speculative.cli.progress import progress
+from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,10 +29,12 @@ def layers(
     target: Target = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="A file with a prompt on each line, or a .jsonl file; without it the target samples some."),
+        typer.Option(
+            exists=True, help="A file with a prompt on each line, or a .jsonl file; without it the target samples some."
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to look at behind each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Of the texts and of both laws, above 0.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the texts and of both laws, above 0.")] = 1.0,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
@@ -43,10 +45,11 @@ def layers(
     """Find out which of a target's layers draft best for it, for --draft early-exit:LAYERS. Nothing is trained."""
     from rich.console import Console
 
-    from heavypath.speculative.calibration import own_prompts
-    from heavypath.speculative.cli.support import load
-    from heavypath.speculative.files.prompts import tokens_of
-    from heavypath.speculative.layer_choice import choose_layers
+    with starting():
+        from heavypath.speculative.calibration import own_prompts
+        from heavypath.speculative.cli.support import load
+        from heavypath.speculative.files.prompts import tokens_of
+        from heavypath.speculative.layer_choice import choose_layers
 
     pair = load(target, None, dtype, device=device, threads=threads)
     if prompts is not None:

@@ -4,9 +4,11 @@ So `--help`, `--version` and wrong options are answered at once. The words that 
 of the package; tests/cli/test_start.py compares them.
 """
 
+import difflib
 import json
 import logging
 import sys
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -43,11 +45,14 @@ def _show_log_lines(context: typer.Context, verbose: bool) -> bool:
 
 
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; > 0 samples.")]
-TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 for all.")]
-TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that reach this probability.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; > 0 samples.")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest tokens; 0 for all.")]
+TopP = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Sample among the likeliest tokens that reach this probability.")
+]
 MinP = Annotated[
-    float | None, typer.Option(help="Sample among tokens at least this probable, as a share of the likeliest one.")
+    float | None,
+    typer.Option(min=0, max=1, help="Sample among tokens at least this probable, as a share of the likeliest one."),
 ]
 Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name in the Hugging Face cache.")]
 Draft = Annotated[
@@ -128,10 +133,19 @@ Verbose = Annotated[
 ]
 
 
-def check_method(name: str) -> None:
-    """Raise ValueError for a method that there is not."""
-    if name not in METHODS:
-        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {name!r}")
+def check_word(option: str, given: str | None, expected: Collection[str]) -> None:
+    """Raise ValueError for a word that an option does not know; it names the nearest one. None is no word."""
+    if given is None or given in expected:
+        return
+    near = difflib.get_close_matches(given, expected, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"{option} must be one of {', '.join(expected)}, got {given!r}{meant}")
+
+
+def check_method(name: str, verifier: str | None = None) -> None:
+    """Raise ValueError for a method or a verifier that there is not."""
+    check_word("--method", name, METHODS)
+    check_word("--verifier", verifier, VERIFIERS)
 
 
 def read_template(template: Path) -> str:

@@ -21,9 +21,10 @@ from heavypath.speculative.cli.options import (
     TopP,
     Verbose,
     Verifier,
+    check_word,
     print_json,
 )
-from heavypath.speculative.cli.progress import progress
+from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,11 +84,12 @@ def calibrate(
     content = None if text is None else _read(text)
     if target is not None and draft is None:
         raise ValueError("calibrate needs a --draft with the --target")
-    from heavypath.kernels.filtering import Filters
-    from heavypath.speculative.calibration import calibrate as measure
-    from heavypath.speculative.cli.plan_tables import warnings_of
-    from heavypath.speculative.cli.support import load, say_if_busy
-    from heavypath.speculative.methods import row_of
+    with starting():
+        from heavypath.kernels.filtering import Filters
+        from heavypath.speculative.calibration import calibrate as measure
+        from heavypath.speculative.cli.plan_tables import warnings_of
+        from heavypath.speculative.cli.support import load, say_if_busy
+        from heavypath.speculative.methods import row_of
 
     for each in temperatures:
         Filters(each, top_k, top_p, min_p).check()
@@ -123,16 +125,15 @@ def plan(
     """Show the best tree of every method for each sampling of a profile, and of one method by batch, and draw one."""
     if svg is not None and not svg.parent.is_dir():
         raise ValueError(f"--svg must be in a folder that exists, got {str(svg)!r}")
-    if method not in LOSSLESS_METHODS or method == "autoregressive":
-        names = ", ".join(name for name in LOSSLESS_METHODS if name != "autoregressive")
-        raise ValueError(f"--method must be one of {names}, got {method!r}")
+    check_word("--method", method, [name for name in LOSSLESS_METHODS if name != "autoregressive"])
     from rich.console import Console
 
-    from heavypath.speculative.cli import plan_tables as tables
-    from heavypath.speculative.output.page import sampling_in_words
-    from heavypath.speculative.profile import Profile
-    from heavypath.speculative.trees.drawing import tree_svg
-    from heavypath.speculative.trees.planning import node_probabilities
+    with starting():
+        from heavypath.speculative.cli import plan_tables as tables
+        from heavypath.speculative.output.page import sampling_in_words
+        from heavypath.speculative.profile import Profile
+        from heavypath.speculative.trees.drawing import tree_svg
+        from heavypath.speculative.trees.planning import node_probabilities
 
     measured = Profile.load(profile)
     samplings = list(dict.fromkeys(entry.filters for entry in measured.acceptance))

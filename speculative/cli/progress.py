@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import typer
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 FIRST, EVERY = 1.0, 5.0  # seconds after which lines are written where there is no terminal
+PATIENCE = 10.0  # the same, of importing and loading, which is mostly done before
 
 
 @contextmanager
@@ -34,6 +35,11 @@ def progress(text: str, *, first: float = FIRST, quiet: bool = False) -> Iterato
     else:
         with _lines(text, first) as say:
             yield say
+
+
+def starting() -> AbstractContextManager[object]:
+    """Say, while the block imports PyTorch and transformers, what takes so long."""
+    return progress("starting PyTorch", first=PATIENCE)
 
 
 @contextmanager

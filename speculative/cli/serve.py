@@ -1,7 +1,6 @@
 """`heavypath serve`: an HTTP server in the shapes of OpenAI's API."""
 
 import gc
-import importlib.metadata
 import logging
 import os
 from dataclasses import replace
@@ -24,9 +23,10 @@ from heavypath.speculative.cli.options import (
     Verbose,
     Verifier,
     check_method,
+    check_word,
     read_template,
 )
-from heavypath.speculative.cli.progress import progress
+from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
     from heavypath.speculative.loading import Pair
@@ -100,23 +100,23 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP, in the shapes of OpenAI's API, until SIGTERM or Ctrl-C."""
-    check_method(method)
+    check_method(method, verifier)
     check_can_serve()
     own_template = None if template is None else read_template(template)
-    if tool_calls is not None and tool_calls not in TOOL_CALLS:
-        raise ValueError(f"--tool-calls must be one of {', '.join(TOOL_CALLS)}, got {tool_calls!r}")
-    from heavypath.speculative.cli.support import check_choice, load
-    from heavypath.speculative.decoder import SpeculativeDecoder
-    from heavypath.speculative.http.app import create_app
-    from heavypath.speculative.http.connections import raise_limit_of_files
-    from heavypath.speculative.http.exchange import Served
-    from heavypath.speculative.http.guard import LOCAL, host_of
-    from heavypath.speculative.http.limits import Limits
-    from heavypath.speculative.http.metrics import Metrics
-    from heavypath.speculative.http.server import Server, bound_socket, is_loopback
-    from heavypath.speculative.http.tool_calls import FORMATS
-    from heavypath.speculative.profile import Profile
-    from heavypath.speculative.streaming.memory import bytes_of
+    check_word("--tool-calls", tool_calls, TOOL_CALLS)
+    with starting():
+        from heavypath.speculative.cli.support import check_choice, load
+        from heavypath.speculative.decoder import SpeculativeDecoder
+        from heavypath.speculative.http.app import create_app, fingerprint_of
+        from heavypath.speculative.http.connections import raise_limit_of_files
+        from heavypath.speculative.http.exchange import Served
+        from heavypath.speculative.http.guard import LOCAL, host_of
+        from heavypath.speculative.http.limits import Limits
+        from heavypath.speculative.http.metrics import Metrics
+        from heavypath.speculative.http.server import Server, bound_socket, is_loopback
+        from heavypath.speculative.http.tool_calls import FORMATS
+        from heavypath.speculative.profile import Profile
+        from heavypath.speculative.streaming.memory import bytes_of
 
     check_choice(method, target, draft, verifier)
     api_key = None if api_key_env is None else _key(api_key_env)
@@ -159,8 +159,7 @@ def serve(
             )
             with progress("warming up"):  # which also finds settings of the model that are not served
                 service.submit([1], max_new_tokens=min(WARM_UP_TOKENS, limits.max_tokens - 1)).result()
-            fingerprint = f"heavypath-{importlib.metadata.version('heavypath')}-{method}-{seed}"
-            app = create_app(served, fingerprint, api_key, hosts, cors_origin or ())
+            app = create_app(served, fingerprint_of(method, seed), api_key, hosts, cors_origin or ())
             address, number = bound.getsockname()[:2]
             where = f"http://{f'[{address}]' if ':' in address else address}:{number}/v1"
             ready = f"heavypath: serving {served.name} by {method} at {where}"

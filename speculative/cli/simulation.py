@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heavypath.speculative.cli.options import AsJson, print_json
+from heavypath.speculative.cli.options import AsJson, check_word, print_json
 from heavypath.speculative.cli.progress import progress
 from heavypath.speculative.costs.hardware import DEVICES, Hardware
 from heavypath.speculative.costs.shapes import SHAPES, shape_of
@@ -122,8 +122,7 @@ def simulate_command(
 
 def _hardware(device: str, given: dict[str, float]) -> Hardware:
     """A named device with some figures of one's own."""
-    if device not in DEVICES:
-        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
+    check_word("--device", device, DEVICES)
     known = DEVICES[device]
     units = {"link": 1e9, "bandwidth": 1e9, "wire": 1e9, "peak": 1e12, "collective": 1e-6}
     changed: dict[str, Any] = {name: value * units[name] for name, value in given.items()}

@@ -13,13 +13,11 @@ import typer
 from heavypath.kernels.native.library import library
 from heavypath.speculative.cli.info import current_load, is_kept
 from heavypath.speculative.cli.options import Precision
-from heavypath.speculative.cli.progress import progress
+from heavypath.speculative.cli.progress import PATIENCE, progress
 from heavypath.speculative.cli.ranks import rank_count
 from heavypath.speculative.loading import Pair, find_folder, load_pair
 from heavypath.speculative.methods import row_of
 from heavypath.speculative.processors.grammar import Grammar
-
-PATIENCE = 10.0  # seconds of loading before it is said where there is no terminal
 
 
 def load(

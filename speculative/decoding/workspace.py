@@ -93,7 +93,8 @@ class Workspace:
             count_slots=size.count_slots,
             device=target.device,
         )
-        logger.debug("a workspace: %d bytes of caches, %s", self.cache_bytes, size)
+        rows = f"{size.sequences} sequences of {size.cache_rows} rows"
+        logger.debug("a workspace: %.1f MiB of caches, %s", self.cache_bytes / 2**20, rows)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:

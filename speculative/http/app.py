@@ -1,5 +1,6 @@
 """The routes."""
 
+import importlib.metadata
 import time
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
@@ -18,6 +19,11 @@ from heavypath.speculative.http.logprobs import Spelling
 from heavypath.speculative.http.reading import Reading, check_model
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
 from heavypath.speculative.http.writing import EventStream, Writing
+
+
+def fingerprint_of(method: str, seed: int) -> str:
+    """What texts depend on beside the request, for `create_app`."""
+    return f"heavypath-{importlib.metadata.version('heavypath')}-{method}-{seed}"
 
 
 def create_app(

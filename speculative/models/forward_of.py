@@ -51,13 +51,11 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
         forward = LlamaForward(inner, name, layers)
     elif is_as_published(inner, parts) and _is_a_llama(with_a_layer_of_each_kind(inner), name):
         forward = LlamaForward(inner, name)
-        logger.debug("%s runs by its own modules", name)
     else:
         from heavypath.speculative.models.by_transformers import transformers_forward
 
         forward = transformers_forward(inner, name)
         _check(forward, model)
-        logger.debug("%s runs by transformers' forward pass", name)
     forward.watch(model)
     return forward
 

@@ -125,12 +125,13 @@ class GenerateOptions(RequestOptions, total=False):
     model_inputs: Mapping[str, Any] | None
 
 
-def check_options(what: str, given: Mapping[str, Any], has: Any) -> None:
-    """Raise TypeError for an option that there is not. what: has the options of a TypedDict `has`."""
+def check_options(what: str, given: Mapping[str, Any], has: Any, *named: str) -> None:
+    """Raise TypeError for an option that there is not. what: has the options of a TypedDict `has`, and those named."""
     for name in given:
         if name not in has.__annotations__:
-            close = get_close_matches(name, [*has.__annotations__, "max_new_tokens", "temperature"], 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(has.__annotations__)}"
+            names = [*named, *has.__annotations__]
+            close = get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
             raise TypeError(f"{what} has no option {name!r}; {hint}")
 
 

@@ -154,7 +154,7 @@ class Service:
         may, of all or of this client, and Closed after `close`, or from the error that has ended the service.
         """
         self._arrivals.check_open()
-        check_options("submit", options, RequestOptions)
+        check_options("submit", options, RequestOptions, "max_new_tokens", "temperature")
         if prompt_logprobs is not None and self._slots.plan.target.state_bytes:
             raise ValueError("prompt_logprobs read a prompt twice, which a target with recurrent layers cannot do")
         prompt = torch.as_tensor(input_ids)

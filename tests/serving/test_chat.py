@@ -196,7 +196,7 @@ def test_a_template_is_read_from_a_file(folder, chat, prompts, tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--template", "missing.jinja"], "cannot read the template in 'missing.jinja': No such file"),
     (["--method", "fast"], "--method must be one of autoregressive, .* got 'fast'"),
-    (["--temperature", "-1"], "temperature must be a finite number >= 0, got -1.0"),
+    (["--top-p", "0"], r"top_p must be None or in \(0, 1\], got 0.0"),
     (["--target", "missing"], "the target 'missing' is neither a folder nor"),
     (["--target", FOLDER / "target"], "--method sequoia needs a --draft with the --target"),
 ])  # fmt: skip

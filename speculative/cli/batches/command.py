@@ -26,6 +26,7 @@ from heavypath.speculative.cli.options import (
     check_method,
     read_template,
 )
+from heavypath.speculative.cli.progress import starting
 from heavypath.speculative.cli.serve import check_can_serve, default_temperature, name_of
 
 if TYPE_CHECKING:
@@ -36,14 +37,16 @@ AHEAD = 4  # lines under way for each slot: the answers wait for each other, sin
 
 
 def batch(
-    file: Annotated[Path, typer.Argument(help="Requests, one on each line: OpenAI's batch lines, bodies, or prompts.")],
+    file: Annotated[
+        Path, typer.Argument(exists=True, help="Requests, one on each line: OpenAI's batch lines, bodies, or prompts.")
+    ],
     out: Annotated[Path, typer.Option(help="Answers, in the order of the lines; goes on where it ended.")],
     target: Target = None,
     draft: Draft = None,
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ersd",
     max_new_tokens: MaxNewTokens = 128,
     temperature: Annotated[
-        float | None, typer.Option(help="Where a line has none. Default: the model's own, or 1 if it has none.")
+        float | None, typer.Option(min=0, help="Where a line has none. Default: the model's own, or 1 if it has none.")
     ] = None,
     template: Template = None,
     tree_size: TreeSize = None,
@@ -71,16 +74,17 @@ def batch(
 
     Lines that are refused are answered in a file of their own beside OUT, whose name ends with .errors.jsonl.
     """
-    check_method(method)
+    check_method(method, verifier)
     check_can_serve()
     own_template = None if template is None else read_template(template)
     if workers is not None and ray is None:
         raise ValueError("--workers says how many decoders a Ray cluster runs; give --ray, or leave it out")
-    from heavypath.speculative.cli.support import check_choice, load
-    from heavypath.speculative.http.batches.lines import count_lines, read_lines
-    from heavypath.speculative.http.batches.output import Output, errors_beside
-    from heavypath.speculative.http.batches.worker import Worker, WorkerOptions
-    from heavypath.speculative.profile import Profile
+    with starting():
+        from heavypath.speculative.cli.support import check_choice, load
+        from heavypath.speculative.http.batches.lines import count_lines, read_lines
+        from heavypath.speculative.http.batches.output import Output, errors_beside
+        from heavypath.speculative.http.batches.worker import Worker, WorkerOptions
+        from heavypath.speculative.profile import Profile
 
     check_choice(method, target, draft, verifier)
     if profile is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.http.app import create_app
+from heavypath.speculative.http.app import create_app, fingerprint_of
 from heavypath.speculative.http.batches.lines import Line
 from heavypath.speculative.http.batches.output import LineAnswer
 from heavypath.speculative.http.batches.running import Application
@@ -56,7 +56,7 @@ class Worker:
             limits=Limits(self.service.limits.max_tokens, choices=choices, body_bytes=1 << 26, seconds=None),
             metrics=Metrics(self.service),
         )
-        self.app = create_app(served, f"heavypath-{options.method}-{options.seed}")
+        self.app = create_app(served, fingerprint_of(options.method, options.seed))
         self._application = Application(self.app)
 
     async def answer(self, line: Line) -> LineAnswer:
