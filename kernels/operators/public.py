@@ -4,6 +4,7 @@
 
 Of the other functions with a kernel, `stochastic_beam` and `pack_ancestors` are operations of PyTorch to a compiler,
 and `filter_cuts` is a part of other functions. `top_down` is given a function, and `grow` and `assemble` return sizes.
+The rules of recurrent layers take `Paths`, in which layers share what they make of a mask.
 """
 
 import torch
@@ -17,6 +18,8 @@ from heavypath.kernels.layers.rotary import Projected, rotate_and_store
 from heavypath.kernels.nodes import Verified
 from heavypath.kernels.operators.definition import Operator
 from heavypath.kernels.ordering import Ordering, heavy_path_order
+from heavypath.kernels.recurrent.acceptance import accept_state
+from heavypath.kernels.recurrent.convolution import tree_conv
 from heavypath.kernels.retrieval.followers import follower_logprobs
 from heavypath.kernels.retrieval.ranges import append_tokens
 from heavypath.kernels.sampling import TopK, gumbel_topk
@@ -73,6 +76,10 @@ def _followed(cache_rows: Tensor, vocab_size: int, **_: object) -> Tensor:
     return cache_rows.new_empty((*cache_rows.shape, vocab_size), dtype=torch.float32)
 
 
+def _convolved(inputs: Tensor, weight: Tensor, window: Tensor, **_: object) -> Tensor:
+    return weight.new_empty(*window.shape[:2], inputs.shape[-1])
+
+
 OPERATORS = {
     "tree_attention": Operator(visible_attention, _attended, is_fresh=True, name="tree_attention"),
     "gumbel_topk": Operator(gumbel_topk, _drawn),
@@ -86,6 +93,8 @@ OPERATORS = {
     "add_rms_norm": Operator(add_rms_norm, _normed),
     "rotate_and_store": Operator(rotate_and_store, _rotated, mutates=["keys", "values"]),
     "silu_product": Operator(silu_product, _gated),
+    "tree_conv": Operator(tree_conv, _convolved),
+    "accept_state": Operator(accept_state, mutates=["state"]),
     "append_tokens": Operator(append_tokens, mutates=["keys", "values"]),
     "follower_logprobs": Operator(follower_logprobs, _followed),
 }

@@ -12,13 +12,14 @@ number of a state once, and none of a state that stays.
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, unit
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
+@operator
 def accept_state(
     state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, *, normalised: bool, impl: str = "auto"
 ) -> None:

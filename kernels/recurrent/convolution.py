@@ -12,12 +12,13 @@ without the oldest input: a gather, and nothing is computed again. `paths.Paths`
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 
 _NODES, _CHANNELS = tl.constexpr(16), tl.constexpr(64)  # of a program
 
 
+@operator
 def tree_conv(
     inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, *, impl: str = "auto"
 ) -> Tensor:

@@ -21,6 +21,9 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.operators import OPERATORS
 from heavypath.kernels.operators.definition import Operator
 from heavypath.kernels.ordering import heavy_path_order
+from heavypath.kernels.recurrent.acceptance import accept_state
+from heavypath.kernels.recurrent.convolution import tree_conv
+from heavypath.kernels.recurrent.paths import KeptNodes
 from heavypath.kernels.retrieval.corpus import sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, append_tokens
@@ -80,6 +83,8 @@ def cases() -> dict[str, Call]:
     )
     x, y = floats(2, 3, 32)
     seeded = {"seed": torch.tensor(4), "top_k": 5}
+    kept = KeptNodes(floats(2, 3, 1, 16), floats(2, 3, 2, 16), -floats(2, 3, 2).abs().double())
+    window = torch.tensor([[0, 1, 2], [1, 2, 3], [1, 2, 4]]).expand(2, 3, 3)
     return {
         "tree_attention": Call(tree_attention, (query, *cache), attend),
         "tree_attention of a bool mask": Call(
@@ -107,6 +112,10 @@ def cases() -> dict[str, Call]:
         "rotate_and_store": Call(rotate_and_store, (projected, turns, *cache, rows), {}),
         "rotate_and_store with norms": Call(rotate_and_store, (projected, turns, *cache, rows, norms), {}),
         "silu_product": Call(silu_product, (x, y), {}),
+        "tree_conv": Call(tree_conv, (floats(2, 3, 8), floats(2, 2, 8), floats(8, 3), floats(8), window), {}),
+        "accept_state": Call(
+            accept_state, (floats(2, 2, 16, 16), kept, torch.tensor([[0, 2], [0, 0]]), length), {"normalised": True}
+        ),
         "append_tokens": Call(append_tokens, (corpus, appended, *texts), {}),
         "follower_logprobs": Call(
             follower_logprobs, (corpus, appended.cache_rows, torch.tensor([0, 0]), *texts), {"vocab_size": 5}
