@@ -41,7 +41,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from batches import batch_of, gain
+from batches import batch_of, by_transformers, gain
 from common import (
     Row,
     argument_parser,
@@ -142,7 +142,7 @@ def batch(bench: Bench) -> Iterator[Row]:
                 asked = {"max_new_tokens": new, "temperature": temperature, **texts.options}
                 mixed = {"max_new_tokens": max(longer), "stopping_criteria": [ends_at(texts.tokens, longer)]}
                 case = {"method": method, "batch": size, "temperature": temperature}
-                their = {TRANSFORMERS: partial(generated, bench, texts.tokens, texts.mask, asked)}
+                their = {TRANSFORMERS: partial(by_transformers, bench.target, texts, new, temperature)}
                 yield from _ways(decoders, texts.tokens, asked, case, given.rounds, their)
                 if size > 1:
                     yield from _ways(decoders, texts.tokens, asked | mixed, case | {"lengths": "mixed"}, given.rounds)
@@ -180,15 +180,6 @@ def in_vain(bench: Bench) -> Iterator[Row]:
             asked = {"max_new_tokens": given.max_new_tokens, "temperature": temperature, **texts.options}
             case = {"method": method, "temperature": temperature, "draft": name}
             yield next(_ways(decoders, texts.tokens, asked, case, given.rounds))
-
-
-def generated(bench: Bench, tokens: Tensor, mask: Tensor, asked: dict) -> Tensor:
-    """transformers' own text, of exactly as many tokens as asked for."""
-    new, sampling = asked["max_new_tokens"], {"do_sample": asked["temperature"] > 0}
-    if asked["temperature"] > 0:
-        sampling |= {"temperature": asked["temperature"], "top_k": 0, "top_p": 1.0}
-    length = {"max_new_tokens": new, "min_new_tokens": new}
-    return bench.target.generate(tokens, attention_mask=mask, pad_token_id=0, **length, **sampling)
 
 
 def ends_at(prompts: Tensor, new: Sequence[int]) -> Callable[[Tensor, None], bool]:
