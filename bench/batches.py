@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from heavypath.speculative.decoding.statistics import Statistics
 
@@ -35,6 +36,14 @@ def batch_of(prompts: list[Tensor], seeds: int = 1) -> Texts:
     padded = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])
     mask = torch.stack([torch.arange(longest, device=row.device) >= longest - len(row) for row in rows])
     return Texts(prompts, padded, mask.long(), seeds)
+
+
+def by_transformers(target: PreTrainedModel, texts: Texts, new_tokens: int, temperature: float) -> Tensor:
+    """transformers' own texts, each of exactly so many new tokens."""
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    options: dict = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "pad_token_id": 0}
+    options |= sampling if temperature > 0 else {"do_sample": False}
+    return target.generate(texts.tokens, attention_mask=texts.mask, **options)
 
 
 class Estimate(NamedTuple):

@@ -21,27 +21,18 @@ nodes        tokens per forward pass of every method with an equal budget of nod
 phases       milliseconds of a step by phase; `beside` is the share of all but the two models. On a GPU steps are eager
              and the host waits after each phase: they add up to more than a step takes
 chat         seconds to the first token of a turn of --turn tokens behind --history, with and without the cache of these
-first-tokens seconds of a whole process of the command line for ten tokens: kernels compiled before, compiled now (the
-             first use of a machine), without them; "nothing" only loads the pair
-processors   ten of transformers' logits processors and a JSON schema: the share of the tokens per step that as long
-             texts without them have; seconds of transformers' generate, of ours, and of processors. Needs '.[grammar]'
 attention    attn_implementation="heavypath" and "sdpa" in transformers' own calls: heavypath is slower above a ratio
              of 1. Where others use the machine, set OMP_WAIT_POLICY=PASSIVE, or threads that spin are timed
-busy         the plans of a calibration on an idle machine and beside processes that do nothing but run, compared
 
 Things that are compared take turns within a round, each round begins with another one, and a first one warms up.
 Seconds are medians over rounds, ratios are taken within a round and have their quartiles.
 """
 
 import math
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
@@ -50,10 +41,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from batches import batch_of, gain
+from batches import batch_of, by_transformers, gain
 from common import (
     Row,
-    Spread,
     argument_parser,
     clock_of,
     environment,
@@ -66,8 +56,6 @@ from common import (
     token_ids,
 )
 from torch import Tensor
-from transformers import LogitsProcessorList
-from transformers.generation import logits_process as theirs
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
@@ -75,7 +63,6 @@ from heavypath.speculative import (
     METHODS,
     Cascade,
     EarlyExit,
-    Grammar,
     Lookahead,
     Mixture,
     PromptLookup,
@@ -86,7 +73,7 @@ from heavypath.speculative import (
     load_demo_head,
     sequoia_tree,
 )
-from heavypath.speculative.calibration import calibrate, ways_to_draft
+from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoding import loop
 from heavypath.speculative.demo import corpus, demo_prompts
@@ -105,8 +92,6 @@ REJECTION, PLAIN, TRANSFORMERS, MODEL = "rejection", "plain", "transformers", "m
 CHAIN = 6  # nodes of a chain, whatever the trees have
 PHASES = ("draft", "sampling", "target", "verification", "compaction", "host")
 PREFIX, LEVELS = 300, (1, 4, 16)  # rows behind which a corpus is asked, for so many nodes
-GENERATE = ["-m", "heavypath.speculative", "generate", "def read_lines(path):", "--max-new-tokens", "10"]
-NOTHING = ["-c", "from heavypath.speculative import load_demo_pair; load_demo_pair()"]
 TREES = {  # of --sweep verifier: the method, and the decoder's options; then methods with their default trees
     "chain 8": ("chain", {"tree": TokenTree.chain(8)}),
     "sequoia 16": ("sequoia", {"tree_size": 16}),
@@ -116,17 +101,6 @@ TREES = {  # of --sweep verifier: the method, and the decoder's options; then me
     "rsd-s 64": ("rsd-s", {"tree_size": 64}),
     "specinfer 4 x 8": ("specinfer", {"tree": TokenTree.independent(4, 8)}),
 } | {method: (method, {}) for method, row in METHODS.items() if row.verifiers}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "size": {"type": "integer", "minimum": 0, "maximum": 999},
-        "kind": {"enum": ["file", "folder"]},
-        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "maxItems": 3},
-    },
-    "required": ["name", "size", "kind", "tags"],
-    "additionalProperties": False,
-}
 
 
 class Bench:
@@ -168,7 +142,7 @@ def batch(bench: Bench) -> Iterator[Row]:
                 asked = {"max_new_tokens": new, "temperature": temperature, **texts.options}
                 mixed = {"max_new_tokens": max(longer), "stopping_criteria": [ends_at(texts.tokens, longer)]}
                 case = {"method": method, "batch": size, "temperature": temperature}
-                their = {TRANSFORMERS: partial(generated, bench, texts.tokens, texts.mask, asked)}
+                their = {TRANSFORMERS: partial(by_transformers, bench.target, texts, new, temperature)}
                 yield from _ways(decoders, texts.tokens, asked, case, given.rounds, their)
                 if size > 1:
                     yield from _ways(decoders, texts.tokens, asked | mixed, case | {"lengths": "mixed"}, given.rounds)
@@ -206,18 +180,6 @@ def in_vain(bench: Bench) -> Iterator[Row]:
             asked = {"max_new_tokens": given.max_new_tokens, "temperature": temperature, **texts.options}
             case = {"method": method, "temperature": temperature, "draft": name}
             yield next(_ways(decoders, texts.tokens, asked, case, given.rounds))
-
-
-def generated(bench: Bench, tokens: Tensor, mask: Tensor, asked: dict, processor: Any = None) -> Tensor:
-    """transformers' own text, of exactly as many tokens as asked for unless a processor may end it."""
-    new, sampling = asked["max_new_tokens"], {"do_sample": asked["temperature"] > 0}
-    if asked["temperature"] > 0:
-        sampling |= {"temperature": asked["temperature"], "top_k": 0, "top_p": 1.0}
-    if processor is None:
-        sampling["min_new_tokens"] = new
-    else:
-        sampling |= {"eos_token_id": 0, "logits_processor": LogitsProcessorList([processor])}
-    return bench.target.generate(tokens, attention_mask=mask, max_new_tokens=new, pad_token_id=0, **sampling)
 
 
 def ends_at(prompts: Tensor, new: Sequence[int]) -> Callable[[Tensor, None], bool]:
@@ -476,79 +438,6 @@ def chat(bench: Bench) -> Iterator[Row]:
         yield row | {"ratio": ratio.median, "quartiles": ratio[1:]}
 
 
-def first_tokens(bench: Bench) -> Iterator[Row]:
-    def process(arguments: list[str], **variables: str) -> None:
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, env=os.environ | variables)
-
-    def compiling() -> None:
-        with tempfile.TemporaryDirectory() as empty:
-            process(GENERATE, XDG_CACHE_HOME=empty)
-
-    with tempfile.TemporaryDirectory() as cache:
-        ways = {
-            "nothing": lambda: process(NOTHING),
-            "compiled": lambda: process(GENERATE, XDG_CACHE_HOME=cache),
-            "compiling": compiling,
-            "PyTorch": lambda: process(GENERATE, HEAVYPATH_NATIVE="0"),
-        }
-        for name, taken in in_turns(ways, bench.given.rounds).items():
-            yield {"way": name, "seconds": median(taken), "least": min(taken), "most": max(taken)}
-
-
-def processors(bench: Bench) -> Iterator[Row]:
-    given, length = bench.given, bench.given.max_new_tokens
-    grammar = Grammar.json_schema(SCHEMA, bench.tokenizer, whitespace=False)
-    for temperature in given.temperature:
-        for name in [*kinds(1, bench), "json schema"]:
-            sums: dict[str, dict[str, float]] = {method: {} for method in given.method}
-            for seed, ids in enumerate(bench.prompts):
-                asked, width = {"max_new_tokens": length, "temperature": temperature}, ids.shape[1]
-                own, same = grammar, grammar.as_processor(width)
-                if name != "json schema":
-                    own = same = kinds(width, bench)[name]
-                their, text = timed(partial(generated, bench, ids, torch.ones_like(ids), asked, same))
-                for method, found in sums.items():
-                    by = partial(bench.decoder(method).generate, ids, seed=seed)
-                    took, out = timed(partial(by, logits_processor=[own], eos_token_id=0, **asked))
-                    free = asked | {"max_new_tokens": out.stats.new_tokens}
-                    free_took, without = timed(partial(by, eos_token_id=None, **free))
-                    for key, value in {
-                        "tokens": out.stats.new_tokens, "steps": out.stats.steps,
-                        "free_tokens": without.stats.new_tokens, "free_steps": without.stats.steps,
-                        "seconds": took, "of_processors": out.stats.seconds["processing"],
-                        "seconds_without": free_took, "seconds_of_transformers": their,
-                        "same": torch.equal(out.sequences, text), "prompts": 1,
-                    }.items():  # fmt: skip
-                        found[key] = found.get(key, 0) + value
-            for method, found in sums.items():
-                reached = found.pop("tokens") / found.pop("steps")
-                free = found.pop("free_tokens") / found.pop("free_steps")
-                row = {"method": method, "processor": name, "temperature": temperature}
-                yield row | {"tokens_per_step": reached, "without": free, "share": reached / free} | found
-
-
-def kinds(width: int, bench: Bench) -> dict[str, Any]:
-    """transformers' processors, for prompts of so many tokens."""
-    size, device = bench.target.config.vocab_size, str(bench.target.device)
-    tokens = [*range(5, size, 9)]
-    allowed = [[token for token in range(size) if token % 3 != last] for last in range(3)]
-    bias = {(token,): 2.0 for token in range(3, size, 17)} | {(1, 2): -4.0, (4, 5, 6): 3.0}
-    bad = [[token] for token in tokens] + [[3, 4]]
-    begin = range(size // 2)
-    return {
-        "repetition penalty": theirs.RepetitionPenaltyLogitsProcessor(1.3),
-        "no n-gram twice": theirs.NoRepeatNGramLogitsProcessor(3),
-        "bad words": theirs.NoBadWordsLogitsProcessor(bad, eos_token_id=0),
-        "suppressed": theirs.SuppressTokensLogitsProcessor(tokens, device=device),
-        "suppressed at first": theirs.SuppressTokensAtBeginLogitsProcessor(begin, width, device=device),
-        "sequence bias": theirs.SequenceBiasLogitsProcessor(bias),
-        "forced end": theirs.ForcedEOSTokenLogitsProcessor(width + 32, 0, device=device),
-        "end ever likelier": theirs.ExponentialDecayLengthPenalty((16, 1.2), 0, width),
-        "watermark": theirs.WatermarkLogitsProcessor(size, device, seeding_scheme="lefthash", bias=2.0),
-        "allowed by a function": theirs.PrefixConstrainedLogitsProcessor(lambda _, text: allowed[int(text[-1]) % 3], 1),
-    }
-
-
 def attention(bench: Bench) -> Iterator[Row]:
     model, device, new = bench.target, bench.given.device, bench.given.max_new_tokens
     one = bench.tokenizer(demo_prompts()[0], return_tensors="pt").to(device)
@@ -572,49 +461,6 @@ def attention(bench: Bench) -> Iterator[Row]:
         ratio = times_as_fast(times, "sdpa", "heavypath")
         milliseconds = {by: 1e3 * median(each) for by, each in times.items()}
         yield {"work": name, **milliseconds, "ratio": ratio.median, "quartiles": ratio[1:]}
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Processes that run all the time while the block does."""
-    running = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
-def busy(bench: Bench) -> Iterator[Row]:
-    given, profiles, seconds = bench.given, {}, {}
-    extent: dict = {"sizes": (1, 2, 6), "tokens": 6, "sequences": 3, "limit": 5.0} if given.miniature else {}
-    for name, processes in (("idle", 0), ("busy", given.batch[0])):
-        with busy_processes(processes):
-            begin = time.perf_counter()
-            try:
-                asked = {"temperatures": given.temperature, "batch_sizes": [1], **extent}
-                profiles[name] = calibrate(bench.target, bench.draft, **asked)
-            except ValueError as error:  # that its figures are noise is an answer, too
-                raise SystemExit(f"{name}: refused after {time.perf_counter() - begin:.0f} s: {error}") from error
-            seconds[name] = time.perf_counter() - begin
-    for temperature in given.temperature:
-        row: Row = {"temperature": temperature}
-        for name, profile in profiles.items():
-            planned = profile.plan("sequoia", Filters(temperature))
-            row[name] = {
-                "nodes": len(planned.plan.tree), "depth": planned.plan.tree.depth, "speedup": planned.plan.speedup,
-                "speedup_error": profile.speedup_error(planned), "calibration_seconds": seconds[name],
-            }  # fmt: skip
-        decoders = {name: bench.decoder("sequoia", profile=profile) for name, profile in profiles.items()}
-        found = []
-        for ids in bench.prompts:
-            asked = {"max_new_tokens": given.max_new_tokens, "temperature": temperature, "seed": 0}
-            ways = {name: partial(each.generate, ids, **asked) for name, each in decoders.items()}
-            times = in_turns(ways, given.rounds)
-            found += [idle / busy for idle, busy in zip(times["idle"], times["busy"], strict=True)]
-        ratio = Spread.of(found)
-        yield row | {"busy_over_idle": ratio.median, "quartiles": ratio[1:]}
 
 
 class Sweep(NamedTuple):
@@ -661,15 +507,7 @@ SWEEPS = {
         phases, prompts=8, max_new_tokens=64, rounds=3, temperature=COLD, method=[*FEW, "ersd", "top-k"]
     ),
     "chat": sweep(chat, {"history": 40, "turn": 4}, history=900, turn=16, rounds=15, method=[*FEW, "dyspec"]),
-    "first-tokens": sweep(first_tokens, rounds=5),
-    "processors": sweep(
-        processors, {"max_new_tokens": 6}, prompts=20, max_new_tokens=64, temperature=[0.0],
-        method=["sequoia", "ersd", "dyspec"],
-    ),
     "attention": sweep(attention, max_new_tokens=64, rounds=25),
-    "busy": sweep(
-        busy, batch=[1], prompts=8, max_new_tokens=96, rounds=3, temperature=[*COLD, 1.0],
-    ),
 }  # fmt: skip
 OPTIONS: dict[str, tuple[type, str]] = {
     "prompts": (int, "held-out prompts, from the first"),
@@ -682,7 +520,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "temperature": (float, ""),
     "method": (str, ""),
     "nodes": (int, "of the trees"),
-    "batch": (int, "sequences; of --sweep busy: processes beside the calibration"),
+    "batch": (int, "sequences"),
     "tree": (str, f"of {', '.join(TREES)}"),
     "verifier": (str, "beside rejection"),
 }

@@ -42,7 +42,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from batches import Texts, batch_of
+from batches import Texts, batch_of, by_transformers
 from common import (
     Spread,
     argument_parser,
@@ -144,13 +144,10 @@ def their_batch_runner(target: LlamaForCausalLM, batches: Batches) -> Runner:
 
     def run(prompt: list[int], asked: Asked) -> Timed:
         texts, seconds = batches(prompt), []
-        options: dict[str, Any] = {"attention_mask": texts.mask, "pad_token_id": 0, "do_sample": asked.temperature > 0}
-        if asked.temperature > 0:
-            options |= {"temperature": asked.temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(asked.seed)
         for new in (1, asked.new_tokens):
             begin = time.perf_counter()
-            sequences: Any = target.generate(texts.tokens, max_new_tokens=new, min_new_tokens=new, **options)
+            sequences = by_transformers(target, texts, new, asked.temperature)
             seconds.append(time.perf_counter() - begin)
         text = sequences[0, texts.tokens.shape[1] :].tolist()
         return Timed(len(sequences) * max(len(text) - 1, 1), max(seconds[1] - seconds[0], 1e-6), text)

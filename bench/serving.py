@@ -1,7 +1,7 @@
 """Requests that come as they like: how many are served a second, and how long each waits for its tokens.
 
     python bench/serving.py [--requests 32] [--rate 1 --rate 4] [--slots 1 --slots 8] [--temperature 0.6] [--threads 2]
-                            [--http] [--json bench/results/serving-cpu.json] [--plot bench/results/serving.svg]
+                            [--http] [--json bench/results/serving-cpu.json]
 
 Requests come by a Poisson process, at several rates, and all at once ("16 at once"). Each has one of the shipped
 prompts and 16 to 128 new tokens, with the same lengths and times for every way to serve them: heavypath's service by
@@ -20,11 +20,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import PICTURE, argument_parser, environment, made, quiet_demo_pair, until_stopped, write_results
+from common import argument_parser, environment, quiet_demo_pair, until_stopped, write_results
 from serving_ways import Ask, ContinuousBatching, Heavypath, OneByOne, OverHttp, Way
 
 from heavypath.speculative.demo import demo_prompts
@@ -55,7 +54,7 @@ class Timeline:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, plot=PICTURE)
+    parser = argument_parser(__doc__)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rate", type=float, action="append", help="requests a second; repeat it for several")
     parser.add_argument("--slots", type=int, action="append", help="of the service; repeat it for several")
@@ -84,8 +83,6 @@ def main() -> None:
                     rows.append(row)
                     print(line(row), flush=True)
                     write_results(arguments.json, facts, rows=rows)
-    if arguments.plot:
-        draw(rows, arguments.plot)
 
 
 def ways(slots: Sequence[int], temperature: float, *, http: bool) -> dict[str, Callable[[], Way]]:
@@ -155,26 +152,6 @@ def line(row: dict[str, Any]) -> str:
     first, between = (f"{row[f'{name}_p50_ms']:.1f} / {row[f'{name}_p99_ms']:.1f}" for name in ("first", "between"))
     rates = f"{row['requests_per_second']:12.2f}{row['tokens_per_second']:10.0f}"
     return f"{row['way']:<34}{row['load']:>12}{rates}{first:>20}{between:>16}"
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Tokens/s where all come at once, and the time to the first token by load."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    bars, lines = figure.subplots(1, 2, width_ratios=[1, 1.2])
-    burst = [row for row in rows if row["load"].endswith("at once")][::-1]
-    names = [row["way"] for row in burst][::-1]
-    colours = {name: f"C{place % 10}" for place, name in enumerate(names)}
-    bars.barh(names[::-1], [row["tokens_per_second"] for row in burst], color=[colours[row["way"]] for row in burst])
-    bars.set_xlabel(f"tokens/s, {burst[0]['load']}")
-    for name in names:
-        of_way = [row for row in rows if row["way"] == name and row["load"].endswith("/s")]
-        rates = [float(row["load"].removesuffix("/s")) for row in of_way]
-        lines.plot(rates, [row["first_p50_ms"] for row in of_way], marker="o", color=colours[name], label=name)
-    lines.set(xscale="log", yscale="log", xlabel="requests a second", ylabel="ms to the first token, median")
-    lines.legend(fontsize=8, frameon=False)
-    figure.savefig(made(path))
 
 
 if __name__ == "__main__":

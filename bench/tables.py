@@ -124,11 +124,6 @@ def over_peers(row: Row) -> str:
     return text + (f" / {row['over_llama_cpp'][0]:.2f}" if row["over_llama_cpp"] else "")
 
 
-def sampled_speed(method: str) -> None:
-    """One line: the speed of a method over plain decoding at T = 0.6."""
-    cog.outl(spread(cells("peers")[SAMPLED][method]["over_plain"]) or "")
-
-
 def speculation() -> None:
     """Each method's speed over plain decoding, without a draft, for the table of methods."""
     found = cells("peers")

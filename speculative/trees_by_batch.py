@@ -10,7 +10,6 @@ temperature 0 and where tokens are the outcomes of races (ersd): there trees fol
 they do with a profile alone, whose user has asked for the trees that are fastest.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,6 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 if TYPE_CHECKING:
     from heavypath.speculative.profile import Profile
     from heavypath.speculative.resting import EstimatedTrees, Gain
-
-logger = logging.getLogger(__name__)
 
 
 class FollowBatch(Watcher):

@@ -7,8 +7,6 @@ oneDNN     the operator that torch.compile uses for linear layers, from the weig
 reordered  the same from a copy of the weight in blocks of oneDNN's own form
 heavypath  `heavypath.kernels.native`, from a copy in blocks, as the decoder does it
 together   that for all layers with one input at once (three of a third of the rows each)
-templates  torch.compile's own C++ templates from frozen weights of 3456 x 1280, chosen by its autotuning: it takes
-           minutes, and only where TEMPLATES is set in the environment
 read       the weight is read, by a dot product with itself, and nothing else is done
 
 Each product uses another weight, and all of them together fill 200 MB, 600 MB on a GPU, so that weights come from
@@ -16,7 +14,6 @@ memory: a time is that of one product. A GPU has only `linear`, in bfloat16, wit
 keys, queries and values at once, attention's output, gate and up at once, and down.
 """
 
-import os
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -77,7 +74,6 @@ class Products:
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, nbytes: int):
         count = max(2, -(-nbytes // (shape[0] * shape[1] * dtype.itemsize)))
-        self.shape = shape
         self.weights = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(count)]
 
     @cached_property
@@ -108,13 +104,6 @@ class Products:
         flat = [weight.view(-1).view(torch.float32) for weight in self.weights]
         return [lambda rows, each=each: torch.dot(each, each) for each in flat]
 
-    def templates(self) -> list:
-        if self.shape != (3456, 1280) or "TEMPLATES" not in os.environ:
-            return []
-        options = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
-        torch.compiler.reset()
-        return [torch.compile(layer_of(weight).eval(), options=options, dynamic=False) for weight in self.weights]
-
 
 WAYS = {
     "linear": Products.linear,
@@ -122,7 +111,6 @@ WAYS = {
     "reordered": Products.reordered,
     "heavypath": Products.native,
     "together": Products.together,
-    "templates": Products.templates,
     "read": Products.read,
 }
 products = cache(Products)

@@ -42,18 +42,11 @@ app = typer.Typer(
     help="Tree speculative decoding.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo.demo)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command()(batches.batch)
-app.command()(compare.compare)
-app.command()(info.info)
-app.command()(planning.calibrate)
-app.command()(planning.plan)
-app.command()(distil.distil)
-app.command()(layers.layers)
-app.command()(trace.trace)
+for command in (
+    demo.demo, generate.generate, chat.chat, serve.serve, batches.batch, compare.compare, info.info, planning.calibrate,
+    planning.plan, distil.distil, layers.layers, trace.trace,
+):  # fmt: skip
+    app.command()(command)
 app.command("simulate")(simulation.simulate_command)
 
 

@@ -9,24 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heavypath.speculative.cli.options import (
-    METHODS,
-    Device,
-    Draft,
-    Dtype,
-    MaxNewTokens,
-    ProfileFile,
-    Seed,
-    Target,
-    Template,
-    Threads,
-    TopK,
-    TopP,
-    TreeSize,
-    Verbose,
-    check_method,
-    read_template,
-)
+from heavypath.speculative.cli import options
 from heavypath.speculative.cli.progress import starting
 
 if TYPE_CHECKING:
@@ -35,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = f"""\
 /stats        counts and times of the last answer
-/method NAME  go on with another method: {", ".join(METHODS)}
+/method NAME  go on with another method: {", ".join(options.METHODS)}
 /reset        begin a new conversation
 /help         this list
 /quit         end the chat, as Ctrl-D does; Ctrl-C ends an answer alone"""
@@ -48,33 +31,33 @@ CODE_TEMPERATURE = 0.6  # at 0 so small a model soon repeats itself
 
 
 def chat(
-    target: Target = None,
-    draft: Draft = None,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "sequoia",
+    target: options.Target = None,
+    draft: options.Draft = None,
+    method: options.Method = "sequoia",
     system: Annotated[str | None, typer.Option(help="A system message, which begins the conversation.")] = None,
-    template: Template = None,
-    max_new_tokens: MaxNewTokens = 256,
+    template: options.Template = None,
+    max_new_tokens: options.MaxNewTokens = 256,
     temperature: Annotated[
         float | None,
         typer.Option(
             min=0, help="0 takes the likeliest token; > 0 samples. Default: as the model's generation_config says."
         ),
     ] = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    tree_size: TreeSize = None,
-    profile: ProfileFile = None,
-    device: Device = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    seed: Seed = 0,
-    verbose: Verbose = False,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    tree_size: options.TreeSize = None,
+    profile: options.ProfileFile = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    dtype: options.Dtype = None,
+    seed: options.Seed = 0,
+    verbose: options.Verbose = False,
 ) -> None:
     """Chat with a model through its tokenizer's chat template. Lines that begin with / are commands; see /help.
 
     Without --target it is the shipped model, which has read Python source alone: type code, and it goes on.
     """
-    check_method(method)
+    options.check_method(method)
     with starting():
         from heavypath.kernels.filtering import Filters
         from heavypath.speculative.cli.conversation import Conversation
@@ -84,7 +67,7 @@ def chat(
 
     Filters(temperature or 0.0, top_k, top_p).check()
     check_choice(method, target, draft)
-    own_template = None if template is None else read_template(template)
+    own_template = None if template is None else options.read_template(template)
     measured = None if profile is None else Profile.load(profile)
     pair = load(target, draft, dtype, device=device, threads=threads)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
@@ -129,7 +112,7 @@ def _obey(line: str, conversation: "Conversation", decoder_of: "Callable[[str], 
             except ValueError as error:
                 _say(" ".join(str(error).split()))
         case ["/method"]:
-            _say(f"{conversation.decoder.method}; others are {', '.join(METHODS)}")
+            _say(f"{conversation.decoder.method}; others are {', '.join(options.METHODS)}")
         case _:
             _say(f"there is no command {line!r}; /help lists them")
 

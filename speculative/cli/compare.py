@@ -6,26 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heavypath.speculative.cli.options import (
-    LOSSLESS_METHODS,
-    METHODS,
-    VERIFIERS,
-    AsJson,
-    Device,
-    Dtype,
-    MaxNewTokens,
-    MinP,
-    ProfileFile,
-    Seed,
-    Target,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    TreeSize,
-    check_word,
-    print_json,
-)
+from heavypath.speculative.cli import options
 from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
@@ -42,39 +23,41 @@ def compare(
             exists=True, help="A file of texts to continue, one on each line; in a .jsonl file, as JSON strings."
         ),
     ] = None,
-    target: Target = None,
+    target: options.Target = None,
     draft: Annotated[
         list[str] | None,
         typer.Option(help="A draft, as for `generate`; repeat it for several. Default: the shipped pair's."),
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeat it for several. Default: all but lossy ones, of {', '.join(METHODS)}."),
+        typer.Option(help=f"Repeat it for several. Default: all but lossy ones, of {', '.join(options.METHODS)}."),
     ] = None,
-    max_new_tokens: MaxNewTokens = 64,
-    temperature: Temperature = 0.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    tree_size: TreeSize = None,
-    profile: ProfileFile = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    tree_size: options.TreeSize = None,
+    profile: options.ProfileFile = None,
     verifier: Annotated[
         list[str] | None,
-        typer.Option(help=f"What verifies methods that take it, of {', '.join(VERIFIERS)}; repeat it for several."),
+        typer.Option(
+            help=f"What verifies methods that take it, of {', '.join(options.VERIFIERS)}; repeat it for several."
+        ),
     ] = None,
-    device: Device = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    seed: Seed = 0,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    dtype: options.Dtype = None,
+    seed: options.Seed = 0,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into this file, .png or .svg.")] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare methods and drafts with transformers' own generate, on prompts of your own."""
-    names, drafts = method or [*LOSSLESS_METHODS], draft or []
+    names, drafts = method or [*options.LOSSLESS_METHODS], draft or []
     for name in names:
-        check_word("--method", name, METHODS)
+        options.check_word("--method", name, options.METHODS)
     for name in verifier or []:
-        check_word("--verifier", name, VERIFIERS)
+        options.check_word("--verifier", name, options.VERIFIERS)
     if target is not None and not drafts and names != ["autoregressive"]:
         raise ValueError("compare needs a --draft with the --target; only --method autoregressive works without one")
     if not texts and prompts is None:
@@ -135,7 +118,7 @@ def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device"
 
     here = installation(device)
     if as_json:
-        print_json({"settings": settings, "environment": here, "rows": [asdict(row) for row in rows]})
+        options.print_json({"settings": settings, "environment": here, "rows": [asdict(row) for row in rows]})
         return
     console = Console(highlight=False)
     console.print(as_table(rows))

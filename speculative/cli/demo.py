@@ -4,22 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from heavypath.speculative.cli import options
 from heavypath.speculative.cli.compare import print_rows
-from heavypath.speculative.cli.options import (
-    LOSSLESS_METHODS,
-    AsJson,
-    Device,
-    Dtype,
-    MaxNewTokens,
-    Seed,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    TreeSize,
-    Verbose,
-    write_now,
-)
 from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
@@ -30,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def demo(
-    max_new_tokens: MaxNewTokens = 64,
+    max_new_tokens: options.MaxNewTokens = 64,
     prompts: Annotated[int, typer.Option(min=1, help="How many of the shipped prompts to continue.")] = 3,
-    temperature: Temperature = 0.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    tree_size: TreeSize = None,
-    device: Device = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    seed: Seed = 0,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    tree_size: options.TreeSize = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    dtype: options.Dtype = None,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Continue real prompts with the shipped pair, then compare all methods with transformers."""
     with starting():
@@ -64,7 +50,7 @@ def demo(
             _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
     say_if_busy()
     if not as_json:
-        typer.echo(f"comparing {len(LOSSLESS_METHODS) + 2} ways to decode ...", err=True)
+        typer.echo(f"comparing {len(options.LOSSLESS_METHODS) + 2} ways to decode ...", err=True)
     with progress("comparing the methods", quiet=as_json) as report:
         rows = compare(
             pair.target,
@@ -79,12 +65,12 @@ def demo(
     print_rows(rows, settings, pair.target.device, as_json=as_json)
 
 
-def _stream_demo_text(decoder: "SpeculativeDecoder", pair: "Pair", text: str, ids: "Tensor", options: dict) -> None:
+def _stream_demo_text(decoder: "SpeculativeDecoder", pair: "Pair", text: str, ids: "Tensor", sampling: dict) -> None:
     from heavypath.speculative.cli.texts import show_dimmed
     from heavypath.speculative.output.text_stream import TextStream
 
     show_dimmed(text)
-    stream = TextStream(pair.tokenizer, write_now)
-    stats = decoder.generate(ids, eos_token_id=pair.eos_token_ids, streamer=stream, **options).stats
+    stream = TextStream(pair.tokenizer, options.write_now)
+    stats = decoder.generate(ids, eos_token_id=pair.eos_token_ids, streamer=stream, **sampling).stats
     counts = f"{stats.new_tokens} tokens, {stats.tokens_per_step:.2f} per target forward"
     show_dimmed(f"\n\n[{decoder.method}: {counts}]\n", end="\n")

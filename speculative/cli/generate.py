@@ -8,36 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heavypath.speculative.cli.options import (
-    METHODS,
-    AsJson,
-    Chat,
-    Device,
-    Draft,
-    Dtype,
-    HostMemory,
-    JsonSchema,
-    MaxNewTokens,
-    Memory,
-    MinP,
-    ProfileFile,
-    Regex,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Target,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    TraceFile,
-    TreeSize,
-    Verbose,
-    Verifier,
-    check_method,
-    print_json,
-    write_now,
-)
+from heavypath.speculative.cli import options
 from heavypath.speculative.cli.progress import reading, starting
 from heavypath.speculative.cli.ranks import join_ranks, leave_ranks, this_rank
 
@@ -49,42 +20,42 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue, or - for standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="File with the text to continue (UTF-8).")] = None,
-    target: Target = None,
-    draft: Draft = None,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "sequoia",
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: Stop = None,
-    json_schema: JsonSchema = None,
-    regex: Regex = None,
-    chat: Chat = False,
-    tree_size: TreeSize = None,
-    profile: ProfileFile = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    method: options.Method = "sequoia",
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    stop: options.Stop = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    chat: options.Chat = False,
+    tree_size: options.TreeSize = None,
+    profile: options.ProfileFile = None,
     replan: Annotated[
         bool, typer.Option("--replan", help="With --profile: choose the tree anew by what is accepted of this text.")
     ] = False,
-    verifier: Verifier = None,
-    seed: Seed = 0,
-    device: Device = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    memory: Memory = None,
-    host_memory: HostMemory = None,
-    trace: TraceFile = None,
+    verifier: options.Verifier = None,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    dtype: options.Dtype = None,
+    memory: options.Memory = None,
+    host_memory: options.HostMemory = None,
+    trace: options.TraceFile = None,
     show_accepted: Annotated[
         bool, typer.Option("--show-accepted", help="Colour the tokens that the draft proposed and the target accepted.")
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
     ranks = join_ranks()
     text = _read_prompt(prompt, file) if ranks is None else ranks.decided(lambda: _read_prompt(prompt, file))
-    check_method(method, verifier)
+    options.check_method(method, verifier)
     if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
     if stop and "" in stop:
@@ -125,7 +96,7 @@ def generate(
             end_status()
             while before:  # now that the request is known to be right
                 show_dimmed(before.pop())
-            (pieces.append if as_json else write_now)(piece)
+            (pieces.append if as_json else options.write_now)(piece)
 
         decoder = SpeculativeDecoder(
             pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan, verifier=verifier
@@ -156,9 +127,9 @@ def generate(
         settings |= {"json_schema": None if schema is None else json.loads(schema)}
         settings |= {"max_new_tokens": max_new_tokens, "tree_size": tree_size, "prompt": text}
         answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": summary(out.stats)}
-        print_json(answer)
+        options.print_json(answer)
     else:
-        write_now("\n")
+        options.write_now("\n")
         if this_rank() == 0:
             typer.echo(f"{out.stats}" if verbose else in_a_line(out.stats), err=True)
     leave_ranks()

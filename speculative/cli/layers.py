@@ -5,16 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heavypath.speculative.cli.options import (
-    AsJson,
-    Device,
-    Dtype,
-    Seed,
-    Target,
-    Threads,
-    Verbose,
-    print_json,
-)
+from heavypath.speculative.cli import options
 from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
@@ -26,7 +17,7 @@ OWN_PROMPTS, OWN_LENGTH = 8, 32
 
 
 def layers(
-    target: Target = None,
+    target: options.Target = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -35,12 +26,12 @@ def layers(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to look at behind each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Of the texts and of both laws, above 0.")] = 1.0,
-    device: Device = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    seed: Seed = 0,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    dtype: options.Dtype = None,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Find out which of a target's layers draft best for it, for --draft early-exit:LAYERS. Nothing is trained."""
     from rich.console import Console
@@ -61,7 +52,7 @@ def layers(
             pair.target, given, tokens=tokens, temperature=temperature, seed=seed, on_progress=report
         )
     if as_json:
-        print_json({"choices": [choice._asdict() for choice in choices]})
+        options.print_json({"choices": [choice._asdict() for choice in choices]})
         return
     console = Console(highlight=False)
     console.print(_table(choices))

@@ -44,6 +44,7 @@ def _show_log_lines(context: typer.Context, verbose: bool) -> bool:
     return verbose
 
 
+Method = Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; > 0 samples.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest tokens; 0 for all.")]
@@ -76,6 +77,10 @@ Threads = Annotated[
     ),
 ]
 Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]
+Slots = Annotated[int, typer.Option(min=1, help="How many texts are decoded side by side.")]
+Room = Annotated[
+    int, typer.Option(min=2, help="Room for a prompt with its new tokens; never more than the models' positions.")
+]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End the text with this string; repeat it for several. It is part of the text.")
 ]

@@ -5,25 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heavypath.speculative.cli.options import (
-    LOSSLESS_METHODS,
-    AsJson,
-    Device,
-    Draft,
-    Dtype,
-    HostMemory,
-    Memory,
-    MinP,
-    Seed,
-    Target,
-    Threads,
-    TopK,
-    TopP,
-    Verbose,
-    Verifier,
-    check_word,
-    print_json,
-)
+from heavypath.speculative.cli import options
 from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
@@ -38,17 +20,17 @@ LIMIT = 90  # seconds, of `calibrate` by default
 
 
 def calibrate(
-    target: Target = None,
-    draft: Draft = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
     text: Annotated[
         Path | None, typer.Option(help="A text like those to be continued (UTF-8); without it the target samples some.")
     ] = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="A temperature to measure at; repeat it for several. Default: 0, 0.6, 1.")
     ] = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     limit: Annotated[
         float | None,
         typer.Option(
@@ -64,15 +46,15 @@ def calibrate(
             "and, on a GPU, 32,64.",
         ),
     ] = None,
-    verifier: Verifier = None,
-    device: Device = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    memory: Memory = None,
-    host_memory: HostMemory = None,
+    verifier: options.Verifier = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    dtype: options.Dtype = None,
+    memory: options.Memory = None,
+    host_memory: options.HostMemory = None,
     out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
-    seed: Seed = 0,
-    verbose: Verbose = False,
+    seed: options.Seed = 0,
+    verbose: options.Verbose = False,
 ) -> None:
     """Measure what steps cost on this machine and which drafts are accepted, for `plan` and `generate --profile`."""
     temperatures = sorted(set(temperature or [0.0, 0.6, 1.0]))
@@ -114,18 +96,18 @@ def plan(
         "profile.json"
     ),
     method: Annotated[
-        str, typer.Option(help=f"The method whose tree is drawn: {', '.join(LOSSLESS_METHODS)}.")
+        str, typer.Option(help=f"The method whose tree is drawn: {', '.join(options.LOSSLESS_METHODS)}.")
     ] = "sequoia",
     temperature: Annotated[
         float | None, typer.Option(help="The temperature whose tree is drawn; default: the lowest measured.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Also draw the tree into this file.")] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show the best tree of every method for each sampling of a profile, and of one method by batch, and draw one."""
     if svg is not None and not svg.parent.is_dir():
         raise ValueError(f"--svg must be in a folder that exists, got {str(svg)!r}")
-    check_word("--method", method, [name for name in LOSSLESS_METHODS if name != "autoregressive"])
+    options.check_word("--method", method, [name for name in options.LOSSLESS_METHODS if name != "autoregressive"])
     from rich.console import Console
 
     with starting():
@@ -141,7 +123,7 @@ def plan(
     rows = [
         tables.row(measured, name, filters)
         for filters in samplings
-        for name in LOSSLESS_METHODS
+        for name in options.LOSSLESS_METHODS
         if name != "autoregressive"
     ]
     by_batch = [
@@ -156,7 +138,7 @@ def plan(
     if as_json:
         tree = {"method": method, "temperature": chosen.temperature, "parents": drawn.tree.parents.tolist()}
         tree |= {"ranks": drawn.tree.ranks.tolist()}
-        print_json({"plans": rows, "by_batch": by_batch, "limits": [*limits.values()], "tree": tree})
+        options.print_json({"plans": rows, "by_batch": by_batch, "limits": [*limits.values()], "tree": tree})
         return
     console = Console(highlight=False)
     console.print(f"target: {measured.target}\ndraft: {measured.draft}", style="dim")

@@ -9,23 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heavypath.speculative.cli.options import (
-    METHODS,
-    Device,
-    Draft,
-    Dtype,
-    ProfileFile,
-    Seed,
-    Target,
-    Template,
-    Threads,
-    TreeSize,
-    Verbose,
-    Verifier,
-    check_method,
-    check_word,
-    read_template,
-)
+from heavypath.speculative.cli import options
 from heavypath.speculative.cli.progress import progress, starting
 
 if TYPE_CHECKING:
@@ -38,15 +22,15 @@ WARM_UP_TOKENS = 4
 
 
 def serve(
-    target: Target = None,
-    draft: Draft = None,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ersd",
-    tree_size: TreeSize = None,
-    profile: ProfileFile = None,
-    verifier: Verifier = None,
-    device: Device = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    method: options.Method = "ersd",
+    tree_size: options.TreeSize = None,
+    profile: options.ProfileFile = None,
+    verifier: options.Verifier = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    dtype: options.Dtype = None,
     host: Annotated[str, typer.Option(help="Address to listen on; by default nobody but this machine reaches it.")] = (
         "127.0.0.1"
     ),
@@ -54,10 +38,8 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="What requests call the model; default: --target, of a folder the last part.")
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="How many texts are decoded side by side.")] = 8,
-    max_tokens: Annotated[
-        int, typer.Option(min=2, help="Room for a prompt with its new tokens; never more than the models' positions.")
-    ] = 2048,
+    slots: options.Slots = 8,
+    max_tokens: options.Room = 2048,
     queue: Annotated[int, typer.Option(min=1, help="How many texts may wait for a slot; more are refused.")] = 64,
     prefix_cache: Annotated[
         str | None,
@@ -82,7 +64,7 @@ def serve(
         list[str] | None,
         typer.Option(help="Name in Host headers that is answered, beside this machine's own; may be given again."),
     ] = None,
-    template: Template = None,
+    template: options.Template = None,
     tool_calls: Annotated[
         str | None,
         typer.Option(
@@ -96,14 +78,14 @@ def serve(
     per_request_metrics: Annotated[
         bool, typer.Option("--per-request-metrics", help="Say in each answer what drafts brought to it, as vLLM does.")
     ] = False,
-    seed: Seed = 0,
-    verbose: Verbose = False,
+    seed: options.Seed = 0,
+    verbose: options.Verbose = False,
 ) -> None:
     """Serve a model over HTTP, in the shapes of OpenAI's API, until SIGTERM or Ctrl-C."""
-    check_method(method, verifier)
+    options.check_method(method, verifier)
     check_can_serve()
-    own_template = None if template is None else read_template(template)
-    check_word("--tool-calls", tool_calls, TOOL_CALLS)
+    own_template = None if template is None else options.read_template(template)
+    options.check_word("--tool-calls", tool_calls, TOOL_CALLS)
     with starting():
         from heavypath.speculative.cli.support import check_choice, load
         from heavypath.speculative.decoder import SpeculativeDecoder

@@ -37,6 +37,7 @@ from heavypath.speculative.demo.head_training import (
 from heavypath.speculative.demo.measurement import agreement_on, measure_pair
 from heavypath.speculative.drafts.heads.checkpoint import load_head, save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.files.typed_json import read_json
 from heavypath.speculative.training.learning import Learnt
 from heavypath.speculative.training.loop import Checkpoints, train
 from heavypath.speculative.training.optimization import Optimization, Schedule, TrainingProgress
@@ -259,11 +260,6 @@ def load_documents(work: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         encode_corpus(corpus.read_corpus(), tokenizer, work)
     tokens = torch.load(work / "tokens.pt", weights_only=True)
     return tokens["train"], tokens["held_out"]
-
-
-def read_json(path: Path) -> dict:
-    """The object stored at `path`."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, content: object) -> None:

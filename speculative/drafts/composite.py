@@ -7,7 +7,6 @@ These are a chain of the text's last tokens in the place of the root alone.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -132,8 +131,8 @@ class CompositeCache(RowCache):
             part.advance(path, produced, node_rows)
 
 
-class CompositeDraft(Draft, ABC):
-    """The common part of cascades, mixtures and merges.
+class CompositeDraft(Draft):
+    """The common part of cascades, mixtures and merges. Of a step's first feed some give logits after the root alone.
 
     Raises ValueError for two trained heads, or two lookaheads: of those that take part in the target's pass one can.
     """
@@ -194,10 +193,6 @@ class CompositeDraft(Draft, ABC):
     def unsure_rows(self, levels: int) -> int:
         """A model of a cascade also lacks what others have drafted below it."""
         return 2 + levels
-
-    @abstractmethod
-    def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root at least."""
 
 
 class CascadeDraft(CompositeDraft):

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heavypath.speculative.drafts.draft import Draft, Feed
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.forward import Forward, Taps, check_finite
 from heavypath.speculative.models.structure import structure_of, weight_versions, weights_of
 
 
 class TappedDraft(Draft, ABC):
     """A trained module as a draft for the target whose hidden states it reads.
+
+    Of a step's first feed it gives the logits after the root alone, [B, 1, V].
 
     config:      of the module, with a `model_type`
     layers:      that its cached rows went through
@@ -85,20 +87,12 @@ class TappedDraft(Draft, ABC):
         """The weights that drafting a level of a tree reads, the target's lm_head among them where it is taken."""
 
     @abstractmethod
-    def new_cache(self, batch: int, rows: int) -> Any:
-        """An empty cache of `rows` rows for each of `batch` sequences."""
-
-    @abstractmethod
     def taps(self, cache: Any) -> Taps:
         """The hidden states that are read of the target's passes, to be kept in a cache."""
 
     @abstractmethod
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
         """Take in right-padded texts LongTensor[B, T], which the target has read; starts: as of `Forward.prefill`."""
-
-    @abstractmethod
-    def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
 
     @abstractmethod
     def unsure_rows(self, levels: int) -> int:

@@ -261,16 +261,18 @@ class Exchange:
         return Piece(text.index, said + more, "tool_calls" if calls else reason, text.scored(), calls)
 
 
+async def gone(receive: Receive) -> None:
+    """Wait until the client of a request goes away. receive: of the request, whose body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @asynccontextmanager
 async def until_gone(receive: Receive, exchange: Exchange) -> AsyncGenerator[None]:
-    """Let an exchange end when the block does, however that ends, or before if its client goes away.
-
-    receive: of the request, whose body has been read
-    """
+    """Let an exchange end when the block does, however that ends, or before if its client goes away."""
 
     async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await gone(receive)
         exchange.leave()
 
     waiting = asyncio.create_task(wait())

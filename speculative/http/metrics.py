@@ -6,6 +6,7 @@ looks.
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,58 +25,27 @@ class Metrics:
     def __init__(self, service: Service):
         self._registry = registry = CollectorRegistry()
         registry.register(_OfService(service))
-        self.requests = Counter(
-            "heavypath_http_requests", "Requests by route and HTTP status.", ["path", "status"], registry=registry
-        )
-        self.completions = Counter(
-            "heavypath_completions",
-            "Texts by what ended them: stop, length, deadline, disconnected, refused, closed, failed.",
-            ["outcome"],
-            registry=registry,
-        )
-        self.prompt_tokens = Counter("heavypath_prompt_tokens", "Tokens of accepted prompts.", registry=registry)
-        self.new_tokens = Counter("heavypath_new_tokens", "Tokens in answers.", registry=registry)
-        self.first = Histogram(
-            "heavypath_time_to_first_token_seconds",
-            "From when a request was taken to its first token.",
-            registry=registry,
-            buckets=SECONDS,
-        )
-        self.between = Histogram(
-            "heavypath_time_between_tokens_seconds",
-            "Time to the next tokens, shared among as many as came at a time.",
-            registry=registry,
-            buckets=SECONDS_OF_A_TOKEN,
-        )
-        self.whole = Histogram(
-            "heavypath_completion_seconds",
-            "From when a request was taken to its last token.",
-            registry=registry,
-            buckets=SECONDS,
-        )
-        self.per_step = Histogram(
-            "heavypath_tokens_per_step",
-            "New tokens for each step of a text.",
-            registry=registry,
-            buckets=TOKENS_OF_A_STEP,
-        )
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.requests = counter("heavypath_http_requests", "Requests by route and HTTP status.", ["path", "status"])
+        outcomes = "stop, length, deadline, disconnected, refused, closed, failed"
+        self.completions = counter("heavypath_completions", f"Texts by what ended them: {outcomes}.", ["outcome"])
+        self.prompt_tokens = counter("heavypath_prompt_tokens", "Tokens of accepted prompts.")
+        self.new_tokens = counter("heavypath_new_tokens", "Tokens in answers.")
+        until = "From when a request was taken to its"
+        self.first = histogram("heavypath_time_to_first_token_seconds", f"{until} first token.", buckets=SECONDS)
+        self.whole = histogram("heavypath_completion_seconds", f"{until} last token.", buckets=SECONDS)
+        shared = "Time to the next tokens, shared among as many as came at a time."
+        self.between = histogram("heavypath_time_between_tokens_seconds", shared, buckets=SECONDS_OF_A_TOKEN)
+        each = "New tokens for each step of a text."
+        self.per_step = histogram("heavypath_tokens_per_step", each, buckets=TOKENS_OF_A_STEP)
 
         # By vLLM's names, which dashboards know.
-        self._drafts = Counter(
-            "vllm:spec_decode_num_drafts", "Steps of a text that drafted anything.", registry=registry
-        )
-        self._drafted = Counter(
-            "vllm:spec_decode_num_draft_tokens", "Drafted tokens: nodes of the trees, without roots.", registry=registry
-        )
-        self._accepted = Counter(
-            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that became text.", registry=registry
-        )
-        self._by_position = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that became text, by their depth in the tree, from 0.",
-            ["position"],
-            registry=registry,
-        )
+        drafts, became = "vllm:spec_decode_num", "Drafted tokens that became text"
+        self._drafts = counter(f"{drafts}_drafts", "Steps of a text that drafted anything.")
+        self._drafted = counter(f"{drafts}_draft_tokens", "Drafted tokens: nodes of the trees, without roots.")
+        self._accepted = counter(f"{drafts}_accepted_tokens", f"{became}.")
+        by_depth = f"{became}, by their depth in the tree, from 0."
+        self._by_position = counter(f"{drafts}_accepted_tokens_per_pos", by_depth, ["position"])
 
     def speculation(self, acceptance: Acceptance) -> None:
         """A text has ended, whose steps have accepted this."""

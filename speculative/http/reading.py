@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.types import Receive
 
 from heavypath.speculative.http.errors import Refusal, of_fields
-from heavypath.speculative.http.exchange import Asked, Body, Served, overdue
+from heavypath.speculative.http.exchange import Asked, Body, Served, gone, overdue
 from heavypath.speculative.http.grammar import Grammars, GrammarSource, source_of
 from heavypath.speculative.http.prompts import PromptTokens
 from heavypath.speculative.http.requests import ChatRequest
@@ -88,12 +88,7 @@ def _check_type(given: str) -> None:
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of work. If the client goes away before, work is cancelled, and takes no thread if it waits."""
-
-    async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(wait())
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

@@ -9,30 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from heavypath.speculative.http.bodies.fields import (
-    Body,
-    Neutral,
-    OneOrSeveral,
-    Several,
-    Tokens,
-    refuse,
-)
+from heavypath.speculative.http.bodies.fields import Body, OneOrSeveral, Refused, Several, Tokens, refused
 from heavypath.speculative.http.bodies.formats import Formatted
 from heavypath.speculative.http.bodies.messages import ChosenTool, Message, Tool, ToolChoice
 from heavypath.speculative.http.bodies.sampling import SamplingFields
 
 MOST_LOGPROBS = 20  # of the likeliest tokens in each place
-_NEUTRAL: Neutral = {  # fields that are refused, and the values with which they ask for nothing
-    "audio": (None,),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "web_search_options": (None,),
-}
 
 
 class StreamOptions(Body):
@@ -66,11 +48,6 @@ class Sampling(SamplingFields, Formatted):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-
-    @field_validator(*_NEUTRAL, check_fields=False)
-    @classmethod
-    def _refuse(cls, value: Any, info: ValidationInfo) -> Any:
-        return refuse(value, info, _NEUTRAL)
 
     @field_validator("stream_options")
     @classmethod
@@ -130,7 +107,7 @@ class CompletionRequest(Sampling):
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = Field(None, ge=1)
 
-    suffix: Any = None
+    suffix: Annotated[Any, refused("")] = None
 
     @field_validator("best_of")
     @classmethod
@@ -182,14 +159,14 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)
 
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    store: Any = None
-    web_search_options: Any = None
+    audio: Refused = None
+    function_call: Annotated[Any, refused("none")] = None
+    functions: Annotated[Any, refused([])] = None
+    modalities: Annotated[Any, refused(["text"])] = None
+    prediction: Refused = None
+    reasoning_effort: Refused = None
+    store: Annotated[Any, refused(False)] = None
+    web_search_options: Refused = None
 
     # These change no text.
     prompt_cache_key: str | None = None

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ class _Together:
 
     def holds(self, parameters: Sequence[Tensor]) -> bool:
         """True if it is these parameters that are together, and still are."""
-        same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))
+        same = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
         return same and self._is_whole()
 
     def _is_whole(self) -> bool:
@@ -114,10 +115,6 @@ class _JoinedProducts:
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
         bias = None if self._biases is None else self._biases.rows()
         return linear(hidden, self._weights.rows(), bias).split(self._weights.sizes, -1)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int]:

@@ -26,9 +26,10 @@ from heavypath.kernels.noise import coins
 from heavypath.kernels.typical.acceptance import Typical
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import Chain
-from heavypath.kernels.verifying.rule import WHOLE_TREE, Rule
+from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.kernels.verifying.traversal import in_post_order
-from heavypath.speculative.decoding.rules import OWN
+from heavypath.speculative.decoding.rules import OWN, Rules
+from heavypath.speculative.decoding.verifiers import TypicalVerifier
 
 # What may have become of a node:
 #
@@ -71,21 +72,6 @@ class VerifiedTree(NamedTuple):
     laws: Tensor | None = None
 
 
-class VerifyOptions(NamedTuple):
-    """The verifier: `method` of `verify_tree`, "typical", or `rules.OWN`, a user's own verifier; and its options.
-
-    typical:     the limits of typical acceptance
-    replacement: as in `verify_tree`
-    """
-
-    method: str
-    target_filters: Filters
-    draft_filters: Filters
-    seed: int
-    typical: Typical | None = None
-    replacement: bool = False
-
-
 class Reasons(NamedTuple):
     """The fate of N nodes, and of the token after the accepted ones.
 
@@ -109,7 +95,7 @@ class Reasons(NamedTuple):
     next_target: float
 
 
-def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token: int) -> Reasons:
+def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_token: int) -> Reasons:
     """The reasons for what `verify_tree` accepted of one sequence's tree, or a user's own verifier.
 
     path: LongTensor[any] and next_token, as `verify_tree` returned them.
@@ -121,11 +107,11 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
     accepted = [node for node in path.tolist() if node >= 0]
     present = [node for node in range(1, len(token)) if token[node] >= 0]
     inner = sorted({parent[node] for node in present} | {accepted[-1]})
-    log_target = _distributions(tree.target_logits, inner, options.target_filters)
+    log_target = _distributions(tree.target_logits, inner, rules.target_filters)
     law = parent if tree.laws is None else tree.laws.tolist()
     drawn_from = sorted({law[node] for node in present})
     draft_logits = tree.draft_logits
-    log_draft = {} if draft_logits is None else _distributions(draft_logits, drawn_from, options.draft_filters)
+    log_draft = {} if draft_logits is None else _distributions(draft_logits, drawn_from, rules.draft_filters)
 
     fates = ["parent" if token[node] >= 0 else "absent" for node in range(len(token))]
     fates[0] = "root"
@@ -133,19 +119,21 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
     threshold: list[float | None] = [None] * len(token)
     chosen = [0]
     reached, candidates = {0}, []  # the last accepted node and its siblings of equal token; the children of all these
-    traversed = options.method in WHOLE_TREE and len(present) > 0
+    traversed = rules.verification in WHOLE_TREE and len(present) > 0
     if traversed:
-        chosen, candidates = _traverse_again(tree, options, accepted, (log_target, log_draft), (fates, coin, threshold))
+        chosen, candidates = _traverse_again(
+            tree, rules, seed, accepted, (log_target, log_draft), (fates, coin, threshold)
+        )
     for node, following in [] if traversed else zip(accepted, [*accepted[1:], None], strict=True):
         candidates = sorted((child for child in present if parent[child] in reached), key=lambda one: (rank[one], one))
-        if options.method in WITH_COINS and candidates:
+        if rules.verification in WITH_COINS and candidates:
             drawn = [token[child] for child in candidates]
             above = np.array([noise_row[parent[child]] for child in candidates])
-            tossed = coins(options.seed, above, np.array([rank[child] for child in candidates]))
-            q = log_draft[law[candidates[0]]] if options.draft_filters.temperature > 0 else None
-            held = options.method == "held" and q is not None
-            chain = _chain(log_target[node], q, Rule(options.method, options.replacement).independent)
-            if options.method == "kseq":
+            tossed = coins(seed, above, np.array([rank[child] for child in candidates]))
+            q = log_draft[law[candidates[0]]] if rules.draft_filters.temperature > 0 else None
+            held = rules.verification == "held" and q is not None
+            chain = _chain(log_target[node], q, rules.rule.independent)
+            if rules.verification == "kseq":
                 assert q is not None
                 bounds, _ = k_seq(log_target[node] / np.log(2), q / np.log(2), drawn)
                 bounds = [None if bound is None else min(1.0, float(bound)) for bound in bounds]
@@ -167,9 +155,9 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
                     threshold[child], coin[child] = bounds[place], None if bounds[place] is None else tossed[place]
                 else:
                     fates[child] = "elder"
-        elif options.method == "typical":
-            assert options.typical is not None
-            least = _least_typical(log_target[node], options.typical)
+        elif rules.verification == "typical":
+            assert isinstance(rules.verifier, TypicalVerifier)
+            least = _least_typical(log_target[node], rules.verifier.typical)
             for child in candidates:
                 threshold[child] = least
                 fates[child] = "shorter" if np.exp(log_target[node][token[child]]) > least else "unlikely"
@@ -177,13 +165,13 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
                 chosen.append(following)
         else:
             for child in candidates:
-                fates[child] = "refused" if options.method == OWN else "other"
-            if following is not None and options.method == OWN:
+                fates[child] = "refused" if rules.verification == OWN else "other"
+            if following is not None and rules.verification == OWN:
                 chosen.append(following)
             elif following is not None:
                 chosen.append(next(child for child in candidates if token[child] == token[following]))
         if following is not None:
-            alone = options.method == "typical"  # the children of equal siblings are not candidates together
+            alone = rules.verification == "typical"  # the children of equal siblings are not candidates together
             reached = {child for child in candidates if token[child] == token[following] and not alone} or {following}
             for child in reached:
                 if fates[child] in ("elder", "beyond", "other", "refused") or child == chosen[-1]:
@@ -247,7 +235,8 @@ def _rejected(chain: Chain, drawn: list[int], log_laws: list[np.ndarray] | None)
 
 def _traverse_again(
     tree: VerifiedTree,
-    options: VerifyOptions,
+    rules: Rules,
+    seed: int,
     accepted: list[int],
     laws: tuple[dict[int, np.ndarray], dict[int, np.ndarray]],
     found: tuple[list[str], list[float | None], list[float | None]],
@@ -260,7 +249,7 @@ def _traverse_again(
     token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
     order = sorted(range(len(token)), key=lambda node: (rank[node], node))
     above = tree.noise_rows[tree.parents.clamp(min=0)]
-    tossed = coins(options.seed, above.cpu().numpy(), tree.ranks.cpu().numpy()).tolist()
+    tossed = coins(seed, above.cpu().numpy(), tree.ranks.cpu().numpy()).tolist()
     texts: list[tuple[int, ...]] = [()]  # nodes of equal texts are siblings of equal tokens, and below such
     for node in range(1, len(token)):
         texts.append((*texts[parent[node]], token[node] if token[node] >= 0 else ~node))
@@ -272,11 +261,10 @@ def _traverse_again(
         logs = {texts[node]: row / np.log(2) for node, row in laws[side].items()}
         return lambda node: logs[texts[node]] - logs[texts[node]].max()
 
-    draft = law_of(1) if options.draft_filters.temperature > 0 else lambda _: None
-    rule = Rule(options.method, options.replacement)
+    draft = law_of(1) if rules.draft_filters.temperature > 0 else lambda _: None
     met: dict[tuple[int, ...], int] = {(): 0}
     with np.errstate(all="ignore"):
-        for node, ending, _ in in_post_order(PlainTree(token, parent, order), law_of(0), draft, rule, len(token)):
+        for node, ending, _ in in_post_order(PlainTree(token, parent, order), law_of(0), draft, rules.rule, len(token)):
             met[texts[node]] = node
             if node > 0:
                 coin[node], threshold[node] = tossed[node], ending

@@ -1,46 +1,7 @@
 """Write what each step of a generation drafted, accepted and refused, and why; and read it again.
 
-A trace is a text file of JSON lines, UTF-8. `read_trace` reads it: (header, steps). The first line is the header:
-
-    heavypath       string         version of the package
-    trace           integer        version of this format, 1; other versions are refused
-    method          string         of `METHODS`
-    verify          string         `method` of `verify_tree`, "typical", or "own" for a verifier of the user's own
-    law_changed_by  string         what gave the text another law than the target's; "" for nothing
-    target          object         name, type (strings), layers, parameters (integers)
-    draft           object | null  the same; a draft without a model has a name alone; null where there is none
-    filters, draft_filters         objects of temperature, top_k, top_p, min_p: how target and draft are sampled
-    shown, draft_shown             alike: the filters of the probabilities in the lines below
-    seed, max_new_tokens           integers
-    eos_token_ids   [integer]
-    sequences       [object]       for each: id (which names its noise), prompt (tokens, without padding), and text
-                                   (string) where there is a tokenizer
-
-Each other line is one step of one sequence that had not ended. N is the number of nodes, which may differ from line to
-line; node 0 is the root, the last token of the text before the step. P is the number of nodes on the accepted path.
-
-    step            integer        steps of the batch, counted from 0
-    sequence        integer        place in `sequences`, counted from 0
-    position        integer        place of the root in the text, counted from 0
-    tokens          [N] integer    -1 for an absent node
-    parents         [N] integer    -1 for the root; parents[i] < i
-    ranks           [N] integer    place among the siblings, in the order in which they were drawn
-    depths          [N] integer    0 for the root
-    draft, target   [N] number | null   probability of the node's token after the node above it; null where none
-    fates           [N] string     why a node is on the path or not, one of `reasons.FATES`
-    coins           [N] number | null   the random number that a node was tried against; null where it was not
-    thresholds      [N] number | null   it was accepted if its coin was below this; where verify is "typical", which has
-                                   no coins, if the target's probability was above this; where it is "held", siblings
-                                   have one coin, and the first in draw order with a threshold above it was accepted
-    path            [P] integer    accepted nodes from the root on
-    length          integer        P - 1, how many drafted nodes were accepted
-    chosen          [P] integer    the nodes by which these were accepted: the same, or siblings with the same tokens
-    next            integer        the token after them
-    kind            string         of that token: "recovered", "bonus", or "plain" where nothing was drafted
-    next_target     number         the target's probability of it
-    emitted         [integer]      tokens that went into the text: those of the path and the next, fewer where it ended
-    pieces          [string]       with a tokenizer: what each of them adds to the text
-    texts           {string: string}    with a tokenizer: texts of the tokens that occur for the first time in this file
+A trace is a text file of JSON lines, UTF-8. `read_trace` reads it: (header, steps). The first line is a `_Header`, each
+other line a `_Step`: one step of one sequence that had not ended.
 
 Probabilities, coins and thresholds have four significant digits, or more where a coin could not be told from its
 threshold otherwise. Absent nodes of trees that grew are left out. A step of a chain of two, without a tokenizer:
@@ -68,20 +29,20 @@ from heavypath.speculative.decoding.step import Stepped
 from heavypath.speculative.drafts.draft import Draft, Drafting
 from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.output.reasons import FATES, Reasons, VerifiedTree, VerifyOptions, explain, shown
+from heavypath.speculative.output.reasons import FATES, Reasons, VerifiedTree, explain, shown
 from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
 
 FORMAT = 1
 
 
 class _SequenceRecord(TypedDict):
-    id: int
-    prompt: list[int]
-    text: NotRequired[str]
+    id: int  # names its noise
+    prompt: list[int]  # tokens, without padding
+    text: NotRequired[str]  # of the prompt, where there is a tokenizer
 
 
 class _ModelRecord(TypedDict):
-    name: str
+    name: str  # a draft without a model has no more than that
     type: NotRequired[str]
     layers: NotRequired[int]
     parameters: NotRequired[int]
@@ -95,42 +56,53 @@ class _Sampling(TypedDict):
 
 
 class _Header(TypedDict):
-    trace: int
-    method: str
-    verify: str
-    law_changed_by: NotRequired[str]
+    heavypath: NotRequired[str]  # version of the package
+    trace: int  # version of this format; others are refused
+    method: str  # of `METHODS`
+    verify: str  # `method` of `verify_tree`, "typical", or "own" for a verifier of the user's own
+    law_changed_by: NotRequired[str]  # what gave the text another law than the target's; "" for nothing
     target: _ModelRecord
     draft: _ModelRecord | None
-    filters: _Sampling
+    filters: _Sampling  # how the target is sampled
     draft_filters: _Sampling
-    shown: _Sampling
+    shown: _Sampling  # the filters of the target's probabilities in the steps
     draft_shown: _Sampling
-    seed: Any
+    seed: Any  # an integer
+    max_new_tokens: NotRequired[int]
+    eos_token_ids: NotRequired[list[int]]
     sequences: list[_SequenceRecord]
 
 
 class _Step(TypedDict):
-    step: int
-    sequence: int
-    position: int
-    tokens: list[int]
-    parents: list[int]
-    ranks: list[int]
-    depths: list[int]
-    draft: list[float | None]
-    target: list[float | None]
-    fates: list[str]
-    coins: list[float | None]
+    """N nodes, which may differ from step to step; node 0 is the root, the last token of the text before the step.
+
+    P nodes are on the accepted path.
+    """
+
+    step: int  # of the batch, counted from 0
+    sequence: int  # place in `sequences`, counted from 0
+    position: int  # place of the root in the text, counted from 0
+    tokens: list[int]  # [N]; -1 for an absent node
+    parents: list[int]  # [N]; -1 for the root; parents[i] < i
+    ranks: list[int]  # [N]: place among the siblings, in the order in which they were drawn
+    depths: list[int]  # [N]; 0 for the root
+    draft: list[float | None]  # [N]: probability of the node's token after the node above it; null where none
+    target: list[float | None]  # [N], alike
+    fates: list[str]  # [N]: why a node is on the path or not, one of `reasons.FATES`
+    coins: list[float | None]  # [N]: the random number that a node was tried against; null where it was not
+    # [N]: it was accepted if its coin was below this. Where verify is "typical", which has no coins: if the target's
+    # probability was above this. Where it is "held", siblings have one coin: the first in draw order with a threshold
+    # above it was accepted
     thresholds: list[float | None]
-    path: list[int]
-    length: int
-    chosen: list[int]
-    next: int
-    kind: str
-    next_target: float
-    emitted: list[int]
-    pieces: NotRequired[list[str]]
-    texts: NotRequired[dict[str, str]]
+    path: list[int]  # [P]: accepted nodes from the root on
+    length: int  # P - 1, how many drafted nodes were accepted
+    chosen: list[int]  # [P]: the nodes by which these were accepted: the same, or siblings with the same tokens
+    next: int  # the token after them
+    kind: str  # of that token: "recovered", "bonus", or "plain" where nothing was drafted
+    next_target: float  # the target's probability of it
+    emitted: list[int]  # tokens that went into the text: those of the path and the next, fewer where it ended
+    pieces: NotRequired[list[str]]  # with a tokenizer: what each of them adds to the text
+    texts: NotRequired[dict[str, str]]  # with a tokenizer: texts of the tokens that occur for the first time here
 
 
 class Recorder:
@@ -144,10 +116,6 @@ class Recorder:
         request: Request,
     ):
         self._file, self._tokenizer, self._request, self._rules = file, tokenizer, request, rules
-        typical = getattr(rules.verifier, "typical", None)
-        self._options = VerifyOptions(
-            rules.verification, request.filters, rules.draft_filters, request.seed, typical, rules.replacement
-        )
         self._step = 0
         self._known: set[int] = set()  # tokens whose text has been written
         self._pieces: list[list[str]] = [[] for _ in request.lengths]
@@ -169,14 +137,14 @@ class Recorder:
                 "heavypath": importlib.metadata.version("heavypath"),
                 "trace": FORMAT,
                 "method": method,
-                "verify": self._options.method,
+                "verify": self._rules.verification,
                 "law_changed_by": self._rules.law_changed_by,
                 "target": _described(target),
                 "draft": None if draft is None else _described_draft(draft),
                 "filters": request.filters._asdict(),
-                "draft_filters": self._options.draft_filters._asdict(),
+                "draft_filters": self._rules.draft_filters._asdict(),
                 "shown": shown(request.filters)._asdict(),
-                "draft_shown": shown(self._options.draft_filters)._asdict(),
+                "draft_shown": shown(self._rules.draft_filters)._asdict(),
                 "seed": request.seed,
                 "max_new_tokens": request.max_new_tokens,
                 "eos_token_ids": request.stops.tolist(),
@@ -206,7 +174,7 @@ class Recorder:
                 laws=None if drafted.laws is None else drafted.laws[:nodes],
             )
             path, next_token = verified.path[slot], int(verified.next_token[slot])
-            reasons = explain(tree, self._options, path, next_token)
+            reasons = explain(tree, self._rules, self._request.seed, path, next_token)
             shape = {
                 "tokens": tree.tokens.tolist(),
                 "parents": tree.parents.tolist(),

@@ -66,14 +66,6 @@ class ProcessedDraft(Draft):
         self._columns: dict[int, int] = {}  # of nodes of the level above, in its logits
         self._above = torch.empty(0)
 
-    def new_cache(self, batch: int, rows: int) -> Any:
-        """A new cache of the draft."""
-        return self._draft.new_cache(batch, rows)
-
-    def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """The prefill of the draft."""
-        self._draft.prefill(tokens, cache)
-
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """The logits [B, n, V] after the nodes of a level, processed, fp32; of the first feed after the root alone.
 

@@ -16,7 +16,6 @@ decode one text by another model. Weights that each rank has for itself are comp
 each text.
 """
 
-import logging
 import os
 import signal
 import threading
@@ -33,8 +32,6 @@ from heavypath.kernels.nodes import Verified
 from heavypath.speculative.ranks.group import RankFailedError, Ranks, said_of, whole_ranks
 from heavypath.speculative.ranks.parts import local_of
 from heavypath.speculative.ranks.peers import Peers
-
-logger = logging.getLogger(__name__)
 
 DIFFERENT, ENDED = -2, -3  # what is LEFT of all sequences
 PARTS = ("draft", "target logits", "verdict")

@@ -33,7 +33,7 @@ from heavypath.speculative.streaming.device_tally import DeviceTally
 from heavypath.speculative.streaming.host_layers import HostLayers
 from heavypath.speculative.streaming.packing import Packing
 from heavypath.speculative.streaming.source import Place
-from heavypath.speculative.streaming.stream import SLOTS
+from heavypath.speculative.streaming.stream import SLOTS, check_layer
 
 Copy = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]  # tensors of a layer from those of the host
 
@@ -213,7 +213,8 @@ class DeviceStream(WeightStream):
             current.wait_event(slot.there)
             self._tally.waited((begin, current.record_event(torch.cuda.Event(enable_timing=True))))
             if layer in self._unchecked:
-                self._check(layer)
+                check_layer(layer, self.tensors(layer))
+                self._unchecked.discard(layer)
 
     def release(self, layer: int) -> None:
         """Allow a layer's memory to be overwritten after what this thread has launched, and copy the next one."""
@@ -306,14 +307,6 @@ class DeviceStream(WeightStream):
             there.synchronize()
             self.host.release(layer)
             self._leaving = None
-
-    def _check(self, layer: int) -> None:
-        """Raise ValueError if a weight is NaN or infinite; done once, when a layer is first copied."""
-        for name, tensor in self.tensors(layer).items():
-            plain = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-            if plain and not tensor.sum(dtype=torch.float32).isfinite():
-                raise ValueError(f"the model has NaN or infinite weights in {name} of layer {layer}")
-        self._unchecked.discard(layer)
 
 
 def copy_layer(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

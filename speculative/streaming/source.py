@@ -83,20 +83,3 @@ def places_of_folder(folder: str | Path) -> dict[str, Place]:
     if absent:
         raise ValueError(f"{str(folder / names[absent[0]])!r} lacks {absent[0]}, which {INDEX} says is there")
     return {tensor: files[name][tensor] for tensor, name in names.items()}
-
-
-def layers_of(places: Mapping[str, Place], prefix: str) -> list[dict[str, Place]]:
-    """The tensors of each layer, of those whose names begin with a prefix and the layer's number.
-
-        layers_of(places_of_folder(folder), "model.layers.")[3]["self_attn.q_proj.weight"]
-
-    Raises ValueError where there are none, or a number is missing.
-    """
-    layers: dict[int, dict[str, Place]] = {}
-    for name, place in places.items():
-        number, _, rest = name.removeprefix(prefix).partition(".")
-        if name.startswith(prefix) and number.isdecimal():
-            layers.setdefault(int(number), {})[rest] = place
-    if not layers or [*sorted(layers)] != [*range(len(layers))]:
-        raise ValueError(f"expected tensors {prefix}0..., {prefix}1..., got layers {sorted(layers)}")
-    return [layers[number] for number in range(len(layers))]

@@ -1,6 +1,6 @@
 """A model's layers, read from files while the layers before them compute.
 
-    stream = LayerStream(layers_of(places_of_folder(folder), "model.layers."), resident=[0, 5])
+    stream = LayerStream(layers, resident=[0, 5])        # of each layer its tensors' places, see `source`
     with stream.layer(3):
         ... stream.tensors(3)["mlp.up_proj.weight"] ...
 
@@ -10,13 +10,13 @@ first one of the next pass, which is read while a text's next tree is drafted an
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
-import torch
 from torch import Tensor
 
+from heavypath.speculative.models.forward import check_finite
 from heavypath.speculative.models.layer_weights import StreamCounts, WeightStream
 from heavypath.speculative.streaming.layout import Layout
 from heavypath.speculative.streaming.slots import LayerSlots
@@ -82,7 +82,11 @@ class LayerStream(WeightStream):
             self.on_take(layer)
         self.slots.take(layer)
         if layer in self._unchecked:
-            self._check(layer)
+            try:
+                check_layer(layer, self.tensors(layer))
+            except ValueError:
+                self.release(layer)
+                raise
             self._unchecked.discard(layer)
 
     def release(self, layer: int) -> None:
@@ -126,13 +130,10 @@ class LayerStream(WeightStream):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check(self, layer: int) -> None:
-        """Raise ValueError if a weight is NaN or infinite; done once, when a layer is first read."""
-        for name, tensor in self.tensors(layer).items():
-            plain = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-            if plain and not tensor.sum(dtype=torch.float32).isfinite():
-                self.release(layer)
-                raise ValueError(f"the model has NaN or infinite weights in {name} of layer {layer}")
+
+def check_layer(layer: int, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a weight of a layer is NaN or infinite; streams ask once, when the layer first comes."""
+    check_finite("the model", ((f"{name} of layer {layer}", tensor) for name, tensor in tensors.items()))
 
 
 def _work(slots: LayerSlots) -> None:

@@ -7,11 +7,10 @@ import torch
 from bench_scripts import script
 
 decoding = script("decoding")
-ELSEWHERE = {"first-tokens", "busy"}  # whole processes; a calibration, which a busy machine makes to be refused
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sweep", [name for name in decoding.SWEEPS if name not in ELSEWHERE])
+@pytest.mark.parametrize("sweep", decoding.SWEEPS)
 def test_a_sweep_in_miniature_prints_and_keeps_its_rows(sweep, tmp_path, capsys):
     path, threads = tmp_path / "rows.json", torch.get_num_threads()
     try:

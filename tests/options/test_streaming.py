@@ -46,7 +46,7 @@ from heavypath.speculative.streaming.layout import aligned_memory
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.memory import bytes_of, resident_layers
 from heavypath.speculative.streaming.offloaded import stream_layers
-from heavypath.speculative.streaming.source import layers_of, places_in, places_of_folder
+from heavypath.speculative.streaming.source import places_in, places_of_folder
 from heavypath.speculative.streaming.stream import LayerStream
 from heavypath.speculative.tree_choice import default_tree
 
@@ -533,7 +533,8 @@ def test_threads_that_take_layers_at_random_always_find_the_layers_own_bytes(tmp
         save_file({f"l.{n}.{half}": torch.full((30_000 + n,), 10 * n + half) for n in range(count)},
                   tmp_path / f"{half}.safetensors")  # fmt: skip
     places = places_in(tmp_path / "0.safetensors") | places_in(tmp_path / "1.safetensors")
-    with LayerStream(layers_of(places, "l."), resident=[4]) as stream:
+    layers = [{str(half): places[f"l.{n}.{half}"] for half in range(2)} for n in range(count)]
+    with LayerStream(layers, resident=[4]) as stream:
 
         def disturbed(file, into, begin):
             spoil(0, into)

@@ -3,7 +3,7 @@
 import json
 import re
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import numpy as np
 import pytest
@@ -17,9 +17,10 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import Rule, verify_tree
 from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
+from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.output import trace
 from heavypath.speculative.output.page import trace_page
-from heavypath.speculative.output.reasons import FATES, WITH_COINS, Reasons, VerifiedTree, VerifyOptions, explain
+from heavypath.speculative.output.reasons import FATES, WITH_COINS, Reasons, VerifiedTree, explain
 from heavypath.speculative.output.trace import read_trace, token_text
 
 SAMPLING = {"temperature": 0.8, "top_k": 5, "seed": 3}
@@ -49,14 +50,18 @@ def test_two_children_without_replacement_by_hand(wanted, fates, path):
     verified = verify_tree(tokens[None], parents, target[None], draft[None], ranks=ranks, rows=rows[None], **given)
     assert verified.path[0, : len(path)].tolist() == path
     fields = VerifiedTree(tokens, parents, ranks, rows, target, draft)
-    options = VerifyOptions(target_filters=Filters(), draft_filters=Filters(), **given)
-    reasons = explain(fields, options, verified.path[0], int(verified.next_token[0]))
+    rules = rules_of("without_replacement", False, Filters(), Filters())
+    reasons = explain(fields, rules, seed, verified.path[0], int(verified.next_token[0]))
     tried = fates.index("accepted")
     assert (reasons.fates, reasons.chosen, reasons.kind) == (fates, path, "bonus")
     assert reasons.coins == [None, *tossed[:tried], *[None] * (2 - tried)]
     assert reasons.thresholds[1:] == pytest.approx([0.6, 1.0 if tried == 2 else None])
     assert reasons.draft == [None, pytest.approx(0.5), pytest.approx(0.2)]
     assert reasons.target == [None, pytest.approx(0.3), pytest.approx(0.5)]
+
+
+def rules_of(method, replacement, target_filters, draft_filters):
+    return Rules(replacement, False, method, target_filters, draft_filters, draft_filters, value_temperature=0.6)
 
 
 class Case(NamedTuple):
@@ -95,7 +100,7 @@ def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab
     target_filters = Filters(0.0 if method == "greedy" else 0.7)
     draft_filters = Filters(draft_temperature, top_k)
     rule = Rule.of_draws(method, replacement)
-    options = VerifyOptions(method, target_filters, draft_filters, seed=0, replacement=rule.replacement)
+    rules = rules_of(method, replacement, target_filters, draft_filters)
     shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
     shapes = [tree for tree in (trees(14) | shapes).values() if len(tree) > 1 and tree.branching <= vocab_size]
     for tree, seed in product(shapes, range(2)):
@@ -130,7 +135,7 @@ def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab
         for one in range(2):
             fields = VerifiedTree(tokens[one], tree.parents, tree.ranks, rows[one], target[one], draft[one])
             path, next_token = verified.path[one], int(verified.next_token[one])
-            reasons = explain(fields, options._replace(seed=seed), path, next_token)
+            reasons = explain(fields, rules, seed, path, next_token)
             path = [node for node in path.tolist() if node >= 0]
             yield Case(fields, path, next_token, reasons, seed, contexts[one])
 
@@ -355,14 +360,9 @@ def test_a_line_that_was_cut_off_is_left_out_and_no_other_file_is_taken(tiny_pai
 def test_the_format_is_described_field_by_field_with_a_line_that_is_one(tiny_pair, tmp_path):
     SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8, trace=tmp_path / "trace", **SAMPLING)
     header, steps = read_trace(tmp_path / "trace")
-    of_header, of_steps = trace.__doc__.split("Each other line is one step")
-    named = [
-        {name for names in re.findall(r"^    ((?:\w+, )*\w+)  +\S", part, re.M) for name in names.split(", ")}
-        for part in (of_header, of_steps)
-    ]
-    assert named[0] == header.keys()
-    assert named[1] == steps[0].keys() | {"pieces", "texts"}  # these need a tokenizer
-    example = re.search(r"^    (\{.*\})$", of_steps, re.M | re.S)[1]
+    assert get_type_hints(trace._Header).keys() == header.keys()
+    assert get_type_hints(trace._Step).keys() == steps[0].keys() | {"pieces", "texts"}  # these need a tokenizer
+    example = re.search(r"^    (\{.*\})$", trace.__doc__, re.M | re.S)[1]
     (tmp_path / "example").write_text(json.dumps(header) + "\n" + "".join(map(str.strip, example.splitlines())) + "\n")
     header, (step,) = read_trace(tmp_path / "example")
     assert step.keys() == steps[0].keys()

@@ -9,23 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heavypath.speculative.cli.options import (
-    METHODS,
-    Device,
-    Draft,
-    Dtype,
-    MaxNewTokens,
-    ProfileFile,
-    Seed,
-    Target,
-    Template,
-    Threads,
-    TreeSize,
-    Verbose,
-    Verifier,
-    check_method,
-    read_template,
-)
+from heavypath.speculative.cli import options
 from heavypath.speculative.cli.progress import starting
 from heavypath.speculative.cli.serve import check_can_serve, default_temperature, name_of
 
@@ -41,21 +25,19 @@ def batch(
         Path, typer.Argument(exists=True, help="Requests, one on each line: OpenAI's batch lines, bodies, or prompts.")
     ],
     out: Annotated[Path, typer.Option(help="Answers, in the order of the lines; goes on where it ended.")],
-    target: Target = None,
-    draft: Draft = None,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ersd",
-    max_new_tokens: MaxNewTokens = 128,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    method: options.Method = "ersd",
+    max_new_tokens: options.MaxNewTokens = 128,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Where a line has none. Default: the model's own, or 1 if it has none.")
     ] = None,
-    template: Template = None,
-    tree_size: TreeSize = None,
-    profile: ProfileFile = None,
-    verifier: Verifier = None,
-    slots: Annotated[int, typer.Option(min=1, help="How many texts are decoded side by side.")] = 8,
-    max_tokens: Annotated[
-        int, typer.Option(min=2, help="Room for a prompt with its new tokens; never more than the models' positions.")
-    ] = 2048,
+    template: options.Template = None,
+    tree_size: options.TreeSize = None,
+    profile: options.ProfileFile = None,
+    verifier: options.Verifier = None,
+    slots: options.Slots = 8,
+    max_tokens: options.Room = 2048,
     ray: Annotated[
         str | None,
         typer.Option(help="Work on the machines of a Ray cluster: auto, or its address. Needs the extra ray."),
@@ -64,19 +46,19 @@ def batch(
         int | None,
         typer.Option(min=1, help="With --ray: decoders. Default: one for each GPU, or for each machine without any."),
     ] = None,
-    device: Device = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    seed: Seed = 0,
-    verbose: Verbose = False,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    dtype: options.Dtype = None,
+    seed: options.Seed = 0,
+    verbose: options.Verbose = False,
 ) -> None:
     """Answer a file of requests. Run it again after it was ended, and it goes on with the lines that have no answer.
 
     Lines that are refused are answered in a file of their own beside OUT, whose name ends with .errors.jsonl.
     """
-    check_method(method, verifier)
+    options.check_method(method, verifier)
     check_can_serve()
-    own_template = None if template is None else read_template(template)
+    own_template = None if template is None else options.read_template(template)
     if workers is not None and ray is None:
         raise ValueError("--workers says how many decoders a Ray cluster runs; give --ray, or leave it out")
     with starting():
@@ -98,10 +80,10 @@ def batch(
     count = count_lines(file)
     measured = None if profile is None else profile.read_text()
     decide = [target, draft, method, tree_size, measured, verifier, max_tokens, own_template, dtype, seed]
-    options = json.dumps(decide, default=str)
+    depends_on = json.dumps(decide, default=str)
     output = Output(out)
     try:
-        output.check(read_lines(file, 0, defaults, options), most_dropped=AHEAD * slots)
+        output.check(read_lines(file, 0, defaults, depends_on), most_dropped=AHEAD * slots)
         if output.done == count:
             _say(output, count)
             return
@@ -115,7 +97,7 @@ def batch(
             )  # fmt: skip
             return Worker(pair, settings)
 
-        lines = read_lines(file, output.done, defaults, options)
+        lines = read_lines(file, output.done, defaults, depends_on)
         with _bar(count, output.done) as advance:
             if ray is None:
                 _on_this_machine(worker, lines, output, AHEAD * slots, advance)

@@ -2,9 +2,7 @@
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo
-
-Neutral = dict[str, tuple[Any, ...]]  # by the names of fields, the values with which they ask for nothing
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 
 class Body(BaseModel):
@@ -29,11 +27,16 @@ def _shape(value: Any) -> str:
 OneOrSeveral = Annotated[Annotated[str, Tag("|one")] | Annotated[Several[Each], Tag("|several")], Discriminator(_shape)]
 
 
-def refuse(value: Any, info: ValidationInfo, neutral: Neutral) -> Any:
-    """The value of a field that is known and not there, if it asks for nothing; else ValueError."""
-    allowed = neutral[str(info.field_name)]
-    if not any(type(value) is type(each) and value == each for each in allowed) and not (
-        isinstance(value, float) and value in allowed
-    ):
-        raise ValueError(f"this server does not have it; leave it out (got {value!r:.80})")
-    return value
+def refused(*allowed: Any) -> AfterValidator:
+    """A check of a field that is known and not there. allowed: the values with which it asks for nothing, with None."""
+
+    def refuse(value: Any) -> Any:
+        neutral = any(type(value) is type(each) and value == each for each in (None, *allowed))
+        if not neutral and not (isinstance(value, float) and value in allowed):
+            raise ValueError(f"this server does not have it; leave it out (got {value!r:.80})")
+        return value
+
+    return AfterValidator(refuse)
+
+
+Refused = Annotated[Any, refused()]

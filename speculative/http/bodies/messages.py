@@ -3,17 +3,9 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from heavypath.speculative.http.bodies.fields import Body, Neutral, OneOrSeveral, Several, refuse
-
-# Of a message that was an answer before.
-_NEUTRAL: Neutral = {
-    "annotations": (None, []),
-    "audio": (None,),
-    "function_call": (None,),
-    "refusal": (None,),
-}
+from heavypath.speculative.http.bodies.fields import Body, OneOrSeveral, Refused, Several, refused
 
 
 class TextPart(Body):
@@ -70,15 +62,11 @@ class Message(Body):
     tool_calls: Several[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    refusal: Any = None
-
-    @field_validator(*_NEUTRAL)
-    @classmethod
-    def _refuse(cls, value: Any, info: ValidationInfo) -> Any:
-        return refuse(value, info, _NEUTRAL)
+    # Of a message that was an answer before.
+    annotations: Annotated[Any, refused([])] = None
+    audio: Refused = None
+    function_call: Refused = None
+    refusal: Refused = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Message":
