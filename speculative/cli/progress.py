@@ -44,7 +44,10 @@ def starting() -> AbstractContextManager[object]:
 
 @contextmanager
 def _lines(text: str, first: float) -> Iterator[Callable[[str], object]]:
-    """A line after `first` seconds, and then every few seconds, written by a thread: the block may be in one call."""
+    """A line after `first` seconds, and then less and less often while it stays, written by a thread.
+
+    The block may be in one call.
+    """
     doing, ended = [text], threading.Event()
 
     def write() -> None:
@@ -52,7 +55,7 @@ def _lines(text: str, first: float) -> Iterator[Callable[[str], object]]:
         while not ended.wait(wait):
             line = text if doing[0] == text else f"{text}: {doing[0]}"
             typer.echo(f"heavypath: {line}{' ...' if line != written else ', still'}", err=True)
-            wait, written = EVERY, line
+            wait, written = wait * 2 if line == written else EVERY, line
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
