@@ -133,7 +133,7 @@ test-newest:
 test-clients: setup
 	$(BIN)/python -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check openai litellm langchain-openai llm \
-		'lm-eval[api]' guidellm
+		'lm-eval[api]' guidellm torch==$(TORCH_VERSION)
 	mkdir -p build/clients
 	if command -v npm >/dev/null; then npm install --silent --prefix build/clients ai @ai-sdk/openai-compatible zod; fi
 	$(BIN)/python tests/clients/run.py .venv-clients $$(command -v npm >/dev/null && echo build/clients || echo -)
