@@ -22,7 +22,7 @@ from heavypath.speculative.http.writing import EventStream, Writing
 
 
 def fingerprint_of(method: str, seed: int) -> str:
-    """What texts depend on beside the request, for `create_app`."""
+    """The words of all that texts depend on beside the request, for `create_app`."""
     return f"heavypath-{importlib.metadata.version('heavypath')}-{method}-{seed}"
 
 
