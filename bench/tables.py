@@ -449,9 +449,10 @@ def reproduction(errors: bool = False) -> None:
     import book
 
     if errors:
-        table(["paper", "place", "what is wrong"], book.ERRORS)
+        table(["paper, arXiv", "place", "what is wrong"],
+              [[f"{paper}, {book.ARXIV[paper]}", *rest] for paper, *rest in book.ERRORS])  # fmt: skip
     else:
-        table(["paper", "place", "the paper", "here", "command", "s", "file"], book.rows())
+        table(["paper", "place", "the paper", "here", "shown?", "command", "s", "file"], book.rows())
 
 
 def rejection(children: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> None:
