@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from profile_cases import REJECTION, constant_llama, counts, profile_of
+from profile_cases import REJECTION, constant_llama, counts, greedy_counts, profile_of
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -167,6 +167,32 @@ def test_gains_are_measured_within_the_positions_of_the_models(monkeypatch):
 
     assert len(found(50)) > 0
     assert found(62) == ()
+
+
+def test_the_gain_of_a_grown_tree_counts_whole_steps_of_texts_as_long_as_those_counted():
+    """Chains of three that are always accepted: four tokens a step, though a text of 30 ends within its eighth."""
+    model, always = constant_llama(P_LOGITS), [[1000.0, 500.0, 300.0, 1000.0, 500.0], [0.0] * 5]
+    entry = replace(counts([[1000, 0]]), moments=always, texts=["0 " * 29 + "0"])
+    profile = profile_of(entry, step={1: 0.01, 4: 0.01}, level=0.0)
+    (gain,) = measure_gains(
+        model, model, [torch.tensor([1, 2]), torch.tensor([0])], profile, positions=512, until=math.inf, seed=2,
+        report=lambda line: None, methods=["dyspec"],
+    )  # fmt: skip
+    assert (gain.nodes, gain.factor, gain.error) == (4, pytest.approx(1), pytest.approx(0, abs=1e-9))
+    assert replace(profile, gains=(gain,)).plan("dyspec", Filters(1.0)).plan.expected_tokens == pytest.approx(4)
+
+
+def test_a_greedy_text_is_decoded_once_for_a_gain(monkeypatch):
+    """By dyspec for each of 17 prompts: 16 in the first visit, and one in the second, however large the error is."""
+    monkeypatch.setattr(visits, "SURE", -1)
+    entry, lines = greedy_counts([[600, 100]], [1000]), []
+    profile = profile_of(replace(entry, moments=[[0.0] * 5] * 2), step={1: 0.01, 4: 0.01}, level=0.0)
+    target, draft = constant_llama(P_LOGITS), constant_llama(Q_LOGITS)
+    measure_gains(
+        target, draft, [torch.tensor([0])] * 17, profile, positions=512, until=math.inf, seed=2, report=lines.append,
+        methods=["dyspec"],
+    )  # fmt: skip
+    assert [line.split(", ")[-1] for line in lines] == ["round 1", "round 2"]
 
 
 def test_a_profile_keeps_its_gains_and_refuses_others(tmp_path):
