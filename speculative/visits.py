@@ -239,7 +239,7 @@ class Both:
 
 
 @dataclass
-class _Job:
+class Job:
     """The gain of a method under some sampling, as far as it is known."""
 
     method: str
@@ -273,14 +273,14 @@ class _Job:
 
 
 def measure_gains(
-    target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], profile: Profile, *, positions: int,
-    until: float, seed: int, report: Callable[[str], object], methods: Sequence[str] = LOSSLESS_METHODS,
+    jobs: Sequence[Job], prompts: Sequence[Tensor], *, positions: int, until: float, seed: int,
+    report: Callable[[str], object],
 ) -> tuple[MethodGain, ...]:  # fmt: skip
-    """The gains of the methods that have one by a profile, as far as the time goes.
+    """The gains of methods, as far as the time goes.
 
     positions: that the models have; until: by time.perf_counter(); the visits of all methods take turns
     """
-    jobs, gains = list(_jobs(target, draft, profile, methods)), {}
+    gains: dict[int, MethodGain] = {}
     found: dict[int, list[Tensor]] = {number: [] for number in range(len(jobs))}
     for round_ in range(ROUNDS_OF_GAINS):
         padded, mask = _together([prompts[(round_ * SEQUENCES + place) % len(prompts)] for place in range(SEQUENCES)])
@@ -302,8 +302,10 @@ def measure_gains(
     return tuple(gains.values())
 
 
-def _jobs(target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: Sequence[str]) -> Iterator[_Job]:
-    """Those of the methods that may have a gain, under each sampling for which acceptance was counted."""
+def jobs_of(
+    target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: Sequence[str] = LOSSLESS_METHODS
+) -> Iterator[Job]:
+    """The jobs of the methods that may have a gain, under each sampling for which acceptance was counted."""
     counted = {(entry.kind, entry.filters) for entry in profile.acceptance}
     for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
         for method in methods:
@@ -321,7 +323,7 @@ def _jobs(target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: S
             decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)
             decoder.tree = tree
             tokens = max((len(text) for text in entry.counts.texts), default=TOKENS)
-            yield _Job(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)
+            yield Job(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)
 
 
 def _together(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
