@@ -110,7 +110,8 @@ def rows(given: Namespace) -> Iterator[Row]:
                     return float((1 + (tokens / steps - 1) * factor) / (brought / others)) - 1
 
                 found = jackknife(off, len(prompts))
-                of_gain = (planned.plan.expected_tokens - 1) * planned.gain.error / factor if planned.gain else 0.0
+                gain = planned.gain if temperature else None  # greedy texts are those by which it was measured
+                of_gain = (planned.plan.expected_tokens - 1) * gain.error / factor if gain else 0.0
                 steps, tokens = own.sum(0).tolist()
                 yield {
                     "nodes": nodes, "temperature": temperature, "method": method, "tree": len(planned.plan.tree),

@@ -239,7 +239,7 @@ class Both:
 
 
 @dataclass
-class Job:
+class GainJob:
     """The gain of a method under some sampling, as far as it is known."""
 
     method: str
@@ -273,7 +273,7 @@ class Job:
 
 
 def measure_gains(
-    jobs: Sequence[Job], prompts: Sequence[Tensor], *, positions: int, until: float, seed: int,
+    jobs: Sequence[GainJob], prompts: Sequence[Tensor], *, positions: int, until: float, seed: int,
     report: Callable[[str], object],
 ) -> tuple[MethodGain, ...]:  # fmt: skip
     """The gains of methods, as far as the time goes.
@@ -304,7 +304,7 @@ def measure_gains(
 
 def jobs_of(
     target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: Sequence[str] = LOSSLESS_METHODS
-) -> Iterator[Job]:
+) -> Iterator[GainJob]:
     """The jobs of the methods that may have a gain, under each sampling for which acceptance was counted."""
     counted = {(entry.kind, entry.filters) for entry in profile.acceptance}
     for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
@@ -323,7 +323,7 @@ def jobs_of(
             decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)
             decoder.tree = tree
             tokens = max((len(text) for text in entry.counts.texts), default=TOKENS)
-            yield Job(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)
+            yield GainJob(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)
 
 
 def _together(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
