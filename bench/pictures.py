@@ -25,9 +25,9 @@ from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.costs.hardware import DEVICES
 from heavypath.speculative.costs.shapes import SHAPES
 from heavypath.speculative.costs.simulation import Setting, Simulated, simulate
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.output.trace import read_trace
 from heavypath.speculative.trees.drawing import layout
+from heavypath.speculative.trees.tails import of_any_pair
 
 COLOURS = {
     "target": "#2b6cb8",
@@ -247,7 +247,7 @@ def heavy_path(tree: TokenTree) -> list[int]:
 
 def simulated(draft: str, ranks: int) -> Simulated:
     """The steps of so many ranks."""
-    return simulate(Setting(DEVICES[DEVICE], SHAPES[TARGET], SHAPES[draft], ranks=ranks), DEFAULT_ACCEPTANCE)
+    return simulate(Setting(DEVICES[DEVICE], SHAPES[TARGET], SHAPES[draft], ranks=ranks), of_any_pair())
 
 
 def draw_ranks(path: Path) -> None:
@@ -263,9 +263,9 @@ def draw_ranks(path: Path) -> None:
                 str(len(one.tree)), (place, one.gain), beside, textcoords="offset points", ha="center", size=8
             )
     axes.axvline(1.5, color=EDGE, linestyle="--")
-    axes.text(1.45, 4.8, "read through PCIe", ha="right", color=DIM)
-    axes.text(1.55, 4.8, "all in memory, beside a small draft", color=DIM)
-    axes.set(xlabel="devices", ylabel="times as fast", ylim=(0.6, 5))
+    axes.text(1.45, 5.5, "read through PCIe", ha="right", color=DIM)
+    axes.text(1.55, 5.5, "all in memory, beside a small draft", color=DIM)
+    axes.set(xlabel="devices", ylabel="times as fast", ylim=(0.6, 5.8))
     axes.set_xticks(range(len(RANKS)), [str(count) for count in RANKS])
     axes.grid(axis="y", alpha=0.3)
     axes.legend(loc="center right", frameon=False)

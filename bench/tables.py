@@ -216,6 +216,18 @@ def nodes() -> None:
     source("efficiency", texts=True)
 
 
+def expected() -> None:
+    """Tokens per forward pass that a profile promises, those decoded, and how far apart they are with the error."""
+    found: dict[str, list[str]] = {}
+    for row in results("expected")["rows"]:
+        shown = f"{row['expected']:.2f} / {row['decoded']:.2f}, {percent(row['off'])} ({100 * row['error']:.1f})"
+        found.setdefault(f"{code(row['method'])}, {row['nodes']} nodes", []).append(shown)
+    temperatures = dict.fromkeys(row["temperature"] for row in results("expected")["rows"])
+    table(["expected / decoded, off (error)", *(f"T = {each:g}" for each in temperatures)],
+          [[name, *cells] for name, cells in found.items()])  # fmt: skip
+    source("expected")
+
+
 def verifiers() -> None:
     """More tokens per forward pass than recursive rejection has, with the standard error."""
     found: dict[str, dict[tuple, Row]] = {}
@@ -444,9 +456,10 @@ def reproduction(errors: bool = False) -> None:
     import book
 
     if errors:
-        table(["paper", "place", "what is wrong"], book.ERRORS)
+        table(["paper, arXiv", "place", "what is wrong"],
+              [[f"{paper}, {book.ARXIV[paper]}", *rest] for paper, *rest in book.ERRORS])  # fmt: skip
     else:
-        table(["paper", "place", "the paper", "here", "command", "s", "file"], book.rows())
+        table(["paper", "place", "the paper", "here", "shown?", "command", "s", "file"], book.rows())
 
 
 def rejection(children: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> None:

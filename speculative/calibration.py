@@ -24,7 +24,14 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import check_alone, forward_of
 from heavypath.speculative.output.options import NOTHING
 from heavypath.speculative.profile import Profile, streaming_of
-from heavypath.speculative.visits import StreamedVisits, Visits, costs_by_batch, default_batch_sizes, measure_gains
+from heavypath.speculative.visits import (
+    StreamedVisits,
+    Visits,
+    costs_by_batch,
+    default_batch_sizes,
+    jobs_of,
+    measure_gains,
+)
 from heavypath.speculative.walking import (
     ACCEPTANCE_SHARE,
     LEAST_TOKENS,
@@ -164,7 +171,8 @@ def calibrate(
     if streamed:
         return profile
     until = min(begin + limit, time.perf_counter() + GAINS_SHARE * limit)
-    gains = measure_gains(target, draft, prompts, profile, positions=min(limits), until=until, seed=seed, report=report)
+    jobs = [*jobs_of(target, draft, profile)]
+    gains = measure_gains(jobs, prompts, positions=min(limits), until=until, seed=seed, report=report)
     return replace(profile, gains=gains)
 
 

@@ -47,7 +47,7 @@ ALONE_SHARE = 0.5  # of the time for costs, for a single sequence
 STREAMED_TOKENS = 2  # that a visit decodes where a pass reads its weights: then that is most of its time
 STREAMED_PACE = Pace(rounds=2, least=2)
 SEQUENCES, TOKENS = 16, 32  # that a visit decodes for a method's gain
-ROUNDS_OF_GAINS, SURE = 8, 0.01  # no more visits than these for a gain, nor where its error is below that
+ROUNDS_OF_GAINS, SURE = 32, 0.01  # no more visits than these for a gain, nor where its error is below that
 
 
 class Visits:
@@ -239,7 +239,7 @@ class Both:
 
 
 @dataclass
-class _Job:
+class GainJob:
     """The gain of a method under some sampling, as far as it is known."""
 
     method: str
@@ -247,13 +247,14 @@ class _Job:
     decoder: SpeculativeDecoder
     nodes: int
     counted: float  # tokens a step that are promised without the gain
+    tokens: int  # of each text
     both: Both | None
 
     def visit(self, prompts: Tensor, mask: Tensor, seed: int, positions: int) -> Tensor | None:
         """Decode once more; accepted tokens of steps, and those by what is counted: fp64 [2, n]. None without room."""
         tree = self.decoder.tree
         assert tree is not None
-        tokens = min(TOKENS, positions - prompts.shape[1] - tree.depth - 1)
+        tokens = min(self.tokens, positions - prompts.shape[1] - tree.depth - 1)
         if tokens < 1:
             return None
         end = MaxLengthCriteria(prompts.shape[1] + tokens)
@@ -266,26 +267,30 @@ class _Job:
             steps, self.both.accepted = torch.cat(self.both.accepted, 1), []
             return steps
         steps_of = out.stats.steps_of.double().cpu()
-        return torch.stack([out.stats.tokens_of.double().cpu() - steps_of, (self.counted - 1) * steps_of])
+        kept = out.stats.tokens_of.double().cpu() - steps_of
+        whole = float(out.stats.accepted.sum()) / max(1.0, float(kept.sum()))  # the last step of a text is cut
+        return torch.stack([whole * kept, (self.counted - 1) * steps_of])
 
 
 def measure_gains(
-    target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], profile: Profile, *, positions: int,
-    until: float, seed: int, report: Callable[[str], object],
+    jobs: Sequence[GainJob], prompts: Sequence[Tensor], *, positions: int, until: float, seed: int,
+    report: Callable[[str], object],
 ) -> tuple[MethodGain, ...]:  # fmt: skip
-    """The gains of all methods of a profile that have one, as far as the time goes.
+    """The gains of methods, as far as the time goes.
 
     positions: that the models have; until: by time.perf_counter(); the visits of all methods take turns
     """
-    jobs, gains = list(_jobs(target, draft, profile)), {}
+    gains: dict[int, MethodGain] = {}
     found: dict[int, list[Tensor]] = {number: [] for number in range(len(jobs))}
     for round_ in range(ROUNDS_OF_GAINS):
         padded, mask = _together([prompts[(round_ * SEQUENCES + place) % len(prompts)] for place in range(SEQUENCES)])
         for number, job in enumerate(jobs):
-            if time.perf_counter() >= until or (number in gains and gains[number].error <= SURE):
+            sure = number in gains and gains[number].error <= SURE
+            fresh = SEQUENCES if job.filters.temperature else max(0, len(prompts) - round_ * SEQUENCES)
+            if time.perf_counter() >= until or sure or not fresh:  # greedy texts of the same prompt are the same
                 continue
             report(f"decoding with {job.method} at temperature {job.filters.temperature:g}, round {round_ + 1}")
-            seen = job.visit(padded, mask, seed + round_, positions)
+            seen = job.visit(padded[:fresh], mask[:fresh], seed + round_, positions)
             if seen is None:
                 continue
             found[number].append(seen)
@@ -297,16 +302,18 @@ def measure_gains(
     return tuple(gains.values())
 
 
-def _jobs(target: PreTrainedModel, draft: AnyDraft, profile: Profile) -> Iterator[_Job]:
-    """The methods that may have a gain, under each sampling for which acceptance was counted."""
+def jobs_of(
+    target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: Sequence[str] = LOSSLESS_METHODS
+) -> Iterator[GainJob]:
+    """The jobs of the methods that may have a gain, under each sampling for which acceptance was counted."""
     counted = {(entry.kind, entry.filters) for entry in profile.acceptance}
     for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
-        for method in LOSSLESS_METHODS:
+        for method in methods:
             row = profile.row(method)
             kind = row.kind(filters.temperature)
             if method == "autoregressive" or (kind, filters) not in counted:
                 continue
-            planned, tree = profile.plan(method, filters).plan, profile.tree_for(method, filters)
+            (planned, entry, _), tree = profile.plan(method, filters), profile.tree_for(method, filters)
             as_counted = kind.verification not in VERIFIERS
             if len(tree) == 1 or (as_counted and not tree.grows):
                 continue
@@ -315,7 +322,8 @@ def _jobs(target: PreTrainedModel, draft: AnyDraft, profile: Profile) -> Iterato
             options: dict[str, Any] = {"verifier": both or word} if row.verifiers else {}
             decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)
             decoder.tree = tree
-            yield _Job(method, filters, decoder, len(tree), planned.expected_tokens, both)
+            tokens = max((len(text) for text in entry.counts.texts), default=TOKENS)
+            yield GainJob(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)
 
 
 def _together(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

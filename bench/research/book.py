@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import beside  # noqa: F401
+import book_effects as effects
 import book_words as say
+import rsd
+from book_effects import Effects
 from book_words import Found
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -21,6 +24,7 @@ class Line(NamedTuple):
 
     published: what the paper says. source: the part of papers.py, or the name of another file of results
     ours:      a sentence from what that has. reason: why there is none
+    effect:    what is larger by the paper; None where it claims nothing that a small pair could show
     """
 
     paper: str
@@ -28,6 +32,7 @@ class Line(NamedTuple):
     published: str
     source: str = ""
     ours: Callable[[Found], str] | None = None
+    effect: Effects | None = None
     reason: str = ""
 
 
@@ -48,22 +53,38 @@ def found_in(source: str) -> tuple[str, Found]:
 S, D, E, R, V = "Sequoia", "DySpec", "ERSD", "RSD", "surveys"
 PAIR_NEEDED = "weights of the pair are not shipped, and nothing may be downloaded; our pair stands for it"
 LINES = [
-    Line(S, "figure 1, left", "grows with log n; other shapes level off", "sequoia-growth", say.growth),
+    Line(S, "figure 1, left", "grows with log n; other shapes level off", "sequoia-growth", say.growth, effects.growth),
     Line(
         S,
         "figures 1 right, 2 and 5",
         "trees of 8 to 256 nodes, planned by the vector of appendix E",
         "sequoia-growth",
         say.trees(8, 32, 64, 128, 256),
+        effects.trees,
     ),
-    Line(S, "figure 3", "without replacement, a power law; its b falls with T", "rejection", say.exponents),
-    Line(S, "figure 4, left", "the planned tree is ahead, most at 512 nodes", "sequoia-scaling", say.scaling),
+    Line(
+        S,
+        "figure 3",
+        "without replacement, a power law; its b falls with T",
+        "rejection",
+        say.exponents,
+        effects.exponents,
+    ),
+    Line(
+        S,
+        "figure 4, left",
+        "the planned tree is ahead, most at 512 nodes",
+        "sequoia-scaling",
+        say.scaling,
+        effects.over("over sequences"),
+    ),
     Line(
         S,
         "figure 4, right",
         "ahead of SpecInfer and top-k at each temperature",
         "sequoia-robustness",
         say.robust(False),
+        effects.sampled("specinfer", "top-k", cut=False),
     ),
     Line(
         S,
@@ -71,6 +92,7 @@ LINES = [
         "the same",
         "sequoia-temperatures",
         say.over("over specinfer", "decoded, equal siblings joined", "temperature"),
+        effects.over("over specinfer"),
     ),
     Line(
         S,
@@ -78,45 +100,113 @@ LINES = [
         "ahead for other pairs, too",
         "sequoia-pairs",
         say.over("over specinfer", "over 8 sequences, T = 0.6", "draft"),
+        effects.over("over specinfer"),
     ),
-    Line(S, "figure 7", "bounding the depth is faster", "sequoia-bounded", say.bounded),
-    Line(S, "figure 8", "t(n) is flat, then rises", "sequoia-verification", say.verification),
-    Line(S, "table 1", "7B on an A100: (128, 10) to (128, 6), 2.71 x to 4.04 x", "sequoia-chosen", say.implied),
+    Line(S, "figure 7", "bounding the depth is faster", "sequoia-bounded", say.bounded, effects.bounded),
+    Line(S, "figure 8", "t(n) is flat, then rises", "sequoia-verification", say.verification, effects.flat_then_rising),
+    Line(
+        S,
+        "table 1",
+        "7B on an A100: (128, 10) to (128, 6), 2.71 x to 4.04 x",
+        "sequoia-chosen",
+        say.implied,
+        effects.chosen(paper=True),
+    ),
     Line(
         S,
         "table 1, on our pair",
         "ahead of SpecInfer 5 x 8",
         "sequoia-defaults",
         say.over("over 5 x 8", "64 nodes over 5 x 8 by temperature", "temperature"),
+        effects.over("over 5 x 8"),
     ),
-    Line(S, "table 2", "0.60 to 1.10 s a token", "offloading", say.offloading("Sequoia", "table 2")),
-    Line(S, "tables 3 and 4", "13B and 33B: 64 nodes, 5 to 10 levels", "sequoia-chosen", say.by_roofline),
-    Line(S, "table 5", "greedy: rises with both", "sequoia-greedy-shapes", say.corners),
-    Line(S, "table 6", "T = 0.6: rises with both", "sequoia-shapes", say.corners),
+    Line(
+        S,
+        "table 2",
+        "0.60 to 1.10 s a token",
+        "offloading",
+        say.offloading("Sequoia", "table 2"),
+        effects.close("Sequoia", "table 2"),
+    ),
+    Line(
+        S,
+        "tables 3 and 4",
+        "13B and 33B: 64 nodes, 5 to 10 levels",
+        "sequoia-chosen",
+        say.by_roofline,
+        effects.chosen(paper=False),
+    ),
+    Line(S, "table 5", "greedy: rises with both", "sequoia-greedy-shapes", say.corners, effects.wider_and_deeper),
+    Line(S, "table 6", "T = 0.6: rises with both", "sequoia-shapes", say.corners, effects.wider_and_deeper),
     Line(S, "table 7", "(16, 48), (24, 32), (32, 24)", "sequoia-large-shapes", say.large_shapes),
-    Line(S, "table 8", "ahead at each top-p", "sequoia-robustness", say.robust(True)),
-    Line(S, "theorem 3.6", "at least b log n / (10 log log n)", "sequoia-theorem", say.theorem),
+    Line(
+        S,
+        "table 8",
+        "ahead at each top-p",
+        "sequoia-robustness",
+        say.robust(True),
+        effects.sampled("specinfer", "top-k", cut=True),
+    ),
+    Line(S, "theorem 3.6", "at least b log n / (10 log log n)", "sequoia-theorem", say.theorem, effects.theorem),
     Line(
         D,
         "figure 2, left",
         "acceptance rises with the draft's probability",
         "dyspec-probabilities",
         say.probability("accepted"),
+        effects.by_probability("accepted"),
     ),
-    Line(D, "figure 2, right", "so does the target's probability", "dyspec-probabilities", say.probability("target")),
-    Line(D, "figure 4", "construction takes less than 2%", "dyspec-phases", say.phases),
-    Line(D, "figure 5", "size and accepted tokens follow the text", "dyspec-thresholds", say.thresholds),
+    Line(
+        D,
+        "figure 2, right",
+        "so does the target's probability",
+        "dyspec-probabilities",
+        say.probability("target"),
+        effects.by_probability("target"),
+    ),
+    Line(D, "figure 4", "construction takes less than 2%", "dyspec-phases", say.phases, effects.construction),
+    Line(
+        D,
+        "figure 5",
+        "size and accepted tokens follow the text",
+        "dyspec-thresholds",
+        say.thresholds,
+        effects.thresholds,
+    ),
+    Line(
+        D,
+        "figures 6 and 7",
+        "masks in two orders",
+        reason="drawn in `docs/images/pictures-order.svg`; figure 9 and table 5 count their blocks",
+    ),
     Line(D, "figure 8", "times of attention", reason="needs a GPU; figure 9 and table 5 count its blocks"),
-    Line(D, "figure 9", "768: 366 to 218 blocks; 1,024: 580 to 296", "dyspec-blocks", say.blocks),
-    Line(D, "tables 1 and 2", "64 nodes: ahead of Sequoia and SpecInfer", "dyspec-64", say.methods),
-    Line(D, "table 3", "0.51 to 1.14 s a token", "offloading", say.offloading("DySpec", "table 3")),
-    Line(D, "table 4, seconds", "0.42 to 0.88 s a token", "offloading", say.offloading("DySpec", "table 4")),
+    Line(D, "figure 9", "768: 366 to 218 blocks; 1,024: 580 to 296", "dyspec-blocks", say.blocks, effects.fewer_blocks),
+    Line(
+        D, "tables 1 and 2", "64 nodes: ahead of Sequoia and SpecInfer", "dyspec-64", say.methods, effects.dyspec(1, 1)
+    ),
+    Line(
+        D,
+        "table 3",
+        "0.51 to 1.14 s a token",
+        "offloading",
+        say.offloading("DySpec", "table 3"),
+        effects.close("DySpec", "table 3"),
+    ),
+    Line(
+        D,
+        "table 4, seconds",
+        "0.42 to 0.88 s a token",
+        "offloading",
+        say.offloading("DySpec", "table 4"),
+        effects.close("DySpec", "table 4"),
+    ),
     Line(
         D,
         "table 4, tokens",
         "T = 0: 11.5 to 16.0, Sequoia 9.4 to 9.8; T = 0.6: 7.0 to 7.7, 8.8 to 9.1",
         "dyspec-768",
         say.methods,
+        effects.dyspec(1, -1),
     ),
     Line(
         D,
@@ -124,30 +214,69 @@ LINES = [
         "256: 36, 22.5; 512: 135.5, 52.8; 1,024: 490.2, 119.3; 2,048: 1,654.5, 278.7",
         "dyspec-random-blocks",
         say.random_blocks,
+        effects.fewer_of_random,
     ),
     Line(E, "figures 1 and 2", "drawings of a race and of a tree", reason="drawings; they measure nothing"),
-    Line(E, "figure 3", "trees are ahead of batches and sequences", "ersd-growth", say.shapes_of_64),
-    Line(E, "figure 4", "what further nodes bring falls as 1 / n", "ersd-growth", say.marginals),
-    Line(E, "theorem 4.1, lemma 4.2", "bounds on any tree, one with a fixed parameter", "ersd-bounds", say.limits),
-    Line(E, "equation 7", "greedy rejection: D + (1 + e) log(D + 1) + O(1)", "ersd-entropy", say.bits),
-    Line(E, "lemma 3.1, equation 6", "sum P Q / (P + Q); H is at least D", "ersd-entropy", say.coupling),
-    Line(E, "section 5", "one acceptance vector is not enough for sequences", "ersd-one-vector", say.sequences),
-    Line(R, "figure 1", "recursive rejection accepts always", "rsd-bernoulli", say.bernoulli),
+    Line(
+        E, "figure 3", "trees are ahead of batches and sequences", "ersd-growth", say.shapes_of_64, effects.trees_ahead
+    ),
+    Line(E, "figure 4", "what further nodes bring falls as 1 / n", "ersd-growth", say.marginals, effects.doublings),
+    Line(
+        E,
+        "theorem 4.1, lemma 4.2",
+        "bounds on any tree, one with a fixed parameter",
+        "ersd-bounds",
+        say.limits,
+        effects.bounds,
+    ),
+    Line(
+        E, "equation 7", "greedy rejection: D + (1 + e) log(D + 1) + O(1)", "ersd-entropy", say.bits, effects.entropies
+    ),
+    Line(
+        E,
+        "lemma 3.1, equations 6 and 8",
+        "sum P Q / (P + Q); H is at least D, and at most (8)",
+        "ersd-entropy",
+        say.coupling,
+        effects.coupling,
+    ),
+    Line(
+        E,
+        "section 5",
+        "one acceptance vector is not enough for sequences",
+        "ersd-one-vector",
+        say.sequences,
+        effects.over("over expected", length=16),
+    ),
+    Line(R, "figure 1", "recursive rejection accepts always", "rsd-bernoulli", say.bernoulli, effects.always),
     *(
-        Line(R, f"experiment {number}, {name}", claim, f"rsd-{number}{part}", say.experiment(group))
-        for number, group, claim in (
-            (1, "5 levels", "RSD-S has most tokens"),
-            (2, "30 nodes", "RSD has most tokens, in most cases"),
+        Line(
+            R,
+            f"experiment {number}, {name}",
+            claim,
+            f"rsd-{number}{part}",
+            say.experiment(group),
+            effects.best_of(group, families),
+        )
+        for number, group, claim, families in (
+            (1, "5 levels", "RSD-S has most tokens", rsd.FAMILIES[1]),
+            (2, "30 nodes", "RSD has most tokens, in most cases", rsd.FAMILIES[2]),
         )
         for part, name in (("-at-0.3", "T = 0.3"), ("", "T = 0.6"), ("-at-1", "T = 1, top-p 0.95"))
     ),
     Line(R, "tables of OPT and Llama-2", "12 pairs of models", reason=PAIR_NEEDED),
-    Line(V, "target's token among the draft's k likeliest", "rises with k", "rejection", say.top_k),
+    Line(V, "target's token among the draft's k likeliest", "rises with k", "rejection", say.top_k, effects.likeliest),
     Line(
         V,
         "Medusa heads",
         "several heads on one target",
         reason="not measured yet: training them takes long; `papers.py survey-medusa` does both",
+    ),
+    Line(
+        V,
+        "[PAD] and lookahead tokens",
+        "a draft says several tokens in one pass",
+        reason="drafts of PARD and P-EAGLE are loaded, but none is trained for the shipped target",
     ),
     Line(
         V,
@@ -169,7 +298,8 @@ LINES = [
     ),
 ]
 
-# Errors found in the papers, as the texts on arXiv have them: paper, place, what is wrong.
+ARXIV = {S: "2402.12374", D: "2410.11744", E: "2504.15475", R: "2402.14160"}
+# Errors found in the papers, in texts that did not name their version: paper, place, what is wrong.
 ERRORS = [
     (S, "algorithm 3", "line 8 takes the draft for the target; line 20 has t for s"),
     (S, "appendix F.1", "g stands for F in F.1.2; a <= of F.1.3 must be >=; theorem 3.6 is proved in F.1.3, not F.3"),
@@ -196,14 +326,15 @@ ERRORS = [
 
 
 def rows() -> list[list[str]]:
-    """The lines of the book as cells: paper, place, what it says, what is found here, command, seconds and file."""
+    """The lines of the book as cells: paper, place, its words, what is found, verdict, command, seconds and file."""
     cells = []
     for line in LINES:
         if line.ours is None:
-            cells.append([line.paper, line.place, line.published, f"none: {line.reason}", "", "", ""])
+            cells.append([line.paper, line.place, line.published, f"none: {line.reason}", "", "", "", ""])
             continue
         name, found = found_in(line.source)
         command = f"`{found['command'].removeprefix('python bench/research/')}`"
+        judged = "-" if line.effect is None else effects.verdict(line.effect(found))
         seconds = f"{found['seconds']:.0f}" if "seconds" in found else "-"
-        cells.append([line.paper, line.place, line.published, line.ours(found), command, seconds, f"`{name}`"])
+        cells.append([line.paper, line.place, line.published, line.ours(found), judged, command, seconds, f"`{name}`"])
     return cells

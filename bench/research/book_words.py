@@ -217,7 +217,7 @@ def bits(found: Found) -> str:
 def coupling(found: Found) -> str:
     return "; ".join(
         f"T = {row['temperature']:g}: bound {row['lemma 3.1']:.3f}, race {row['race']:.3f}, "
-        f"1 - TV {row['overlap']:.3f}; H of the race {row['H race']:.2f}, D {row['D']:.2f}"
+        f"1 - TV {row['overlap']:.3f}; H of the race {row['H race']:.2f}, D {row['D']:.2f}, (8) {row['upper']:.2f}"
         for row in found["rows"]
     )
 

@@ -69,6 +69,15 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path):
     assert [line["predicted"] for line in found] == ["1 (H200)"]
 
 
+def test_results_are_measured_again_by_the_commands_that_they_name():
+    again = script("again")
+    (command,) = again.commands(["efficiency"])
+    assert command[1:4] == ["bench/decoding.py", "--sweep", "nodes"]
+    assert command[-2:] == ["--json", str(BENCH / "results" / "efficiency-cpu.json")]
+    with pytest.raises(ValueError, match=r"expected names of .*efficiency.*, got nothing"):
+        again.commands(["nothing"])
+
+
 def gpu_sh(*arguments):
     command = ["bash", BENCH / "gpu.sh", *arguments]
     given = {"capture_output": True, "text": True, "check": False}

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from profile_cases import REJECTION, constant_llama, counts, profile_of
+from profile_cases import REJECTION, constant_llama, counts, greedy_counts, profile_of
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -17,7 +17,7 @@ from heavypath.speculative.methods import LARGE
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MethodGain, Profile
 from heavypath.speculative.trees.tails import DEPTH
-from heavypath.speculative.visits import measure_gains
+from heavypath.speculative.visits import jobs_of, measure_gains
 from heavypath.speculative.walking import NODES, Extent, Way, as_measured, measure_way, walk
 
 # Chen et al. 2024, appendix E: Llama-3-70B-Instruct drafted for by Llama-3-8B-Instruct, CNN daily news.
@@ -140,10 +140,10 @@ def test_the_gain_of_traversal_is_that_of_the_law(monkeypatch):
             exact, by_rejection = exact + drafted * weight, by_rejection + drafted * chance
     monkeypatch.setattr(visits, "ROUNDS_OF_GAINS", 4)
     gains = measure_gains(
-        constant_llama(P_LOGITS), constant_llama(Q_LOGITS), [torch.tensor([1, 2]), torch.tensor([0])], profile,
-        positions=512, until=math.inf, seed=2, report=lambda line: None,
+        [*jobs_of(constant_llama(P_LOGITS), constant_llama(Q_LOGITS), profile, ["chain"])],
+        [torch.tensor([1, 2]), torch.tensor([0])], positions=512, until=math.inf, seed=2, report=lambda line: None,
     )  # fmt: skip
-    (gain,) = [gain for gain in gains if gain.method == "chain"]
+    (gain,) = gains
     assert exact / by_rejection > 1.03
     assert gain.error < 0.1
     assert gain.factor == pytest.approx(exact / by_rejection, abs=5 * gain.error)
@@ -163,10 +163,37 @@ def test_gains_are_measured_within_the_positions_of_the_models(monkeypatch):
 
     def found(tokens):
         prompt = torch.arange(tokens) % 4
-        return measure_gains(*pair, [prompt], profile, positions=64, until=math.inf, seed=2, report=lambda line: None)
+        jobs = [*jobs_of(*pair, profile)]
+        return measure_gains(jobs, [prompt], positions=64, until=math.inf, seed=2, report=lambda line: None)
 
     assert len(found(50)) > 0
     assert found(62) == ()
+
+
+def test_the_gain_of_a_grown_tree_counts_whole_steps_of_texts_as_long_as_those_counted():
+    """Chains of three that are always accepted: four tokens a step, though a text of 30 ends within its eighth."""
+    model, always = constant_llama(P_LOGITS), [[1000.0, 500.0, 300.0, 1000.0, 500.0], [0.0] * 5]
+    entry = replace(counts([[1000, 0]]), moments=always, texts=["0 " * 29 + "0"])
+    profile = profile_of(entry, step={1: 0.01, 4: 0.01}, level=0.0)
+    (gain,) = measure_gains(
+        [*jobs_of(model, model, profile, ["dyspec"])], [torch.tensor([1, 2]), torch.tensor([0])], positions=512,
+        until=math.inf, seed=2, report=lambda line: None,
+    )  # fmt: skip
+    assert (gain.nodes, gain.factor, gain.error) == (4, pytest.approx(1), pytest.approx(0, abs=1e-9))
+    assert replace(profile, gains=(gain,)).plan("dyspec", Filters(1.0)).plan.expected_tokens == pytest.approx(4)
+
+
+def test_a_greedy_text_is_decoded_once_for_a_gain(monkeypatch):
+    """By dyspec for each of 17 prompts: 16 in the first visit, and one in the second, however large the error is."""
+    monkeypatch.setattr(visits, "SURE", -1)
+    entry, lines = greedy_counts([[600, 100]], [1000]), []
+    profile = profile_of(replace(entry, moments=[[0.0] * 5] * 2), step={1: 0.01, 4: 0.01}, level=0.0)
+    target, draft = constant_llama(P_LOGITS), constant_llama(Q_LOGITS)
+    measure_gains(
+        [*jobs_of(target, draft, profile, ["dyspec"])], [torch.tensor([0])] * 17, positions=512, until=math.inf, seed=2,
+        report=lines.append,
+    )  # fmt: skip
+    assert [line.split(", ")[-1] for line in lines] == ["round 1", "round 2"]
 
 
 def test_a_profile_keeps_its_gains_and_refuses_others(tmp_path):

@@ -31,12 +31,13 @@ def test_the_picture_of_orders_counts_the_blocks_of_one_tree(tmp_path):
 def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(tmp_path, monkeypatch):
     pictures = script("pictures")
     monkeypatch.setattr(pictures, "simulated", cache(pictures.simulated))
+    monkeypatch.setattr(pictures, "RANKS", (1, 8))  # two of seven, which take a second each
     texts = texts_of(pictures.draw_ranks, tmp_path / "ranks.svg")
     for draft in pictures.DRAFTS:
         assert f"drafted for by {draft}" in texts
         gains = [pictures.simulated(draft, count).best.gain for count in pictures.RANKS]
-        assert all(0 < gain <= 5 for gain in gains)
-        assert gains[0] > 1.5 * gains[3], "trees bring most where weights are read"
+        assert all(0 < gain < 5.5 for gain in gains), "below the words at the top"
+        assert gains[0] > 1.5 * gains[1], "trees bring most where weights are read"
     assert str(len(pictures.simulated("llama-2-7b", 8).best.tree)) in texts
 
 

@@ -21,7 +21,6 @@ from heavypath.speculative import (
     SpeculativeDecoder,
     TokenTree,
     expected_tokens,
-    visits,
 )
 from heavypath.speculative.calibration import SEQUENCE_COUNTS, calibrate, own_prompts, ways_to_draft
 from heavypath.speculative.cli.plan_tables import warnings_of
@@ -123,8 +122,7 @@ def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
 
 
 @pytest.mark.parametrize("draft", [None, PromptLookup()], ids=["model", "prompt lookup"])
-def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise, monkeypatch):
-    monkeypatch.setattr(visits, "ROUNDS_OF_GAINS", 1)
+def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     target = tiny_llama(1, max_position_embeddings=128)
     draft = draft or tiny_llama(2, layers=1, max_position_embeddings=128)
     lines, temperatures = [], (0.0, 0.9)
