@@ -201,6 +201,15 @@ def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
     gumbel_topk(on_gpu(torch.empty(1, vocabulary, dtype=DTYPES[dtype])), k, impl="triton", **options)
 
 
+def drawing_tokens(dtype: str, vocabulary: int, k: int, uniform_fill: bool = False) -> None:
+    from heavypath.kernels.filtering import Filters
+    from heavypath.kernels.noise import Noise, Stream
+    from heavypath.kernels.nucleus import launch_tokens
+
+    logits, noise = on_gpu(torch.empty(8, vocabulary, dtype=DTYPES[dtype])), Noise(SEED, long_zeros(8))
+    launch_tokens(logits, k, Filters(0.6, top_p=0.9), noise=noise, stream=Stream.DRAFT, uniform_fill=uniform_fill)
+
+
 def scoring(dtype: str, nodes: int, vocabulary: int) -> None:
     from heavypath.kernels.sequence_scores import sequence_scores
 
@@ -348,6 +357,8 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
         ("bf16", 128256, 4, {"seed": SEED}),
         ("bf16", 128256, 8, FILTERS | {"uniform_fill": True, "seed": SEED}),
     ),
+    **cases(drawing_tokens, "tokens under top_p {} V{} k{}", ("bf16", 128256, 1), ("bf16", 128256, 8),
+            ("bf16", 32000, 64), ("fp32", 32000, 4, {"uniform_fill": True}), ("fp16", 999, 4)),
     **cases(scoring, "scores by sequence {} {} nodes V{}", ("bf16", 64, 128256), ("fp16", 1, 32000), ("fp32", 2, 1)),
     **{str(case): partial(attention, case) for case in ATTENTION},
     **cases(retrieving, "retrieval of {}", (8,), (16,)),
