@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, moved
 
 from heavypath.kernels.layers import few_rows
 from heavypath.kernels.layers.few_rows import BLOCK_K, LEAST_BLOCKS, PROGRAMS, few_rows_product, parts_of
@@ -93,7 +93,7 @@ def test_bad_input_is_refused():
         ((x, weight), {"added": added[:1]}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="impl 'triton' takes at most 128 rows"):
-            few_rows_product(*given, impl="triton", **options)
+            few_rows_product(*moved(given, DEVICE), impl="triton", **moved(options, DEVICE))
     with pytest.raises(ValueError, match="gated takes an even number of outputs and nothing added, got 16"):
         few_rows_product(x, weight, gated=True, added=added)
     assert few_rows_product(x[:0].to(DEVICE), weight.to(DEVICE), impl="triton").shape == (0, 16)
