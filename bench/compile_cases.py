@@ -145,6 +145,14 @@ def gating(dtype: str, columns: int) -> None:
     silu_product(joined[:, :columns], joined[:, columns:], impl="triton")
 
 
+def multiplying(dtype: str, outputs: int, columns: int, rows: int, **options) -> None:
+    from heavypath.kernels.layers.few_rows import few_rows_product
+
+    x, weight = (on_gpu(torch.empty(*shape, dtype=DTYPES[dtype])) for shape in ((rows, columns), (outputs, columns)))
+    added = on_gpu(torch.empty(rows, outputs, dtype=DTYPES[dtype])) if options.pop("added", False) else None
+    few_rows_product(x, weight, added=added, impl="triton", **options)
+
+
 def turning(dtype: str, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> None:
     from heavypath.kernels.layers.rms_norm import Norm
     from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
@@ -199,6 +207,15 @@ def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
     from heavypath.kernels.sampling import gumbel_topk
 
     gumbel_topk(on_gpu(torch.empty(1, vocabulary, dtype=DTYPES[dtype])), k, impl="triton", **options)
+
+
+def drawing_tokens(dtype: str, vocabulary: int, k: int, uniform_fill: bool = False) -> None:
+    from heavypath.kernels.filtering import Filters
+    from heavypath.kernels.noise import Noise, Stream
+    from heavypath.kernels.nucleus import launch_tokens
+
+    logits, noise = on_gpu(torch.empty(8, vocabulary, dtype=DTYPES[dtype])), Noise(SEED, long_zeros(8))
+    launch_tokens(logits, k, Filters(0.6, top_p=0.9), noise=noise, stream=Stream.DRAFT, uniform_fill=uniform_fill)
 
 
 def scoring(dtype: str, nodes: int, vocabulary: int) -> None:
@@ -291,6 +308,9 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
             ("fp32", 8192, True), ("bf16", 16384, True), ("fp32", 32768, True)),
     **cases(norming, "norm {} K{} added False", ("bf16", 4096, False)),
     **cases(gating, "gate {} F{}", ("bf16", 11008), ("fp16", 14336), ("fp32", 96)),
+    **cases(multiplying, "product {} {}x{} {} rows", ("bf16", 12288, 4096, 64),
+            ("bf16", 4096, 4096, 64, {"added": True}), ("bf16", 22016, 4096, 64, {"gated": True}),
+            ("bf16", 4096, 11008, 128, {"added": True}), ("fp16", 32000, 4096, 16), ("bf16", 2304, 768, 32)),
     **cases(turning, "rotary {} {}:{} D{}", ("bf16", 32, 32, 128), ("bf16", 12, 12, 64), ("fp16", 32, 8, 128),
             ("fp32", 4, 2, 24), ("fp32", 8, 8, 256), ("bf16", 32, 8, 128, {"normed": True})),
     **cases(recurring, "recurrent {} {} D{} {} nodes", ("delta", "bf16", 128, 64), ("delta", "fp32", 128, 64),
@@ -348,6 +368,8 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
         ("bf16", 128256, 4, {"seed": SEED}),
         ("bf16", 128256, 8, FILTERS | {"uniform_fill": True, "seed": SEED}),
     ),
+    **cases(drawing_tokens, "tokens under top_p {} V{} k{}", ("bf16", 128256, 1), ("bf16", 128256, 8),
+            ("bf16", 32000, 64), ("fp32", 32000, 4, {"uniform_fill": True}), ("fp16", 999, 4)),
     **cases(scoring, "scores by sequence {} {} nodes V{}", ("bf16", 64, 128256), ("fp16", 1, 32000), ("fp32", 2, 1)),
     **{str(case): partial(attention, case) for case in ATTENTION},
     **cases(retrieving, "retrieval of {}", (8,), (16,)),

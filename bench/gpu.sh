@@ -18,7 +18,8 @@
 # Logs, JSON and pictures are in OUTDIR, and all of them in OUTDIR/PART.tar.gz, for where only few files can be fetched
 # (all.tar.gz is written behind each part). Tables are printed as they come. A step that takes too long gets SIGINT, and
 # prints what it has. If this script is told to stop (SIGINT or SIGTERM), it stops the present step so, packs what there
-# is, and ends. This checkout need not be installed. Without a GPU, or with MINIATURE=1, each script does the least that
+# is, and ends. This checkout need not be installed. Kernels that `bench/carry.py make build/carried` has compiled before,
+# under the machine's Triton, are not compiled again. Without a GPU, or with MINIATURE=1, each script does the least that
 # runs all its lines.
 set -uo pipefail
 parts=(first tests large kernels stream more)
@@ -76,6 +77,9 @@ PYTHON
         >.editable/heavypath.dist-info/METADATA
     export PYTHONPATH="$PWD/.editable${PYTHONPATH:+:$PYTHONPATH}"
 }
+if [ -d build/carried ]; then # kernels that bench/carry.py has compiled elsewhere
+    "$python" bench/carry.py place build/carried && export TRITON_CACHE_DIR="$PWD/build/carried"
+fi
 "$python" - <<'PYTHON' >"$out/environment.log"
 import importlib.util, platform, torch, transformers, triton
 gpu = torch.cuda.is_available()

@@ -65,14 +65,14 @@ def filtered(x, token, cut, end):
 
 
 @triton.jit
-def _key(x, HIDDEN: tl.constexpr):
+def key_of(x, HIDDEN: tl.constexpr):
     """An int64 for each x, in the order of the numbers; -0.0 equals 0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> HIDDEN).to(tl.int64)
 
 
 @triton.jit
-def _number(key, HIDDEN: tl.constexpr):
+def number_of(key, HIDDEN: tl.constexpr):
     """The number that has this key."""
     bits = (key << HIDDEN).to(tl.int32)
     bits = tl.where(bits < 0, bits | ((1 << HIDDEN) - 1), bits)
@@ -101,7 +101,8 @@ def _reaching(x, weight, thresholds_ptr):
 # A launch's memory for a row's passes:
 #     memory = (counters_ptr, rows, passes_ptr, sums_ptr)
 # passes_ptr, fp32 [rows, 2 + THRESHOLDS], has the largest logit, the factor that makes (logit - largest) an exponent of
-# 2, and the thresholds of each row's present pass. sums_ptr, fp32 [rows, CHUNKS, THRESHOLDS], has its results.
+# 2, and the thresholds of each row's present pass, the least one first. sums_ptr, fp32 [rows, CHUNKS, THRESHOLDS], has
+# its results.
 
 
 @triton.jit
@@ -115,11 +116,19 @@ def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
     while chunk >= 0:
         largest = tl.load(passes_ptr, cache_modifier=".cg")
         scale = tl.load(passes_ptr + 1, cache_modifier=".cg")
-        sums = tl.full([LANES, 8, THRESHOLDS], 0.0, tl.float32)
+        least = tl.load(passes_ptr + 2, cache_modifier=".cg")  # which few chunks reach, past the first pass
+        tiles, highest = (), tl.full([LANES, 8], float("-inf"), tl.float32)
         for tile in tl.static_range(TILES):
-            x = _tile(row_ptr, chunk * CHUNK + tile * LANES * 8, V)
-            sums += _reaching(x, tl.exp2(tl.maximum((x - largest) * scale, -1000.0)), passes_ptr + 2)
-        tl.store(sums_ptr + chunk * THRESHOLDS + tl.arange(0, THRESHOLDS), tl.sum(tl.sum(sums, 1), 0))
+            tiles += (_tile(row_ptr, chunk * CHUNK + tile * LANES * 8, V),)
+            highest = tl.maximum(highest, tiles[tile])
+        found = tl.zeros([THRESHOLDS], tl.float32)
+        if tl.max(highest) >= least:
+            sums = tl.full([LANES, 8, THRESHOLDS], 0.0, tl.float32)
+            for tile in tl.static_range(TILES):
+                x = tiles[tile]
+                sums += _reaching(x, tl.exp2(tl.maximum((x - largest) * scale, -1000.0)), passes_ptr + 2)
+            found = tl.sum(tl.sum(sums, 1), 0)
+        tl.store(sums_ptr + chunk * THRESHOLDS + tl.arange(0, THRESHOLDS), found)
         count += 1
         chunk = take_chunk(counters_ptr, row)
     if count > 0:
@@ -127,7 +136,20 @@ def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _pass(memory, row, row_ptr, V, thresholds, largest, scale, CHUNKS: tl.constexpr):
+def help_rows(memory, helper, logits_ptr, N, batch_stride, row_stride, V, CHUNKS: tl.constexpr):
+    """Take part in the passes of a launch's rows [B, N, V] until none is left. helper: the number of this program."""
+    counters_ptr, rows, _, _ = memory
+    look = tl.full([], 0, tl.int32)
+    while look < LOOKS:
+        row = find_open(counters_ptr, rows, helper % rows)
+        look = tl.where(row == OVER, LOOKS, look + 1)
+        if row >= 0:
+            row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
+            _work(memory, row, row_ptr, V, CHUNKS)
+
+
+@triton.jit
+def sums_of_pass(memory, row, row_ptr, V, thresholds, largest, scale, CHUNKS: tl.constexpr):
     """Each chunk's sums over the tokens that reach each threshold, [CHUNKS or a few more, THRESHOLDS]."""
     counters_ptr, rows, passes_ptr, sums_ptr = memory
     place = tl.arange(0, THRESHOLDS)
@@ -155,15 +177,15 @@ def _search(
     Returns the key, the weight of the tokens above it, that of the tokens that reach it, and what is enough.
     """
     place = tl.arange(0, THRESHOLDS)
-    high = _key(largest, HIDDEN) + 1  # no token reaches it
+    high = key_of(largest, HIDDEN) + 1  # no token reaches it
     above, reached = tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
     enough = tl.full([], 0.0, tl.float32)
     even = tl.maximum(place - 1, 0).to(tl.float32) / (THRESHOLDS - 2)
-    keys = tl.where(place == 0, low, _key(guess * (1 - even) + largest * even, HIDDEN))
+    keys = tl.where(place == 0, low, key_of(guess * (1 - even) + largest * even, HIDDEN))
     first = high > low
     while first | (high - low > 1):
         keys = tl.maximum(tl.minimum(keys, high - 1), low)
-        sums = tl.sum(_pass(memory, row, row_ptr, V, _number(keys, HIDDEN), largest, scale, CHUNKS), 0)
+        sums = tl.sum(sums_of_pass(memory, row, row_ptr, V, number_of(keys, HIDDEN), largest, scale, CHUNKS), 0)
         if first:
             every = tl.max(sums)
             enough = tl.where(count > 0, tl.minimum(count, every), every * fraction)
@@ -178,10 +200,17 @@ def _search(
 
 
 @triton.jit
-def _end_of_ties(memory, row, row_ptr, V, cut_key, needed, largest, CHUNKS: tl.constexpr, HIDDEN: tl.constexpr):
+def needed_ties(weight, above, reached, enough):
+    """How many of the tokens at top-p's cut are kept, each of this weight; 0: all. See `_search` for the other sums."""
+    needed = tl.maximum(tl.ceil((enough - above) / weight), 1.0)
+    return tl.where((reached - above) / weight > needed + 0.5, needed, 0.0)
+
+
+@triton.jit
+def end_of_ties(memory, row, row_ptr, V, cut_key, needed, largest, CHUNKS: tl.constexpr, HIDDEN: tl.constexpr):
     """The index behind the needed-th of the tokens at the cut."""
     place = tl.arange(0, THRESHOLDS)
-    counts = _pass(memory, row, row_ptr, V, _number(cut_key + place, HIDDEN), largest, 0.0, CHUNKS)
+    counts = sums_of_pass(memory, row, row_ptr, V, number_of(cut_key + place, HIDDEN), largest, 0.0, CHUNKS)
     ties = tl.sum(tl.where(place[None, :] == 0, counts, tl.where(place[None, :] == 1, -counts, 0.0)), 1)
     before = tl.cumsum(ties) - ties
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
@@ -190,20 +219,20 @@ def _end_of_ties(memory, row, row_ptr, V, cut_key, needed, largest, CHUNKS: tl.c
     rank = needed - tl.sum(tl.where(here, before, 0.0))
     token = which * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(row_ptr + token, mask=(token >= 0) & (token < V), other=float("-inf")).to(tl.float32)
-    tie = tl.where(x == _number(cut_key, HIDDEN), 1.0, 0.0)
+    tie = tl.where(x == number_of(cut_key, HIDDEN), 1.0, 0.0)
     return tl.min(tl.where((tie > 0) & (tl.cumsum(tie) == rank), token + 1, V))
 
 
 @triton.jit
 def _least_score(largest, temperature, log_min_p):
     """The least number whose score is at least log_min_p."""
-    base = _key(tl.full([], float("-inf"), tl.float32), 0)  # its score is too low
+    base = key_of(tl.full([], float("-inf"), tl.float32), 0)  # its score is too low
     for step in tl.static_range(4):
         key = base + (tl.arange(0, _BRANCHES).to(tl.int64) << (24 - 8 * step))
-        x = _number(tl.minimum(key, _key(largest, 0)), 0)
+        x = number_of(tl.minimum(key, key_of(largest, 0)), 0)
         too_low = tl.sum((score(x, largest, temperature) < log_min_p).to(tl.int32))
         base += (too_low - 1).to(tl.int64) << (24 - 8 * step)
-    return _number(base + 1, 0)
+    return number_of(base + 1, 0)
 
 
 @triton.jit
@@ -235,7 +264,7 @@ def _lead(
     cut, end = tl.full([], float("nan"), tl.float32), V + tl.full([], 0, tl.int32)
     if total > 0:  # false for a row of -inf alone, and for one with NaN or +inf
         cut = tl.full([], LOWEST, tl.float32)
-        low = _key(tl.full([], LOWEST, tl.float32), HIDDEN)
+        low = key_of(tl.full([], LOWEST, tl.float32), HIDDEN)
         needed = tl.full([], 0.0, tl.float32)  # of the tokens at the cut; 0: all
         if HAS_TOP_K:  # noqa: SIM102, what is compiled, and what runs
             if top_k < V:
@@ -245,7 +274,7 @@ def _lead(
                 low, _, _, _ = _search(
                     memory, row, row_ptr, V, low, guess, largest, 0.0, top_k.to(tl.float32), 0.0, CHUNKS, HIDDEN
                 )
-                cut = _number(low, HIDDEN)
+                cut = number_of(low, HIDDEN)
         if HAS_TOP_P:
             if top_p < 1:
                 # Even V tokens of a weight of (1 - p) total / V have no more than 1 - p of the mass.
@@ -254,16 +283,14 @@ def _lead(
                 low, above, reached, enough = _search(
                     memory, row, row_ptr, V, low, guess, largest, scale, 0.0, top_p, CHUNKS, HIDDEN
                 )
-                cut = _number(low, HIDDEN)
-                weight = tl.exp2((cut - largest) * scale)
-                needed = tl.maximum(tl.ceil((enough - above) / weight), 1.0)
-                needed = tl.where((reached - above) / weight > needed + 0.5, needed, 0.0)
+                cut = number_of(low, HIDDEN)
+                needed = needed_ties(tl.exp2((cut - largest) * scale), above, reached, enough)
             if HAS_GREEDY:
                 is_greedy = temperature == 0
-                low, cut = tl.where(is_greedy, _key(largest, HIDDEN), low), tl.where(is_greedy, largest, cut)
+                low, cut = tl.where(is_greedy, key_of(largest, HIDDEN), low), tl.where(is_greedy, largest, cut)
                 needed = tl.where(is_greedy, 1.0, needed)
             if needed > 0:
-                end = _end_of_ties(memory, row, row_ptr, V, low, needed, largest, CHUNKS, HIDDEN)
+                end = end_of_ties(memory, row, row_ptr, V, low, needed, largest, CHUNKS, HIDDEN)
         if log_min_p > float("-inf"):
             least_cut = _least_score(largest, temperature, log_min_p)
             end = tl.where(least_cut > cut, V, end)
@@ -282,22 +309,10 @@ def _cuts_kernel(
     passes_ptr,
     sums_ptr,
     tickets_ptr,  # [B, N], and behind them the counters of `sharing`
-    N,
-    V,
-    batch_stride,
-    row_stride,
-    settings_stride,
-    temperature,
-    top_k,
-    top_p,
-    log_min_p,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    BY_SEQUENCE: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    HELPERS: tl.constexpr,
-):
+    N, V, batch_stride, row_stride, settings_stride, temperature, top_k, top_p, log_min_p,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BY_SEQUENCE: tl.constexpr, HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr, HELPERS: tl.constexpr,
+):  # fmt: skip
     rows = (tl.num_programs(0) - HELPERS) // CHUNKS
     memory = (tickets_ptr + rows, rows, passes_ptr, sums_ptr)
     program = tl.program_id(0)
@@ -330,13 +345,7 @@ def _cuts_kernel(
                 tl.store(largest_ptr + row, largest_of_row)
             leave(tickets_ptr + rows, rows, HELPERS)
     else:
-        look = tl.full([], 0, tl.int32)
-        while look < LOOKS:
-            row = find_open(tickets_ptr + rows, rows, (program - rows * CHUNKS) % rows)
-            look = tl.where(row == OVER, LOOKS, look + 1)
-            if row >= 0:
-                row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
-                _work(memory, row, row_ptr, V, CHUNKS)
+        help_rows(memory, program - rows * CHUNKS, logits_ptr, N, batch_stride, row_stride, V, CHUNKS)
         leave(tickets_ptr + rows, rows, HELPERS)
 
 

@@ -108,8 +108,15 @@ def _check_values(rows: Tensor) -> None:
 def draw_unchecked(
     logits: Tensor, k: int, *, filters: Filters, noise: Noise, replacement: bool = False, uniform_fill: bool = False
 ) -> TopK:
-    """`gumbel_topk` without its checks, for logits [R, V] and noise.rows LongTensor[R]; impl is "auto"."""
+    """`gumbel_topk` without its checks, for logits [R, V] and noise.rows LongTensor[R]; impl is "auto".
+
+    On a GPU keys and logprobs may be those before top-p.
+    """
     impl = choose_impl("draw_unchecked", "auto", logits, native=True)
+    if impl == "triton" and not replacement:
+        from heavypath.kernels.nucleus import launch_tokens
+
+        return TopK(*launch_tokens(logits, k, filters, noise=noise, stream=Stream.DRAFT, uniform_fill=uniform_fill))
     return TopK._make(_draw(impl, logits, k, filters, noise, replacement=replacement, uniform_fill=uniform_fill))
 
 

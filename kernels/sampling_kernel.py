@@ -59,49 +59,12 @@ def _merge(top, packed, K, PLACES: tl.constexpr):
     return merged
 
 
-@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature"])
-def _gumbel_topk_kernel(
-    logits_ptr,  # [R, V]
-    rows_ptr,  # [R] if HAS_ROWS
-    cut_ptr,  # [R] if FILTERED, as end_ptr: see `filter_cuts`
-    end_ptr,
-    tokens_ptr,  # [R * DRAWS, K], as keys_ptr and logprobs_ptr
-    keys_ptr,
-    logprobs_ptr,
-    bounds_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest bound of each group
-    parts_ptr,  # [R * DRAWS, 2, CHUNKS], each chunk's largest logit and sum of exponentials
-    tickets_ptr,  # [R * DRAWS]
-    V,
-    row_stride,
-    K,
-    seed_ptr,
-    seed_low,
-    seed_high,
-    temperature,
-    STREAM: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    DRAWS: tl.constexpr,  # independent draws from each row, of K tokens each
-    NOISY: tl.constexpr,
-    FILTERED: tl.constexpr,
-    FILL: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PLACES: tl.constexpr,  # K, rounded up to a power of two
-    OPENED: tl.constexpr,  # groups that are opened at a time
-    INTERPRETED: tl.constexpr,
-):
-    chunk = tl.program_id(0) % CHUNKS
-    draw = tl.program_id(0) // CHUNKS
-    row_ptr = logits_ptr + (draw // DRAWS).to(tl.int64) * row_stride
-    noise_row = (draw // DRAWS).to(tl.int64)
-    if HAS_ROWS:
-        noise_row = tl.load(rows_ptr + noise_row)
-    stream = STREAM + 256 * (draw % DRAWS)
-    seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
-    scale = softmax_scale(temperature)
-    cut, end_of_ties = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
-    if FILTERED:
-        cut, end_of_ties = tl.load(cut_ptr + draw // DRAWS), tl.load(end_ptr + draw // DRAWS)
-
+@triton.jit
+def scan_chunk(
+    row_ptr, noise_row, stream, draw, chunk, bounds_ptr, parts_ptr, V, seed_low, seed_high, scale, cut, end_of_ties,
+    NOISY: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Store the largest bound of each group of a chunk, its largest logit and its sum of exponentials."""
     lane = tl.arange(0, LANES)
     largest = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -136,37 +99,32 @@ def _gumbel_topk_kernel(
     part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
     tl.store(part_ptr, highest)
     tl.store(part_ptr + CHUNKS, tl.sum(total * tl.exp2((largest - highest) * scale)))
-    if is_last(tickets_ptr + draw, CHUNKS):
-        _open_groups(
-            row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, parts_ptr,
-            V, K, seed_low, seed_high, temperature, cut, end_of_ties, NOISY, FILTERED, FILL, CHUNKS, PLACES, OPENED,
-        )  # fmt: skip
 
 
 @triton.jit
-def _open_groups(
-    row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, parts_ptr,
-    V, K, seed_low, seed_high, temperature, cut, end_of_ties,
-    NOISY: tl.constexpr, FILTERED: tl.constexpr, FILL: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr,
-    OPENED: tl.constexpr,
-):  # fmt: skip
-    """Draw exactly from a row whose parts and bounds all programs have stored."""
-    scale = softmax_scale(temperature)
+def sum_of_parts(parts_ptr, draw, scale, CHUNKS: tl.constexpr):
+    """A row's largest logit, and its sum of exponentials relative to that: NaN in a row with NaN or +inf."""
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
     part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
     parts = tl.load(part_ptr, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
     sums = tl.load(part_ptr + CHUNKS, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
     largest = tl.max(parts)
-    total = tl.sum(sums * tl.exp2((parts - largest) * scale))
-    usable = total > 0  # false for a row of -inf alone, and for one with NaN or +inf
-    undefined = tl.where(total == total, float("-inf"), float("nan"))
-    normalizer = tl.log(tl.where(usable, total, 1.0))
+    return largest, tl.sum(sums * tl.exp2((parts - largest) * scale))
 
+
+@triton.jit
+def open_groups(
+    row_ptr, noise_row, stream, draw, bounds_ptr, largest, total, V, K, seed_low, seed_high, temperature, cut,
+    end_of_ties, NOISY: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr,
+    OPENED: tl.constexpr,
+):  # fmt: skip
+    """The K best keys of a row whose parts and bounds all programs have stored, packed, largest first."""
+    scale = softmax_scale(temperature)
     # Bounds relative to the largest logit, with room for the rounding of whatever was multiplied by the scale.
     group = tl.arange(0, triton.next_power_of_2(CHUNKS * LANES))
     first = (group // LANES) * CHUNK + (group % LANES) * 8
     group_ptr = draw.to(tl.int64) * CHUNKS * LANES + group
-    there = (group < CHUNKS * LANES) & (first < tl.where(usable, V, 0))
+    there = (group < CHUNKS * LANES) & (first < tl.where(total > 0, V, 0))
     bound = tl.load(bounds_ptr + group_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
     there &= bound > float("-inf")  # a group without tokens to draw is never opened
     bound -= largest * scale
@@ -202,7 +160,18 @@ def _open_groups(
             worst -= largest
         worst *= LOG2E
         worst = tl.where(last == NEVER, float("-inf"), worst)
+    return best
 
+
+@triton.jit
+def store_draws(
+    best, row_ptr, noise_row, draw, tokens_ptr, keys_ptr, logprobs_ptr, largest, total, V, K, seed_low, seed_high,
+    temperature, cut, end_of_ties, NOISY: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Store the first K of the best keys as tokens, keys and log-probabilities."""
+    place = tl.arange(0, PLACES)
+    undefined = tl.where(total == total, float("-inf"), float("nan"))
+    normalizer = tl.log(tl.where(total > 0, total, 1.0))  # 0 for a row of -inf alone, or with NaN or +inf
     drawn = best > NEVER
     key, token = unpack(best)
     x = tl.load(row_ptr + token, mask=drawn, other=0.0).to(tl.float32)
@@ -227,6 +196,54 @@ def _open_groups(
     tl.store(tokens_ptr + out, token, mask=place < K)
     tl.store(keys_ptr + out, key, mask=place < K)
     tl.store(logprobs_ptr + out, logprob, mask=place < K)
+
+
+@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature"])
+def _gumbel_topk_kernel(
+    logits_ptr,  # [R, V]
+    rows_ptr,  # [R] if HAS_ROWS
+    cut_ptr,  # [R] if FILTERED, as end_ptr: see `filter_cuts`
+    end_ptr,
+    tokens_ptr,  # [R * DRAWS, K], as keys_ptr and logprobs_ptr
+    keys_ptr,
+    logprobs_ptr,
+    bounds_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest bound of each group
+    parts_ptr,  # [R * DRAWS, 2, CHUNKS], each chunk's largest logit and sum of exponentials
+    tickets_ptr,  # [R * DRAWS]
+    V, row_stride, K, seed_ptr, seed_low, seed_high, temperature,
+    STREAM: tl.constexpr, HAS_ROWS: tl.constexpr,
+    DRAWS: tl.constexpr,  # independent draws from each row, of K tokens each
+    NOISY: tl.constexpr, FILTERED: tl.constexpr, FILL: tl.constexpr, CHUNKS: tl.constexpr,
+    PLACES: tl.constexpr,  # K, rounded up to a power of two
+    OPENED: tl.constexpr,  # groups that are opened at a time
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) % CHUNKS
+    draw = tl.program_id(0) // CHUNKS
+    row_ptr = logits_ptr + (draw // DRAWS).to(tl.int64) * row_stride
+    noise_row = (draw // DRAWS).to(tl.int64)
+    if HAS_ROWS:
+        noise_row = tl.load(rows_ptr + noise_row)
+    stream = STREAM + 256 * (draw % DRAWS)
+    seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
+    scale = softmax_scale(temperature)
+    cut, end_of_ties = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
+    if FILTERED:
+        cut, end_of_ties = tl.load(cut_ptr + draw // DRAWS), tl.load(end_ptr + draw // DRAWS)
+    scan_chunk(
+        row_ptr, noise_row, stream, draw, chunk, bounds_ptr, parts_ptr, V, seed_low, seed_high, scale, cut, end_of_ties,
+        NOISY, FILTERED, CHUNKS, INTERPRETED,
+    )  # fmt: skip
+    if is_last(tickets_ptr + draw, CHUNKS):
+        largest, total = sum_of_parts(parts_ptr, draw, scale, CHUNKS)
+        best = open_groups(
+            row_ptr, noise_row, stream, draw, bounds_ptr, largest, total, V, K, seed_low, seed_high, temperature, cut,
+            end_of_ties, NOISY, FILTERED, CHUNKS, PLACES, OPENED,
+        )  # fmt: skip
+        store_draws(
+            best, row_ptr, noise_row, draw, tokens_ptr, keys_ptr, logprobs_ptr, largest, total, V, K, seed_low,
+            seed_high, temperature, cut, end_of_ties, NOISY, FILL, PLACES,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -59,7 +59,6 @@ from heavypath.kernels.nodes import (
 )
 from heavypath.kernels.noise import Noise, Stream, check_seed, coins, gumbels
 from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.sampling_kernel import launch_topk
 from heavypath.kernels.verifying.decision import Decided, decide
 from heavypath.kernels.verifying.distributions import best_tokens, log_weights, used_row, verified_by_draws
 from heavypath.kernels.verifying.drafted_tree import laid_out
@@ -323,7 +322,9 @@ def _launch(given: VerifyInputs) -> Verified:
         return launch_walk(given._replace(draft_logits=taken, draft_filters=LOGARITHMS), decided)
     if method in DRAFT_AWARE:
         return launch_walk(given, decide(given))
-    winner, _, _ = launch_topk(
+    from heavypath.kernels.nucleus import launch_tokens
+
+    winner, _, _ = launch_tokens(
         given.target_logits.reshape(-1, given.target_logits.shape[-1]),
         1,
         Filters(temperature=0.0) if method == "greedy" else given.target_filters,

@@ -7,11 +7,12 @@ oneDNN     the operator that torch.compile uses for linear layers, from the weig
 reordered  the same from a copy of the weight in blocks of oneDNN's own form
 heavypath  `heavypath.kernels.native`, from a copy in blocks, as the decoder does it
 together   that for all layers with one input at once (three of a third of the rows each)
+few rows   the Triton kernel `heavypath.kernels.layers.few_rows`, on a GPU and up to 128 rows
 read       the weight is read, by a dot product with itself, and nothing else is done
 
 Each product uses another weight, and all of them together fill 200 MB, 600 MB on a GPU, so that weights come from
-memory: a time is that of one product. A GPU has only `linear`, in bfloat16, with the shapes of a layer of Llama-2-7B:
-keys, queries and values at once, attention's output, gate and up at once, and down.
+memory: a time is that of one product. A GPU has `linear` and `few rows` alone, in bfloat16, with the shapes of a layer
+of Llama-2-7B: keys, queries and values at once, attention's output, gate and up at once, and down.
 """
 
 from functools import cache, cached_property, partial
@@ -22,6 +23,8 @@ from common import DEVICE
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from heavypath.kernels.layers.few_rows import MOST_ROWS as MOST_ROWS_OF_KERNEL
+from heavypath.kernels.layers.few_rows import few_rows_product
 from heavypath.speculative.models.linear import Linears
 
 ON_A_CPU = ((160, 160), (320, 320), (1024, 320), (1280, 1280), (3456, 1280), (4096, 4096), (11008, 4096), (32000, 2048))
@@ -100,6 +103,9 @@ class Products:
         parts = ([layer_of(part.contiguous()) for part in weight.tensor_split(3)] for weight in self.weights)
         return [self.linears.together(layers) for layers in parts]
 
+    def few_rows(self) -> list:
+        return [partial(few_rows_product, weight=weight) for weight in self.weights]
+
     def read(self) -> list:
         flat = [weight.view(-1).view(torch.float32) for weight in self.weights]
         return [lambda rows, each=each: torch.dot(each, each) for each in flat]
@@ -111,6 +117,7 @@ WAYS = {
     "reordered": Products.reordered,
     "heavypath": Products.native,
     "together": Products.together,
+    "few rows": Products.few_rows,
     "read": Products.read,
 }
 products = cache(Products)
@@ -118,7 +125,8 @@ products = cache(Products)
 
 def test_products_of_few_rows(case, way, timed):
     problem = products(case.weight, case.dtype, case.nbytes)
-    there = WAYS[way](problem) if DEVICE == "cpu" or way == "linear" else []
+    on_gpu = way == "linear" or (way == "few rows" and case.rows <= MOST_ROWS_OF_KERNEL)
+    there = WAYS[way](problem) if (on_gpu if DEVICE == "cuda" else way != "few rows") else []
     hidden = torch.randn(case.rows, case.weight[1], device=DEVICE).to(case.dtype)
 
     def run() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.commit import commit
+from heavypath.kernels.layers.few_rows import few_rows_product
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, rotate_and_store
@@ -72,6 +73,10 @@ def _gated(gate: Tensor, **_: object) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
+def _multiplied(x: Tensor, weight: Tensor, gated: bool = False, **_: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
+
+
 def _followed(cache_rows: Tensor, vocab_size: int, **_: object) -> Tensor:
     return cache_rows.new_empty((*cache_rows.shape, vocab_size), dtype=torch.float32)
 
@@ -95,6 +100,7 @@ OPERATORS = {
     "silu_product": Operator(silu_product, _gated),
     "tree_conv": Operator(tree_conv, _convolved),
     "accept_state": Operator(accept_state, mutates=["state"]),
+    "few_rows_product": Operator(few_rows_product, _multiplied),
     "append_tokens": Operator(append_tokens, mutates=["keys", "values"]),
     "follower_logprobs": Operator(follower_logprobs, _followed),
 }

@@ -18,7 +18,7 @@ from heavypath.kernels.filtering import LOWEST, softmax_scale
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream
-from heavypath.kernels.sampling_kernel import launch_topk
+from heavypath.kernels.nucleus import launch_tokens
 from heavypath.kernels.tickets import is_last, tickets
 from heavypath.kernels.verifying.distributions import CHUNK, LANES, NONE, TILE, log_prob
 from heavypath.kernels.verifying.drafted_tree import (
@@ -176,5 +176,5 @@ def launch_typical(given: VerifyInputs, limits: tuple[float, float]) -> Verified
         )  # fmt: skip
     ends = target.reshape(batch * count, vocab_size).index_select(0, last)
     rows = last if rows is None else rows.view(-1).index_select(0, last)
-    drawn, _, _ = launch_topk(ends, 1, given.target_filters, noise=Noise(seed, rows), stream=Stream.TARGET)
+    drawn, _, _ = launch_tokens(ends, 1, given.target_filters, noise=Noise(seed, rows), stream=Stream.TARGET)
     return Verified(path, length, drawn[:, 0])

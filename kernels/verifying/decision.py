@@ -99,33 +99,14 @@ def _decide_kernel(
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
     sums_ptr,  # fp32 [B, N, PIECES]
     tickets_ptr,  # [B, N], and behind them the counters of `sharing`
-    N,
-    V,
-    parents_stride,
-    ranks_stride,
-    target_batch_stride,
-    target_stride,
-    draft_batch_stride,
-    draft_stride,
-    seed_ptr,
-    seed_low,
-    seed_high,
-    temperature,
-    draft_temperature,
-    REPLACEMENT: tl.constexpr,
-    HELD: tl.constexpr,
-    K_SEQ: tl.constexpr,
-    POINT_MASSES: tl.constexpr,
-    HAS_DRAFT: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PIECES: tl.constexpr,
+    N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, seed_ptr,
+    seed_low, seed_high, temperature, draft_temperature,
+    REPLACEMENT: tl.constexpr, HELD: tl.constexpr, K_SEQ: tl.constexpr, POINT_MASSES: tl.constexpr,
+    HAS_DRAFT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_ROWS: tl.constexpr, FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr, CHUNKS: tl.constexpr, PIECES: tl.constexpr,
     HELPERS: tl.constexpr,  # programs that take part in others' passes only; 0 if there are no passes
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
-):
+):  # fmt: skip
     rows = (tl.num_programs(0) - HELPERS) // CHUNKS
     counters_ptr = tickets_ptr + rows
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT

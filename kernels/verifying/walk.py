@@ -84,40 +84,20 @@ def _walk_kernel(
     rows_ptr,  # [B, N] if HAS_ROWS
     decision_ptr,  # [B, N]: the accepted child if CHAIN, else the target's token; less than 0 for none
     target_ptr,  # [B, N, V]; this one and all down to tickets_ptr are None unless CHAIN
-    draft_ptr,
-    left_out_ptr,
-    facts_ptr,
-    marks_ptr,
+    draft_ptr, left_out_ptr, facts_ptr, marks_ptr,
     best_ptr,  # int64 [B, CHUNKS]
     tickets_ptr,  # [B]
     path_ptr,  # [B, max_depth + 1]
     length_ptr,  # [B]
     next_token_ptr,  # [B]
-    N,
-    V,
-    parents_stride,
-    ranks_stride,
-    target_batch_stride,
-    target_stride,
-    draft_batch_stride,
-    draft_stride,
-    max_depth,
-    seed_ptr,
-    seed_low,
-    seed_high,
-    temperature,
-    draft_temperature,
-    CHAIN: tl.constexpr,
-    LEAVES_OUT: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, max_depth,
+    seed_ptr, seed_low, seed_high, temperature, draft_temperature,
+    CHAIN: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
     PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
     INTERPRETED: tl.constexpr,
-):
+):  # fmt: skip
     chunk = tl.program_id(0) % CHUNKS
     batch = (tl.program_id(0) // CHUNKS).to(tl.int64)
     tokens_ptr += batch * N

@@ -6,6 +6,8 @@ import weakref
 
 import pytest
 import torch
+from block_checkpoints import block_of
+from head_cases import VARIANTS, head_of
 from llama_cases import MODELS, made, sharpened
 from tiny_models import tiny_llama
 from torch import nn
@@ -78,6 +80,25 @@ def test_parameters_stay_the_same_objects_with_their_values_and_versions(name, f
     assert_same(model, before)
     assert all(one is parameters[name] for name, one in model.named_parameters())
     assert LlamaForward(model).state() == state, "a cache of an earlier text still serves"
+
+
+@pytest.mark.parametrize("kind", ["eagle-3", "block"])
+def test_a_heads_products_are_joined_and_it_drafts_what_it_drafted(kind, tmp_path, monkeypatch, without_collector):
+    target = tiny_llama(seed=1)
+    head = block_of(target, tmp_path) if kind == "block" else head_of(target, **VARIANTS[kind])
+    own, _ = storages(head)
+    found = []
+    for fewer in (0, 3):  # pieces of memory of a layer
+        with monkeypatch.context() as patch:
+            if not fewer:
+                patch.setattr(Joining, "products", lambda *_: None)
+            decoder = SpeculativeDecoder(target, head, tree_size=6)
+        assert storages(head)[0] == own - fewer * len(head.layers)
+        out = decoder.generate(PROMPT, 12, eos_token_id=None)
+        found.append((out.sequences.tolist(), out.stats.steps, out.stats.acceptance_by_rank))
+        del decoder, out
+    assert found[0] == found[1]
+    assert storages(head)[0] == own
 
 
 def test_no_more_than_a_layers_weights_are_there_twice(monkeypatch):

@@ -12,6 +12,8 @@ from torch import Tensor
 from heavypath.kernels import filter_cuts as module
 from heavypath.kernels.filter_cuts import CHUNK, filter_cuts
 from heavypath.kernels.filtering import LEAST_TEMPERATURE, Filters, filtered_scores
+from heavypath.kernels.noise import Noise, Stream
+from heavypath.kernels.nucleus import launch_tokens
 
 FILTERS = [
     Filters(top_k=1), Filters(top_k=7), Filters(top_p=0.5), Filters(0.6, top_p=0.95), Filters(top_p=1e-6),
@@ -120,5 +122,10 @@ def test_the_prediction_counts_the_passes_that_the_search_takes(monkeypatch):
     for filters, name in ((Filters(top_k=50), "top-k 50"), (Filters(top_p=0.9), "top-p 0.9")):
         made.clear()
         filter_cuts(logits[None], filters)
-        assert len(made) == predicted.passes_of(logits[0].float().numpy(), name, 16)
+        assert len(made) == len(predicted.passes_of(logits[0].float().numpy(), name, 16))
+    for k, noise_row in ((1, 5), (8, 2)):
+        made.clear()
+        noise = Noise(0, torch.tensor([noise_row]))
+        launch_tokens(logits, k, Filters(top_p=0.9), noise=noise, stream=Stream.DRAFT)
+        assert len(made) == len(predicted.passes_of_draw(logits[0].float().numpy(), 0.9, k, 16, noise_row))
     assert predicted.predict("top-k 50", "bf16", 2000, 1).passes >= 1

@@ -14,6 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from heavypath.kernels.attention.masks import Visible, pack_ancestors
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.commit import State, commit
+from heavypath.kernels.layers.few_rows import few_rows_product
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
@@ -116,6 +117,7 @@ def cases() -> dict[str, Call]:
         "accept_state": Call(
             accept_state, (floats(2, 2, 16, 16), kept, torch.tensor([[0, 2], [0, 0]]), length), {"normalised": True}
         ),
+        "few_rows_product": Call(few_rows_product, (x.bfloat16(), floats(6, 32).bfloat16()), {"gated": True}),
         "append_tokens": Call(append_tokens, (corpus, appended, *texts), {}),
         "follower_logprobs": Call(
             follower_logprobs, (corpus, appended.cache_rows, torch.tensor([0, 0]), *texts), {"vocab_size": 5}

@@ -158,11 +158,11 @@ AREAS = {
     "sampling": Area(
         (
             "kernels/sampling*.py", "kernels/filtering.py", "kernels/filter_cuts.py", "kernels/noise.py",
-            "kernels/sequence_scores.py", "kernels/trees/*.py",
+            "kernels/nucleus.py", "kernels/sequence_scores.py", "kernels/trees/*.py",
         ),
         (
             "tests/kernels/test_sampling.py", "tests/kernels/test_filter*.py", "tests/kernels/test_noise.py",
-            "tests/kernels/test_sequence_scores.py", "tests/kernels/test_levels.py", "tests/kernels/test_slots.py",
+            "tests/kernels/test_nucleus.py", "tests/kernels/test_sequence_scores.py", "tests/kernels/test_levels.py", "tests/kernels/test_slots.py",
             "tests/kernels/test_adversary.py", "tests/mutants/test_mutations.py",
             "tests/mutants/test_survivors.py", "tests/core/test_growing.py",
         ),

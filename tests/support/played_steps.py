@@ -113,7 +113,7 @@ def without_values(as_on_a_gpu, monkeypatch):
     """The meta device, on which tensors have shapes alone, in the part of a GPU; kernels do nothing on it."""
     as_on_a_gpu()
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: None)
-    for name in ("sampling_kernel", "filter_cuts", "verifying.decision", "verifying.walk", "typical.kernel"):
+    for name in ("sampling_kernel", "nucleus", "filter_cuts", "verifying.decision", "verifying.walk", "typical.kernel"):
         module = importlib.import_module(f"heavypath.kernels.{name}")
         monkeypatch.setattr(module, "tickets", lambda count, device: torch.empty(count, device=device))
 

@@ -36,6 +36,7 @@ from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.forward import Attend, Forward, Taps, TreeMask, as_logits
+from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.linear import Linears
 from heavypath.speculative.models.llama import norm_of, turns_of
 
@@ -65,9 +66,9 @@ class BlockHeadDraft(TappedDraft):
         projections = [[getattr(each, name) for each in self._attentions] for name in ("k_proj", "v_proj")]
         self._context = linears.together([*projections[0], *projections[1]])
         self._key_norm = Norm(torch.ones_like(self._attentions[0].k_norm.weight), config.rms_norm_eps)
-        self._layers = [LayerFunctions(layer) for layer in head.layers]
+        self._layers, joining = [LayerFunctions(layer) for layer in head.layers], Joining(head)
         for layer in self._layers:
-            layer.look_up(linears.one, linears.together)
+            layer.look_up(linears.one, lambda modules: joining.products(modules) or linears.together(modules))
         self._convolutions = [(layer.attention_conv, layer.mlp_conv) for layer in modules]
         self._norm = norm_of(head.norm)
         self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))

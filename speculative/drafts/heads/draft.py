@@ -30,6 +30,7 @@ from heavypath.speculative.models.forward import (
     chain_mask,
 )
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.linear import Linears, Product, are_plain, each_alone
 from heavypath.speculative.models.llama import norm_of, turns_of
 from heavypath.speculative.models.native import Ends, native_pass
@@ -84,8 +85,9 @@ class HeadDraft(TappedDraft):
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._native = self._compiled()
         one, together = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
+        joining = Joining(head)
         for layer in self._layers:
-            layer.look_up(one, together)
+            layer.look_up(one, lambda modules: joining.products(modules) or together(modules))
         self._fc = one(head.fc)
         self._lm_head = target.parts.joined(self.lm_head, one(target.parts.of(self.lm_head)))
         self._rotary = self._rotary_table(1)

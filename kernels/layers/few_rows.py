@@ -1,0 +1,177 @@
+"""Products of few rows by a weight, which take the time of reading the weight, with what follows them in a layer.
+
+    y = x W'                            x: [R, K], W: [N, K], y: [R, N], R up to 128
+    y = round(silu(g)) * u              gated: W = [G; U], g = round(x G'), u = round(x U'), y: [R, N / 2]
+    y = round(z + round(x W'))          added: z [R, N], the residual stream
+
+Every weight is read once. So weights are the operand with many rows, 64 of them a program, and x is the one with few:
+tensor cores work as much as R needs, and no more. A weight of few outputs has too few programs to read at full speed.
+So K is cut into parts, a program for each. Parts are stored in fp32, and the program of a tile that ends last adds them
+up in their order.
+
+The cuts depend on the weight's shape alone, and each number's sum on the cuts. So a row has the same bits beside any
+other rows, whatever their number, which cuBLAS does not promise. In 16 bits sums are in fp32, and rounded where the
+modules of transformers round.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.language import tl, triton
+from heavypath.kernels.layers.rounding import rounded
+from heavypath.kernels.tickets import is_last, tickets
+
+MOST_ROWS = 128
+BLOCK_N, BLOCK_K = 64, 128
+PROGRAMS = 264  # that run at once: two for each multiprocessor of an H100
+MOST_PARTS, LEAST_BLOCKS = 8, 4  # of a weight's columns, and blocks of them in a part
+
+
+@operator
+def few_rows_product(
+    x: Tensor, weight: Tensor, *, gated: bool = False, added: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
+    """The product of rows by a weight, [R, N], or [R, N / 2] if gated.
+
+    x:      [R, K]; impl "triton" has R up to 128, K a multiple of 8, fp16 and bf16, and contiguous rows
+    weight: [N, K] of the same dtype, contiguous
+    gated:  the weight is that of a gate, and below it that of what is multiplied by silu(gate)
+    added:  [R, N], to be added; not with gated
+
+    Raises ValueError where the kernel does not take shapes or dtypes.
+    """
+    if gated and (added is not None or len(weight) % 2):
+        raise ValueError(f"gated takes an even number of outputs and nothing added, got {len(weight)} outputs")
+    if choose_impl("few_rows_product", impl, x) == "triton":
+        return _launch(x, weight, gated, added)
+    product = linear(x, weight)
+    if gated:
+        gate, up = product.chunk(2, -1)
+        return silu(gate) * up
+    return product if added is None else added + product
+
+
+@triton.jit
+def _store_part(parts, sums, part, output, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):
+    """Store the sums of a part, [BLOCK_N, ROWS], among those of all outputs."""
+    at = (part.to(tl.int64) * OUTPUTS + output)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(parts + at, sums, mask=(output < OUTPUTS)[:, None])
+
+
+@triton.jit
+def _sum_of_parts(parts, output, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """The sums of all parts, [BLOCK_N, ROWS], added in their order."""
+    at = output.to(tl.int64)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    sums = tl.load(parts + at, mask=(output < OUTPUTS)[:, None], other=0.0, cache_modifier=".cg")
+    for _ in tl.static_range(1, PARTS):
+        parts += OUTPUTS * ROWS
+        sums += tl.load(parts + at, mask=(output < OUTPUTS)[:, None], other=0.0, cache_modifier=".cg")
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _few_rows_kernel(
+    x,  # [rows, COLUMNS]
+    weight,  # [OUTPUTS, COLUMNS], or [2 * OUTPUTS, COLUMNS] if GATED
+    added,  # [rows, OUTPUTS] or None
+    out,  # [rows, OUTPUTS]
+    parts,  # fp32 [1, or 2 if GATED, PARTS, OUTPUTS, ROWS] if PARTS > 1
+    tickets_ptr,  # [tiles of outputs]
+    rows,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,  # columns of a part, but the last one's
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,  # rows, up to a power of two
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A program for BLOCK_N outputs of all rows, and a part of the columns."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    row, output = tl.arange(0, ROWS), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    there, end = (output < OUTPUTS)[:, None], tl.minimum((part + 1) * PART, COLUMNS)
+    x += row.to(tl.int64)[None, :] * COLUMNS
+    weight += output.to(tl.int64)[:, None] * COLUMNS
+    sums, ups = tl.zeros([BLOCK_N, ROWS], tl.float32), tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in range(part * PART, end, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        of_weight, of_x = there & (column < end)[None, :], (row < rows)[None, :] & (column < end)[:, None]
+        w = tl.load(weight + column[None, :], mask=of_weight, other=0.0)
+        given = tl.load(x + column[:, None], mask=of_x, other=0.0)
+        if INTERPRETED:  # whose products of bfloat16 are wrong
+            w, given = w.to(tl.float32), given.to(tl.float32)
+        sums = tl.dot(w, given, sums)
+        if GATED:
+            w = tl.load(weight + OUTPUTS * COLUMNS + column[None, :], mask=of_weight, other=0.0)
+            ups = tl.dot(w.to(given.dtype), given, ups)
+    last = True
+    if PARTS > 1:
+        _store_part(parts, sums, part, output, OUTPUTS, ROWS)
+        if GATED:
+            _store_part(parts + PARTS * OUTPUTS * ROWS, ups, part, output, OUTPUTS, ROWS)
+        last = is_last(tickets_ptr + tile, PARTS)
+    if last:
+        if PARTS > 1:
+            sums = _sum_of_parts(parts, output, OUTPUTS, PARTS, ROWS)
+            if GATED:
+                ups = _sum_of_parts(parts + PARTS * OUTPUTS * ROWS, output, OUTPUTS, PARTS, ROWS)
+        sums = rounded(sums, out, INTERPRETED)
+        at = row.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
+        inside = there & (row < rows)[None, :]
+        if GATED:
+            sums = rounded(sums / (1.0 + tl.exp(-sums)), out, INTERPRETED) * rounded(ups, out, INTERPRETED)
+        if added is not None:
+            sums += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, rounded(sums, out, INTERPRETED), mask=inside)
+
+
+def parts_of(outputs: int, columns: int) -> tuple[int, int]:
+    """How many parts the columns of a weight are cut into, and the columns of each.
+
+    Of the numbers of parts that give every multiprocessor its programs, the one that leaves fewest idle at the end.
+    """
+    tiles, blocks = -(-outputs // BLOCK_N), -(-columns // BLOCK_K)
+    most = max(1, min(MOST_PARTS, blocks // LEAST_BLOCKS))
+    least = min(most, -(-9 * PROGRAMS // (10 * tiles)))  # nine tenths of them will do
+    waves = {parts: tiles * parts / PROGRAMS for parts in range(least, most + 1)}
+    parts = min(waves, key=lambda parts: (round(-(-waves[parts] // 1) / waves[parts], 1), parts))
+    each = -(-blocks // parts)
+    return -(-blocks // each), each * BLOCK_K
+
+
+def _launch(x: Tensor, weight: Tensor, gated: bool, added: Tensor | None) -> Tensor:
+    """`few_rows_product` by the kernel."""
+    rows, columns = x.shape
+    outputs = len(weight) // 2 if gated else len(weight)
+    fits = x.dtype in (torch.float16, torch.bfloat16) and x.dtype == weight.dtype and rows <= MOST_ROWS
+    fits = fits and weight.shape[1] == columns and columns % 8 == 0 and weight.is_contiguous()
+    if added is not None:
+        fits = fits and (added.shape, added.dtype) == ((rows, outputs), x.dtype)
+    if not fits:
+        got = [(str(each.dtype), [*each.shape]) for each in (x, weight, added) if each is not None]
+        raise ValueError(
+            f"impl 'triton' takes at most {MOST_ROWS} rows x [R, K] and a contiguous weight [N, K] of one dtype, "
+            f"float16 or bfloat16, with K a multiple of 8, and what is added [R, N]; got {got}"
+        )
+    x, added = x.contiguous(), None if added is None else added.contiguous()
+    out = x.new_empty(rows, outputs)
+    parts, part = parts_of(outputs, columns)
+    tiles, padded = triton.cdiv(outputs, BLOCK_N), max(16, triton.next_power_of_2(rows))
+    stored = x.new_empty(parts * len(weight) * padded, dtype=torch.float32) if parts > 1 else None
+    if rows == 0:
+        return out
+    with torch.cuda.device_of(x):
+        _few_rows_kernel[(tiles, parts)](
+            x, weight, added, out, stored, tickets(tiles, x.device) if parts > 1 else None, rows,
+            OUTPUTS=outputs, COLUMNS=columns, PARTS=parts, PART=part, GATED=gated, ROWS=padded,
+            BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, INTERPRETED=not x.is_cuda, num_warps=4, num_stages=3,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,208 @@
+"""Draw tokens under top-p without looking for its cut, where the tokens that would be drawn decide.
+
+`filter_cuts` needs three or four passes over a row to find where top-p cuts it off. A draw seldom has to know. Its
+candidates, the tokens with the best keys of the whole row, are found first, twice as many as are drawn, as
+`sampling_kernel` finds them without filters. Then a pass sums the weights of tokens:
+
+    M(x) = sum over all tokens with a logit of at least x;   the cut is the largest x with M(x) >= p M(-inf)
+
+Its thresholds are the candidates' own logits. Let c be the largest of them with M(c) >= p M(-inf), and b the one above
+it. Candidates above c are kept, those below c are dropped. c itself is the cut, and kept, if M(c) - M(b) is the weight
+of one token: then no other one is at c or between. The first K candidates that are kept are the draw. Where fewer are
+kept, there are no others to draw if the weights of the kept ones sum to M(c).
+
+Where that does not decide, the search goes on until it does or the cut is found, by which the draw is then made again.
+M has the same bits as in `filter_cuts`, so tokens are always those that are drawn with its cut.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels import filter_cuts, sampling_kernel
+from heavypath.kernels.filter_cuts import (
+    THRESHOLDS,
+    end_of_ties,
+    help_rows,
+    key_of,
+    needed_ties,
+    number_of,
+    sums_of_pass,
+)
+from heavypath.kernels.filtering import HIDDEN_BITS, LOWEST, Filters, raised, softmax_scale
+from heavypath.kernels.language import tl, triton
+from heavypath.kernels.noise import Noise, Stream, seed_arguments, seed_words
+from heavypath.kernels.sampling_kernel import (
+    NEVER,
+    launch_topk,
+    open_groups,
+    scan_chunk,
+    store_draws,
+    sum_of_parts,
+    unpack,
+)
+from heavypath.kernels.sharing import counters, helpers, leave
+from heavypath.kernels.tickets import is_last, tickets
+
+MOST = 64  # tokens of a draw; of more the candidates are too many
+_NO_KEY = tl.constexpr(-(2**62))
+
+
+@triton.jit
+def _search(
+    best, memory, row, row_ptr, V, K, largest, scale, top_p,
+    PASS_CHUNKS: tl.constexpr, HIDDEN: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Search the cut as `filter_cuts` does, first among the candidates' keys, until the draw is decided.
+
+    best: the candidates, packed, largest first
+
+    Returns the draw, packed as they are; whether it is decided; the key of the cut, if the draw is not decided or has
+    fewer than K tokens; and how many tokens at the cut are kept; 0: all.
+    """
+    place, threshold = tl.arange(0, PLACES), tl.arange(0, THRESHOLDS)
+    there = best > NEVER
+    _, token = unpack(best)
+    x = tl.load(row_ptr + token, mask=there, other=float("-inf")).to(tl.float32)
+    key = tl.where(there, key_of(x, HIDDEN), _NO_KEY)
+    weight = tl.exp2(tl.maximum((x - largest) * scale, -1000.0))
+    low, high = key_of(tl.full([], LOWEST, tl.float32), HIDDEN), key_of(largest, HIDDEN) + 1
+    reached, above = tl.full([], float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    enough = tl.full([], 0.0, tl.float32)
+    drawn, decided, first = best, low > high, low < high
+    while first | ((high - low > 1) & (decided == 0)):
+        # The least threshold is the window's, and the others are candidates within it, evenly by their order.
+        inside = tl.where((key > low) & (key < high), key, _NO_KEY)
+        earlier = inside[None, :] > inside[:, None]
+        earlier |= (inside[None, :] == inside[:, None]) & (place[None, :] < place[:, None])
+        rank = tl.sum(earlier.to(tl.int32), 1)
+        count = tl.sum((inside > _NO_KEY).to(tl.int32))
+        last = tl.maximum(count, THRESHOLDS - 1) - 1
+        chosen = tl.minimum((THRESHOLDS - 1 - threshold) * last // (THRESHOLDS - 2), count - 1)
+        keys = tl.max(tl.where(rank[:, None] == chosen[None, :], inside[:, None], _NO_KEY), 0)
+        keys = tl.where((threshold == 0) | (keys == _NO_KEY), low, keys)
+        even = low + threshold * ((high - low + THRESHOLDS - 1) // THRESHOLDS)
+        keys = tl.where(count > 0, keys, tl.minimum(even, high - 1))
+        sums = tl.sum(sums_of_pass(memory, row, row_ptr, V, number_of(keys, HIDDEN), largest, scale, PASS_CHUNKS), 0)
+        enough = tl.where(first, tl.max(sums) * top_p, enough)
+        first = low > high
+        is_enough = sums >= enough
+        above = tl.maximum(above, tl.max(tl.where(is_enough, 0.0, sums)))
+        reached = tl.minimum(reached, tl.min(tl.where(is_enough, sums, float("inf"))))
+        low = tl.maximum(low, tl.max(tl.where(is_enough, keys, low)))
+        high = tl.minimum(high, tl.min(tl.where(is_enough, high, keys)))
+
+        # If one token is at the key `low`, and none between it and `high`: a second one would weigh as much, or more.
+        at_low = tl.max(tl.where(key == low, weight, 0.0))
+        is_cut = (reached - above < 1.5 * at_low) & (at_low > 1e-4 * reached)
+        kept = there & (key >= tl.where(is_cut, low, high))
+        rest = reached - tl.sum(tl.where(kept, weight, 0.0))
+        before = tl.cumsum(kept.to(tl.int32))
+        doubts = tl.sum((there & (key >= low) & (before < K) & (kept == 0)).to(tl.int32))
+        decided = (doubts == 0) & ((tl.max(before) >= K) | (is_cut & (tl.abs(rest) < 0.5 * at_low)))
+        to = tl.where(kept & (before <= K), before - 1, PLACES)
+        drawn = tl.max(tl.where(to[None, :] == place[:, None], best[None, :], NEVER), 1)
+    weight = tl.exp2((number_of(low, HIDDEN) - largest) * scale)
+    return drawn, decided, low, needed_ties(weight, above, reached, enough)
+
+
+@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature", "top_p"])
+def _nucleus_kernel(
+    logits_ptr,  # [R, V]
+    rows_ptr,  # [R] if HAS_ROWS
+    tokens_ptr,  # [R, K], as keys_ptr and logprobs_ptr
+    keys_ptr,
+    logprobs_ptr,
+    bounds_ptr,  # of `sampling_kernel`, as parts_ptr
+    parts_ptr,
+    passes_ptr,  # of `filter_cuts`, as sums_ptr
+    sums_ptr,
+    tickets_ptr,  # [R], and behind them the counters of `sharing`
+    V, row_stride, K, seed_ptr, seed_low, seed_high, temperature, top_p,
+    STREAM: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    FILL: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PASS_CHUNKS: tl.constexpr,
+    HELPERS: tl.constexpr,
+    PLACES: tl.constexpr,  # candidates
+    OPENED: tl.constexpr,  # groups that are opened at a time
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.num_programs(0) - HELPERS) // CHUNKS
+    memory = (tickets_ptr + rows, rows, passes_ptr, sums_ptr)
+    program = tl.program_id(0)
+    if program >= rows * CHUNKS:
+        help_rows(memory, program - rows * CHUNKS, logits_ptr, rows, 0, row_stride, V, PASS_CHUNKS)
+        leave(tickets_ptr + rows, rows, HELPERS)
+        return
+    row, chunk = program // CHUNKS, program % CHUNKS
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    noise_row = row.to(tl.int64)
+    if HAS_ROWS:
+        noise_row = tl.load(rows_ptr + noise_row)
+    stream = STREAM + tl.full([], 0, tl.int32)
+    seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
+    scale = softmax_scale(temperature)
+    cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
+    scan_chunk(
+        row_ptr, noise_row, stream, row, chunk, bounds_ptr, parts_ptr, V, seed_low, seed_high, scale, cut, end,
+        True, False, CHUNKS, INTERPRETED,
+    )  # fmt: skip
+    if is_last(tickets_ptr + row, CHUNKS):
+        largest, total = sum_of_parts(parts_ptr, row, scale, CHUNKS)
+        best = tl.full([PLACES], NEVER, tl.int64)
+        turn = tl.full([], 0, tl.int32)
+        while turn < 2:  # with all tokens, and where that decides nothing with those that the cut leaves
+            best = open_groups(
+                row_ptr, noise_row, stream, row, bounds_ptr, largest, total, V, tl.where(turn == 0, PLACES, K),
+                seed_low, seed_high, temperature, cut, end, True, True, CHUNKS, PLACES, OPENED,
+            )  # fmt: skip
+            turn += tl.where(total > 0, 1, 2)
+            if turn == 1:
+                drawn, decided, low, needed = _search(
+                    best, memory, row, row_ptr, V, K, largest, scale, top_p, PASS_CHUNKS, HIDDEN, PLACES
+                )
+                cut = number_of(low, HIDDEN)
+                if decided:
+                    best, turn = drawn, tl.full([], 2, tl.int32)
+                elif needed > 0:
+                    end = end_of_ties(memory, row, row_ptr, V, low, needed, largest, PASS_CHUNKS, HIDDEN)
+        store_draws(
+            best, row_ptr, noise_row, row, tokens_ptr, keys_ptr, logprobs_ptr, largest, total, V, K, seed_low,
+            seed_high, temperature, cut, end, True, FILL, PLACES,
+        )  # fmt: skip
+        leave(tickets_ptr + rows, rows, HELPERS)
+
+
+def launch_tokens(
+    logits: Tensor, k: int, filters: Filters, *, noise: Noise, stream: Stream, uniform_fill: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw as `launch_topk`, for who takes the tokens alone: keys and log-probabilities may be those before top-p."""
+    (count, vocab_size), device = logits.shape, logits.device
+    by_p_alone = Filters(top_p=filters.top_p).drop(vocab_size) and not filters._replace(top_p=None).drop(vocab_size)
+    if not by_p_alone or filters.temperature == 0 or k > MOST or count == 0:
+        return launch_topk(logits, k, filters, noise=noise, stream=stream, uniform_fill=uniform_fill)
+    tokens = torch.empty(count, k, dtype=torch.long, device=device)
+    keys, logprobs = torch.empty(count, k, device=device), torch.empty(count, k, device=device)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    chunks, in_pass = (triton.cdiv(vocab_size, module.CHUNK.value) for module in (sampling_kernel, filter_cuts))
+    sizes = [chunks * sampling_kernel.LANES.value, 2 * chunks, 2 + THRESHOLDS.value, in_pass * THRESHOLDS.value]
+    memory = torch.empty(count * sum(sizes), device=device).split([count * size for size in sizes])
+    bounds, parts, passes, sums = memory
+    places = max(8, triton.next_power_of_2(2 * k))
+    helping = min(4 * helpers(device), count * in_pass)
+    with torch.cuda.device_of(logits):
+        _nucleus_kernel[(count * chunks + helping,)](
+            logits, None if noise.rows is None else noise.rows.contiguous(), tokens, keys, logprobs,
+            bounds, parts, passes, sums,
+            tickets(count + counters(count), device), vocab_size, logits.stride(0), k, **seed_arguments(noise.seed),
+            temperature=raised(filters.temperature), top_p=float(filters.top_p or 1.0),
+            STREAM=int(stream), HAS_ROWS=noise.rows is not None, FILL=uniform_fill, HIDDEN=HIDDEN_BITS[logits.dtype],
+            CHUNKS=chunks, PASS_CHUNKS=in_pass, HELPERS=helping, PLACES=places, OPENED=min(16, places),
+            INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
+        )  # fmt: skip
+    return tokens, keys, logprobs
