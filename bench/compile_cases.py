@@ -131,11 +131,11 @@ def committing(nodes: int, per_sequence: bool) -> None:
     commit(state, tree, zeros(*shape), verified, 1, impl="triton")
 
 
-def norming(dtype: str, columns: int, added: bool) -> None:
+def norming(dtype: str, columns: int, added: bool, centred: bool = False) -> None:
     from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 
     hidden, weight = (on_gpu(torch.empty(*shape, dtype=DTYPES[dtype])) for shape in ((32, columns), (columns,)))
-    add_rms_norm(hidden, hidden if added else None, Norm(weight, 1e-5), impl="triton")
+    add_rms_norm(hidden, hidden if added else None, Norm(weight, 1e-5), centred=centred, impl="triton")
 
 
 def gating(dtype: str, columns: int) -> None:
@@ -305,7 +305,8 @@ ATTENTION = [  # every tile size, both kinds of tree
 ]
 CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power of two; sizes of 1 are Triton's constants
     **cases(norming, "norm {} K{} added", ("bf16", 4096, True), ("bf16", 768, True), ("fp16", 896, True),
-            ("fp32", 8192, True), ("bf16", 16384, True), ("fp32", 32768, True)),
+            ("fp32", 8192, True), ("bf16", 16384, True), ("fp32", 32768, True),
+            ("bf16", 4096, True, {"centred": True})),
     **cases(norming, "norm {} K{} added False", ("bf16", 4096, False)),
     **cases(gating, "gate {} F{}", ("bf16", 11008), ("fp16", 14336), ("fp32", 96)),
     **cases(multiplying, "product {} {}x{} {} rows", ("bf16", 12288, 4096, 64),

@@ -1,10 +1,10 @@
 """RMS norm of a residual stream, after the output of a layer's last product was added.
 
     h = x + a                                  x, a: [R, K]; without an a, h = x
-    n = h / sqrt(mean(h^2) + epsilon) * w      w: [K], the mean is over a row
+    n = h / sqrt(mean(h^2) + epsilon) * w      w: [K], the mean is over a row; centred: (1 + w) in place of w
 
 Zhang and Sennrich 2019, "Root mean square layer normalization". In 16 bits the kernel rounds where the modules of
-transformers do: h, the quotient, and the product with w; the sum of squares is in fp32.
+transformers do: h, the quotient, and the product with w. Centred norms round once. The sum of squares is in fp32.
 
 A row is read once, kept in registers, and both h and n are written: 4 K numbers for a row, where two operations move 6.
 """
@@ -33,18 +33,22 @@ class Norm(NamedTuple):
 
 
 @operator
-def add_rms_norm(hidden: Tensor, added: Tensor | None, norm: Norm, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    hidden: Tensor, added: Tensor | None, norm: Norm, *, centred: bool = False, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """The sum hidden + added and its RMS norm, [R, K] both; without `added` the sum is `hidden` itself.
 
     hidden, added: [R, K] of one dtype; impl "triton" has fp32, fp16 and bf16, and K up to 32,768
-    norm:          its weight [K]
+    norm:          its weight [K]; centred: whether the factor is 1 + weight, as of Gemma and Qwen3.5
 
     Raises ValueError where the kernel does not take shapes or dtypes.
     """
     if choose_impl("add_rms_norm", impl, hidden) == "triton":
-        return _launch(hidden, added, norm)
-    if added is not None:
-        hidden = hidden + added
+        return _launch(hidden, added, norm, centred)
+    hidden = hidden if added is None else hidden + added
+    if centred:
+        wide = normalized(hidden.float(), Norm(norm.weight.float() + 1, norm.epsilon))
+        return hidden, wide.to(hidden.dtype)
     return hidden, normalized(hidden, norm)
 
 
@@ -70,7 +74,7 @@ def _scalar(value: float) -> Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     hidden, added, weight, total, normed, rows, epsilon,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A program for ROWS whole rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -83,10 +87,11 @@ def _rms_norm_kernel(
         tl.store(total + at, x, mask=inside)
     scale = tl.rsqrt(tl.sum(x * x, 1) / COLUMNS + epsilon)[:, None]
     w = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-    tl.store(normed + at, rounded(w * rounded(x * scale, hidden, INTERPRETED), hidden, INTERPRETED), mask=inside)
+    out = (1.0 + w) * (x * scale) if CENTRED else w * rounded(x * scale, hidden, INTERPRETED)
+    tl.store(normed + at, rounded(out, hidden, INTERPRETED), mask=inside)
 
 
-def _launch(hidden: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+def _launch(hidden: Tensor, added: Tensor | None, norm: Norm, centred: bool) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` by the kernel."""
     rows, columns = hidden.shape
     fits = norm.weight.shape == (columns,) and (
@@ -106,7 +111,7 @@ def _launch(hidden: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, T
     with torch.cuda.device_of(hidden):
         _rms_norm_kernel[(triton.cdiv(rows, at_once),)](
             hidden, added, norm.weight, total, normed, rows, norm.epsilon,
-            COLUMNS=columns, ROWS=at_once, BLOCK=block, INTERPRETED=not hidden.is_cuda,
+            COLUMNS=columns, ROWS=at_once, BLOCK=block, CENTRED=centred, INTERPRETED=not hidden.is_cuda,
             num_warps=min(32, max(4, block // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return total, normed

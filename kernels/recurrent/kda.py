@@ -5,7 +5,7 @@
     A_ij = beta_i sum_d k_id k_jd e^(G_id - G_jd)        P_ij = sum_d q_id k_jd e^(G_id - G_jd)
 
 No product of two matrices is safe, since e^(-G_j) overflows. So the pairs of a node and an ancestor are computed alone,
-by gathering each node's ancestors: N x depth of them. `pairs` has the kernel for that.
+column by column. `pairs` has the kernel for that, compiled code gathers each node's ancestors.
 """
 
 import torch
@@ -35,20 +35,14 @@ def tree_kda(
     wide, mask, before = state.dtype, paths.mask, paths.before
     total = path_totals(gate, paths, above, impl=impl)
     every = KeptNodes(key, value, total).joined(above)
-    depth = mask.shape[-1] if mask.is_cuda else int(mask.sum(-1).max())  # a GPU is asked nothing
-    number, batch = torch.arange(mask.shape[-1], device=mask.device), torch.arange(len(mask), device=mask.device)
     queries, keys = unit(query).to(wide) * query.shape[-1] ** -0.5, unit(key).to(wide)
     unit_keys, parts = unit(every.keys).to(wide), []
     for begin in range(0, paths.new, BLOCK):  # which bounds the memory
         rows = slice(begin, begin + BLOCK)
-        near = number.where(mask[:, rows], -1).topk(depth, -1).values  # [B, q, depth], itself first
-        column = near.clamp(min=0)
-        gap = total[:, rows, None] - every.totals[batch[:, None, None], column]
-        fade = gap.masked_fill((near < 0)[..., None, None], -torch.inf).to(wide).exp()
-        faded = unit_keys[batch[:, None, None], column] * fade  # [B, q, depth, H, Dk]
-        found = torch.einsum("tbqhd,bqphd->tbhqp", torch.stack([queries[:, rows], keys[:, rows]]), faded)
-        dense = found.new_zeros(*found.shape[:4], mask.shape[-1])
-        parts.append(dense.scatter_add_(4, column[None, :, None].expand_as(found), found))
+        gap = total[:, rows, None] - every.totals[:, None]
+        fade = gap.masked_fill(~mask[:, rows, :, None, None], -torch.inf).to(wide).exp()  # [B, q, M, H, Dk]
+        pairs = torch.stack([queries[:, rows], keys[:, rows]])
+        parts.append(torch.einsum("tbqhd,bqphd->tbhqp", pairs, unit_keys[:, None] * fade))
     within, system = torch.cat(parts, 3)  # [B, H, Q, M]
     lead = total.to(wide).exp()
     out, read = ((rows * lead).transpose(1, 2) @ state for rows in (queries, keys))

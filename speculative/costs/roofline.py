@@ -19,7 +19,7 @@ the same text on every run. `heavypath calibrate` measures.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from heavypath.speculative.costs.table import Costs
@@ -105,14 +105,12 @@ class Work(NamedTuple):
         weight_bytes = sum(weight.nbytes * part_owned(weight) for weight in passed)
         config = model.config.get_text_config(decoder=True)
         share = model.layers / config.num_hidden_layers  # of an early exit
-        count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
-        experts = [weight for name, weight in model.weights() if ".experts." in name and weight.shape[:1] == (count,)]
-        experts = experts if 0 < each <= count else []
+        experts, chosen = experts_among(config, model.weights())
         return cls(
             int(weight_bytes * share), int(weights * share), model.layers, model.dtype.itemsize,
             int(sum(weight.nbytes * part_owned(weight) for weight in experts)),
             int(sum(weight.numel() * part_owned(weight) for weight in experts)),
-            each / count if experts else 1.0,
+            chosen,
         )  # fmt: skip
 
     def seconds(self, tokens: int, device: Device) -> float:
@@ -123,6 +121,13 @@ class Work(NamedTuple):
         reading = (self.weight_bytes - unread) / (REACHED * device.bandwidth)
         products = math.hypot(reading, 2 * tokens * used / peak)
         return products + self.layers * LAYER_KERNELS * SMALL_KERNEL
+
+
+def experts_among(config: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> "tuple[list[torch.Tensor], float]":
+    """The weights of all experts among a model's, given with their names, and the share that a token goes through."""
+    count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
+    found = [weight for name, weight in weights if ".experts." in name and weight.shape[:1] == (count,)]
+    return (found, each / count) if found and 0 < each <= count else ([], 1.0)
 
 
 def _largest(config: Any, names: Sequence[str]) -> int:

@@ -6,7 +6,8 @@ query heads and k key heads of size h / q, and V tokens has
 
     weights = l (2 h h + 2 h h k / q + 3 h i) + V h
 
-beside its norms, which are thousands of times smaller.
+beside its norms, which are thousands of times smaller. Where a token goes through a share s of the experts, n rows
+read 1 - (1 - s)^n of these, as if each chose by itself, and each row is multiplied with s of them.
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ class ModelSize:
     weights: elements that a pass multiplies, the language-model head among them; itemsize: bytes of each
     layers, hidden, vocab: its layers, hidden channels and tokens
     embedding: elements of the token embedding, if it is not the head's weight, too
+    experts: elements of all experts, among the weights; chosen: the share of them that a token goes through
     """
 
     weights: int
@@ -31,11 +33,22 @@ class ModelSize:
     vocab: int
     embedding: int = 0
     itemsize: float = 2
+    experts: int = 0
+    chosen: float = 1.0
 
     @property
     def nbytes(self) -> float:
-        """Bytes that a pass reads."""
+        """Bytes of all weights, which a pass over many rows reads."""
         return self.weights * self.itemsize
+
+    @property
+    def used(self) -> float:
+        """Elements that a row is multiplied with."""
+        return self.weights - self.experts * (1 - self.chosen)
+
+    def read(self, rows: float) -> float:
+        """Bytes that a pass over so many rows reads."""
+        return (self.weights - self.experts * (1 - self.chosen) ** rows) * self.itemsize
 
     @classmethod
     def llama(
@@ -59,11 +72,12 @@ class ModelSize:
     def of_folder(cls, folder: str | Path) -> "ModelSize":
         """The shape of a model in a folder, by its config.json alone: weights need not be there.
 
-        Every weight is taken to be multiplied in each pass; of a mixture of experts that are all experts. Raises
-        OSError or ValueError for a folder without a config of a causal language model.
+        Raises OSError or ValueError for a folder without a config of a causal language model.
         """
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
+
+        from heavypath.speculative.costs.roofline import experts_among
 
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
@@ -73,7 +87,11 @@ class ModelSize:
         looked_up = 0 if head is embedding else embedding.numel()
         every = sum(weight.numel() for weight in model.parameters())
         itemsize = (text.dtype or torch.float32).itemsize
-        return cls(every - looked_up, text.num_hidden_layers, text.hidden_size, text.vocab_size, looked_up, itemsize)
+        experts, chosen = experts_among(text, model.named_parameters())
+        return cls(
+            every - looked_up, text.num_hidden_layers, text.hidden_size, text.vocab_size, looked_up, itemsize,
+            sum(weight.numel() for weight in experts), chosen,
+        )  # fmt: skip
 
     def stored_in(self, bits: float) -> "ModelSize":
         """The same with weights of so many bits each, such as 4.25 with their scales; products are as they were."""

@@ -4,8 +4,8 @@ The target has P weights in W bytes and l layers. Each of R ranks has 1/R of it,
 other S = max(0, W/R - m) bytes through its link in each pass. A pass over n nodes takes
 
     reading     L    = S / link
-    memory      M    = W/R / bandwidth
-    products    C(n) = 2 n P/R / peak
+    memory      M    = W/R / bandwidth                of a mixture of experts only those that n nodes choose
+    products    C(n) = 2 n P/R / peak                 and those that a node chooses: see `shapes`. A link brings all
     telling     K(n) = (2 l + 1) (a log2 R + 2 (R-1)/R x n h / wire) + (a log2 R + (R-1)/R x n V / wire)
     device      D(n) = hypot(M, C(n)) + K(n) + F
 
@@ -41,7 +41,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from heavypath.speculative.costs.hardware import Hardware
-from heavypath.speculative.costs.roofline import DRAW, LAYER_KERNELS, LEVEL_KERNELS, SMALL_KERNEL, STEP_KERNELS
+from heavypath.speculative.costs.roofline import (
+    DRAW,
+    LAYER_KERNELS,
+    LEVEL_KERNELS,
+    LEVEL_NODES,
+    SMALL_KERNEL,
+    STEP_KERNELS,
+)
 from heavypath.speculative.costs.shapes import ModelSize
 from heavypath.speculative.trees.planning import Acceptance, select_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -127,11 +134,11 @@ class Setting:
 
     def products(self, shape: ModelSize, rows: float) -> float:
         """Seconds of the products of a pass over so many rows."""
-        return 0.0 if "products" in self.without else 2 * rows * shape.weights / self.hardware.computes
+        return 0.0 if "products" in self.without else 2 * rows * shape.used / self.hardware.computes
 
-    def fetching(self, shape: ModelSize) -> float:
-        """Seconds of reading a model's weights from the device's memory."""
-        return shape.nbytes / self.hardware.reads
+    def fetching(self, shape: ModelSize, rows: float) -> float:
+        """Seconds of reading from the device's memory what a pass over so many rows needs of a model's weights."""
+        return shape.read(rows) / self.hardware.reads
 
     def telling(self, nodes: int) -> float:
         """Seconds of what ranks tell each other in a pass over so many nodes."""
@@ -144,7 +151,8 @@ class Setting:
 
     def device(self, nodes: int) -> float:
         """D(n), seconds of a pass without its reading."""
-        memory, products = self.fetching(self.target) / self.ranks, self.products(self.target, nodes) / self.ranks
+        memory = self.fetching(self.target, nodes) / self.ranks
+        products = self.products(self.target, nodes) / self.ranks
         return math.hypot(memory, products) + self.telling(nodes) + self.kernels
 
     @property
@@ -153,7 +161,7 @@ class Setting:
         if self.draft is None or "drafting" in self.without:
             return 0.0
         kernels = self.draft.layers * LAYER_KERNELS + LEVEL_KERNELS
-        return self.fetching(self.draft) + kernels * SMALL_KERNEL + DRAW
+        return self.fetching(self.draft, LEVEL_NODES) + kernels * SMALL_KERNEL + DRAW
 
     def drafting(self, nodes: int, depth: int) -> float:
         """Q(n, d), seconds."""
@@ -171,7 +179,7 @@ class Setting:
         """The times of a step's parts, each by itself."""
         return StepSeconds(
             self.reading,
-            self.fetching(self.target) / self.ranks,
+            self.fetching(self.target, nodes) / self.ranks,
             self.products(self.target, nodes) / self.ranks,
             self.telling(nodes),
             self.drafting(nodes, depth),
@@ -181,7 +189,7 @@ class Setting:
     @property
     def free_nodes(self) -> float:
         """N*: nodes whose products are hidden by reading; where nothing hides them, those that take as long."""
-        node, memory = self.products(self.target, 1) / self.ranks, self.fetching(self.target) / self.ranks
+        node, memory = self.products(self.target, 1) / self.ranks, self.fetching(self.target, math.inf) / self.ranks
         if not node:
             return math.inf
         spare = self.reading - self.kernels if self.ahead else self.reading

@@ -1,8 +1,8 @@
 """Choose the forward pass of a model: the leanest that gives the model's own logits, or none.
 
 A model that is a Llama, Mistral, Qwen2 or Qwen3 exactly as transformers has it runs by `LlamaForward`, which calls the
-smallest of its modules directly. Every other model runs by transformers' own forward pass, which hooks, adapters,
-patches and subclasses are part of. Either is tried on a small tree first (`probe`), and a model that fails is refused.
+smallest of its modules directly. So does a Qwen3.5, by `QwenForward`. Every other model runs by transformers' own, of
+which hooks, adapters, patches and subclasses are part. Each is tried on a small tree first (`probe`), or refused.
 """
 
 import logging
@@ -54,8 +54,9 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     else:
         from heavypath.speculative.models.by_transformers import transformers_forward
 
-        forward = transformers_forward(inner, name)
-        _check(forward, model)
+        forward = transformers_forward(inner, name, lambda own: own.gap(model) <= tolerance_of(own))
+        if forward.is_foreign:
+            _check(forward, model)
     forward.watch(model)
     return forward
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import tiny
 from own_drafts import Recomputed
+from played_steps import Tape
 from profile_cases import REJECTION
 from recurrent_families import FOUR, RECURRENT, recurrent
 from texts_with_rules import left_padded
@@ -57,7 +58,7 @@ def check_states(decoder, bar=1e-5):
     cache, compared = decoder.runner.kept[-1], 0
     for forward in decoder._models:
         own = cache._rows_of(forward)
-        if own is None or not isinstance(own.cache, HybridCache):
+        if own is None or not hasattr(own.cache, "states"):
             continue
         for text, slot in zip(cache.tokens, cache._slots, strict=True):
             length = int(own.cache.states.position[slot])
@@ -105,6 +106,25 @@ def test_greedy_texts_are_those_of_transformers_generate(kind, count):
         assert check_states(decoder) > 0
     alone = decoder.generate(torch.tensor([PROMPTS[1]]), count).sequences[0, 3:].tolist()
     assert alone == expected[1]
+
+
+@pytest.mark.parametrize(("kind", "small"), [
+    ("lfm2", None), *(pytest.param(kind, kind, marks=pytest.mark.slow) for kind in RECURRENT),
+])  # fmt: skip
+def test_steps_are_captured_as_graphs_and_write_the_same_texts(kind, small, as_on_a_gpu, caplog):
+    """A capture runs nothing and asks nothing, and each replay moves the states on from where they are."""
+    model, prompt = recurrent(kind, 5), torch.tensor([PROMPTS[1]])
+    expected = greedy(model, PROMPTS[1], 4)
+    as_on_a_gpu()
+    draft = PromptLookup() if small is None else recurrent(small, 6)
+    decoder = SpeculativeDecoder(
+        model, draft, "sequoia", tree=TokenTree.from_branching([1] if small is None else [2, 1])
+    )
+    assert decoder.generate(prompt, 4).sequences[0, 3:].tolist() == expected
+    assert len(decoder.runner.idle.launcher.graphs) == 1
+    assert Tape.replays > 0
+    assert check_states(decoder) > 0
+    assert "captured" not in caplog.text
 
 
 METHODS = {

@@ -18,6 +18,7 @@ from gpu_cases import MINIATURE, Captured, assert_alike, prompts, pytestmark, si
 from head_cases import head_of
 from head_training_cases import random_rows
 from in_time import in_time
+from recurrent_families import for_kernels
 from tiny_models import tiny_llama
 
 from heavypath.kernels.cache_compaction import compact_cache
@@ -229,6 +230,7 @@ DRAFTS = {
     "head": with_a_head,
 }
 FAMILIES = ("granite", "gemma2", "gpt_oss", "mistral")  # by transformers' own forward pass, with windows and without
+STATES = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")  # with recurrent layers, as targets and drafts
 
 
 def pair_of(kind, pair):
@@ -236,6 +238,8 @@ def pair_of(kind, pair):
         return pair
     if kind in FAMILIES:
         return 2 * [tiny(kind, head_dim=16, hidden_size=64).to("cuda")]
+    if kind in STATES:
+        return [for_kernels(kind, seed).to("cuda") for seed in (5, 6)]
     target = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]
     return target, DRAFTS[kind](target)
 
@@ -243,10 +247,11 @@ def pair_of(kind, pair):
 @pytest.mark.parametrize(("kind", "method", "tree_size", "new"), [
     *(("model", method, size(24, 4), 520) for method in ("rsd-s", "dyspec", "eagle-2")),
     *(("head", method, size(8, 3), 64) for method in ("sequoia", "dyspec", "ersd")),
-    *((kind, "sequoia", size(8, 3), 64) for kind in (*DRAFTS, *FAMILIES) if kind != "head"),
+    *((kind, "sequoia", size(8, 3), 64) for kind in (*DRAFTS, *FAMILIES, *STATES) if kind != "head"),
 ])  # fmt: skip
 def test_graphs_of_any_draft_and_family_write_the_eager_text(kind, method, tree_size, new, pair):
-    if MINIATURE and (kind in ("gemma2", "gpt_oss", "mistral") or (kind == "model" and method != "rsd-s")):
+    slow = ("gemma2", "gpt_oss", "mistral", "kimi_linear", "granitemoehybrid")
+    if MINIATURE and (kind in slow or (kind == "model" and method != "rsd-s")):
         pytest.skip("too slow in miniature")
     made = SpeculativeDecoder if kind == "gpt_oss" else Captured  # whose experts may ask the host
     graphs, eager = with_and_without_graphs(pair_of(kind, pair), method, kind=made, tree_size=tree_size)

@@ -10,6 +10,7 @@ from played_steps import Launches
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.layers.gated import silu_product
@@ -53,6 +54,18 @@ def test_a_norm_behind_a_sum_is_that_of_transformers(rows, columns, dtype):
         plain = add_rms_norm(hidden, term, Norm(module.weight.detach(), 1e-5), impl="torch")
         check(plain[1], module(sum_of_both).detach(), exact)
     assert total.data_ptr() == hidden.data_ptr() or DEVICE == "cuda"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_whose_factor_is_centred_is_that_of_qwen(dtype):
+    hidden, module = (30 * torch.randn(5, 40)).to(dtype), Qwen3_5RMSNorm(40, 1e-5).to(dtype)
+    nn.init.normal_(module.weight)
+    wide = hidden.double()
+    exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (1 + module.weight.detach().double())
+    for impl, device in (("triton", DEVICE), ("torch", "cpu")):
+        norm = Norm(module.weight.detach().to(device), 1e-5)
+        _, normed = add_rms_norm(hidden.to(device), None, norm, centred=True, impl=impl)
+        check(normed, module(hidden).detach(), exact)
 
 
 def test_a_norm_of_zeros_and_of_an_infinite_row():

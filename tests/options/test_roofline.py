@@ -7,7 +7,7 @@ from recurrent_families import recurrent
 from tiny_models import tiny_llama
 
 from heavypath.speculative import METHODS, SpeculativeDecoder, load_demo_pair
-from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
+from heavypath.speculative.costs.roofline import SIZES, Device, Work, estimated_costs
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
@@ -60,6 +60,16 @@ def test_a_pass_reads_the_experts_that_its_tokens_choose_and_the_states_once(h10
     costs = estimated_costs(forward, [], h100, 3).step[1]
     forward.state_bytes = 0
     assert costs - estimated_costs(forward, [], h100, 3).step[1] == pytest.approx(9 * kept / h100.bandwidth, rel=1e-3)
+
+
+def test_the_default_tree_of_a_mixture_of_experts_is_small(h100):
+    """Of 80 billion weights, of which 77 are those of 512 experts; a token goes through 10."""
+    dense = Work(160 * 10**9, 80 * 10**9, 48, 2)
+    sparse = dense._replace(expert_bytes=154 * 10**9, expert_weights=77 * 10**9, chosen=10 / 512)
+    costs = [Costs({size: work.seconds(size, h100) for size in SIZES}, 0.3e-3) for work in (dense, sparse)]
+    for method in ("sequoia", "dyspec", "rsd-s", "specinfer"):
+        large, small = (len(default_tree(method, each)) for each in costs)
+        assert small < large / 2, method
 
 
 def test_costs_rise_with_nodes_and_a_level_costs_a_pass_of_the_draft(h100, demo_pair):

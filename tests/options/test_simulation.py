@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 from bench_scripts import script
+from families import tiny
 
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.hardware import DEVICES, Hardware
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.shapes import SHAPES, ModelSize, shape_of
 from heavypath.speculative.costs.simulation import AHEAD, Setting, StepSeconds, simulate
+from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
 
@@ -48,6 +50,23 @@ def test_the_shape_of_a_folder_is_that_of_the_model_in_it(demo_pair, tmp_path):
     assert shape.stored_in(4).nbytes == work.weights / 2
     with pytest.raises(ValueError, match=r"expected a folder with config\.json or one of llama-2-7b"):
         shape_of("llama-2-8b")
+
+
+def test_a_mixture_of_experts_reads_those_that_the_nodes_choose(tmp_path):
+    model = tiny("mixtral", hidden_size=32)  # of 4 experts 2 for a token
+    model.config.save_pretrained(tmp_path)
+    shape, work = shape_of(str(tmp_path)), Work.of(forward_of(model, "target"))
+    assert (shape.weights, shape.experts, shape.chosen) == (work.weights, work.expert_weights, 0.5)
+    assert shape.experts == 2 * 4 * 3 * 32 * model.config.intermediate_size
+    others = shape.weights - shape.experts
+    assert shape.used == others + shape.experts / 2
+    assert [shape.read(rows) / 4 for rows in (1, 2)] == [others + shape.experts / 2, others + shape.experts * 3 / 4]
+    dense, sparse = (replace(TARGET, experts=experts, chosen=0.1) for experts in (0, 900))
+    one, other = (Setting(PLAIN, target, memory=3000.0).parts(2, 0) for target in (dense, sparse))
+    assert (one.memory, other.memory) == pytest.approx((200, 200 - 180 * 0.81))
+    assert (one.products, other.products) == pytest.approx((4, 4 * 0.19))
+    best = [simulate(Setting(PLAIN, target, memory=3000.0), [0.6, 0.2, 0.1]).best for target in (dense, sparse)]
+    assert len(best[1].tree) < len(best[0].tree)
 
 
 def test_a_pass_reads_what_there_is_no_room_for_and_the_longer_of_reading_and_computing_counts():

@@ -32,6 +32,7 @@ STREAMS = 32  # that torch has of a device
 ASKING = {
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
     aten._unique2.default, aten.repeat_interleave.Tensor,
+    aten.item.default, aten.is_nonzero.default,  # in inference mode, which does not take them apart
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ KERNELS = (
     "typical.acceptance", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
     "layers.rms_norm", "layers.rotary", "layers.gated",
 )  # fmt: skip
+RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 launched = GridExecutor.__call__
@@ -83,7 +84,8 @@ def as_on_a_gpu(monkeypatch, interpreter):
             monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
         for place in ("models.joined", "decoding.noise_rows", "decoding.drafting"):
             monkeypatch.setattr(f"heavypath.speculative.{place}.choose_impl", lambda *_, native=False: "triton")
-        monkeypatch.setattr("heavypath.kernels.sequence_scores.choose_impl", lambda *_, native=False: "torch")
+        for place in ("sequence_scores", *(f"recurrent.{name}" for name in RECURRENT)):
+            monkeypatch.setattr(f"heavypath.kernels.{place}.choose_impl", lambda *_, native=False: "torch")
         monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
         for name, module in [*sys.modules.items()]:
             if name.startswith("heavypath.") and hasattr(module, "host_can_read"):

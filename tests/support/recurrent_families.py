@@ -30,7 +30,7 @@ LATENT = {
 }  # fmt: skip
 RECURRENT = {
     "qwen3_next": GDN | EXPERTS | THREE | {"head_dim": 8},
-    "qwen3_5_text": GDN | THREE | {"head_dim": 8},
+    "qwen3_5_text": GDN | THREE | {"head_dim": 16},
     "qwen3_5_moe_text": GDN | EXPERTS | THREE | {"head_dim": 8},
     "olmo_hybrid": GDN | THREE | {"linear_num_key_heads": 4},
     "kimi_linear": LATENT | EXPERTS | THREE | {"n_shared_experts": 1},
@@ -87,6 +87,15 @@ def recurrent(kind: str, seed: int = 0, twice: bool = False, **changes):
                 weight.add_(0.2 * torch.randn(weight.shape))
     model.generation_config.eos_token_id = None
     return model
+
+
+def for_kernels(kind: str, seed: int):
+    """A random model with heads of 16 columns, which the kernels take."""
+    columns = {"linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_head", "mamba_d_state"}
+    changes = dict.fromkeys(columns, 16) | {"mamba_n_heads": 4}
+    return recurrent.__wrapped__(
+        kind, seed, **{name: changes[name] for name in changes.keys() & RECURRENT[kind].keys()}
+    )
 
 
 def random_parents(nodes: int, climb: float) -> list[int]:

@@ -1,0 +1,191 @@
+"""The forward pass of Qwen3.5 over tree nodes, from the modules of the transformers model itself.
+
+It is the arithmetic of transformers' own pass, which spends several times as many launches on a GPU:
+
+    x = embed(tokens)
+    for each layer:  x += mixed(norm(x));  x += down(silu(gate(norm(x))) * up(norm(x)))
+    logits = lm_head(norm(x))
+
+    attention     q, s = q_proj(x);   o_proj(attention(turn(norm(q)), turn(norm(k_proj(x))), v_proj(x)) * sigmoid(s))
+    delta rule    q, k, v = silu(conv(qkv(x)));   g = -exp(A) softplus(a(x) + dt);   beta = sigmoid(b(x))
+                  out_proj(norm(tree_delta(q, k, v, g, beta)) * silu(z(x)))
+
+Factors of norms are 1 + weight, but of the delta rule's. Of each head the first columns alone are turned by positions.
+On a GPU linear layers with one input are one product: q, k and v; qkv, z, b and a; gate and up (see `joined`). The
+states, the rows and what is accepted are those of `RecurrentForward`, as is the probe that each model passes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+from transformers import PreTrainedModel
+
+from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
+from heavypath.kernels.recurrent.delta import tree_delta
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Attend, Taps, TreeMask, as_logits
+from heavypath.speculative.models.joined import Joining
+from heavypath.speculative.models.layer_weights import stream_of
+from heavypath.speculative.models.linear import Linears, Product, Products
+from heavypath.speculative.models.llama import gated_of, norm_of
+from heavypath.speculative.models.recurrent.cache import HybridCache
+from heavypath.speculative.models.recurrent.forward import RecurrentForward
+from heavypath.speculative.models.structure import has_hooks
+
+_HOME = "transformers.models.qwen3_5.modeling_qwen3_5"
+_norm = partial(add_rms_norm, centred=True)
+
+
+class QwenForward(RecurrentForward):
+    """A transformers Qwen3.5 causal language model, called on tree nodes. Raises what `RecurrentForward` does."""
+
+    is_foreign = False
+
+    def __init__(self, model: PreTrainedModel, name: str = "model"):
+        super().__init__(model, name)
+        inner: Any = model.model
+        linears = self._linears = Linears(name, (weight for _, weight in self.weights()))
+        joining = Joining(model)
+
+        def together(layers: Sequence[nn.Module]) -> Products:
+            return joining.products(layers) or linears.together(layers)
+
+        self._layers = [_Layer(layer, linears.one, together) for layer in inner.layers]
+        self._last, self._head = _centred(inner.norm), linears.one(model.lm_head)
+        self.watch(model)  # as it is after weights were joined
+
+    def is_current(self) -> bool:
+        """True if the model's parts are the same, and copies of its weights are still up to date."""
+        return super().is_current() and self._linears.is_current()
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
+        needs_logits: bool = True, taps: Taps | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits [B, N, V] after each token, see `Forward`."""
+        assert isinstance(cache, HybridCache)
+        rows = cache.give(mask, positions, cache_rows)
+        within = positions.clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
+        nodes = _Nodes(cache, rows, self._turns(within), mask.attention(self.dtype, (None,))[None])
+        hidden, computed = self.embedding(tokens.flatten()), None
+        states: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            hidden, normed = _norm(hidden, computed, layer.norm)
+            if taps is not None and index in taps.numbers:
+                states[index] = hidden
+            hidden, normed = _norm(hidden, layer.mixed(normed, nodes), layer.mlp_norm)
+            computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
+        cache.end_of_pass()
+        if not needs_logits and (taps is None or self.layers not in taps.numbers):
+            last = hidden.new_empty(0)
+        else:
+            _, last = _norm(hidden, computed, self._last)
+        if taps is not None:
+            taps.take(states | {self.layers: last}, tokens, cache_rows=rows, positions=positions)
+        if not needs_logits:
+            return hidden.new_empty(len(tokens), 0, self.vocab_size)
+        return as_logits(self._head(last).view(*tokens.shape, -1))
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [B, N, 1, R] of positions LongTensor[B, N]; the sine has the signs of rotate_half."""
+        rotary: Any = self.model.model.rotary_emb
+        cos, sin = rotary(self.like, positions[None].expand(3, -1, -1))
+        low, high = sin.chunk(2, -1)
+        return cos[:, :, None], torch.cat([-low, high], -1)[:, :, None]
+
+
+class _Nodes:
+    """The nodes of a pass: their states and rows in a cache, and what all layers share."""
+
+    def __init__(self, cache: HybridCache, rows: Tensor, turns: tuple[Tensor, Tensor], attend: Attend):
+        """rows: LongTensor[B, N] of the cache; turns: as of `QwenForward._turns`."""
+        self.cache, self.rows, self.attend = cache, rows, attend
+        self._cos, self._sin = turns
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """Heads [B, N, H, D] whose first R columns are turned."""
+        columns = self._cos.shape[-1]
+        part = heads[..., :columns]
+        part = torch.addcmul(part * self._cos, part.roll(columns // 2, -1), self._sin)
+        return torch.cat([part, heads[..., columns:]], -1)
+
+
+class _Layer:
+    """A layer's modules and functions, looked up once."""
+
+    def __init__(self, layer: Any, one: Callable[[Any], Product], together: Callable[[Sequence[nn.Module]], Products]):
+        mlp = layer.mlp
+        self.norm, self.mlp_norm = _centred(layer.input_layernorm), _centred(layer.post_attention_layernorm)
+        self.gate_and_up, self.down = together([mlp.gate_proj, mlp.up_proj]), one(mlp.down_proj)
+        self.gated = gated_of(mlp.act_fn)
+        if hasattr(layer, "linear_attn"):
+            own = self._own = layer.linear_attn
+            self.mixed = self._by_delta_rule
+            self._project = together([own.in_proj_qkv, own.in_proj_z, own.in_proj_b, own.in_proj_a])
+            self._mix, self._norm = one(own.out_proj), norm_of(own.norm)
+        else:
+            own = self._own = layer.self_attn
+            self.mixed = self._by_attention
+            self._project, self._mix = together([own.q_proj, own.k_proj, own.v_proj]), one(own.o_proj)
+            self._query_norm, self._key_norm = _centred(own.q_norm), _centred(own.k_norm)
+
+    def _by_attention(self, hidden: Tensor, nodes: _Nodes) -> Tensor:
+        """Mix normed hidden states [B * N, H] by attention."""
+        own, by_head = self._own, (*nodes.rows.shape, -1, self._own.head_dim)
+        both, key, value = self._project(hidden)
+        query, gate = both.view(*by_head[:3], 2 * own.head_dim).chunk(2, -1)
+        query, key = (
+            nodes.turned(_norm(heads.reshape(-1, own.head_dim), None, norm)[1].view(by_head))
+            for heads, norm in ((query, self._query_norm), (key, self._key_norm))
+        )
+        nodes.cache.write(own.layer_idx, key, value.view(by_head), nodes.rows)
+        mixed = nodes.attend(query.transpose(1, 2), *nodes.cache.read(own.layer_idx), own.scaling)
+        return self._mix((mixed.transpose(1, 2) * gate.sigmoid()).reshape(len(hidden), -1))
+
+    def _by_delta_rule(self, hidden: Tensor, nodes: _Nodes) -> Tensor:
+        """Mix normed hidden states [B * N, H] by a gated delta rule."""
+        own, state = self._own, nodes.cache.state(self._own.layer_idx, 0)
+        by_node = *nodes.rows.shape, -1
+        joined, z, strength, decay = (each.view(by_node) for each in self._project(hidden))
+        joined = state.convolved(joined.transpose(1, 2), own.conv1d.weight.squeeze(1), own.conv1d.bias, own.activation)
+        query, key, value = joined.transpose(1, 2).split([own.key_dim, own.key_dim, own.value_dim], -1)
+        query, key = (each.unflatten(-1, (-1, own.head_k_dim)) for each in (query, key))
+        gate = -own.A_log.float().exp() * softplus(decay.float() + own.dt_bias)
+        inputs = query, key, value.unflatten(-1, (-1, own.head_v_dim)), gate, strength.sigmoid()
+        mixed = state.recur(tree_delta, inputs).reshape(-1, own.head_v_dim)
+        _, mixed = add_rms_norm(mixed, None, self._norm)
+        mixed = (mixed * silu(z.reshape(mixed.shape).float())).to(hidden.dtype)
+        return self._mix(mixed.view(len(hidden), -1))
+
+
+def is_published_qwen(model: PreTrainedModel) -> bool:
+    """True if a model is a Qwen3.5, made of transformers' own modules, without any hook or patch, all in memory.
+
+    `QwenForward` calls few of them, so it would leave out anything that somebody put there.
+    """
+    if model.config.model_type != "qwen3_5_text" or stream_of(model) is not None:
+        return False
+    try:
+        inner: Any = model.model
+        passed_by = [model, inner, inner.rotary_emb, inner.norm]
+        for layer in inner.layers:
+            mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+            norms = [mixer.norm] if hasattr(layer, "linear_attn") else [mixer.q_norm, mixer.k_norm]
+            passed_by += [layer, mixer, *norms, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+            if hasattr(mixer, "conv1d") and (type(mixer.conv1d) is not nn.Conv1d or has_hooks(mixer.conv1d)):
+                return False
+    except AttributeError:
+        return False
+    return all(
+        type(module).__module__ == type(module).forward.__module__ == _HOME and not has_hooks(module)
+        for module in passed_by
+    )
+
+
+def _centred(module: Any) -> Norm:
+    """The settings of an RMS norm of Qwen3.5, whose factor is 1 + weight."""
+    return Norm(module.weight, module.eps)
