@@ -23,6 +23,7 @@ from heavypath.speculative.drafts.lookahead import Lookahead
 from heavypath.speculative.drafts.lookup import PromptLookup
 from heavypath.speculative.drafts.merge import Merge
 from heavypath.speculative.drafts.model import EarlyExit
+from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.drafts.trained import is_trained_head, load_trained_head
 from heavypath.speculative.drafts.translated import Translated
@@ -64,8 +65,8 @@ def load_pair(
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
     target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one), Medusa
-        heads or a block draft. Or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no
-        model. PATH is a file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these:
+        heads or a block draft. Or "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS" or "retrieval:PATH",
+        which need no model. PATH is a file that `Retrieval.save` wrote, or a text or a folder of texts. Or several:
         "demo-head+prompt-lookup" is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and
         "2*demo-head+4*prompt-lookup", with levels, a `Cascade`.
     device: default a GPU if there is one.
@@ -156,7 +157,7 @@ def load_draft(
 ) -> PreTrainedModel | Draftable:
     """Load a draft for a target: a trained head of any kind as published, or a model; from a folder or the cache.
 
-    path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
+    path_or_name: may also be "demo-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", or for a pair
         "retrieval:PATH"; and several of these, as in `load_pair`
     target: the model; or a pair that `load_pair` loaded by `target_name`. A draft model with another tokenizer than
         the pair's, or than the one in the model's folder, is a `Translated`
@@ -208,7 +209,7 @@ def _as_trained(
 def _lacks_target(draft: str) -> ValueError:
     return ValueError(
         f"a draft ({draft!r}) needs its target; only the shipped pair loads without one, and for its target "
-        f"{DEMO_HEAD}, heads of it, prompt-lookup, lookahead, early-exit:LAYERS and retrieval:PATH"
+        f"{DEMO_HEAD}, heads of it, prompt-lookup, recall, lookahead, early-exit:LAYERS and retrieval:PATH"
     )
 
 
@@ -246,7 +247,7 @@ def _check_modelless(draft: str) -> bool:
             raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
         if not Path(what).expanduser().exists():
             raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
-    return draft in ("prompt-lookup", "lookahead") or kind in ("early-exit", "retrieval")
+    return draft in ("prompt-lookup", "recall", "lookahead") or kind in ("early-exit", "retrieval")
 
 
 def _exit_layers(draft: str | None) -> set[int]:
@@ -263,6 +264,8 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
         return EarlyExit([int(layer) for layer in what.split(",")] if "," in what else int(what))
     if kind == "prompt-lookup":
         return PromptLookup()
+    if kind == "recall":
+        return Recall()
     if kind == "lookahead":
         return Lookahead()
     if tokenizer is None:

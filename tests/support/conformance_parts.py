@@ -7,6 +7,7 @@ import string
 from copy import deepcopy
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from block_checkpoints import random_block
 from conformance_rows import GROWING, RECURRENT
@@ -32,6 +33,7 @@ from heavypath.speculative import (
     Pard,
     Profile,
     PromptLookup,
+    Recall,
     Retrieval,
     SpeculativeDecoder,
     TokenTree,
@@ -129,6 +131,14 @@ def naive(log_target, log_draft, children):
     return log_target.exp()
 
 
+def recall_of(texts):
+    """A `Recall` that has learned these texts already."""
+    recall = Recall(512, max_ngram=4)
+    for text in texts:
+        recall.learn(np.array(text))
+    return recall
+
+
 def medusa_of(target):
     config = target.config.get_text_config()
     heads = MedusaHeads(MedusaConfig(8, 1, config.hidden_size, config.vocab_size, owns_lm_heads=True))
@@ -179,6 +189,7 @@ class Case:
             "block": lambda: random_block(self.target, self.head_dim),
             "lookup": PromptLookup,
             "retrieval": lambda: Retrieval(corpus),
+            "recall": lambda: recall_of(corpus),
             "lookahead": lambda: Lookahead(window=3, ngram=3),
             "early exit": lambda: EarlyExit(1),
             "translated": lambda: translated_of(self.vocab_size, self.target.dtype, head_dim=self.head_dim),

@@ -16,8 +16,8 @@ RECURRENT = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")  # one f
 AXES = {
     "method": (*METHODS,),
     "draft": (
-        "model", "the target", "head", "p-eagle", "medusa", "block", "pard", "lookup", "retrieval", "lookahead",
-        "early exit", "translated", "mixture", "cascade", "merge", "own", "none",
+        "model", "the target", "head", "p-eagle", "medusa", "block", "pard", "lookup", "retrieval", "recall",
+        "lookahead", "early exit", "translated", "mixture", "cascade", "merge", "own", "none",
     ),
     "target": (*TOYS, "llama", "mistral", "qwen3", "mixtral", "gemma3_text", "gpt_oss", *RECURRENT),
     "tree": ("default", "of 6 nodes", "own", "deep", "by options", "threshold", "profile", "replanned", "by batch"),
