@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
@@ -126,9 +133,10 @@ def _load_pair(
         return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped))
     named = {"target": target} | ({} if draft is None or modelless else {"draft": draft})
     folders = {role: find_folder(role, name) for role, name in named.items()}
-    head = folders.pop("draft") if "draft" in folders and is_trained_head(folders["draft"]) else None
-    for role, folder in folders.items():
-        _check_type(role, folder)
+    config = _config_of("target", folders["target"])
+    head = folders.pop("draft") if "draft" in folders and is_trained_head(folders["draft"], config) else None
+    if "draft" in folders:
+        _config_of("draft", folders["draft"])
     if not _has_tokenizer(folders["target"]):
         raise ValueError(
             f"the target folder {str(folders['target'])!r} has no tokenizer; save one there "
@@ -175,12 +183,12 @@ def load_draft(
     if _check_modelless(name):
         return _modelless(name, target.tokenizer if isinstance(target, Pair) else None)
     model = target.target if isinstance(target, Pair) else target
-    head = is_trained_head(name)
+    head = is_trained_head(name, model.config)
     if isinstance(target, Pair) and target_name is None and not head:
         raise _lacks_target(name)
     folder = find_folder("draft", name)
     if not head:
-        _check_type("draft", folder)
+        _config_of("draft", folder)
     own = _tokenizer_in("draft", folder)
     if head:
         if isinstance(target, Pair):
@@ -298,13 +306,16 @@ def find_folder(role: str, name: str) -> Path:
     return Path(config).parent
 
 
-def _check_type(role: str, folder: Path) -> None:
+def _config_of(role: str, folder: Path) -> PreTrainedConfig:
+    """The config of a causal language model; ValueError or TypeError for what is none."""
     try:
-        kind = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"cannot read the {role}'s config in {str(folder)!r}: {error}") from error
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise TypeError(f"the {role} in {str(folder)!r} is of type {kind!r}; expected a causal language model")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        given = f"the {role} in {str(folder)!r} is of type {config.model_type!r}"
+        raise TypeError(f"{given}; expected a causal language model")
+    return config
 
 
 def _has_tokenizer(folder: Path) -> bool:

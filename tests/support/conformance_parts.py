@@ -13,6 +13,7 @@ from block_checkpoints import random_block
 from conformance_rows import GROWING, RECURRENT
 from families import tiny
 from head_cases import head_of
+from mtp_checkpoints import mtp_of
 from own_drafts import Bigrams
 from processed_texts import odd_behind_even
 from recurrent_families import recurrent
@@ -185,6 +186,7 @@ class Case:
             "head": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim),
             "p-eagle": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim, mask_token_id=3),
             "medusa": lambda: medusa_of(self.target),
+            "mtp": lambda: mtp_of(self.target),
             "pard": lambda: Pard(self.small, mask_token_id=3),
             "block": lambda: random_block(self.target, self.head_dim),
             "lookup": PromptLookup,

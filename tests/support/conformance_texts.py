@@ -55,7 +55,7 @@ def texts(case, decoder, *, way=None, only=None, past=None):
     ]
     if "past" in options:
         # States are there at the ends of texts and of prompts alone, and a head may have read less.
-        by_head = case.row["target"] in RECURRENT and case.row["draft"] in ("head", "p-eagle", "medusa", "block")
+        by_head = case.row["target"] in RECURRENT and case.row["draft"] in ("head", "p-eagle", "medusa", "block", "mtp")
         by_head |= (case.row["draft"], case.row["tree"]) == ("p-eagle", "deep")  # less by as many as it has levels
         assert out.stats.reused_tokens > 0 or ids.shape[1] < 6 or by_head
     for told, text in zip(streamers or [], found if streamers else [], strict=True):
@@ -149,7 +149,7 @@ def sampled(case, decoder):
     """Texts LongTensor[N, 4] of the first prompt; fewer where each of them takes long."""
     row = case.row
     asked = row["grammar"] or row["processors"] != "none" or row["draft"] == "lookahead"
-    slow = row["draft"] in ("lookup", "retrieval", "recall", "mixture", "merge", "cascade")
+    slow = row["draft"] in ("lookup", "retrieval", "recall", "mtp", "mixture", "merge", "cascade")
     slow = (
         slow
         or row["target"] == "toy gpt2"
