@@ -13,6 +13,8 @@ draft        tokens per forward pass with each kind of draft, by verifiers of th
              token drafted after a root is accepted. The corpus to retrieve from is what the models were trained on
 retrieval    what a corpus takes to make, to load and to ask (a call for the nodes of a level, behind 300 tokens); the
              tokens that it brings beside prompt lookup and the draft model, by the trees that are the default here
+recall       texts of each prompt, --rounds of them under one seed after the other, by drafts that learn and others:
+             tokens per forward pass of each round. Of Recall the first round has had other prompts' texts alone
 verifier     each verifier on trees of the same shape. All prompts under all seeds are one batch; the gain is over
              rejection, its standard error a jackknife over the prompts; the first --timed prompts are decoded alone
 nodes        tokens per forward pass of every method with an equal budget of nodes, and what planning expected by the
@@ -66,6 +68,7 @@ from heavypath.speculative import (
     Lookahead,
     Mixture,
     PromptLookup,
+    Recall,
     Retrieval,
     SpeculativeDecoder,
     TokenTree,
@@ -279,6 +282,23 @@ def retrieval(bench: Bench) -> Iterator[Row]:
             taken = median(query_seconds(queried, text, nodes, bench.given.rounds))
             yield {"draft": name, "nodes": nodes, "query_microseconds": 1e6 * taken}
     yield from of_drafts(bench, {"prompt lookup": PromptLookup(), "retrieval": found["load"], MODEL: bench.draft}, None)
+
+
+def recall(bench: Bench) -> Iterator[Row]:
+    given, head = bench.given, load_demo_head(bench.target)
+    for temperature in given.temperature:
+        drafts = {
+            "prompt lookup": PromptLookup(), "recall": Recall(), "head": head, "head, recall": Mixture([head, Recall()])
+        }  # fmt: skip
+        for name, each in drafts.items():
+            decoder, rounds = SpeculativeDecoder(bench.target, each, tree_size=given.nodes[0]), []
+            for seed in range(given.rounds):
+                outs = [
+                    decoder.generate(prompt, given.max_new_tokens, temperature=temperature, seed=seed)
+                    for prompt in bench.prompts
+                ]
+                rounds.append(sum(out.stats.new_tokens for out in outs) / sum(out.stats.steps for out in outs))
+            yield {"temperature": temperature, "draft": name, "tokens_per_forward": rounds}
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -495,6 +515,7 @@ SWEEPS = {
     "retrieval": sweep(
         retrieval, prompts=24, max_new_tokens=128, temperature=[*COLD, 1.0], method=["chain", "sequoia"], rounds=200
     ),
+    "recall": sweep(recall, prompts=24, max_new_tokens=96, rounds=4, nodes=[16], temperature=[0.6, 1.0]),
     "verifier": sweep(
         verifier, {"prompts": 2, "seeds": 1, "timed": 1, "tree": ["sequoia 16"]}, prompts=24, seeds=2,
         max_new_tokens=96, timed=4, temperature=[0.6, 1.0], tree=list(TREES), verifier=list(VERIFIERS),

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
@@ -23,6 +30,7 @@ from heavypath.speculative.drafts.lookahead import Lookahead
 from heavypath.speculative.drafts.lookup import PromptLookup
 from heavypath.speculative.drafts.merge import Merge
 from heavypath.speculative.drafts.model import EarlyExit
+from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.drafts.trained import is_trained_head, load_trained_head
 from heavypath.speculative.drafts.translated import Translated
@@ -64,8 +72,8 @@ def load_pair(
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
     target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one), Medusa
-        heads or a block draft. Or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no
-        model. PATH is a file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these:
+        heads or a block draft. Or "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS" or "retrieval:PATH",
+        which need no model. PATH is a file that `Retrieval.save` wrote, or a text or a folder of texts. Or several:
         "demo-head+prompt-lookup" is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and
         "2*demo-head+4*prompt-lookup", with levels, a `Cascade`.
     device: default a GPU if there is one.
@@ -125,9 +133,10 @@ def _load_pair(
         return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped))
     named = {"target": target} | ({} if draft is None or modelless else {"draft": draft})
     folders = {role: find_folder(role, name) for role, name in named.items()}
-    head = folders.pop("draft") if "draft" in folders and is_trained_head(folders["draft"]) else None
-    for role, folder in folders.items():
-        _check_type(role, folder)
+    config = _config_of("target", folders["target"])
+    head = folders.pop("draft") if "draft" in folders and is_trained_head(folders["draft"], config) else None
+    if "draft" in folders:
+        _config_of("draft", folders["draft"])
     if not _has_tokenizer(folders["target"]):
         raise ValueError(
             f"the target folder {str(folders['target'])!r} has no tokenizer; save one there "
@@ -156,7 +165,7 @@ def load_draft(
 ) -> PreTrainedModel | Draftable:
     """Load a draft for a target: a trained head of any kind as published, or a model; from a folder or the cache.
 
-    path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
+    path_or_name: may also be "demo-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", or for a pair
         "retrieval:PATH"; and several of these, as in `load_pair`
     target: the model; or a pair that `load_pair` loaded by `target_name`. A draft model with another tokenizer than
         the pair's, or than the one in the model's folder, is a `Translated`
@@ -174,12 +183,12 @@ def load_draft(
     if _check_modelless(name):
         return _modelless(name, target.tokenizer if isinstance(target, Pair) else None)
     model = target.target if isinstance(target, Pair) else target
-    head = is_trained_head(name)
+    head = is_trained_head(name, model.config)
     if isinstance(target, Pair) and target_name is None and not head:
         raise _lacks_target(name)
     folder = find_folder("draft", name)
     if not head:
-        _check_type("draft", folder)
+        _config_of("draft", folder)
     own = _tokenizer_in("draft", folder)
     if head:
         if isinstance(target, Pair):
@@ -208,7 +217,7 @@ def _as_trained(
 def _lacks_target(draft: str) -> ValueError:
     return ValueError(
         f"a draft ({draft!r}) needs its target. Without one the target is the shipped model, and its drafts are "
-        f"{DEMO_HEAD}, heads of it, prompt-lookup, lookahead, early-exit:LAYERS and retrieval:PATH"
+        f"{DEMO_HEAD}, heads of it, prompt-lookup, recall, lookahead, early-exit:LAYERS and retrieval:PATH"
     )
 
 
@@ -246,7 +255,7 @@ def _check_modelless(draft: str) -> bool:
             raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
         if not Path(what).expanduser().exists():
             raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
-    return draft in ("prompt-lookup", "lookahead") or kind in ("early-exit", "retrieval")
+    return draft in ("prompt-lookup", "recall", "lookahead") or kind in ("early-exit", "retrieval")
 
 
 def _exit_layers(draft: str | None) -> set[int]:
@@ -263,6 +272,8 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
         return EarlyExit([int(layer) for layer in what.split(",")] if "," in what else int(what))
     if kind == "prompt-lookup":
         return PromptLookup()
+    if kind == "recall":
+        return Recall()
     if kind == "lookahead":
         return Lookahead()
     if tokenizer is None:
@@ -295,13 +306,16 @@ def find_folder(role: str, name: str) -> Path:
     return Path(config).parent
 
 
-def _check_type(role: str, folder: Path) -> None:
+def _config_of(role: str, folder: Path) -> PreTrainedConfig:
+    """The config of a causal language model; ValueError or TypeError for what is none."""
     try:
-        kind = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"cannot read the {role}'s config in {str(folder)!r}: {error}") from error
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise TypeError(f"the {role} in {str(folder)!r} is of type {kind!r}; expected a causal language model")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        given = f"the {role} in {str(folder)!r} is of type {config.model_type!r}"
+        raise TypeError(f"{given}; expected a causal language model")
+    return config
 
 
 def _has_tokenizer(folder: Path) -> bool:

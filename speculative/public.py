@@ -19,6 +19,7 @@ from heavypath.speculative.drafts.lookup import PromptLookup
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.merge import Merge
 from heavypath.speculative.drafts.model import EarlyExit
+from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.drafts.translated import Translated
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
@@ -81,6 +82,7 @@ __all__ = [
     "PromptLookup",
     "RankFailedError",
     "RankMismatchError",
+    "Recall",
     "Retrieval",
     "RowCache",
     "SpeculativeDecoder",

@@ -53,6 +53,22 @@ def store_texts(corpus: SortedCorpus, tokens: Tensor, keys: Tensor, values: Tens
         low, high = (pad(bound[:, :-1], (1, 0)) for bound in (low, high))  # of the token before
 
 
+def renew_ranges(corpus: SortedCorpus, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write the ranges in one row of each text anew, by the tokens that it has: of a corpus that has changed since.
+
+    rows: LongTensor[B]; keys, values: LongTensor[B, 2, any, M]
+    """
+    sequence, size, longest = torch.arange(len(rows), device=rows.device), len(corpus.steps), keys.shape[-1]
+    tokens = values[sequence, 1, rows]  # [B, M]
+    bounds = tokens.new_zeros(len(rows), longest, 2)  # of the last 1 .. M tokens, each range the whole corpus at first
+    bounds[..., 1] = size
+    for k in reversed(range(longest)):  # the token with k after it is in the ranges of more than k
+        token = tokens[:, longest - 1 - k, None, None]
+        found = torch.searchsorted(corpus.steps, (token + 1) * size + bounds[:, k:])
+        bounds[:, k:] = found.where(token >= 0, 0)  # before the text there is nothing
+    keys[sequence, 0, rows], values[sequence, 0, rows] = bounds.unbind(-1)
+
+
 @operator
 def append_tokens(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor, *, impl: str = "auto") -> None:
     """Write the rows of nodes whose parents' rows are written, or are among the nodes.

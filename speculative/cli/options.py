@@ -59,7 +59,7 @@ Target = Annotated[str | None, typer.Option(help="The target model: a folder, or
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="A draft model or trained head, given alike; or demo-head, prompt-lookup, lookahead, "
+        help="A draft model or trained head, given alike; or demo-head, prompt-lookup, recall, lookahead, "
         "early-exit:LAYERS, or retrieval:PATH (texts). Several: A+B beside each other, 2*A+4*B for so many levels, "
         "merge:A+B for sequences of each (methods specinfer, naive, naive-distinct, top-k)."
     ),

@@ -190,6 +190,11 @@ class CompositeDraft(Draft):
                 return part.beside(own, root, lengths)
         return None
 
+    def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
+        """Let all parts take in texts that have ended."""
+        for part in self.drafts:
+            part.learn(prompts, lengths, new, counts)
+
     def unsure_rows(self, levels: int) -> int:
         """A model of a cascade also lacks what others have drafted below it."""
         return 2 + levels

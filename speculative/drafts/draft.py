@@ -154,6 +154,9 @@ class Draft:
         """The `extra_nodes` below roots LongTensor[B], with `lengths` tokens before them, LongTensor[B]."""
         return None
 
+    def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
+        """Take in texts that have ended: `lengths` of prompts' tokens LongTensor[B, T], `counts` of new ones [B, M]."""
+
     def unsure_rows(self, levels: int) -> int:
         """The most of a text's last rows that may not have been computed, after steps that draft so many levels.
 

@@ -12,7 +12,7 @@ from heavypath.speculative.models.caches import RowCache
 _METHODS = {name: [*inspect.signature(getattr(Draft, name)).parameters][1:]
             for name in ("new_cache", "prefill", "__call__")}  # fmt: skip
 _EXPECTED = (
-    "a causal language model of transformers, PromptLookup(), Retrieval(texts), EarlyExit(layers), "
+    "a causal language model of transformers, PromptLookup(), Retrieval(texts), Recall(), EarlyExit(layers), "
     "or a Draft of your own"
 )
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -57,7 +57,7 @@ class Retrieval(Draftable):
         self.largest = max(int(text.max()) for text in tokens if len(text))
         self.vocabulary = None if tokenizer is None else _fingerprint(tokenizer)
         self._corpus = sort_corpus(tokens, max_ngram)
-        self._copies: WeakValueDictionary[torch.device, _Copy] = WeakValueDictionary()
+        self._copies: WeakValueDictionary[torch.device, CorpusCopy] = WeakValueDictionary()
 
     def save(self, path: str | Path) -> None:
         """Write it to a file for `load`, 12 bytes for each token."""
@@ -98,18 +98,27 @@ class Retrieval(Draftable):
         loaded.vocabulary, loaded._corpus, loaded._copies = vocabulary, corpus, WeakValueDictionary()
         return loaded
 
-    def on(self, device: torch.device) -> "_Copy":
+    def on(self, device: torch.device) -> "CorpusCopy":
         """The sorted corpus on a device, which all decoders there share."""
         copy = self._copies.get(device)
         if copy is None:
-            copy = self._copies[device] = _Copy(SortedCorpus(*(field.to(device) for field in self._corpus)))
+            copy = self._copies[device] = CorpusCopy(SortedCorpus(*(field.to(device) for field in self._corpus)))
         return copy
 
     def __repr__(self) -> str:
         return f"Retrieval({self.tokens} tokens, max_ngram={self.max_ngram})"
 
 
-class _Copy:
+class KnownTexts(Protocol):
+    """Texts that a `RetrievalDraft` proposes from; largest: no token of them is larger."""
+
+    largest: int
+    max_ngram: int
+
+    def on(self, device: torch.device) -> "CorpusCopy": ...  # noqa: D102
+
+
+class CorpusCopy:
     """A corpus on a device, for as long as somebody drafts with it."""
 
     def __init__(self, corpus: SortedCorpus):
@@ -124,7 +133,7 @@ class RetrievalDraft(Draft):
 
     name = "retrieval"
 
-    def __init__(self, retrieval: Retrieval, vocab_size: int, device: torch.device):
+    def __init__(self, retrieval: KnownTexts, vocab_size: int, device: torch.device):
         if retrieval.largest >= vocab_size:
             raise ValueError(
                 f"the texts of {retrieval} must have tokens in 0 .. {vocab_size - 1}, the target's vocabulary, got "

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
@@ -18,23 +18,32 @@ from heavypath.speculative.drafts.kinds import as_draft, describe, draft_paramet
 from heavypath.speculative.drafts.medusa.checkpoint import is_medusa, load_medusa
 from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
+from heavypath.speculative.drafts.mtp.checkpoint import is_mtp, load_mtp
+from heavypath.speculative.drafts.mtp.draft import MtpDraft, MtpHead
 from heavypath.speculative.models.forward import Forward
 
-TrainedHead = EagleHead | MedusaHeads | BlockHead
+TrainedHead = EagleHead | MedusaHeads | BlockHead | MtpHead
 
 
-def is_trained_head(path_or_name: str | Path) -> bool:
-    """True if a folder, or a model in the Hugging Face cache, has an EAGLE head, Medusa heads or a block draft."""
+def is_trained_head(path_or_name: str | Path, target: PreTrainedConfig | None = None) -> bool:
+    """True if a folder, or a model in the Hugging Face cache, has an EAGLE head, Medusa heads or a block draft.
+
+    So it is if it has MTP layers, and is the checkpoint of a target with this config.
+    """
+    if target is not None and is_mtp(path_or_name, target):
+        return True
     return is_block(path_or_name) or is_medusa(path_or_name) or is_head(path_or_name)
 
 
 def load_trained_head(
     path_or_name: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None
 ) -> TrainedHead:
-    """A trained head for a target; arguments and errors as of `load_head`, `load_medusa` and `load_block`.
+    """A trained head for a target; arguments and errors as of `load_head`, `load_medusa`, `load_block`, `load_mtp`.
 
     A block draft has the tensors that an EAGLE head is known by, so it is asked for first.
     """
+    if is_mtp(path_or_name, target.config):
+        return load_mtp(path_or_name, target, dtype=dtype)
     load = load_block if is_block(path_or_name) else load_medusa if is_medusa(path_or_name) else load_head
     return load(path_or_name, target, dtype=dtype)
 
@@ -65,11 +74,21 @@ def _(given: BlockHead) -> str:
 
 
 @draft_parameter_count.register
-def _(given: EagleHead | BlockHead, target: PreTrainedModel) -> int:
+def _(given: EagleHead | BlockHead | MtpHead, target: PreTrainedModel) -> int:
     """With the target's lm_head, where it has none of its own. A level takes its share of the one pass of a block."""
     lm_head: Any = target.get_output_embeddings()
-    count = parameter_count(given) + (lm_head.weight.numel() if given.lm_head is None else 0)
+    count = parameter_count(given) + (lm_head.weight.numel() if getattr(given, "lm_head", None) is None else 0)
     return count // given.config.depths if isinstance(given, BlockHead) else count
+
+
+@as_draft.register
+def _(given: MtpHead, target: Forward, model: PreTrainedModel) -> Draft:
+    return MtpDraft(given, target)
+
+
+@describe.register
+def _(given: MtpHead) -> str:
+    return f"{given.config.model_type} layer, {parameter_count(given)} parameters"
 
 
 @as_draft.register

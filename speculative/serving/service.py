@@ -356,6 +356,9 @@ class Service:
         arrival.end(outcome)
         if isinstance(outcome, Exception):
             logger.warning("a request has failed: %s", outcome)
+        elif (draft := self._slots.plan.draft) is not None and arrival.tokens:
+            request, new = arrival.request, torch.tensor([arrival.tokens])
+            draft.learn(request.prompt, request.lengths, new, torch.tensor([len(arrival.tokens)]))
 
     def _count(self, **more: float) -> None:
         with self._lock:

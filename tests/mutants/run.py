@@ -162,7 +162,8 @@ AREAS = {
         ),
         (
             "tests/kernels/test_sampling.py", "tests/kernels/test_filter*.py", "tests/kernels/test_noise.py",
-            "tests/kernels/test_nucleus.py", "tests/kernels/test_sequence_scores.py", "tests/kernels/test_levels.py", "tests/kernels/test_slots.py",
+            "tests/kernels/test_nucleus.py", "tests/kernels/test_sequence_scores.py", "tests/kernels/test_levels.py",
+            "tests/kernels/test_slots.py",
             "tests/kernels/test_adversary.py", "tests/mutants/test_mutations.py",
             "tests/mutants/test_survivors.py", "tests/core/test_growing.py",
         ),

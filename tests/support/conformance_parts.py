@@ -7,11 +7,13 @@ import string
 from copy import deepcopy
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from block_checkpoints import random_block
 from conformance_rows import GROWING, RECURRENT
 from families import tiny
 from head_cases import head_of
+from mtp_checkpoints import mtp_of
 from own_drafts import Bigrams
 from processed_texts import odd_behind_even
 from recurrent_families import recurrent
@@ -32,6 +34,7 @@ from heavypath.speculative import (
     Pard,
     Profile,
     PromptLookup,
+    Recall,
     Retrieval,
     SpeculativeDecoder,
     TokenTree,
@@ -129,6 +132,14 @@ def naive(log_target, log_draft, children):
     return log_target.exp()
 
 
+def recall_of(texts):
+    """A `Recall` that has learned these texts already."""
+    recall = Recall(512, max_ngram=4)
+    for text in texts:
+        recall.learn(np.array(text))
+    return recall
+
+
 def medusa_of(target):
     config = target.config.get_text_config()
     heads = MedusaHeads(MedusaConfig(8, 1, config.hidden_size, config.vocab_size, owns_lm_heads=True))
@@ -175,10 +186,12 @@ class Case:
             "head": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim),
             "p-eagle": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim, mask_token_id=3),
             "medusa": lambda: medusa_of(self.target),
+            "mtp": lambda: mtp_of(self.target),
             "pard": lambda: Pard(self.small, mask_token_id=3),
             "block": lambda: random_block(self.target, self.head_dim),
             "lookup": PromptLookup,
             "retrieval": lambda: Retrieval(corpus),
+            "recall": lambda: recall_of(corpus),
             "lookahead": lambda: Lookahead(window=3, ngram=3),
             "early exit": lambda: EarlyExit(1),
             "translated": lambda: translated_of(self.vocab_size, self.target.dtype, head_dim=self.head_dim),

@@ -16,8 +16,8 @@ RECURRENT = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")  # one f
 AXES = {
     "method": (*METHODS,),
     "draft": (
-        "model", "the target", "head", "p-eagle", "medusa", "block", "pard", "lookup", "retrieval", "lookahead",
-        "early exit", "translated", "mixture", "cascade", "merge", "own", "none",
+        "model", "the target", "head", "p-eagle", "medusa", "block", "pard", "mtp", "lookup", "retrieval",
+        "recall", "lookahead", "early exit", "translated", "mixture", "cascade", "merge", "own", "none",
     ),
     "target": (*TOYS, "llama", "mistral", "qwen3", "mixtral", "gemma3_text", "gpt_oss", *RECURRENT),
     "tree": ("default", "of 6 nodes", "own", "deep", "by options", "threshold", "profile", "replanned", "by batch"),
@@ -90,6 +90,9 @@ REFUSED = [
     (("drafted at", "tree"), lambda at, tree: at == "temperature 0" and tree in BY_PROFILE),
     (("draft", "tree"), lambda draft, tree: draft == "medusa" and tree == "deep"),
     (("draft", "target"), lambda draft, target: draft == "early exit" and target not in LLAMAS),
+    # transformers makes no MTP layer where layers differ, and of a target that is split there is none.
+    (("draft", "target"), lambda draft, target: draft == "mtp" and target not in ("toy llama", "llama", "mixtral")),
+    (("draft", "way"), lambda draft, way: draft == "mtp" and way == "ranks"),
     # Of toys the joint law is looked at, so they are sampled, in float32 and by methods that keep it.
     (("target", "temperature"), lambda target, temperature: target in TOYS and temperature == 0),
     (("target", "dtype"), lambda target, dtype: target in TOYS and dtype != "float32"),

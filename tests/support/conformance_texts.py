@@ -55,7 +55,7 @@ def texts(case, decoder, *, way=None, only=None, past=None):
     ]
     if "past" in options:
         # States are there at the ends of texts and of prompts alone, and a head may have read less.
-        by_head = case.row["target"] in RECURRENT and case.row["draft"] in ("head", "p-eagle", "medusa", "block")
+        by_head = case.row["target"] in RECURRENT and case.row["draft"] in ("head", "p-eagle", "medusa", "block", "mtp")
         by_head |= (case.row["draft"], case.row["tree"]) == ("p-eagle", "deep")  # less by as many as it has levels
         assert out.stats.reused_tokens > 0 or ids.shape[1] < 6 or by_head
     for told, text in zip(streamers or [], found if streamers else [], strict=True):
@@ -149,8 +149,14 @@ def sampled(case, decoder):
     """Texts LongTensor[N, 4] of the first prompt; fewer where each of them takes long."""
     row = case.row
     asked = row["grammar"] or row["processors"] != "none" or row["draft"] == "lookahead"
-    slow = row["draft"] in ("lookup", "retrieval", "mixture", "merge", "cascade") or row["target"] == "toy gpt2"
-    slow = slow or row["way"] == "reference" or row["tree"] == "deep" or row["verifier"] == "own"
+    slow = row["draft"] in ("lookup", "retrieval", "recall", "mtp", "mixture", "merge", "cascade")
+    slow = (
+        slow
+        or row["target"] == "toy gpt2"
+        or row["way"] == "reference"
+        or row["tree"] == "deep"
+        or row["verifier"] == "own"
+    )
     prompt, sequences = torch.tensor(PROMPTS[case.members[0]]), 800 if asked else 4_000 if slow else 20_000
     out = decoder.generate(
         prompt.expand(sequences, -1), LENGTH, temperature=case.row["temperature"], **case.sampling, seed=SEED,

@@ -22,7 +22,7 @@ from heavypath.speculative.decoding.verifiers import TypicalVerifier
 KERNELS = (
     "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",
     "typical.acceptance", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
-    "layers.rms_norm", "layers.rotary", "layers.gated",
+    "layers.rms_norm", "layers.rotary", "layers.gated", "retrieval.ranges", "retrieval.followers",
 )  # fmt: skip
 RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])

@@ -1,8 +1,4 @@
-"""An EAGLE head at work: it drafts a tree level by level from the target's features of the text.
-
-A step's first feed makes the entries of all tokens that are new since the last step, of the target's features. The last
-of them, the root's, predicts the token after it. The entries of drafted nodes are made of the head's own outputs, and
-not kept: an accepted node gets its entry anew. So the keys and values before a root are those of a pass over the text.
+"""An EAGLE head at work: it drafts a tree level by level from the target's features of the text, see `entries`.
 
 PyTorch's operations are here. On a CPU compiled code takes their place (`native`), for which they are the reference.
 """
@@ -14,22 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from heavypath.kernels.layers.rms_norm import add_rms_norm
-from heavypath.kernels.layers.rotary import Turns, store_rows
-from heavypath.speculative.drafts.draft import Feed
+from heavypath.kernels.layers.rotary import Turns
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.entries import EntriesDraft
 from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits, norm_if_any
 from heavypath.speculative.drafts.heads.native import NativeHead
-from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.forward import (
-    PREFILL_CHUNK,
     Forward,
-    Taps,
     TreeMask,
     as_logits,
-    chain_mask,
 )
-from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.linear import Linears, Product, are_plain, each_alone
 from heavypath.speculative.models.llama import norm_of, turns_of
@@ -58,15 +49,12 @@ class _HeadFunctions(LayerFunctions):
         return add_rms_norm(hidden, None, self.norm) if self.norm is not None else (hidden, hidden)
 
 
-class HeadDraft(TappedDraft):
+class HeadDraft(EntriesDraft):
     """An `EagleHead` as a draft for the target whose hidden states it reads.
 
     Raises ValueError as `TappedDraft` does, for a head that reads states that the target does not have, and for one
     whose rotary embeddings depend on the length of the text.
     """
-
-    overlap = 1  # an entry is made of two tokens
-    levels_on_host = 3  # first children are accepted more often than those of a small model; measured with the demo's
 
     def __init__(self, head: EagleHead, target: Forward):
         super().__init__(head, target)
@@ -83,8 +71,8 @@ class HeadDraft(TappedDraft):
         self._norm = None if head.norm is None else norm_of(head.norm)
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
-        self._native = self._compiled()
-        one, together = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
+        self.native = self._compiled()
+        one, together = (linears.one, linears.together) if self.native is None else (_itself, each_alone)
         joining = Joining(head)
         for layer in self._layers:
             layer.look_up(one, lambda modules: joining.products(modules) or together(modules))
@@ -146,40 +134,6 @@ class HeadDraft(TappedDraft):
             rotary=rotary,
         )
 
-    def taps(self, cache: HeadCache) -> Taps:
-        """The hidden states of the target's passes that the head reads, to be kept in a cache."""
-
-        def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
-            if self._native is not None and self._native.takes(tokens.numel()):
-                self._native.keep(states, tokens, cache_rows, cache)
-            else:
-                cache.keep(self._features(states), tokens, cache_rows)
-
-        return Taps(self.config.taps, read)
-
-    def prefill(self, tokens: Tensor, cache: HeadCache, starts: Sequence[int] | None = None) -> None:
-        """Make the entries of right-padded texts LongTensor[B, T], all but the last; the target has read the texts.
-
-        starts: as of `Forward.prefill`
-        """
-        batch, entries = len(tokens), tokens.shape[1] - 1
-        starts = [0] * batch if starts is None else starts
-        first = torch.tensor(starts if max(starts) > min(starts) else starts[0], device=tokens.device)  # [B] or []
-        for begin in range(0, entries, PREFILL_CHUNK):
-            end = min(begin + PREFILL_CHUNK, entries)
-            rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
-            mask = chain_mask(first + begin, end - begin, visible_rows=max(starts) + end)
-            run = self._run
-            if self._native is not None and self._native.takes(rows.numel()):
-                run = self._native.prefill
-            run(_rows_of(cache.features[:, 0], rows), tokens[:, begin + 1 : end + 1], rows, cache, mask)
-
-    def __call__(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
-        if self._native is not None and self._native.takes(len(feed.tokens) * (feed.news or feed.tokens.shape[1])):
-            return self._native(feed, cache)
-        return self.logits(self.after_root(feed, cache) if feed.news else self._after_nodes(feed, cache))
-
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [B, n, V] of outputs [B, n, H]."""
         normed = hidden if self._norm is None else add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1]
@@ -189,52 +143,7 @@ class HeadDraft(TappedDraft):
         every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
         return every.index_copy_(2, self._proposed, logits)
 
-    def after_root(self, feed: Feed, cache: HeadCache, masks: int = 0) -> Tensor:
-        """Make the entries of what is new in the texts; the outputs of the roots', [B, 1, H].
-
-        masks: entries that follow, made of `mask_hidden`; then the outputs are [B, 1 + masks, H]
-        """
-        lengths, root, drafted = feed.prefix_lengths, feed.tokens[:, -1:], feed.drafted
-        new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)
-        entries = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
-        cache.known.copy_(lengths if drafted is None else lengths.where(drafted == 0, cache.known))
-        # The last so many rows of entries. Where there are not so many, the first of them is made several times.
-        first = torch.zeros_like(lengths) if drafted is None else (lengths - 1).clamp(min=0).where(drafted > 0, 0)
-        rows = (lengths[:, None] + torch.arange(-entries, 0, device=lengths.device)).maximum(first[:, None])
-        features = _rows_of(cache.features[:, 0], rows)
-        features = features.masked_fill((lengths == 0)[:, None, None], 0)  # nothing is before a text of one token
-        if drafted is not None:
-            features = features.where((drafted == 0)[:, None, None], _rows_of(cache.outputs, (rows - 1).clamp(min=0)))
-        tokens = _rows_of(cache.tokens[:, 0, :, 0], (rows + 1).clamp(max=cache.tokens.shape[2] - 1))
-        tokens = tokens.where(rows + 1 < lengths[:, None], root)
-        if masks:
-            rows = torch.cat([rows, rows[:, -1:] + torch.arange(1, masks + 1, device=rows.device)], 1)
-            tokens = torch.cat([tokens, torch.full_like(rows[:, entries:], self.config.mask_token_id or 0)], 1)
-            features = torch.cat([features, self._mask_features().expand(len(rows), masks, -1)], 1)
-            entries += masks
-        visible_rows = max(feed.visible_rows + masks, entries)
-        prefix = rows[:, 0].clamp(max=visible_rows - entries)  # of a text whose entries are one, made several times
-        mask = TreeMask(
-            prefix_length=prefix,
-            visible_rows=visible_rows,
-            ancestor_mask=torch.arange(entries, device=lengths.device) <= (rows - prefix[:, None])[..., None],
-        )
-        hidden = self._run(features, tokens, rows, cache, mask)[:, -1 - masks :]
-        self._keep_outputs(hidden[:, :1], rows[:, -1 - masks : rows.shape[1] - masks], cache)
-        return hidden
-
-    def _after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """The outputs [B, n, H] of drafted nodes."""
-        before = (feed.prefix_lengths - 1).clamp(min=0)  # the root's row
-        shift = (feed.prefix_lengths - before)[:, None]
-        rows = feed.cache_rows - shift
-        mask = TreeMask(prefix_length=before, visible_rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask)
-        features = _rows_of(cache.outputs, feed.parent_rows - shift)
-        hidden = self._run(features, feed.tokens, rows, cache, mask, feed.positions - shift)
-        self._keep_outputs(hidden, rows, cache)
-        return hidden
-
-    def _run(
+    def run(
         self,
         features: Tensor,
         tokens: Tensor,
@@ -260,7 +169,7 @@ class HeadDraft(TappedDraft):
             hidden = hidden + layer.mlp(normed)
         return hidden.view(*tokens.shape, -1)
 
-    def _features(self, taps: Sequence[Tensor]) -> Tensor:
+    def features(self, taps: Sequence[Tensor]) -> Tensor:
         """`EagleHead.features` of [B, N, Ht] each."""
         if self.config.generation == 1:
             return taps[0]
@@ -272,36 +181,27 @@ class HeadDraft(TappedDraft):
             _, joined = add_rms_norm(joined, None, self._fc_norm)
         return self._fc(joined).view(*taps[0].shape[:2], -1)
 
-    def _mask_features(self) -> Tensor:
+    def mask_features(self) -> Tensor:
         """The features of a mask, [1, 1, H]."""
         assert self.head.mask_hidden is not None
-        return self._features(self.head.mask_hidden.view(len(self.config.taps), 1, 1, -1).unbind())
+        return self.features(self.head.mask_hidden.view(len(self.config.taps), 1, 1, -1).unbind())
 
-    def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:
-        """Keep what the entries below get in the place of features."""
-        if self.config.feeds_back_normed:
-            assert self._norm is not None
-            hidden = add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1].view_as(hidden)
-        store_rows(cache.outputs[:, None], hidden[:, :, None], rows)
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        """See `EagleHead.fed_back`."""
+        if not self.config.feeds_back_normed:
+            return hidden
+        assert self._norm is not None
+        return add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1].view_as(hidden)
 
     def level_weights(self) -> list[Tensor]:
         """All but the embedding, of which a few rows are read."""
         own = [weight for name, weight in self.weights() if not name.startswith(("embed_tokens", "lm_head"))]
         return [*own, self.lm_head.weight]
 
-    def unsure_rows(self, levels: int) -> int:
-        """The entries of all that was accepted last, of the last root and of the token before it."""
-        return levels + 2
-
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
         every = torch.arange(positions, device=self.device)
         return turns_of(self.head.rotary_emb, every, self.head.fc.weight)
-
-
-def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
-    """The rows LongTensor[B, N] of [B, S, ..]."""
-    return field[torch.arange(len(field), device=rows.device)[:, None], rows]
 
 
 def _itself(layer: Any) -> Product:

@@ -1,0 +1,117 @@
+"""A layer for multi-token prediction (MTP), as DeepSeek-V3 and GLM-4.5 have it, as a draft.
+
+With f_i the target's hidden state of token i after its final norm, and E its embedding, entry i is
+
+    u_i = W_eh [norm_e(E[x_{i+1}]); norm_h(f_i)]     g_i = norm(layer(u_0 .. u_i))     logits of x_{i+2} = lm_head(g_i)
+
+where the layer is one of the target's own class, with keys and values of its own. Below drafted nodes the parent's g is
+in the place of f. So one layer, which was trained for one token, drafts all levels. Source: DeepSeek-AI 2024,
+"DeepSeek-V3 Technical Report", sec. 2.2; transformers' `MtpModel` computes the first level.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from heavypath.speculative.drafts.draft import Draftable
+from heavypath.speculative.drafts.heads.cache import HeadCache
+from heavypath.speculative.drafts.heads.entries import EntriesDraft
+from heavypath.speculative.models.attn_implementation import NAME
+from heavypath.speculative.models.forward import Forward, TreeMask, as_logits
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """The facts of an MTP layer. taps: the target's last hidden state; target_type: its `model_type`."""
+
+    target_type: str
+    hidden_size: int
+    taps: tuple[int, ...]
+    layers: int = 1
+    mask_token_id: int | None = None
+
+    @property
+    def model_type(self) -> str:
+        """The name of its kind in a trace."""
+        return f"mtp-{self.target_type}"
+
+
+class MtpHead(nn.Module, Draftable):
+    """The layer as transformers makes it; embedding, rotary embedding and lm_head are the target's."""
+
+    def __init__(self, config: MtpConfig, layer: nn.Module):
+        super().__init__()
+        self.config, self.layer = config, layer
+
+
+class MtpDraft(EntriesDraft):
+    """An `MtpHead` at work.
+
+    Raises ValueError as `TappedDraft` does, and for a target of another width or depth, or split over processes.
+    """
+
+    name = "mtp"
+
+    def __init__(self, head: MtpHead, target: Forward):
+        super().__init__(head, target)
+        self.config, self.layers = head.config, head.config.layers
+        width = target.embedding.weight.shape[1]
+        if (head.config.hidden_size, head.config.taps) != (width, (target.layers,)):
+            raise ValueError(
+                f"the MTP layer was made for a target of {head.config.taps[0]} layers of width "
+                f"{head.config.hidden_size}, got one of {target.layers} layers of width {width}"
+            )
+        if target.ranks is not None:
+            raise ValueError("an MTP layer drafts for a target in one process, got one that is split over several")
+        self._layer: Any = head.layer
+        self._rotary: Any = target.model.get_decoder().rotary_emb
+        self._embedded = target.parts.embedded(target.embedding)
+
+    def new_cache(self, batch: int, rows: int) -> HeadCache:
+        """An empty cache of `rows` rows for each of `batch` sequences, of keys and values as a layer of the target."""
+        own, width = self.target.new_cache(1, 1).keys, self.config.hidden_size
+        heads, columns = own.shape[1] // self.target.layers, own.shape[3]
+        return HeadCache(
+            batch, rows, (width, width), layers=1, kv_heads=heads, head_dim=columns, like=self._layer.eh_proj.weight
+        )
+
+    def run(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        rows: Tensor,
+        cache: HeadCache,
+        mask: TreeMask,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """See `EntriesDraft`. An entry has the position of its own token."""
+        within = ((rows if positions is None else positions) + 1).clamp(max=self.max_positions - 1)
+        embedded = self._embedded(tokens)
+        arguments: dict[str, Any] = {"attention_mask": None}
+        if self._layer.config._attn_implementation == NAME:
+            attend = mask.attention(self.dtype, {None})[None]
+            arguments["tree_attend"] = lambda query, key, value, scale, window: attend(query, key, value, scale)
+        else:
+            arguments["attention_mask"] = mask.biases(self.dtype, {None})[None].expand(len(tokens), -1, -1, -1)
+        return self._layer(
+            embedded,
+            features,
+            position_embeddings=self._rotary(embedded, within),
+            position_ids=within,
+            past_key_values=cache.at(rows, mask.visible_rows),
+            **arguments,
+        )
+
+    def features(self, taps: Sequence[Tensor]) -> Tensor:
+        """The target's last hidden state."""
+        return taps[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `EntriesDraft`."""
+        return as_logits(self.target_lm_head(hidden))
+
+    def level_weights(self) -> list[Tensor]:
+        """All of the layer, with the target's lm_head."""
+        return [*self.model.parameters(), self.target_lm_head.weight]
