@@ -43,6 +43,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    from probed_once import remember_probes
+
+    remember_probes()
     if config.getoption("--durations-file") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(config.getoption("--durations-file")))
 
