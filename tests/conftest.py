@@ -11,19 +11,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreting import make_quick
-
-    make_quick()
-
-# The tests are many small operations: more threads would only wait for each other.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-
-pytest_plugins = ["command_line", "played_steps"]  # whose fixtures several folders use
 
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file; `make durations` writes it
 LONGEST = 3  # seconds of a processor that a test of the default run may take, as `make durations` measures it
@@ -43,11 +30,28 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("--durations-file") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config.getoption("--durations-file")))
+    if not config.getoption("numprocesses", None):  # which has others run the tests, and needs no torch itself
+        prepare()
+        for name in ("command_line", "played_steps"):  # whose fixtures several folders use
+            config.pluginmanager.import_plugin(name)
+
+
+def prepare():
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreting import make_quick
+
+        make_quick()
+    # The tests are many small operations: more threads would only wait for each other.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     from probed_once import remember_probes
 
     remember_probes()
-    if config.getoption("--durations-file") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Durations(config.getoption("--durations-file")))
 
 
 @pytest.hookimpl(trylast=True)
@@ -94,6 +98,8 @@ class Durations:
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -124,6 +130,8 @@ def _adversary(seed):
 @pytest.fixture
 def interpreter():
     """For a test that has Triton's interpreter run kernels on CPU tensors, which it does not where there is a GPU."""
+    import torch
+
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter, which is off where there is a GPU")
 
