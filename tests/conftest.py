@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are read.
 """
 
+import gc
 import json
 import math
 import os
@@ -59,6 +60,11 @@ def pytest_collection_modifyitems(items):
     """Long files come first, so that no process is left alone with one at the end."""
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     items.sort(key=lambda item: -seconds.get(item.nodeid.split("::")[0], 0.0))
+    gc.freeze()  # of what was imported nothing goes: to look through it takes as long as a short test
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)
