@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are read.
 """
 
+import gc
 import json
 import math
 import os
@@ -11,19 +12,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreting import make_quick
-
-    make_quick()
-
-# The tests are many small operations: more threads would only wait for each other.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-
-pytest_plugins = ["command_line", "played_steps"]  # whose fixtures several folders use
 
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file; `make durations` writes it
 LONGEST = 3  # seconds of a processor that a test of the default run may take, as `make durations` measures it
@@ -45,6 +33,26 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--durations-file") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(config.getoption("--durations-file")))
+    if not config.getoption("numprocesses", None):  # which has others run the tests, and needs no torch itself
+        prepare()
+        for name in ("command_line", "played_steps"):  # whose fixtures several folders use
+            config.pluginmanager.import_plugin(name)
+
+
+def prepare():
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreting import make_quick
+
+        make_quick()
+    # The tests are many small operations: more threads would only wait for each other.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    from probed_once import remember_probes
+
+    remember_probes()
 
 
 @pytest.hookimpl(trylast=True)
@@ -52,6 +60,11 @@ def pytest_collection_modifyitems(items):
     """Long files come first, so that no process is left alone with one at the end."""
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     items.sort(key=lambda item: -seconds.get(item.nodeid.split("::")[0], 0.0))
+    gc.freeze()  # of what was imported nothing goes: to look through it takes as long as a short test
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,6 +104,8 @@ class Durations:
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -121,6 +136,8 @@ def _adversary(seed):
 @pytest.fixture
 def interpreter():
     """For a test that has Triton's interpreter run kernels on CPU tensors, which it does not where there is a GPU."""
+    import torch
+
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter, which is off where there is a GPU")
 

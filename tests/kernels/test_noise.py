@@ -2,9 +2,13 @@
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
+from devices import DEVICE
 from statistical import SIGNIFICANCE, chi_square_p_value
+from triton.runtime.interpreter import InterpretedFunction
 
-from heavypath.kernels.noise import Stream, coins, gumbel, gumbel_noise, noise_bits, philox
+from heavypath.kernels.noise import Stream, coins, gumbel, gumbel_noise, noise_bits, philox, philox_words
 
 
 def test_philox_gives_the_known_answers_of_random123():
@@ -16,6 +20,31 @@ def test_philox_gives_the_known_answers_of_random123():
     key = 0xA4093822 | (0x299F31D0 << 32)
     counter = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
     assert words(key, *counter) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@triton.jit
+def words_kernel(words_ptr, counters_ptr, seed_low, seed_high):
+    place = tl.arange(0, 8)
+    counters = tl.load(counters_ptr + place).to(tl.uint32, bitcast=True)
+    fixed = tl.load(counters_ptr).to(tl.uint32, bitcast=True)
+    words = philox_words(tl.to_tensor(seed_low), tl.to_tensor(seed_high), counters, fixed, counters * 3, counters + 1)
+    for word in tl.static_range(4):
+        tl.store(words_ptr + 8 * word + place, words[word].to(tl.int64))
+
+
+def test_words_of_a_kernel_are_those_of_the_reference(monkeypatch):
+    """By the kernel's own operations, too, which tests/support/interpreting.py otherwise puts the reference in for."""
+    counters = torch.randint(-(2**31), 2**31, (8,), dtype=torch.int32)
+    given = counters.numpy().view(np.uint32).astype(np.int64)
+    for seed in (0, -5, 3 + (7 << 40)):
+        low, high = (int(np.uint32(word).view(np.int32)) for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+        expected = philox(seed, given, given[0], given * 3, given + 1)
+        for _ in range(2):
+            words = torch.zeros(4, 8, dtype=torch.long, device=DEVICE)
+            words_kernel[(1,)](words, counters.to(DEVICE), low, high)
+            assert torch.equal(words.T.cpu(), torch.from_numpy(expected.astype(np.int64)))
+            monkeypatch.delitem(InterpretedFunction.rewritten_fn, philox_words.fn, raising=False)
+        monkeypatch.undo()
 
 
 def test_token_v_takes_word_v_mod_4_of_counter_v_div_4():

@@ -58,12 +58,17 @@ def test_larger_vocabularies_shallow_walks_and_trees_that_grow(method, replaceme
     check(method, replacement, Language(3, 3, 0.2), by_the_first_token)
 
 
-@pytest.mark.parametrize(("target", "draft"), [
+EVERY_FILTER = Filters(0.5, 3, 0.9, 0.2), Filters(0.5, 3, 0.95, 0.05)
+ONE_FILTER = [
     (Filters(0.5), PLAIN), (PLAIN, Filters(0.5)), (Filters(top_k=2), Filters(top_k=3)), (PLAIN, Filters(top_k=1)),
     (Filters(top_p=0.7), Filters(top_p=0.9)), (Filters(min_p=0.4), Filters(min_p=0.1)),
-    (Filters(0.5, 3, 0.9, 0.2), Filters(0.5, 3, 0.95, 0.05)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "replacement", "target", "draft"), [
+    *((*rule, *EVERY_FILTER) for rule in RULES), *(("without_replacement", False, *filters) for filters in ONE_FILTER),
+    *(("kseq", True, PLAIN, draft) for draft in (Filters(0.5), Filters(top_k=1))),  # which asks for all of Q
 ])  # fmt: skip
-@each_rule
 def test_filters_of_both_sides_act_as_the_oracles(method, replacement, target, draft):
     for fill in (False, True)[: 2 - replacement]:
         check(method, replacement, Filtered(Language(4, 7, most=97), target, draft), static([-1, 0, 0, 1]), fill)

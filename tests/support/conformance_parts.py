@@ -52,6 +52,7 @@ from heavypath.speculative.streaming.file import BLOCK
 
 EOS, SEED = 5, 4
 NEW = {"graph": 6, "streamed": 9}  # tokens, where each step takes long
+NEW_OF_TYPE = {"float32": 14, "bfloat16": 8, "float16": 8}  # of 16 bits less is asked
 PROMPTS = ([3, 1, 4, 1, 6, 2, 2, 0, 3, 6, 1], [6, 2, 0], [1, 1, 2, 0, 4, 4, 3, 1], [2, 6, 6, 1], [0, 3, 3])
 BATCHES = {"one": [0], "two": [1, 4], "padded": [0, 1, 2], "five padded": [2, 1, 0, 3, 4]}
 FAMILIES = {"mistral": {"sliding_window": 8}, "gemma3_text": {"sliding_window": 8}, "gpt_oss": {"sliding_window": 8}}
@@ -155,7 +156,7 @@ class Case:
     def __init__(self, row, folder=None):
         self.row, self.folder = row, folder
         self.layers = 6 if row["way"] == "streamed" else 2
-        self.new_tokens = NEW.get(row["way"], 14)
+        self.new_tokens = NEW.get(row["way"], NEW_OF_TYPE[row["dtype"]])
         self.head_dim = 16 if row["way"] == "graph" else 8  # kernels take no smaller ones
 
     @cached_property

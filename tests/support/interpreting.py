@@ -4,10 +4,13 @@
 * It computes each sum and product of whole numbers a second time, in 64 bits, for an assertion that it then does not
   make, because it makes none without `debug`. This is left out.
 * The NumPy type of a type, and the shape of a tensor as constants, are looked up instead of being made for each tensor.
+* The kernels' random words come from the reference at once, and not in the hundred operations of ten rounds.
+  tests/kernels/test_noise.py runs these.
 """
 
 import math
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -17,6 +20,23 @@ def make_quick() -> None:
     _patch_once_a_launch()
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
     _remember_types()
+    _draw_at_once()
+
+
+def _draw_at_once() -> None:
+    from heavypath.kernels import noise
+
+    def words(seed_low, seed_high, *counters):
+        seed = int(seed_low.handle.data[0]) & 0xFFFFFFFF | int(seed_high.handle.data[0]) << 32
+        found = noise.philox(seed, *np.broadcast_arrays(*(counter.handle.data for counter in counters)))
+        blocks = any(counter.type.is_block() for counter in counters)
+        kind = tl.block_type(tl.uint32, found.shape[:-1]) if blocks else tl.uint32
+        return tuple(
+            tl.tensor(interpreter.TensorHandle(found[..., place].astype(np.uint32), tl.uint32), kind)
+            for place in range(4)
+        )
+
+    interpreter.InterpretedFunction.rewritten_fn[noise.philox_words.fn] = words
 
 
 def _patch_once_a_launch() -> None:
@@ -42,8 +62,10 @@ def _patch_once_a_launch() -> None:
 
 def _remember_types() -> None:
     """Types of equal names are equal; what is remembered is not changed by anybody."""
-    numpy_type, numpy_types, shapes = interpreter._get_np_dtype, {}, {(): (tl.core.tuple([]), tl.constexpr(1))}
-    describe, blocks, compare = tl.block_type.__init__, {}, tl.core.tuple.__eq__
+    numpy_type, numpy_types = interpreter._get_np_dtype, {}
+    describe, blocks, shapes, compare = tl.block_type.__init__, {}, {}, tl.core.tuple.__eq__
+    scalar, yes, no = (tl.core.tuple([]), tl.constexpr(1)), tl.constexpr(True), tl.constexpr(False)
+    unwrap, is_named, plain = tl.core._unwrap_if_constexpr, tl.dtype.__eq__, {tl.tensor, tl.dtype, int}
 
     def remembered(kind):
         if kind.name not in numpy_types:
@@ -52,18 +74,28 @@ def _remember_types() -> None:
 
     def begin(tensor, handle, kind):
         super(tl.tensor, tensor).__init__()
-        shape = kind.shape if kind.is_block() else ()
-        if shape not in shapes:
-            shapes[shape] = tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
-        tensor.shape, tensor.numel = shapes[shape]
+        tensor.shape, tensor.numel = kind.as_constants if kind.is_block() else scalar
 
     def begin_block(block, element, shape):
-        key = element.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape)
-        if key not in blocks:
+        sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        if (element.name, sizes) not in blocks:
             describe(block, element, shape)
-            blocks[key] = dict(vars(block))
-        vars(block).update(blocks[key])
+            shared = shapes.setdefault(sizes, block.shape)
+            shared.is_shared = True
+            block.shape, block.as_constants = shared, (
+                tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes)),
+            )  # fmt: skip
+            blocks[element.name, sizes] = dict(vars(block))
+        vars(block).update(blocks[element.name, sizes])
+
+    def equals(one, other):
+        if one is other:
+            return yes
+        both_shared = "is_shared" in vars(one) and type(other) is tl.core.tuple and "is_shared" in vars(other)
+        return no if both_shared else compare(one, other)
 
     interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__ = remembered, begin, begin_block
-    tl.core.tuple.__eq__ = lambda one, other: tl.constexpr(True) if one is other else compare(one, other)
+    tl.core.tuple.__eq__ = equals
+    tl.core._unwrap_if_constexpr = lambda given: given if type(given) in plain else unwrap(given)
+    tl.dtype.__eq__ = lambda one, other: one is other or is_named(one, other)

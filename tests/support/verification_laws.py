@@ -31,6 +31,27 @@ def shuffled(tree: Drawn) -> list[int]:
     return order
 
 
+def fields_of(tree: Drawn, place: dict[int, int], language: Language, pairs: list | None) -> tuple[np.ndarray, ...]:
+    """Tokens, parents, ranks and rows of the draft [4, N] of a tree, and the laws of both, as far as they are known.
+
+    place: of each node; pairs: of a parent and a source, for which there are rows behind those of the nodes
+    """
+    count = len(tree.parents)
+    numbers = np.zeros((4, count), int)
+    target = np.full((count, language.vocab_size), np.nan)
+    draft = np.full((count + len(pairs or ()), language.vocab_size), np.nan)
+    for node, new in ((node, place[node]) for node in range(count)):
+        parent, source = tree.parents[node], tree.sources[node] if pairs else 0
+        row = count + pairs.index((parent, source)) if pairs and node else place[parent]
+        rank = tree.children(parent).index(node) if node else 0
+        numbers[:, new] = tree.tokens[node], place[parent], rank, row if node else 0
+        if tree.present(node):
+            target[new] = language.target(tree.context(node))
+        if node and tree.present(parent):
+            draft[row] = language.draft(tree.context(parent), source)
+    return numbers, target, draft
+
+
 def check_decisions(
     verifier: Verifier, language: Language, trees: Iterable[Drawn], *, method: str, replacement=False, laws=False,
     max_depth: int | None = None,
@@ -45,37 +66,28 @@ def check_decisions(
     filters = {}
     if isinstance(language, Filtered):
         filters = language.target_filters._asdict() | draft_options(language.draft_filters)
-    cases = []
+    cases, several = [], []  # each end from both sides; trees, each with its number of cases
     for tree in trees:
         there = [max_depth is None or len(tree.context(node)) <= max_depth for node in range(len(tree.parents))]
         tokens = (token if here else -1 for token, here in zip(tree.tokens, there, strict=True))
+        before = len(cases)
         for end in verifier.ends(language, tree._replace(tokens=(*tokens,)), (), replacement):
             gaps = [float(high - low) for low, high in end.coins.values()]
             if end.chance and min(gaps, default=1.0) > 3 * NEAR:
                 cases += [(tree, end, side) for side in (0, 1)]
-    count, vocab = len(cases[0][0].parents), language.vocab_size
-    pairs = sorted({pair for tree, *_ in cases for pair in zip(tree.parents, tree.sources, strict=True)})
-    batch, rows = len(cases), count + len(pairs) if laws else count
-    tokens, parents, ranks, drawn_from = torch.zeros(4, batch, count, dtype=torch.long)
-    coins = np.full((batch, count), np.nan)
-    target, draft = np.full((batch, count, vocab), np.nan), np.full((batch, rows, vocab), np.nan)
-    places = []
-    for b, (tree, end, side) in enumerate(cases):
+        if len(cases) > before:
+            several.append((tree, len(cases) - before))
+    pairs = sorted({pair for tree, _ in several for pair in zip(tree.parents, tree.sources, strict=True)})
+    fields, places = [], []
+    for tree, times in several:
         order = shuffled(tree)
         place = {node: new for new, node in enumerate(order)} | {-1: -1}
-        places.append(place)
-        for node, new in ((node, place[node]) for node in order):
-            parent = tree.parents[node]
-            tokens[b, new], parents[b, new] = tree.tokens[node], place[parent]
-            ranks[b, new] = tree.children(parent).index(node) if node else 0
-            if tree.present(node):
-                target[b, new] = plain.target(tree.context(node))
-            if node:
-                row = count + pairs.index((parent, tree.sources[node])) if laws else place[parent]
-                drawn_from[b, new] = row
-                if tree.present(parent):
-                    source = tree.sources[node] if laws else 0
-                    draft[b, row] = plain.draft(tree.context(parent), source)
+        fields += [fields_of(tree, place, plain, pairs if laws else None)] * times
+        places += [place] * times
+    numbers, target, draft = map(np.stack, zip(*fields, strict=True))
+    tokens, parents, ranks, drawn_from = torch.from_numpy(numbers).unbind(1)
+    coins = np.full(tokens.shape, np.nan)
+    for b, ((_, end, side), place) in enumerate(zip(cases, places, strict=True)):
         for node, (low, high) in end.coins.items():
             coins[b, place[node]] = float(high) - NEAR if side else float(low) + NEAR
     kept: list[np.ndarray] = []
@@ -94,10 +106,12 @@ def check_decisions(
             max_depth=max_depth, impl="torch", **filters,
             **({"laws": drawn_from} if laws else {}),
         )  # fmt: skip
-    for (tree, end, side), place, path, length, token in zip(cases, places, *map(Tensor.tolist, verified), strict=True):
+    for (tree, end, side), place, path, length, _ in zip(cases, places, *map(Tensor.tolist, verified), strict=True):
         way = [end.path[-1] if end.path else 0]  # of equal siblings, those that the last node hangs below
         while way[0] > 0:
             way.insert(0, tree.parents[way[0]])
         assert path[: length + 1] == [place[node] for node in way], (tree, end, side)
-        np.testing.assert_allclose(kept[token] / kept[token].sum(), np.array(end.law, float), atol=3e-6)
+    chances = np.stack(kept)[verified.next_token]
+    expected = np.array([end.law for _, end, _ in cases], float)
+    np.testing.assert_allclose(chances / chances.sum(-1, keepdims=True), expected, atol=3e-6)
     return len(cases) // 2
