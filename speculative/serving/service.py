@@ -326,11 +326,12 @@ class Service:
         if not self._slots.running:
             return
         before = [(member.arrival, member.arrival.steps, len(member.arrival.tokens)) for member in self._slots.running]
-        for member, outcome in self._slots.step():
+        ended = self._slots.step()
+        steps = sum(arrival.steps - had for arrival, had, _ in before)  # counted before clients have their answers
+        self._count(steps=steps, new_tokens=sum(len(each.tokens) - had for each, _, had in before), batch_steps=1)
+        for member, outcome in ended:
             self._slots.leave(member, kept=not isinstance(outcome, Exception))
             self._end(member.arrival, outcome)
-        steps = sum(arrival.steps - had for arrival, had, _ in before)
-        self._count(steps=steps, new_tokens=sum(len(each.tokens) - had for each, _, had in before), batch_steps=1)
 
     def _end_all(self, outcome: Reason | Exception) -> None:
         while (arrival := self._arrivals.pop()) is not None:
