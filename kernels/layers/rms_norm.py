@@ -5,7 +5,6 @@
 
 Zhang and Sennrich 2019, "Root mean square layer normalization". In 16 bits the kernel rounds where the modules of
 transformers do: h, the quotient, and the product with w. Centred norms round once. The sum of squares is in fp32.
-
 A row is read once, kept in registers, and both h and n are written: 4 K numbers for a row, where two operations move 6.
 """
 
@@ -53,10 +52,7 @@ def add_rms_norm(
 
 
 def normalized(hidden: Tensor, norm: Norm) -> Tensor:
-    """The reference of the norm alone, over the last axis.
-
-    PyTorch's own is a chain of nine operations on a CPU, each on few numbers; here they are six.
-    """
+    """The reference of the norm alone, over the last axis. On a CPU PyTorch's own is a chain of nine operations."""
     if not hidden.is_cpu or hidden.dtype != torch.float32:
         return rms_norm(hidden, norm.weight.shape, norm.weight, norm.epsilon)
     squares = (hidden * hidden).sum(-1, keepdim=True)

@@ -39,12 +39,11 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
     """
     inner = _without_adapter_wrapper(model, name)
-    kind = inner.config.model_type
     for prepare in PREPARATIONS:
         prepare(inner)
     parts = parts_of(inner, name)
     if layers is not None:  # only ever a draft, whose logits may be any
-        if kind not in MODEL_TYPES:
+        if (kind := inner.config.model_type) not in MODEL_TYPES:
             raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")
         if not parts.are_usual(inner):
             raise ValueError("an early exit needs a target that is whole, or split by its own tensor-parallel plan")

@@ -288,10 +288,22 @@ def test_a_draft_is_accepted_as_often_as_one_that_reads_each_text_anew(kind, tem
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FOUR)
-def test_a_state_of_two_thousand_tokens_is_that_of_a_prefill(kind):
+def test_two_thousand_tokens_are_those_of_generate_and_their_state_that_of_a_prefill(kind):
     target = recurrent(kind, 5)
     decoder = SpeculativeDecoder(target, PromptLookup(), "sequoia", tree=TokenTree.from_branching([2, 1, 1]))
-    decoder.generate(torch.tensor([PROMPTS[0]]), 2000)
+    out = decoder.generate(torch.tensor([PROMPTS[0]]), 2000)
+    assert out.sequences[0, len(PROMPTS[0]) :].tolist() == greedy(target, PROMPTS[0], 2000)
+    assert check_states(decoder) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_two_hundred_tokens_by_a_seed_are_those_of_plain_decoding(kind):
+    """In a batch, with races, whose text no draft and no tree changes."""
+    target, sampled = recurrent(kind, 5), {"temperature": 0.6, "seed": 3}
+    plain = texts(SpeculativeDecoder(target, None, "autoregressive"), 200, **sampled)
+    decoder = SpeculativeDecoder(target, recurrent(kind, 6), "ersd", tree_size=7)
+    assert texts(decoder, 200, **sampled) == plain
     assert check_states(decoder) > 0
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from played_steps import Launches
-from recurrent_families import FOUR, recurrent
+from recurrent_families import FOUR, RECURRENT, recurrent
 from torch import nn
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.speculative.models.forward import Taps, TreeMask
-from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.forward_of import forward_of, tolerance_of
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
 from heavypath.speculative.models.recurrent.qwen import QwenForward, is_published_qwen
 
@@ -49,6 +49,16 @@ def test_a_sequence_that_has_ended_stays_as_it_is(kind):
                 assert same == [count == 0 for count in moved]
             assert (cache.states.position - before[0]).tolist() == moved
             lengths = lengths + torch.tensor(moved)
+
+
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[] if kind == "granitemoehybrid" else pytest.mark.slow) for kind in RECURRENT
+])  # fmt: skip
+def test_in_16_bits_a_model_passes_its_probe(kind):
+    """Also where a token that rounds otherwise goes to other experts."""
+    for seed in range(3):
+        forward = RecurrentForward(recurrent.__wrapped__(kind, seed).to(torch.bfloat16))
+        assert forward.gap(forward.model) < tolerance_of(forward)
 
 
 def both_passes(model):
