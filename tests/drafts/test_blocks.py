@@ -12,12 +12,14 @@ from tiny_models import tiny_llama
 from heavypath.speculative import (
     Cascade,
     Mixture,
+    Pard,
     PromptLookup,
     SpeculativeDecoder,
     goodness_of_fit,
     joint_law,
 )
-from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.host import host_costs
+from heavypath.speculative.costs.roofline import LEVEL_NODES, Device, Work, estimated_costs
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
@@ -98,12 +100,35 @@ def test_one_draft_pass_a_step_at_any_depth(target, tmp_path, monkeypatch):
         assert len(passes) == drafting > 0
 
 
-def test_a_level_costs_its_share_of_the_one_pass(target, tmp_path):
-    head = block_of(target, tmp_path, block=5)
-    draft = as_draft(head, forward_of(target, "target"), target)
+@pytest.mark.parametrize("variant", ["causal", "vanilla"])
+def test_the_pass_is_a_cost_of_the_step_and_a_level_has_that_of_the_term(variant, target, tmp_path):
+    """So a deeper tree costs no more of the draft, and a step of one node, which drafts nothing, has none of it."""
+    head = block_of(target, tmp_path, block=5, **VARIANTS[variant])
+    forward = forward_of(target, "target")
+    draft = as_draft(head, forward, target)
+    term = 0 if head.term is None else sum(weight.numel() for weight in head.term.parameters())
     whole = sum(weight.numel() for weight in head.parameters()) + target.lm_head.weight.numel()
-    assert draft_parameter_count(head, target) == whole // 4
-    assert Work.of(draft)[:3] == (8 * whole // 4, whole // 4, 0)
+    assert draft_parameter_count(head, target) == whole // head.config.depths
+    once, level = Work.split(draft)
+    assert once[:3] == (8 * (whole - term), whole - term, head.config.layers)
+    assert level[:3] == (8 * term, term, 0)
+    device, sizes = Device(4e12, 8e14, 6e13), (1, 2, 16)
+    costs, without = (estimated_costs(forward, drafting, device, sizes=sizes) for drafting in ([draft], []))
+    more = [costs.step[size] - without.step[size] for size in sizes]
+    assert more == pytest.approx([0, *2 * [once.seconds(LEVEL_NODES, device)]])
+    assert costs.level - without.level == pytest.approx(level.seconds(LEVEL_NODES, device))
+    host, without = (host_costs(forward, drafting, 1, sizes) for drafting in ([draft], []))
+    more = [host.step[size] - without.step[size] for size in sizes]
+    assert more[0] == 0 < more[1] == pytest.approx(more[2])
+    assert (host.level > without.level) == (term > 0)
+
+
+def test_the_pass_of_a_pard_model_is_a_cost_of_the_step(target):
+    forward = forward_of(target, "target")
+    draft = as_draft(Pard(tiny_llama(2), 3), forward, target)
+    once, level = Work.split(draft.forward)
+    assert once == Work.of(draft.forward)
+    assert level.weights == 0
 
 
 WAYS = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"), ("dyspec", "rejection"),

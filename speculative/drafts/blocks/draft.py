@@ -53,7 +53,6 @@ class BlockHeadDraft(TappedDraft):
         config = head.config
         self.head, self.config, self.layers, self.levels = head, config, config.layers, config.depths
         check_fits(config, target)
-        self.level_share = 1 / config.depths
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
@@ -132,10 +131,16 @@ class BlockHeadDraft(TappedDraft):
             logits = every.index_copy_(2, self._proposed, logits)
         return logits.expand(-1, tokens.shape[1], -1)
 
-    def level_weights(self) -> list[Tensor]:
-        """All but the embedding, of which a few rows are read."""
-        own = [weight for name, weight in self.weights() if not name.startswith(("embed_tokens", "lm_head"))]
+    def pass_weights(self) -> list[Tensor]:
+        """All but the embedding, of which a few rows are read, and the term."""
+        others = {id(weight) for weight in self.level_weights()}
+        own = [(name, weight) for name, weight in self.weights() if id(weight) not in others]
+        own = [weight for name, weight in own if not name.startswith(("embed_tokens", "lm_head"))]
         return [*own, self.lm_head.weight]
+
+    def level_weights(self) -> list[Tensor]:
+        """Those of the term."""
+        return [] if self.head.term is None else [*self.head.term.parameters()]
 
     def unsure_rows(self, levels: int) -> int:
         """None: the target computes them with its own."""
