@@ -22,7 +22,7 @@ from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import LEVEL_NODES, Device, Work, estimated_costs
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
-from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
+from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.models.forward_of import forward_of
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -173,6 +173,38 @@ def test_a_chain_is_accepted_as_often_as_the_overlap_of_both_laws_says(law, tmp_
     found = float((out.stats.steps_of == 1).double().mean())
     assert 0.02 < expected < 0.98
     assert abs(found - expected) < 5 * (expected * (1 - expected) / 2500) ** 0.5
+
+
+@pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
+def test_temperatures_of_depths_cure_flat_laws_and_keep_the_text_exact(method, tmp_path):
+    """The target's law is the same everywhere, and the draft's logits are a fifth of its own: far too flat."""
+    target, kind = tiny_llama(0), variant(vocab=7, drafted=7, width=16, read=16, ids=(0,), mask=6)
+    tensors = {name: 0 * each if "o_proj" in name or "down_proj" in name else each
+               for name, each in tensors_of(kind).items()}  # fmt: skip
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight", "embed_tokens.weight")):
+                weight.zero_()
+        target.model.norm.weight.fill_(1)
+        target.model.embed_tokens.weight[:, 0] = 1
+        target.lm_head.weight[:, 0] = torch.tensor([1.3, 0.4, 0.2, 0.0, 0.0, -0.1, -0.2])  # times 4, after the norm
+    tensors["norm.weight"] = torch.full((16,), 0.2)
+    config, _ = zlab(kind)
+    head = load_block(write(tmp_path, config | {"num_target_layers": 2}, tensors), target)
+    reached = []
+    for temperatures in ([], [0.2] * head.config.depths, [0.2, 0.4, 0.3, 0.1]):
+        head.set_temperatures(temperatures)
+        assert ("at temperatures" in describe(head)) == bool(temperatures)
+        decoder = SpeculativeDecoder(target, head, method, tree_size=5)
+        out = decoder.generate(PROMPT.expand(3_000, -1), max_new_tokens=4, temperature=1.0, seed=4)
+        fit = goodness_of_fit(out.sequences[:, PROMPT.shape[1] :], joint_law(target, PROMPT[0], 4))
+        assert fit.is_lossless(), str(fit)
+        reached.append(out.stats.tokens_per_step)
+    assert reached[1] >= reached[2] > 1.1 * reached[0]
+    assert method != "chain" or reached[1] == 4 > 2.5 * reached[0]  # all is accepted, of 1.4 tokens a step
+    for wrong in ([0.5], [0.5, 0.5, 0.5, 0.0]):
+        with pytest.raises(ValueError, match=r"temperatures must be 4 numbers above 0, one a depth, got \[0.5"):
+            head.set_temperatures(wrong)
 
 
 def test_a_block_read_one_row_off_is_accepted_hardly_ever_and_the_log_says_so(tmp_path, caplog):
