@@ -1,6 +1,7 @@
 """What should a GPU take, by arithmetic; and what it took beside that, once it has been measured. No GPU is needed.
 
     python bench/predict.py step [--json FILE]           # a step, and what of it: predict_step.py
+    python bench/predict.py block [--json FILE]          # a round of an 8B model with a block draft, there, too
     python bench/predict.py verification [--json FILE]   # deciding about a tree: predict_verification.py
     python bench/predict.py filters [--json FILE]        # the cuts of top-k and top-p: predict_filters.py
     python bench/predict.py against OUTDIR [--only large]   # what gpu.sh measured beside predictions.json
@@ -78,7 +79,12 @@ def compared(folder: Path, predictions: Sequence[dict[str, Any]]) -> list[Row]:
     return found
 
 
-PARTS = {"step": predict_step.rows, "verification": predict_verification.rows, "filters": predict_filters.rows}
+PARTS = {
+    "step": predict_step.rows,
+    "block": predict_step.block_rows,
+    "verification": predict_verification.rows,
+    "filters": predict_filters.rows,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = PARTS[arguments.part]()
         write_results(arguments.json, {"assumed": H200._asdict()}, rows=found)
     if found:
-        show(turned(found) if arguments.part == "step" else found, without=("first_pass", "shared_pass"))
+        show(turned(found) if arguments.part in ("step", "block") else found, without=("first_pass", "shared_pass"))
 
 
 if __name__ == "__main__":

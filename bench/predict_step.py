@@ -13,6 +13,10 @@ limit is the time to read the target's weights once, at a copy's bandwidth.
 
 Each constant is what we expect, the best and the worst that published measurements allow, and where these are from. The
 least and the most of a step have all constants at their best, or all at their worst, so they are wide.
+
+`block_rows` is of a round of Llama-3.1-8B with a DFlash draft of five layers: one pass of a block for all levels, whose
+context is projected from five taps, and a larger tree. Its products may take longer than reading: of the two the longer
+counts, product by product, at a share of the tensor cores' peak.
 """
 
 from collections.abc import Callable
@@ -37,11 +41,13 @@ class Model(NamedTuple):
     hidden: int
     inner: int
     vocabulary: int = 32000
+    kv_share: float = 1.0  # key heads, of the query heads
 
     def layer(self, *, joined: bool) -> list[int]:
         """Bytes of the weights of each product of a layer, in bf16."""
         square, wide = BYTES * self.hidden**2, BYTES * self.hidden * self.inner
-        return [3 * square, square, 2 * wide, wide] if joined else [square] * 4 + [wide] * 3
+        both = round(square * (1 + 2 * self.kv_share))
+        return [both, square, 2 * wide, wide] if joined else [square] * 4 + [wide] * 3
 
     @property
     def head(self) -> int:
@@ -66,6 +72,8 @@ class Kernels(NamedTuple):
 BYTES = 2  # of a weight
 TARGET, DRAFT = Model(32, 4096, 11008), Model(2, 768, 3072)  # Llama-2-7B and llama-68m
 LEVELS = 5
+LLAMA_8B, DFLASH = Model(32, 4096, 14336, 128256, 0.25), Model(5, 4096, 14336, 128256, 0.25)
+BLOCK, TAPS = 16, 5  # rows of a block, and hidden states that its context is made of
 WAYS = {"before": Kernels(False, 13, 3, 7, 78), "now": Kernels(True, 4, 2, 3, 23)}
 
 # Bytes in a second of a large copy.
@@ -91,6 +99,9 @@ SMALL = Known(2.3e-6, 1.8e-6, 3.0e-6, "that gap, and a load and a store to memor
 ATTENTION = Known(7e-6, 5e-6, 8e-6, "judged: 256 to 1,000 rows of keys, parts, a ticket, a merge")
 DRAW = Known(5e-6, 4e-6, 8e-6, "bench/predict.py verification: instructions of 32,000 tokens, and the last program")
 DECIDE = Known(12e-6, 10e-6, 24e-6, "bench/predict.py verification; the worst with five rejected children")
+
+TENSOR_PEAK = Known(590e12, 690e12, 400e12, "judged: six tenths of the data sheet's 989 TFLOP/s, with few rows")
+DRAWN = Known(170e-6, 120e-6, 250e-6, "judged: growth, verification and compaction of 128 nodes, 128,256 tokens")
 
 Pick = Callable[[Known], float]
 PICKS: dict[str, Pick] = {
@@ -127,6 +138,42 @@ def step_seconds(kernels: Kernels, bandwidth: Known, pick: Pick) -> dict[str, fl
         "beside: launches": kernels.step * pick(SMALL), "beside: drawing": LEVELS * pick(DRAW),
         "beside: deciding": pick(DECIDE),
     }  # fmt: skip
+
+
+def block_seconds(nodes: int, bandwidth: Known, pick: Pick) -> dict[str, float]:
+    """A round with a tree of so many nodes, which one pass of a block drafts."""
+
+    def product(size: float, count: int) -> float:
+        reading = size / (pick(bandwidth) * pick(share(size)))
+        return max(reading, size / BYTES * 2 * count / pick(TENSOR_PEAK)) + pick(GAP)
+
+    def products(model: Model, count: int) -> float:
+        sizes = model.layers * model.layer(joined=True) + [model.head]
+        return sum(product(size, count) for size in sizes)
+
+    def others(model: Model) -> float:
+        return model.layers * (pick(ATTENTION) + WAYS["now"].others * pick(SMALL))
+
+    square = BYTES * LLAMA_8B.hidden**2
+    context = [TAPS * square, 2 * DFLASH.layers * DFLASH.kv_share * square]
+    return {
+        "target: products": products(LLAMA_8B, nodes), "target: other kernels": others(LLAMA_8B),
+        "draft: products": products(DFLASH, BLOCK), "draft: other kernels": others(DFLASH),
+        "draft: context": sum(product(size, nodes) for size in context),
+        "beside: launches": WAYS["now"].step * pick(SMALL), "beside: drawing, deciding": pick(DRAWN),
+    }  # fmt: skip
+
+
+def block_rows() -> list[Row]:
+    """Milliseconds of each part of such a round, their sum and its range, by GPU and nodes."""
+    found = []
+    for gpu, bandwidth in BANDWIDTH.items():
+        for nodes in (64, 128):
+            sums = {name: sum(block_seconds(nodes, bandwidth, pick).values()) for name, pick in PICKS.items()}
+            parts = block_seconds(nodes, bandwidth, PICKS["likely"])
+            row = {"gpu": gpu, "kernels": f"{nodes} nodes"} | {name: 1e3 * seconds for name, seconds in parts.items()}
+            found.append(row | {f"{name}_ms": 1e3 * seconds for name, seconds in sums.items()})
+    return found
 
 
 def rows() -> list[Row]:

@@ -115,7 +115,7 @@ class Gain:
     @cached_property
     def _share_of_trials(self) -> float:
         """The share of the time that trials may take, beside the draft's reading of what it has missed."""
-        read = sum(Work.of(model).weight_bytes for model in self._draft.models)
+        read = sum(work.weight_bytes for model in self._draft.models for work in Work.split(model))
         return LOSS - READING * read / Work.of(self._target).weight_bytes
 
     def _cost(self, tree: Shape, running: int) -> float:

@@ -40,6 +40,8 @@ def pass_seconds(work: Work, dtype: "torch.dtype", nodes: int, batch: int) -> fl
     """Of a pass over trees of so many nodes; a type that the compiled pass does not have is taken for fp32."""
     name = str(dtype).removeprefix("torch.")
     free, more = FREE.get(name, FREE["float32"]), MORE.get(name, MORE["float32"])
+    if not work.weights:
+        return 0.0
     products = work.weight_bytes / BANDWIDTH * (1 + max(0, batch * nodes - free) / more)
     return products + (work.layers + 1) * LAYER + batch * work.layers * SEQUENCE_LAYER
 
@@ -50,7 +52,12 @@ def host_costs(target: "Forward", drafting: "Sequence[Drafting]", batch: int, si
     What drafts without a model costs the draws alone.
     """
     work = Work.of(target)
-    step = {size: pass_seconds(work, target.dtype, size, batch) + STEP + batch * STEP_SEQUENCE for size in sizes}
-    level = LEVEL + batch * LEVEL_SEQUENCE
-    level += sum(pass_seconds(Work.of(model), model.dtype, LEVEL_NODES, batch) for model in drafting)
+    once, level = 0.0, LEVEL + batch * LEVEL_SEQUENCE
+    for model in drafting:
+        of_step, of_level = (pass_seconds(each, model.dtype, LEVEL_NODES, batch) for each in Work.split(model))
+        once, level = once + of_step, level + of_level
+    step = {
+        size: pass_seconds(work, target.dtype, size, batch) + STEP + batch * STEP_SEQUENCE + (size > 1) * once
+        for size in sizes
+    }
     return Costs(step, level)

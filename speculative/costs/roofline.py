@@ -10,9 +10,10 @@ Where a token goes through k of E experts, n tokens read E (1 - (1 - k / E)^n) o
 pass reads the states of recurrent layers, and its acceptance reads and writes them.
 
 A step adds the time of verifying, in which the logits of n nodes are read a few times, and of its own small kernels. A
-level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. Where B
-sequences are decoded together, all of these are over B times as many tokens. Reads of the caches by attention are left
-out: they are the same for trees of all sizes. In long texts they hide some of the products of larger trees.
+level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. A pass
+that drafts all levels is a part of the step. Where B sequences are decoded together, all of these are over B times as
+many tokens. Reads of the caches by attention are left out: they are the same for trees of all sizes. In long texts they
+hide some of the products of larger trees.
 
 An estimate, and no measurement: so the tree follows from the models and the kind of GPU alone, and the same seed gives
 the same text on every run. `heavypath calibrate` measures.
@@ -89,15 +90,13 @@ class Work(NamedTuple):
         """The work of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
         Of ranks that hold a model together each has its part; their messages to each other are not counted.
 
-        Of Medusa heads a level takes one, and of a block its share: no level has layers of its own.
+        Of a trained head it is the work of a level. Of Medusa heads a level takes one, and has no layers of its own.
         """
         from heavypath.speculative.drafts.tapped import TappedDraft
         from heavypath.speculative.ranks.parts import part_owned
 
         if isinstance(model, TappedDraft):
-            passed, layers = model.level_weights(), 0 if model.levels else model.layers
-            weights, size = (sum(each) for each in zip(*((one.numel(), one.nbytes) for one in passed), strict=True))
-            return cls(int(size * model.level_share), int(weights * model.level_share), layers, model.dtype.itemsize)
+            return cls._with(model.level_weights(), 0 if model.levels else model.layers, model.dtype.itemsize)
         head: Any = model.model.get_output_embeddings()
         own_head = getattr(head, "weight", None) is not model.embedding.weight
         passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
@@ -112,6 +111,20 @@ class Work(NamedTuple):
             int(sum(weight.numel() * part_owned(weight) for weight in experts)),
             chosen,
         )  # fmt: skip
+
+    @classmethod
+    def split(cls, model: "Drafting") -> "tuple[Work, Work]":
+        """A draft's work once a step, and for each level: nearly all is the first where one pass drafts all levels."""
+        from heavypath.speculative.drafts.tapped import TappedDraft
+
+        nothing = cls(0, 0, 0, model.dtype.itemsize)
+        if isinstance(model, TappedDraft) and (passed := model.pass_weights()):
+            return cls._with(passed, model.layers, model.dtype.itemsize), cls.of(model)
+        return (cls.of(model), nothing) if getattr(model, "drafts_at_once", False) else (nothing, cls.of(model))
+
+    @classmethod
+    def _with(cls, weights: "Sequence[torch.Tensor]", layers: int, itemsize: int) -> "Work":
+        return cls(sum(one.nbytes for one in weights), sum(one.numel() for one in weights), layers, itemsize)
 
     def seconds(self, tokens: int, device: Device) -> float:
         """Of a pass over so many tokens."""
@@ -146,10 +159,13 @@ def estimated_costs(
     work = Work.of(target)
     logits = batch * target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read a node's once
     states = batch * STATE_PASSES * target.state_bytes / device.bandwidth
+    once, level = 0.0, LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
+    for model in drafting:
+        of_step, of_level = (each.seconds(batch * LEVEL_NODES, device) for each in Work.split(model))
+        once, level = once + of_step, level + of_level
+    beside = STEP_KERNELS * SMALL_KERNEL + states
     step = {
-        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL + states
+        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + beside + (size > 1) * once
         for size in sizes
     }
-    level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
-    level += sum(Work.of(model).seconds(batch * LEVEL_NODES, device) for model in drafting)
     return Costs(step, level)

@@ -19,7 +19,6 @@ class TappedDraft(Draft, ABC):
 
     config:      of the module, with a `model_type`
     layers:      that its cached rows went through
-    level_share: of the work with `level_weights`, what a level takes, where one pass drafts several levels
 
     Raises ValueError for a module of another device or dtype than the target's, and for one in training mode.
     """
@@ -31,7 +30,6 @@ class TappedDraft(Draft, ABC):
     has_dynamic_rope = False
     config: Any
     layers: int
-    level_share: float = 1.0
 
     def __init__(self, model: nn.Module, target: Forward):
         self.model, self.target = model, target
@@ -85,6 +83,10 @@ class TappedDraft(Draft, ABC):
     @abstractmethod
     def level_weights(self) -> list[Tensor]:
         """The weights that drafting a level of a tree reads, the target's lm_head among them where it is taken."""
+
+    def pass_weights(self) -> list[Tensor]:
+        """The weights that are read once a step, by a draft of all levels in one pass; none of another one."""
+        return []
 
     @abstractmethod
     def taps(self, cache: Any) -> Taps:

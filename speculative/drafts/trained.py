@@ -70,7 +70,8 @@ def _(given: BlockHead, target: Forward, model: PreTrainedModel) -> Draft:
 def _(given: BlockHead) -> str:
     config = given.config
     what = f"{config.model_type} draft of blocks of {config.block_size}, {config.layers} layers"
-    return f"{what}, {parameter_count(given)} parameters"
+    tempered = f", at temperatures {[*given.temperatures]}" if given.temperatures else ""
+    return f"{what}, {parameter_count(given)} parameters{tempered}"
 
 
 @draft_parameter_count.register

@@ -12,15 +12,17 @@ from tiny_models import tiny_llama
 from heavypath.speculative import (
     Cascade,
     Mixture,
+    Pard,
     PromptLookup,
     SpeculativeDecoder,
     goodness_of_fit,
     joint_law,
 )
-from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.host import host_costs
+from heavypath.speculative.costs.roofline import LEVEL_NODES, Device, Work, estimated_costs
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
-from heavypath.speculative.drafts.kinds import as_draft, draft_parameter_count
+from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.models.forward_of import forward_of
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -98,12 +100,35 @@ def test_one_draft_pass_a_step_at_any_depth(target, tmp_path, monkeypatch):
         assert len(passes) == drafting > 0
 
 
-def test_a_level_costs_its_share_of_the_one_pass(target, tmp_path):
-    head = block_of(target, tmp_path, block=5)
-    draft = as_draft(head, forward_of(target, "target"), target)
+@pytest.mark.parametrize("variant", ["causal", "vanilla"])
+def test_the_pass_is_a_cost_of_the_step_and_a_level_has_that_of_the_term(variant, target, tmp_path):
+    """So a deeper tree costs no more of the draft, and a step of one node, which drafts nothing, has none of it."""
+    head = block_of(target, tmp_path, block=5, **VARIANTS[variant])
+    forward = forward_of(target, "target")
+    draft = as_draft(head, forward, target)
+    term = 0 if head.term is None else sum(weight.numel() for weight in head.term.parameters())
     whole = sum(weight.numel() for weight in head.parameters()) + target.lm_head.weight.numel()
-    assert draft_parameter_count(head, target) == whole // 4
-    assert Work.of(draft)[:3] == (8 * whole // 4, whole // 4, 0)
+    assert draft_parameter_count(head, target) == whole // head.config.depths
+    once, level = Work.split(draft)
+    assert once[:3] == (8 * (whole - term), whole - term, head.config.layers)
+    assert level[:3] == (8 * term, term, 0)
+    device, sizes = Device(4e12, 8e14, 6e13), (1, 2, 16)
+    costs, without = (estimated_costs(forward, drafting, device, sizes=sizes) for drafting in ([draft], []))
+    more = [costs.step[size] - without.step[size] for size in sizes]
+    assert more == pytest.approx([0, *2 * [once.seconds(LEVEL_NODES, device)]])
+    assert costs.level - without.level == pytest.approx(level.seconds(LEVEL_NODES, device))
+    host, without = (host_costs(forward, drafting, 1, sizes) for drafting in ([draft], []))
+    more = [host.step[size] - without.step[size] for size in sizes]
+    assert more[0] == 0 < more[1] == pytest.approx(more[2])
+    assert (host.level > without.level) == (term > 0)
+
+
+def test_the_pass_of_a_pard_model_is_a_cost_of_the_step(target):
+    forward = forward_of(target, "target")
+    draft = as_draft(Pard(tiny_llama(2), 3), forward, target)
+    once, level = Work.split(draft.forward)
+    assert once == Work.of(draft.forward)
+    assert level.weights == 0
 
 
 WAYS = [("sequoia", "rejection"), ("sequoia", "traversal"), ("sequoia", "held"), ("dyspec", "rejection"),
@@ -148,6 +173,38 @@ def test_a_chain_is_accepted_as_often_as_the_overlap_of_both_laws_says(law, tmp_
     found = float((out.stats.steps_of == 1).double().mean())
     assert 0.02 < expected < 0.98
     assert abs(found - expected) < 5 * (expected * (1 - expected) / 2500) ** 0.5
+
+
+@pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
+def test_temperatures_of_depths_cure_flat_laws_and_keep_the_text_exact(method, tmp_path):
+    """The target's law is the same everywhere, and the draft's logits are a fifth of its own: far too flat."""
+    target, kind = tiny_llama(0), variant(vocab=7, drafted=7, width=16, read=16, ids=(0,), mask=6)
+    tensors = {name: 0 * each if "o_proj" in name or "down_proj" in name else each
+               for name, each in tensors_of(kind).items()}  # fmt: skip
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight", "embed_tokens.weight")):
+                weight.zero_()
+        target.model.norm.weight.fill_(1)
+        target.model.embed_tokens.weight[:, 0] = 1
+        target.lm_head.weight[:, 0] = torch.tensor([1.3, 0.4, 0.2, 0.0, 0.0, -0.1, -0.2])  # times 4, after the norm
+    tensors["norm.weight"] = torch.full((16,), 0.2)
+    config, _ = zlab(kind)
+    head = load_block(write(tmp_path, config | {"num_target_layers": 2}, tensors), target)
+    reached = []
+    for temperatures in ([], [0.2] * head.config.depths, [0.2, 0.4, 0.3, 0.1]):
+        head.set_temperatures(temperatures)
+        assert ("at temperatures" in describe(head)) == bool(temperatures)
+        decoder = SpeculativeDecoder(target, head, method, tree_size=5)
+        out = decoder.generate(PROMPT.expand(3_000, -1), max_new_tokens=4, temperature=1.0, seed=4)
+        fit = goodness_of_fit(out.sequences[:, PROMPT.shape[1] :], joint_law(target, PROMPT[0], 4))
+        assert fit.is_lossless(), str(fit)
+        reached.append(out.stats.tokens_per_step)
+    assert reached[1] >= reached[2] > 1.1 * reached[0]
+    assert method != "chain" or reached[1] == 4 > 2.5 * reached[0]  # all is accepted, of 1.4 tokens a step
+    for wrong in ([0.5], [0.5, 0.5, 0.5, 0.0]):
+        with pytest.raises(ValueError, match=r"temperatures must be 4 numbers above 0, one a depth, got \[0.5"):
+            head.set_temperatures(wrong)
 
 
 def test_a_block_read_one_row_off_is_accepted_hardly_ever_and_the_log_says_so(tmp_path, caplog):

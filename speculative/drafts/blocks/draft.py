@@ -13,7 +13,7 @@ A row sees the whole text before L, and of the block the rows up to itself or al
 with a window of W positions a row at p sees those above p - W. In another one all rows see what the root's row sees.
 Source: Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036; with all layers
 causal it is JetSpec. The laws of a tree's nodes then follow without another pass. The law below a node is the one of
-its depth, to which some drafts add a term of its token or path (`terms`).
+its depth, to which some drafts add a term of its token or path (`terms`). Users may have it divided by a temperature.
 
 A pass of the target makes keys and values of the context for all of its nodes, at once for all layers. So nothing is
 computed again, and no shape depends on how many nodes were accepted.
@@ -53,7 +53,6 @@ class BlockHeadDraft(TappedDraft):
         config = head.config
         self.head, self.config, self.layers, self.levels = head, config, config.layers, config.depths
         check_fits(config, target)
-        self.level_share = 1 / config.depths
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
@@ -75,6 +74,8 @@ class BlockHeadDraft(TappedDraft):
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._rotary = self._rotary_table(1)
+        sharper = [1 / each for each in head.temperatures]
+        self._sharper = torch.tensor([*sharper, 1.0], device=self.device) if sharper else None  # [D + 1]
 
     def is_current(self) -> bool:
         """True if the draft's modules are the same, and copies of its weights are still up to date."""
@@ -127,15 +128,23 @@ class BlockHeadDraft(TappedDraft):
             logits, state = term(cache.base[at], cache.hidden[at], tokens, self._above(feed, cache))
             if state is not None:
                 store_rows(cache.state[:, None], state[:, :, None], feed.cache_rows[:, -tokens.shape[1] :])
+        if self._sharper is not None:
+            logits = logits * self._sharper[at[1]].view(-1, 1, 1)
         if self._proposed is not None:
             every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
             logits = every.index_copy_(2, self._proposed, logits)
         return logits.expand(-1, tokens.shape[1], -1)
 
-    def level_weights(self) -> list[Tensor]:
-        """All but the embedding, of which a few rows are read."""
-        own = [weight for name, weight in self.weights() if not name.startswith(("embed_tokens", "lm_head"))]
+    def pass_weights(self) -> list[Tensor]:
+        """All but the embedding, of which a few rows are read, and the term."""
+        others = {id(weight) for weight in self.level_weights()}
+        own = [(name, weight) for name, weight in self.weights() if id(weight) not in others]
+        own = [weight for name, weight in own if not name.startswith(("embed_tokens", "lm_head"))]
         return [*own, self.lm_head.weight]
+
+    def level_weights(self) -> list[Tensor]:
+        """Those of the term."""
+        return [] if self.head.term is None else [*self.head.term.parameters()]
 
     def unsure_rows(self, levels: int) -> int:
         """None: the target computes them with its own."""

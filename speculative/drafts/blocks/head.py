@@ -1,5 +1,7 @@
 """A block draft, as PyTorch: what its checkpoints hold. `draft` says what is computed."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -29,7 +31,10 @@ class BlockHead(nn.Module, Draftable):
 
     Where it has no embedding or no lm_head of its own, `embed_tokens` or `lm_head` is None, and the target's is taken.
     d2t: LongTensor[Vd], token i + d2t[i] of the target is token i of the draft; None if it has all tokens.
+    temperatures: of the depths, by which their laws are sharpened: see `set_temperatures`
     """
+
+    temperatures: tuple[float, ...] = ()
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -47,6 +52,18 @@ class BlockHead(nn.Module, Draftable):
         self.markov_head = MarkovTerm(config) if config.term in MARKOV_TERMS else None
         self.candidate_selector = SelectorTerm(config) if config.term == "selector" else None
         self.rotary_emb = rotary_of(config)
+
+    def set_temperatures(self, temperatures: Sequence[float]) -> None:
+        """Divide the logits of each depth by a temperature, from the root's children on; none for 1 at all depths.
+
+        A law of a deep level knows nothing of the path, and is flatter than the target's. Above temperature 0 tokens
+        drawn from it are seldom accepted. What is drawn is verified by the same law, so that any values are exact. Call
+        it before a decoder is made. Raises ValueError for another number of depths, and for values of 0 or less.
+        """
+        depths = self.config.depths
+        if temperatures and (len(temperatures) != depths or not all(each > 0 for each in temperatures)):
+            raise ValueError(f"temperatures must be {depths} numbers above 0, one a depth, got {[*temperatures]}")
+        self.temperatures = tuple(temperatures)
 
     @property
     def term(self) -> MarkovTerm | SelectorTerm | None:

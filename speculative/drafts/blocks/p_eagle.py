@@ -51,7 +51,15 @@ class ParallelHeadDraft(HeadDraft):
 
     def __init__(self, head: EagleHead, target: Forward):
         super().__init__(head, target)
-        self.levels, self.level_share = DEPTHS, 1 / DEPTHS
+        self.levels = DEPTHS
+
+    def pass_weights(self) -> list[Tensor]:
+        """All that a level of another head reads."""
+        return super().level_weights()
+
+    def level_weights(self) -> list[Tensor]:
+        """None."""
+        return []
 
     def new_cache(self, batch: int, rows: int) -> ParallelHeadCache:
         """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and masks after them."""

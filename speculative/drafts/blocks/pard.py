@@ -100,6 +100,7 @@ class PardDraft(ModelDraft):
         if forward.state_bytes:
             raise ValueError("the model of a Pard must have attention layers alone, got one with recurrent layers")
         self.levels = self._depths = given.depths
+        self.forward.drafts_at_once = True  # which is what its costs are
         self._mask, self._columns = given.mask_token_id, vocab_size
 
     def new_cache(self, batch: int, rows: int) -> PardCache:
