@@ -8,8 +8,10 @@ A step is a chain of kernels, each of which waits for the one before:
     draw of a level        + DRAW, verification + DECIDE                what these take beyond a small kernel
 
 `before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels. `now` is with
-joined products and fused kernels, as tests/kernels/test_layer_kernels.py and tests/core/test_step.py count them. The
-limit is the time to read the target's weights once, at a copy's bandwidth.
+joined products and fused kernels, as tests/kernels/test_layer_kernels.py and tests/core/test_step.py count them. `few
+rows` is with the products of kernels/layers/few_rows.py, silu behind one of them: the decoder does not take these until
+a GPU has shown where they are faster. The limit is the time to read the target's weights once, at a copy's bandwidth.
+`top_p` is the share of a step that cuts and draws take under top-p, of rows of 128,256 tokens, by predict_filters.py.
 
 Each constant is what we expect, the best and the worst that published measurements allow, and where these are from. The
 least and the most of a step have all constants at their best, or all at their worst, so they are wide.
@@ -20,8 +22,11 @@ counts, product by product, at a share of the tensor cores' peak.
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
+import predict_filters
+from assumed_gpu import H200
 from common import Row
 
 
@@ -35,19 +40,21 @@ class Known(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The shape of a Llama with as many key heads as query heads."""
+    """The shape of a Llama, or of an EAGLE-3 head, whose queries, keys and values are made of two states."""
 
     layers: int
     hidden: int
     inner: int
     vocabulary: int = 32000
-    kv_share: float = 1.0  # key heads, of the query heads
+    keys: int | None = None  # width of all key heads; None: as many as query heads
+    states: int = 1
 
     def layer(self, *, joined: bool) -> list[int]:
         """Bytes of the weights of each product of a layer, in bf16."""
         square, wide = BYTES * self.hidden**2, BYTES * self.hidden * self.inner
-        both = round(square * (1 + 2 * self.kv_share))
-        return [both, square, 2 * wide, wide] if joined else [square] * 4 + [wide] * 3
+        key = square if self.keys is None else BYTES * self.hidden * self.keys
+        made = [self.states * each for each in (square, key, key)]
+        return [sum(made), square, 2 * wide, wide] if joined else [*made, square, *[wide] * 3]
 
     @property
     def head(self) -> int:
@@ -63,6 +70,7 @@ class Kernels(NamedTuple):
     """Other kernels of a layer than products and attention, those beside the layers of either model, and of a step."""
 
     joined: bool
+    own_products: bool
     others: int
     target_ends: int
     draft_ends: int
@@ -70,11 +78,18 @@ class Kernels(NamedTuple):
 
 
 BYTES = 2  # of a weight
-TARGET, DRAFT = Model(32, 4096, 11008), Model(2, 768, 3072)  # Llama-2-7B and llama-68m
+PAIRS = {
+    "7B + 68M": (Model(32, 4096, 11008), Model(2, 768, 3072)),  # Llama-2-7B and llama-68m
+    "8B + EAGLE-3": (Model(32, 4096, 14336, 128_256, 1024), Model(1, 4096, 14336, 32_000, 1024, 2)),  # Llama-3.1-8B
+}
 LEVELS = 5
-LLAMA_8B, DFLASH = Model(32, 4096, 14336, 128256, 0.25), Model(5, 4096, 14336, 128256, 0.25)
+LLAMA_8B, DFLASH = PAIRS["8B + EAGLE-3"][0], Model(5, 4096, 14336, 128_256, 1024)
 BLOCK, TAPS = 16, 5  # rows of a block, and hidden states that its context is made of
-WAYS = {"before": Kernels(False, 13, 3, 7, 78), "now": Kernels(True, 4, 2, 3, 23)}
+WAYS = {
+    "before": Kernels(False, False, 13, 3, 7, 78),
+    "now": Kernels(True, False, 4, 2, 3, 23),
+    "few rows": Kernels(True, True, 3, 2, 3, 23),
+}
 
 # Bytes in a second of a large copy.
 BANDWIDTH = {
@@ -94,6 +109,11 @@ SHARES = (
         "model",
     )),
 )  # fmt: skip
+OWN_SHARES = (
+    (10e6, Known(0.60, 0.75, 0.35, "judged")),
+    (50e6, Known(0.75, 0.85, 0.45, "judged: all multiprocessors have work")),
+    (float("inf"), Known(0.85, 0.92, 0.70, "judged: as the best that was published of a hand-written kernel")),
+)
 GAP = Known(1.5e-6, 1.0e-6, 2.5e-6, "the same page: 1.3 us from kernel to kernel in a CUDA graph on an H100")
 SMALL = Known(2.3e-6, 1.8e-6, 3.0e-6, "that gap, and a load and a store to memory that wait for each other")
 ATTENTION = Known(7e-6, 5e-6, 8e-6, "judged: 256 to 1,000 rows of keys, parts, a ticket, a merge")
@@ -111,15 +131,15 @@ PICKS: dict[str, Pick] = {
 }
 
 
-def share(size: float) -> Known:
-    """The share of a copy's bandwidth that a product with so many bytes of weights reaches."""
-    return next(found for most, found in SHARES if size <= most)
+def share(size: float, own: bool = False) -> Known:
+    """The share of a copy's bandwidth that a product with so many bytes of weights reaches, or one of few_rows.py."""
+    return next(found for most, found in (OWN_SHARES if own else SHARES) if size <= most)
 
 
 def pass_seconds(model: Model, kernels: Kernels, ends: int, bandwidth: Known, pick: Pick) -> dict[str, float]:
     """A forward pass over few tokens, by what it spends its time on."""
     products = model.layers * model.layer(joined=kernels.joined) + [model.head]
-    reading = sum(size / (pick(bandwidth) * pick(share(size))) for size in products)
+    reading = sum(size / (pick(bandwidth) * pick(share(size, kernels.own_products))) for size in products)
     return {
         "reading weights": reading,
         "between products": len(products) * pick(GAP),
@@ -128,10 +148,10 @@ def pass_seconds(model: Model, kernels: Kernels, ends: int, bandwidth: Known, pi
     }
 
 
-def step_seconds(kernels: Kernels, bandwidth: Known, pick: Pick) -> dict[str, float]:
-    """A step, by what it spends its time on."""
-    target = pass_seconds(TARGET, kernels, kernels.target_ends, bandwidth, pick)
-    draft = pass_seconds(DRAFT, kernels, kernels.draft_ends, bandwidth, pick)
+def step_seconds(models: tuple[Model, Model], kernels: Kernels, bandwidth: Known, pick: Pick) -> dict[str, float]:
+    """A step of a target and a draft, by what it spends its time on."""
+    target = pass_seconds(models[0], kernels, kernels.target_ends, bandwidth, pick)
+    draft = pass_seconds(models[1], kernels, kernels.draft_ends, bandwidth, pick)
     parts = {f"target: {name}": seconds for name, seconds in target.items()}
     parts |= {f"draft: {name}": LEVELS * seconds for name, seconds in draft.items()}
     return parts | {
@@ -154,8 +174,8 @@ def block_seconds(nodes: int, bandwidth: Known, pick: Pick) -> dict[str, float]:
     def others(model: Model) -> float:
         return model.layers * (pick(ATTENTION) + WAYS["now"].others * pick(SMALL))
 
-    square = BYTES * LLAMA_8B.hidden**2
-    context = [TAPS * square, 2 * DFLASH.layers * DFLASH.kv_share * square]
+    hidden = LLAMA_8B.hidden
+    context = [TAPS * BYTES * hidden**2, 2 * DFLASH.layers * BYTES * hidden * LLAMA_8B.keys]
     return {
         "target: products": products(LLAMA_8B, nodes), "target: other kernels": others(LLAMA_8B),
         "draft: products": products(DFLASH, BLOCK), "draft: other kernels": others(DFLASH),
@@ -177,17 +197,20 @@ def block_rows() -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Milliseconds of each part, their sum and its range, and these over the limit, by GPU."""
+    """Milliseconds of each part, their sum and its range, and these over the limit, by GPU and models."""
     found = []
     for gpu, bandwidth in BANDWIDTH.items():
-        for way, kernels in WAYS.items():
-            limit = TARGET.read_bytes / bandwidth.likely
-            sums = {name: sum(step_seconds(kernels, bandwidth, pick).values()) for name, pick in PICKS.items()}
-            parts = step_seconds(kernels, bandwidth, PICKS["likely"])
+        microseconds = predict_filters.step(H200._replace(bandwidth=bandwidth.likely / 1e6))
+        filtered = 1e-6 * (microseconds["cuts"] + microseconds["draws"])
+        for (pair, models), (way, kernels) in product(PAIRS.items(), WAYS.items()):
+            limit = models[0].read_bytes / bandwidth.likely
+            sums = {name: sum(step_seconds(models, kernels, bandwidth, pick).values()) for name, pick in PICKS.items()}
+            parts = step_seconds(models, kernels, bandwidth, PICKS["likely"])
             rest = sum(seconds for name, seconds in parts.items() if name.startswith("beside"))
-            row = {"gpu": gpu, "kernels": way} | {name: 1e3 * seconds for name, seconds in parts.items()}
+            row = {"gpu": gpu, "kernels": f"{pair}, {way}"} | {name: 1e3 * seconds for name, seconds in parts.items()}
             row |= {"step_ms": 1e3 * sums["likely"], "least_ms": 1e3 * sums["least"], "most_ms": 1e3 * sums["most"]}
             over = {"over_limit": "likely", "over_least": "least", "over_most": "most"}
             row |= {name: sums[pick] / limit for name, pick in over.items()}
-            found.append(row | {"beside": rest / sums["likely"]})
+            under_top_p = sums["likely"] - parts["beside: drawing"] + filtered
+            found.append(row | {"beside": rest / sums["likely"], "top_p": filtered / under_top_p})
     return found
