@@ -1,6 +1,6 @@
 """Does decoding bring the tokens per forward pass of the target that a profile promises?
 
-    python bench/expected.py [--texts 12] [--tokens 96] [--nodes 8 32] [--json bench/results/expected-cpu.json]
+    python bench/expected.py [--texts 12] [--tokens 96] [--nodes 8] [--json bench/results/expected-cpu.json]
 
 A profile is made of the shipped pair as `heavypath calibrate` makes one: acceptance is counted, and gains are measured,
 on --texts texts of --tokens tokens after each of the prompts, at T = 0 on one. Costs alone are given, so that no load
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--texts", type=int, default=12, help="after each prompt")
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     given = parser.parse_args()
     if given.miniature:

@@ -225,7 +225,11 @@ def expected() -> None:
     temperatures = dict.fromkeys(row["temperature"] for row in results("expected")["rows"])
     table(["expected / decoded, off (error)", *(f"T = {each:g}" for each in temperatures)],
           [[name, *cells] for name, cells in found.items()])  # fmt: skip
-    source("expected")
+    facts = results("expected")["environment"]
+    source(
+        "expected",
+        also=f"; {facts['texts']} texts of {facts['tokens']} tokens after each of {facts['prompts']} prompts",
+    )
 
 
 def verifiers() -> None:
