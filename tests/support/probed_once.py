@@ -31,7 +31,8 @@ def _remembered(trial):
     def remembered(*given):
         models = [each if isinstance(each, torch.nn.Module) else each.model for each in given if hasattr(each, "model")]
         weights = [*models[0].parameters()]
-        if not REMEMBERED or any(type(weight) is not torch.nn.Parameter for weight in weights):
+        strange = any(type(weight) is not torch.nn.Parameter or weight.is_inference() for weight in weights)
+        if strange or not REMEMBERED:
             return trial(*given)
         way = type(given[0]), implementation.library() is None, torch.cuda.is_available()
         state = str([way, [each for each in given if isinstance(each, int)], *map(_state, models)])
