@@ -143,6 +143,12 @@ def interpreter():
 
 
 @pytest.fixture
+def tried_anew(monkeypatch):
+    """Every model is tried out, though it was tried before: see tests/support/probed_once.py."""
+    monkeypatch.setattr("probed_once.REMEMBERED", False)
+
+
+@pytest.fixture
 def any_noise(monkeypatch):
     """Real timings count, however busy the machine is. What noise does is tested with made-up ones in test_costs."""
     from heavypath.speculative import visits

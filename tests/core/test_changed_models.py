@@ -19,7 +19,10 @@ from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of PEFT
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # of PEFT
+    pytest.mark.usefixtures("tried_anew"),
+]
 
 PROMPTS, NEW = torch.tensor([[3, 1, 4, 1], [2, 6, 5, 3]]), 9
 TINY = {

@@ -20,6 +20,7 @@ from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
 
+pytestmark = pytest.mark.usefixtures("tried_anew")
 PROMPTS = torch.tensor([[5, 9, 8, 7, 33, 2], [0, 0, 4, 4, 17, 60]])
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 

@@ -38,7 +38,7 @@ def check(method, replacement, language, growth, fill=False, sources=(), **optio
 @each_rule
 @pytest.mark.parametrize("name", GROWTHS)
 def test_every_walk_ends_where_the_oracle_says(name, method, replacement):
-    for seed, zeros in enumerate((0.0, 0.3, 0.4)):
+    for seed, zeros in enumerate((0.0, 0.4)):
         for fill in (False, True)[: 2 - replacement]:
             assert check(method, replacement, Language(3, seed, zeros), GROWTHS[name], fill) > 1
 

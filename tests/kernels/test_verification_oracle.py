@@ -25,7 +25,7 @@ DISTINCT = [name for name in RULES if name != "k_seq"]  # which K-SEQ does not t
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", GROWTHS)
 def test_each_rule_emits_the_targets_law_exactly(name, rule):
-    for seed, zeros in enumerate((0.0, 0.3, 0.4)):
+    for seed, zeros in enumerate((0.0, 0.4)):
         language = Language(3, seed, zeros)
         assert keeps_the_law(RULES[rule], language, GROWTHS[name], 4, replacement=True)
         for fill in (False, True) if rule in DISTINCT else ():

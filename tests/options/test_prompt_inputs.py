@@ -1,6 +1,5 @@
 """Prompts with images and sounds: a multimodal model's text is that of transformers' own generate."""
 
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -43,8 +42,8 @@ def text_model(model):
 
 
 @pytest.mark.parametrize(("kind", "method"), [
-    *product(["gemma3", "qwen2_5_vl", "llava"], ["chain", "sequoia", "dyspec"]),
-    ("qwen3_vl", "sequoia"), ("voxtral", "sequoia"),
+    ("gemma3", "sequoia"), ("qwen2_5_vl", "dyspec"), ("llava", "chain"), ("qwen3_vl", "sequoia"),
+    ("voxtral", "sequoia"),
 ])  # fmt: skip
 def test_texts_are_those_of_generate(kind, method, model_of):
     """Of one prompt and of a batch with left padding, with images and without."""

@@ -1,7 +1,8 @@
 """A model that many tests decode is tried out once, as long as nothing of it changes.
 
 A decoder first compares its forward pass with the model's own (`models/forward_of.py`), which takes longer than a short
-text. The distances that were found are kept with a model's weights, and with all else that a test could change of it.
+text. What was found is kept with a model's weights, and with all else that a test could change of it. A test that
+changes what models have in common, such as attention functions, takes the fixture `tried_anew`.
 """
 
 from functools import wraps
@@ -10,31 +11,34 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from heavypath.kernels import implementation
-from heavypath.speculative.models import probe, window_probe
+from heavypath.speculative.models import forward_of, probe, window_probe
 from heavypath.speculative.models.recurrent import probe as recurrent_probe
+
+REMEMBERED = True
 
 
 def remember_probes() -> None:
     """Change this process."""
-    for module, name in ((probe, "gap"), (recurrent_probe, "gap"), (window_probe, "_gap")):
+    trials = ((forward_of, "_is_a_llama"), (probe, "gap"), (recurrent_probe, "gap"), (window_probe, "_gap"))
+    for module, name in trials:
         setattr(module, name, _remembered(getattr(module, name)))
 
 
-def _remembered(gap):
+def _remembered(trial):
     found = WeakIdKeyDictionary()  # of a model's first weight
 
-    @wraps(gap)
-    def remembered(forward, *others):
-        models = [forward.model, *(other for other in others if isinstance(other, torch.nn.Module))]
-        weights = [*forward.model.parameters()]
-        if forward.ranks is not None or any(type(weight) is not torch.nn.Parameter for weight in weights):
-            return gap(forward, *others)
-        window = [other for other in others if isinstance(other, int)]
-        way = type(forward), implementation.library() is None, torch.cuda.is_available()
-        state = str([way, window, *map(_state, models)])
+    @wraps(trial)
+    def remembered(*given):
+        models = [each if isinstance(each, torch.nn.Module) else each.model for each in given if hasattr(each, "model")]
+        weights = [*models[0].parameters()]
+        strange = any(type(weight) is not torch.nn.Parameter or weight.is_inference() for weight in weights)
+        if strange or not REMEMBERED:
+            return trial(*given)
+        way = type(given[0]), implementation.library() is None, torch.cuda.is_available()
+        state = str([way, [each for each in given if isinstance(each, int)], *map(_state, models)])
         known = found.setdefault(weights[0], {})
         if state not in known:
-            known[state] = gap(forward, *others)
+            known[state] = trial(*given)
         return known[state]
 
     return remembered
