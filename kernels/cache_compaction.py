@@ -148,14 +148,12 @@ def _compact_kernel(
     table_ptr,  # [caches, 5]: address; strides of sequences, heads and rows in units; rows S
     path_ptr,  # [B, P]
     length_ptr,  # [B], as prefix_ptr
-    prefix_ptr,
-    P,
+    prefix_ptr, P,
     UNIT: tl.constexpr,  # the integer that bits travel in
     VECTOR: tl.constexpr,  # addresses and strides are multiples of so many units; 2 of 8 bytes travel in one access
     ROW: tl.constexpr,  # units of a row
-    BLOCK_P: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-):
+    BLOCK_P: tl.constexpr, BLOCK_ROW: tl.constexpr,
+):  # fmt: skip
     """A program for each (head, block of columns), sequence and cache."""
     blocks = tl.cdiv(ROW, BLOCK_ROW)
     head = (tl.program_id(0) // blocks).to(tl.int64)

@@ -46,7 +46,10 @@ from heavypath.kernels.sampling_kernel import (
 from heavypath.kernels.sharing import counters, helpers, leave
 from heavypath.kernels.tickets import is_last, tickets
 
-MOST = 64  # tokens of a draw; of more the candidates are too many
+MOST = (
+    16  # tokens of a draw: more candidates do not fit in registers, nor do tiles of rows that are read number by number
+)
+ALIGNED = 16  # so many logits begin where a vector may
 _NO_KEY = tl.constexpr(-(2**62))
 
 
@@ -184,11 +187,11 @@ def launch_tokens(
     """Draw as `launch_topk`, for who takes the tokens alone: keys and log-probabilities may be those before top-p."""
     (count, vocab_size), device = logits.shape, logits.device
     by_p_alone = Filters(top_p=filters.top_p).drop(vocab_size) and not filters._replace(top_p=None).drop(vocab_size)
-    if not by_p_alone or filters.temperature == 0 or k > MOST or count == 0:
+    aligned = vocab_size % ALIGNED == 0 and logits.stride() == (logits.stride(0) // ALIGNED * ALIGNED, 1)
+    if not (by_p_alone and aligned) or filters.temperature == 0 or k > MOST or count == 0:
         return launch_topk(logits, k, filters, noise=noise, stream=stream, uniform_fill=uniform_fill)
     tokens = torch.empty(count, k, dtype=torch.long, device=device)
     keys, logprobs = torch.empty(count, k, device=device), torch.empty(count, k, device=device)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     chunks, in_pass = (triton.cdiv(vocab_size, module.CHUNK.value) for module in (sampling_kernel, filter_cuts))
     sizes = [chunks * sampling_kernel.LANES.value, 2 * chunks, 2 + THRESHOLDS.value, in_pass * THRESHOLDS.value]
     memory = torch.empty(count * sum(sizes), device=device).split([count * size for size in sizes])

@@ -154,13 +154,9 @@ def _heavy_path_kernel(
     parents_ptr,  # [B, N]
     ranks_ptr,  # [B, N] if HAS_RANKS
     permutation_ptr,  # [B, N], as all below; scratch memory until the end, and so is end_ptr
-    new_parents_ptr,
-    new_ranks_ptr,
-    end_ptr,
-    N,
-    HAS_RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    new_parents_ptr, new_ranks_ptr, end_ptr, N,
+    HAS_RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program for each tree. Its threads exchange values through memory, with barriers in between."""
     row = tl.program_id(0).to(tl.int64) * N
     permutation_ptr += row

@@ -185,15 +185,13 @@ def _reference(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: boo
 @triton.jit(do_not_specialize=["NODES"])
 def _first_kernel(
     previous_ptr,  # [B], as the next two
-    root_ptr,
-    lengths_ptr,
+    root_ptr, lengths_ptr,
     tokens_ptr,  # [B, 2], as the next two
-    cache_rows_ptr,
-    parent_rows_ptr,
+    cache_rows_ptr, parent_rows_ptr,
     mask_ptr,  # [B, 2, NODES], bytes
     NODES,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A program for each sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + sequence)
@@ -216,27 +214,16 @@ def _place_kernel(
     tokens_ptr,  # [B, N], in place
     noise_ptr,  # [B, N]
     roots_ptr,  # [B], as the next two
-    lengths_ptr,
-    left_ptr,
+    lengths_ptr, left_ptr,
     drawn_ptr,  # [B, DRAWS]; None if CHILDREN is 0
     children_ptr,  # [CHILDREN], as draws_ptr
     draws_ptr,
     nodes_ptr,  # [GIVEN], as parents_ptr and depths_ptr
-    parents_ptr,
-    depths_ptr,
+    parents_ptr, depths_ptr,
     fed_tokens_ptr,  # [B, GIVEN], as all below
-    positions_ptr,
-    cache_rows_ptr,
-    parent_rows_ptr,
-    noise_rows_ptr,
-    N,
-    DRAWS,
-    CHILDREN,
-    GIVEN,
-    HAS_DRAWN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    positions_ptr, cache_rows_ptr, parent_rows_ptr, noise_rows_ptr, N, DRAWS, CHILDREN, GIVEN,
+    HAS_DRAWN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program for each sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     tokens_ptr += sequence * N
@@ -276,10 +263,9 @@ def _alike_kernel(
     nodes_ptr,  # [GIVEN], as parents_ptr
     parents_ptr,
     first_ptr,  # [B, GIVEN]
-    N,
-    GIVEN,
+    N, GIVEN,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A program for each block of a level's nodes and each sequence. It reads texts of the level above alone."""
     sequence = tl.program_id(1).to(tl.int64)
     tokens_ptr += sequence * N

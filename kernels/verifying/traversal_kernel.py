@@ -80,23 +80,12 @@ def _normalize_kernel(
     traits_ptr,  # int32 [B, N, TRAITS]
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
     tickets_ptr,  # [B, N], and behind them the counters of `sharing` for the next kernel
-    N,
-    V,
-    parents_stride,
-    target_batch_stride,
-    target_stride,
-    draft_batch_stride,
-    draft_stride,
-    max_depth,
-    temperature,
+    N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, max_depth, temperature,
     draft_temperature,
-    POINT_MASSES: tl.constexpr,
-    LEAVES_OUT: tl.constexpr,
-    FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr,
+    POINT_MASSES: tl.constexpr, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
-):
+):  # fmt: skip
     chunk = tl.program_id(0) % CHUNKS
     batch = (tl.program_id(0) // CHUNKS // N).to(tl.int64)
     node = tl.program_id(0) // CHUNKS % N
@@ -238,27 +227,13 @@ def _chains_kernel(
     traits_ptr,  # int32 [B, N, TRAITS]
     sums_ptr,  # fp32 [B, N, PIECES]
     tickets_ptr,  # as of the kernel before
-    sequences,
-    N,
-    V,
-    parents_stride,
-    ranks_stride,
-    target_batch_stride,
-    target_stride,
-    draft_batch_stride,
-    draft_stride,
-    temperature,
-    draft_temperature,
-    REPLACEMENT: tl.constexpr,
-    HELD: tl.constexpr,
-    POINT_MASSES: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr,
-    PIECES: tl.constexpr,
+    sequences, N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride,
+    temperature, draft_temperature,
+    REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr, HAS_RANKS: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
     HELPERS: tl.constexpr,  # all programs
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     rows = sequences * N
     counters_ptr = tickets_ptr + rows
     index = tl.arange(0, BLOCK)
@@ -300,18 +275,10 @@ def _choose_kernel(
     states_ptr,  # fp32 [B, N, STATES]
     traits_ptr,  # int32 [B, N, TRAITS]
     choice_ptr,  # int32 [B, N]: becomes the next node for those on the way to the accepted one
-    N,
-    parents_stride,
-    ranks_stride,
-    max_depth,
-    seed_ptr,
-    seed_low,
-    seed_high,
+    N, parents_stride, ranks_stride, max_depth, seed_ptr, seed_low, seed_high,
     MERGES: tl.constexpr,  # whether siblings of equal tokens share their children
-    HAS_RANKS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    HAS_RANKS: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     batch = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     parents_ptr += batch * parents_stride

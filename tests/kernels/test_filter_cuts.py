@@ -117,7 +117,7 @@ def test_the_prediction_counts_the_passes_that_the_search_takes(monkeypatch):
     predicted = importlib.import_module("predict_filters")
     made = []
     opened = module.open_pass
-    logits = torch.from_numpy(predicted.model_rows(1, 600, "bf16")).bfloat16()
+    logits = torch.from_numpy(predicted.model_rows(1, 608, "bf16")).bfloat16()
     monkeypatch.setattr(module, "open_pass", lambda *given: made.append(given) or opened(*given))
     for filters, name in ((Filters(top_k=50), "top-k 50"), (Filters(top_p=0.9), "top-p 0.9")):
         made.clear()
