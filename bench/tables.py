@@ -191,6 +191,19 @@ def retrieval() -> None:
     source("retrieval", texts=True)
 
 
+def recall() -> None:
+    """Tokens per forward pass in the first and the last round of texts of the same prompts."""
+    found = results("recall")["rows"]
+    by_draft: dict[str, list[str]] = {}
+    for row in found:
+        rounds = row["tokens_per_forward"]
+        by_draft.setdefault(row["draft"], []).append(f"{rounds[0]:.2f} -> {rounds[-1]:.2f}")
+    temperatures = dict.fromkeys(row["temperature"] for row in found)
+    rows = [[name, *each] for name, each in by_draft.items()]
+    table(["tokens/forward", *(f"T = {each:g}" for each in temperatures)], rows)
+    source("recall")
+
+
 def nodes() -> None:
     """Tokens per forward pass for an equal budget of nodes, and what planning expected."""
     found: dict[str, dict[tuple, str]] = {}

@@ -143,7 +143,7 @@ class BlockHeadDraft(TappedDraft):
         return [*own, self.lm_head.weight]
 
     def level_weights(self) -> list[Tensor]:
-        """Those of the term."""
+        """The weights of the term."""
         return [] if self.head.term is None else [*self.head.term.parameters()]
 
     def unsure_rows(self, levels: int) -> int:
