@@ -6,8 +6,8 @@ query heads and k key heads of size h / q, and V tokens has
 
     weights = l (2 h h + 2 h h k / q + 3 h i) + V h
 
-beside its norms, which are thousands of times smaller. Where a token goes through a share s of the experts, n rows
-read 1 - (1 - s)^n of these, as if each chose by itself, and each row is multiplied with s of them.
+beside its norms, which are thousands of times smaller. Where a token goes through a share s of the experts, a row is
+multiplied with s of them. As if each chose by itself, n rows read 1 - (1 - s)^n of them.
 """
 
 from dataclasses import dataclass, replace
