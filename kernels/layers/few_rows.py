@@ -4,8 +4,8 @@
     y = round(silu(g)) * u              gated: W = [G; U], g = round(x G'), u = round(x U'), y: [R, N / 2]
     y = round(z + round(x W'))          added: z [R, N], the residual stream
 
-Every weight is read once. So weights are the operand with many rows, 64 of them a program, and x is the one with few:
-tensor cores work as much as R needs, and no more. A weight of few outputs has too few programs to read at full speed.
+Every weight is read once. So weights are the operand with many rows, 64 of them a program, and x is the one with few.
+Tensor cores work as much as R needs, and no more. A weight of few outputs has too few programs to read at full speed.
 So K is cut into parts, a program for each. Parts are stored in fp32, and the program of a tile that ends last adds them
 up in their order.
 
@@ -133,7 +133,7 @@ def _few_rows_kernel(
 
 
 def parts_of(outputs: int, columns: int) -> tuple[int, int]:
-    """How many parts the columns of a weight are cut into, and the columns of each.
+    """The number of parts that the columns of a weight are cut into, and the columns of each.
 
     Of the numbers of parts that give every multiprocessor its programs, the one that leaves fewest idle at the end.
     """
