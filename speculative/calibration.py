@@ -23,6 +23,7 @@ from heavypath.speculative.methods import METHODS, measured_row, row_of
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import check_alone, forward_of
 from heavypath.speculative.output.options import NOTHING
+from heavypath.speculative.output.remark import without_remarks
 from heavypath.speculative.profile import Profile, streaming_of
 from heavypath.speculative.visits import (
     StreamedVisits,
@@ -55,6 +56,7 @@ STREAMED_PROMPT = 16  # tokens of each text that is continued there: all ways ha
 logger = logging.getLogger(__name__)
 
 
+@without_remarks()
 def calibrate(
     target: PreTrainedModel,
     draft: AnyDraft,

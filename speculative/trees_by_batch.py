@@ -195,4 +195,5 @@ class TreeSource:
         """The size of a batch's tree, and what it was chosen by."""
         estimated, sequences = self._estimated is not None and tree != self.tree, "sequence" + "s" * (batch > 1)
         chosen_by = f"by costs estimated for {batch} {sequences}" if estimated else self.tree_from
-        return f"{len(tree)} nodes, {tree.depth} levels, {chosen_by}"
+        size = f"{len(tree)} nodes, {tree.depth} level{'s' * (tree.depth > 1)}" if tree.depth else "no draft"
+        return f"{size}, {chosen_by}"

@@ -113,8 +113,8 @@ TreeSize = Annotated[
     typer.Option(
         min=2,
         max=MAX_NODES,
-        help="Nodes of the drafted tree. Default: 5 on a CPU; on a GPU, and with --memory, as many as are expected to "
-        "pay.",
+        help="Nodes of the drafted tree. Default: 5 on a CPU, fewer or none where a draft does not pay; on a GPU, and "
+        "with --memory, as many as are expected to pay.",
     ),
 ]
 ProfileFile = Annotated[

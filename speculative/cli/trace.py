@@ -7,7 +7,7 @@ import typer
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="File of `heavypath generate --trace`.")],
+    file: Annotated[Path, typer.Argument(exists=True, help="File of `heavypath generate --trace`.")],
     out: Annotated[
         Path | None, typer.Option(help="Where to write the page; default: the file's name with .html.")
     ] = None,

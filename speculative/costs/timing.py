@@ -215,7 +215,8 @@ def _check(timings: Timings, costs: Costs, sizes: set[int], how: str) -> None:
     rounds = f"{how} together".lstrip()
     advice = (
         "Nothing was written. Calibrate while the machine is idle, with fewer threads than it has free cores "
-        "(OMP_NUM_THREADS=1 where one core is free), or for longer (limit=, --limit)"
+        "(OMP_NUM_THREADS=1 where one core is free), for longer (limit=, --limit), or for fewer sequences "
+        "(batch_sizes=[1], --batch-sizes 1)"
     )
     if worst is not None and not share(worst) <= 1:
         raw = ", ".join(f"{size}: {timings.of(size).value:.2f}" for size in sorted(sizes))

@@ -204,7 +204,7 @@ def _integer(name: str, value: object) -> int:
 
 def _check_tokens(input_ids: Tensor, target: Forward) -> None:
     if not isinstance(input_ids, Tensor):
-        how = "; pass tokenizer(text, return_tensors='pt').input_ids"
+        how = "; pass tokenizer(text, return_tensors='pt').input_ids, or the whole with ** before it"
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {type(input_ids).__name__}{how}")
     if input_ids.dim() != 2 or input_ids.dtype != torch.long:
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {input_ids.dtype} {[*input_ids.shape]}")

@@ -125,6 +125,13 @@ class GenerateOptions(RequestOptions, total=False):
     model_inputs: Mapping[str, Any] | None
 
 
+HABITS = {  # of callers of transformers' generate
+    "do_sample": "temperature above 0 samples, 0 takes the likeliest token",
+    "max_length": "max_new_tokens counts the new tokens",
+    "num_beams": "a text is not searched for by beams",
+}
+
+
 def check_options(what: str, given: Mapping[str, Any], has: Any, *named: str) -> None:
     """Raise TypeError for an option that there is not. what: has the options of a TypedDict `has`, and those named."""
     for name in given:
@@ -132,6 +139,7 @@ def check_options(what: str, given: Mapping[str, Any], has: Any, *named: str) ->
             names = [*named, *has.__annotations__]
             close = get_close_matches(name, names, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
+            hint = HABITS.get(name, hint)
             raise TypeError(f"{what} has no option {name!r}; {hint}")
 
 

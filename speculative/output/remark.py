@@ -1,12 +1,24 @@
 """Words of a decoder: what it consists of, and a remark if its speculation costs more than it brings."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from heavypath.speculative.decoding.statistics import ENOUGH_STEPS, Statistics
 from heavypath.speculative.drafts.draft import Draft
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Keep decoders quiet in the block, of which some are tried that do not pay."""
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
 
 
 class Remark:

@@ -166,7 +166,6 @@ def test_the_command_line_writes_a_trace_and_its_page(tmp_path, capsys, demo_pai
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["trace", "{folder}/missing.jsonl"], "No such file"),
     (["trace", "{folder}/header.jsonl"], "the trace has no steps"),
     (["trace", "{folder}/page.html"], "is no trace that `generate` writes"),
     (["trace", "{folder}/trace.html"], "--out must be another file than the trace itself"),

@@ -251,6 +251,7 @@ def test_a_field_that_the_server_does_not_have_is_refused_by_name(base, field):
     ({"max_tokens": 250}, "there is room for 256 tokens"),
     ({"prompt": 300 * "def "}, "there is room for 256 tokens"),
     (b'{"model": "shipped"}', "prompt: Field required"),
+    (b'{"promt": "a"}', "promt: this server does not know this field"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_openais_shape(base, body, message):
     status, error = post(base, body if isinstance(body, bytes) else BODY | body)
