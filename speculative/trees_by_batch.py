@@ -195,5 +195,5 @@ class TreeSource:
         """The size of a batch's tree, and what it was chosen by."""
         estimated, sequences = self._estimated is not None and tree != self.tree, "sequence" + "s" * (batch > 1)
         chosen_by = f"by costs estimated for {batch} {sequences}" if estimated else self.tree_from
-        size = f"{len(tree)} nodes, {tree.depth} level{'s' * (tree.depth > 1)}" if tree.depth else "no draft"
+        size = f"{len(tree)} nodes, {tree.depth} level{'s' * (tree.depth > 1)}" if tree.depth else "1 node, no draft"
         return f"{size}, {chosen_by}"

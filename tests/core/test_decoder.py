@@ -137,7 +137,7 @@ def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pai
     ({"pad_token_id": -1}, "pad_token_id must be in 0 .. 6, got -1"),
     ({"num_beams": 4}, "num_beams"),
     ({"do_sample": True}, "no option 'do_sample'; temperature above 0 samples"),
-    ({"tok": 1}, "no option 'tok'; it has max_new_tokens, temperature, top_k"),
+    ({"beams": 1}, "no option 'beams'; it has max_new_tokens, temperature, top_k"),
     ({"input_ids": torch.tensor([[1], [1]]), "streamer": object()}, "got one streamer for a batch of 2"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_before_any_work(options, message, tiny_pair):

@@ -184,12 +184,12 @@ def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
     out = SpeculativeDecoder(target, draft, "ersd").generate(prompts, 40, **options)
     sizes = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
     assert sizes == [1, 2, 5]
-    assert out.stats.tree == "no draft, by costs estimated for 8 sequences"
+    assert out.stats.tree == "1 node, no draft, by costs estimated for 8 sequences"
 
 
 def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(demo_pair, caplog):
     out = SpeculativeDecoder(*demo_pair[:2]).generate(torch.full((32, 3), 7), 3, temperature=0.0, eos_token_id=None)
-    assert out.stats.tree == "no draft, by costs estimated for 32 sequences"
+    assert out.stats.tree == "1 node, no draft, by costs estimated for 32 sequences"
     assert out.stats.steps == 32 * 3
     assert "does not pay" not in caplog.text
 
