@@ -52,7 +52,7 @@ class Recall(Draftable):
         self._corpus = SortedCorpus(
             torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), _LAST, dtype=torch.long)
         )
-        self._copies: WeakValueDictionary[torch.device, CorpusCopy] = WeakValueDictionary()
+        self._copies: WeakValueDictionary[torch.device, LearningCopy] = WeakValueDictionary()
 
     def learn(self, text: np.ndarray) -> None:
         """Take in a text, integers [T]; of a longer one than is kept its last tokens."""
@@ -75,7 +75,7 @@ class Recall(Draftable):
         all_steps[:size] = steps // size * self.tokens + steps % size
         return SortedCorpus(torch.cat([followers, followers.new_zeros(self.tokens - size)]), all_steps)
 
-    def on(self, device: torch.device) -> CorpusCopy:
+    def on(self, device: torch.device) -> "LearningCopy":
         """The sorted texts on a device, which all decoders there share."""
         with self._lock:
             copy = self._copies.get(device)
