@@ -85,9 +85,11 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def of_fields(error: ValidationError) -> Refusal:
-    """The first field that is not known, or else does not fit, with its place in the body, and what was said of it."""
+    """The first field that does not fit, with its place in the body, and what was said of it."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])  # a typing error, often
+    first = found[0]
+    if first["type"] == "missing" and len(first["loc"]) == 1:  # it may be there by a misspelt name
+        first = next((each for each in found if each["type"] == "extra_forbidden"), first)
     said = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         said = "this server does not know this field"

@@ -167,7 +167,6 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
     text.write_text("import os\n")
     config.write_text("{}")
     for arguments, said in {
-        (tmp_path / "nothing",): "there is no file or folder",
         (text, "--layers", "0,x"): "--layers must be numbers of the target's layers",
         (text, "--layers", "0", "--config", config): "--layers and --config are of different kinds",
         (text, "--config", config): "cannot make a causal language model of --config",

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from heavypath.kernels.commit import StateField
 from heavypath.speculative import Pard, SpeculativeDecoder
 from heavypath.speculative.drafts.draft import Feed
-from heavypath.speculative.drafts.heads import draft as head_module
+from heavypath.speculative.drafts.heads import entries as head_module
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models import forward as forward_module
 from heavypath.speculative.models.forward_of import forward_of

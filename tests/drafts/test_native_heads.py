@@ -74,17 +74,17 @@ def compare_calls(monkeypatch, compare, exact=None):
 
     def beside(name, original):
         def call(draft, given, cache, *more):
-            native, caches = draft._native, [copied(cache)]
+            native, caches = draft.native, [copied(cache)]
             if native is None:
                 return original(draft, given, cache, *more)
             if exact is not None:
                 caches.append(copied(cache, torch.float64))
             found = [original(draft, given, cache, *more)]
-            draft._native = None
+            draft.native = None
             try:
                 found.append(original(draft, given, caches[0], *more))
             finally:
-                draft._native = native
+                draft.native = native
             if exact is not None:
                 found.append(original(exact, given, caches[1], *more))
             results = zip(found, [cache, *caches], strict=True)
@@ -121,7 +121,7 @@ def near(found, usual):
 def test_a_call_is_that_of_pytorch(kind, method, size, target, monkeypatch, tmp_path):
     """In a batch of texts of different lengths, over steps that accept some, at the end of which trees are cut."""
     decoder = SpeculativeDecoder(target, draft_of(kind, target, tmp_path), method, tree_size=size)
-    assert decoder._draft._native is not None
+    assert decoder._draft.native is not None
     seen = compare_calls(monkeypatch, near)
     out, _ = drafted_nodes(decoder, 14, MORE_PROMPTS)
     assert {*seen} >= {"__call__", "taps"}
@@ -185,10 +185,10 @@ def test_threads_change_nothing(kind, target, monkeypatch, tmp_path):
 
 def test_what_is_not_compiled_is_left_to_pytorch(target):
     forward = forward_of(target, "target")
-    assert as_draft(head_of(target), forward, target)._native is not None
+    assert as_draft(head_of(target), forward, target).native is not None
     for head in (head_of(target, hidden_act="gelu"), hooked := head_of(target)):
         if head is hooked:
             head.fc.register_forward_hook(lambda *given: None)
-        assert as_draft(head, forward, target)._native is None
+        assert as_draft(head, forward, target).native is None
     wide = deepcopy(target).double()
-    assert as_draft(head_of(wide), forward_of(wide, "target"), wide)._native is None
+    assert as_draft(head_of(wide), forward_of(wide, "target"), wide).native is None

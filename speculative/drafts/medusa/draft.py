@@ -78,7 +78,7 @@ class MedusaDraft(TappedDraft):
         self.heads, self.config, self.layers, self.levels = heads, config, config.layers, config.heads
         self._lm_head = target.parts.joined(self.target_lm_head, target.parts.of(self.target_lm_head))
         self._linears = Linears(self.name, heads.parameters())
-        self._native = self._copied()
+        self.native = self._copied()
 
     def is_current(self) -> bool:
         """True if the heads are the same, and copies of their weights are still up to date."""
@@ -108,7 +108,7 @@ class MedusaDraft(TappedDraft):
         """The target's hidden states after its final norm, to be kept in a cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
-            if self._native is None:
+            if self.native is None:
                 store_rows(cache.keys, states[0][:, :, None], cache_rows)
             else:
                 keep(states, ([None], None), None, tokens, cache_rows, (cache.keys[:, 0], None))
@@ -126,7 +126,7 @@ class MedusaDraft(TappedDraft):
             self._read_root(lengths, min(feed.levels, heads), cache)
         if feed.drafted is None:
             logits = cache.logits[:, min(feed.level, heads), None].expand(-1, nodes, -1)
-            return logits if self._native is None else dense(logits)
+            return logits if self.native is None else dense(logits)
         sequence = torch.arange(len(feed.drafted), device=feed.drafted.device)
         return cache.logits[sequence, feed.drafted.clamp(max=heads)][:, None]
 
@@ -145,8 +145,8 @@ class MedusaDraft(TappedDraft):
 
         Nothing is before a text of one token, for which zeros stand.
         """
-        if self._native is not None and (self.dtype == torch.float32 or len(lengths) <= FEW_ROWS):
-            return medusa(self._native, cache.keys[:, 0], lengths, heads, cache.logits)
+        if self.native is not None and (self.dtype == torch.float32 or len(lengths) <= FEW_ROWS):
+            return medusa(self.native, cache.keys[:, 0], lengths, heads, cache.logits)
         before = cache.keys[torch.arange(len(lengths), device=lengths.device), 0, (lengths - 1).clamp(min=0)]
         before = before.masked_fill((lengths == 0)[:, None], 0)
         cache.logits[:, :heads] = self.heads(before, self._lm_head, heads)
