@@ -60,6 +60,12 @@ def _merge(top, packed, K, PLACES: tl.constexpr):
 
 
 @triton.jit
+def sum_of_products(sums, weights):
+    """The same in all lanes. A product that was fused with the first addition would be rounded in one lane of two."""
+    return tl.sum(tl.where(sums == 0.0, 0.0, sums * weights))
+
+
+@triton.jit
 def scan_chunk(
     row_ptr, noise_row, stream, draw, chunk, bounds_ptr, parts_ptr, V, seed_low, seed_high, scale, cut, end_of_ties,
     NOISY: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -98,7 +104,7 @@ def scan_chunk(
     highest = tl.max(largest)
     part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
     tl.store(part_ptr, highest)
-    tl.store(part_ptr + CHUNKS, tl.sum(total * tl.exp2((largest - highest) * scale)))
+    tl.store(part_ptr + CHUNKS, sum_of_products(total, tl.exp2((largest - highest) * scale)))
 
 
 @triton.jit
@@ -109,7 +115,7 @@ def sum_of_parts(parts_ptr, draw, scale, CHUNKS: tl.constexpr):
     parts = tl.load(part_ptr, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
     sums = tl.load(part_ptr + CHUNKS, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
     largest = tl.max(parts)
-    return largest, tl.sum(sums * tl.exp2((parts - largest) * scale))
+    return largest, sum_of_products(sums, tl.exp2((parts - largest) * scale))
 
 
 @triton.jit
