@@ -21,7 +21,7 @@ M has the same bits as in `filter_cuts`, so tokens are always those that are dra
 import torch
 from torch import Tensor
 
-from heavypath.kernels import filter_cuts, sampling_kernel
+from heavypath.kernels.filter_cuts import CHUNK as TOKENS_OF_PASS
 from heavypath.kernels.filter_cuts import (
     THRESHOLDS,
     end_of_ties,
@@ -35,6 +35,8 @@ from heavypath.kernels.filtering import HIDDEN_BITS, LOWEST, Filters, raised, so
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.noise import Noise, Stream, seed_arguments, seed_words
 from heavypath.kernels.sampling_kernel import (
+    CHUNK,
+    LANES,
     NEVER,
     launch_topk,
     open_groups,
@@ -192,8 +194,8 @@ def launch_tokens(
         return launch_topk(logits, k, filters, noise=noise, stream=stream, uniform_fill=uniform_fill)
     tokens = torch.empty(count, k, dtype=torch.long, device=device)
     keys, logprobs = torch.empty(count, k, device=device), torch.empty(count, k, device=device)
-    chunks, in_pass = (triton.cdiv(vocab_size, module.CHUNK.value) for module in (sampling_kernel, filter_cuts))
-    sizes = [chunks * sampling_kernel.LANES.value, 2 * chunks, 2 + THRESHOLDS.value, in_pass * THRESHOLDS.value]
+    chunks, in_pass = (triton.cdiv(vocab_size, size.value) for size in (CHUNK, TOKENS_OF_PASS))
+    sizes = [chunks * LANES.value, 2 * chunks, 2 + THRESHOLDS.value, in_pass * THRESHOLDS.value]
     memory = torch.empty(count * sum(sizes), device=device).split([count * size for size in sizes])
     bounds, parts, passes, sums = memory
     places = max(8, triton.next_power_of_2(2 * k))

@@ -439,7 +439,8 @@ def test_ctrl_c_and_a_closed_pipe_end_it_quietly():
         assert interrupted.stdout.read(1)
         interrupted.send_signal(signal.SIGINT)
         assert (interrupted.wait(60), unread.wait(60)) == (130, 1)
-        assert interrupted.stderr.read() == unread.stderr.read() == b""
+        said = interrupted.stderr.read() + unread.stderr.read()
+        assert not re.sub(rb"heavypath: starting PyTorch.*\n", b"", said), "but for what takes long on a busy machine"
 
 
 def test_settings_are_those_in_force(tmp_path, heavypath):

@@ -34,13 +34,18 @@ def hub(tmp_path_factory):
     return folder
 
 
+class _WithoutImports(ast.NodeTransformer):
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Leave it out."""
+
+
 def functions(path: Path) -> dict[tuple[str, int], list[str]]:
     """The statements of functions and methods, by name and how many stand before it; without imports, docstrings."""
     found, body = {}, ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9)).body
     for node in [inner for each in body for inner in (each.body if isinstance(each, ast.ClassDef) else [each])]:
         if isinstance(node, ast.FunctionDef):
             body = node.body[ast.get_docstring(node) is not None :]
-            found[node.name, len(found)] = [ast.unparse(each) for each in body if not isinstance(each, ast.ImportFrom)]
+            found[node.name, len(found)] = [ast.unparse(each) for each in map(_WithoutImports().visit, body) if each]
     return found
 
 
