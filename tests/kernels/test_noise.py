@@ -27,7 +27,8 @@ def words_kernel(words_ptr, counters_ptr, seed_low, seed_high):
     place = tl.arange(0, 8)
     counters = tl.load(counters_ptr + place).to(tl.uint32, bitcast=True)
     fixed = tl.load(counters_ptr).to(tl.uint32, bitcast=True)
-    words = philox_words(tl.to_tensor(seed_low), tl.to_tensor(seed_high), counters, fixed, counters * 3, counters + 1)
+    low, high = seed_low + tl.full([], 0, tl.int32), seed_high + tl.full([], 0, tl.int32)
+    words = philox_words(low, high, counters, fixed, counters * 3, counters + 1)
     for word in tl.static_range(4):
         tl.store(words_ptr + 8 * word + place, words[word].to(tl.int64))
 
