@@ -48,9 +48,8 @@ from heavypath.kernels.sampling_kernel import (
 from heavypath.kernels.sharing import counters, helpers, leave
 from heavypath.kernels.tickets import is_last, tickets
 
-MOST = (
-    16  # tokens of a draw: more candidates do not fit in registers, nor do tiles of rows that are read number by number
-)
+# Tokens of a draw: more candidates do not fit in registers, nor do tiles of rows that are read number by number.
+MOST = 16
 ALIGNED = 16  # so many logits begin where a vector may
 _NO_KEY = tl.constexpr(-(2**62))
 

@@ -168,8 +168,8 @@ class SpeculativeDecoder:
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
         self.runner.kept.append(cache)
         (self._draft or NO_DRAFT).learn(request.prompt, request.lengths, new, stats.tokens_of)
-        drafts_always = min(map(len, plan.trees)) > 1
-        self._remark(stats, self._draft if drafts_always else None, self.trees.expected_gain(stats, plan.tree))
+        drafting = self._draft if min(map(len, plan.trees)) > 1 else None
+        self._remark(stats, drafting, self.trees.expected_gain(stats, plan.tree))
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,

@@ -118,9 +118,10 @@ class Work(NamedTuple):
         from heavypath.speculative.drafts.tapped import TappedDraft
 
         nothing = cls(0, 0, 0, model.dtype.itemsize)
-        if isinstance(model, TappedDraft) and (passed := model.pass_weights()):
-            return cls._with(passed, model.layers, model.dtype.itemsize), cls.of(model)
-        return (cls.of(model), nothing) if getattr(model, "drafts_at_once", False) else (nothing, cls.of(model))
+        if isinstance(model, TappedDraft):
+            passed = model.pass_weights()
+            return cls._with(passed, model.layers, model.dtype.itemsize) if passed else nothing, cls.of(model)
+        return (cls.of(model), nothing) if model.drafts_at_once else (nothing, cls.of(model))
 
     @classmethod
     def _with(cls, weights: "Sequence[torch.Tensor]", layers: int, itemsize: int) -> "Work":

@@ -46,6 +46,7 @@ class Recall(Draftable):
         if not 2 * max_ngram <= tokens <= MOST_TOKENS:
             raise ValueError(f"tokens must be in {2 * max_ngram} .. {MOST_TOKENS}, got {tokens}")
         self.tokens, self.max_ngram, self.largest = tokens, max_ngram, 0
+        self.vocab_size: int | None = None
         self._lock = threading.Lock()
         self._texts = deque[np.ndarray]()
         self._kept = self._sorted = self._waiting = 0  # tokens, with one between texts
@@ -53,6 +54,15 @@ class Recall(Draftable):
             torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), _LAST, dtype=torch.long)
         )
         self._copies: WeakValueDictionary[torch.device, LearningCopy] = WeakValueDictionary()
+
+    def serve(self, vocab_size: int) -> None:
+        """Draft for a target of so many tokens. Raises ValueError if it has learned for one of another vocabulary."""
+        if self.vocab_size not in (None, vocab_size):
+            raise ValueError(
+                f"{self} keeps texts of a vocabulary of {self.vocab_size} tokens, got a target of {vocab_size}; make "
+                "a Recall for each vocabulary"
+            )
+        self.vocab_size = vocab_size
 
     def learn(self, text: np.ndarray) -> None:
         """Take in a text, integers [T]; of a longer one than is kept its last tokens."""
@@ -106,7 +116,8 @@ class RecallDraft(RetrievalDraft):
 
     def __init__(self, recall: Recall, vocab_size: int, device: torch.device):
         super().__init__(recall, vocab_size, device)
-        self._recall, self._known = recall, recall.on(device)
+        recall.serve(vocab_size)
+        self._recall = recall
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
         """Take in texts, see `Draft.learn`."""
@@ -117,7 +128,7 @@ class RecallDraft(RetrievalDraft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """See `RetrievalDraft`."""
         if feed.news:
-            renew_ranges(self._known.corpus, feed.parent_rows[:, 0].clamp(min=0), cache.keys, cache.values)
+            renew_ranges(self._copy.corpus, feed.parent_rows[:, 0].clamp(min=0), cache.keys, cache.values)
         return super().__call__(feed, cache)
 
 

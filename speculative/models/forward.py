@@ -133,6 +133,7 @@ class Forward(ABC):
     """
 
     is_foreign: bool = False  # whether it calls code that is not the package's
+    drafts_at_once: bool = False  # whether one pass of it drafts all levels
     state_bytes: int = 0  # of recurrent layers, that a sequence keeps beside its rows
     layers: int  # layers that a forward pass goes through
     windows: Collection[int | None]  # the sliding windows of these layers, None for those that see the whole text

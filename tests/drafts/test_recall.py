@@ -124,6 +124,13 @@ def test_a_service_learns_from_one_request_to_the_next():
 
 
 @pytest.mark.slow
+def test_texts_of_one_vocabulary_do_not_draft_for_another():
+    recall = Recall(tokens=64, max_ngram=3)
+    SpeculativeDecoder(tiny_llama(0), recall, "chain")
+    with pytest.raises(ValueError, match="vocabulary of 7 tokens, got a target of 9; make a Recall for each"):
+        SpeculativeDecoder(tiny_llama(0, 9), recall, "chain")
+
+
 def test_on_a_gpu_steps_go_on_in_the_same_memory(as_on_a_gpu):
     """Graphs that were captured before draft what was learned since."""
     target = tiny_llama(1, 60, layers=1, hidden_size=32)
