@@ -128,7 +128,7 @@ class RecallDraft(RetrievalDraft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """See `RetrievalDraft`."""
         if feed.news:
-            renew_ranges(self._copy.corpus, feed.parent_rows[:, 0].clamp(min=0), cache.keys, cache.values)
+            renew_ranges(self.known.corpus, feed.parent_rows[:, 0].clamp(min=0), cache.keys, cache.values)
         return super().__call__(feed, cache)
 
 

@@ -140,7 +140,7 @@ class RetrievalDraft(Draft):
                 f"{retrieval.largest}; make it with the target's tokenizer"
             )
         self._longest, self._vocab_size, self._device = retrieval.max_ngram, vocab_size, device
-        self._copy = retrieval.on(device)
+        self.known = retrieval.on(device)
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
         """An empty cache of `rows` rows for each of `batch` sequences: see `kernels/retrieval/ranges.py`."""
@@ -149,11 +149,11 @@ class RetrievalDraft(Draft):
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
         """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read."""
-        store_texts(self._copy.corpus, tokens, cache.keys, cache.values)
+        store_texts(self.known.corpus, tokens, cache.keys, cache.values)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node; -inf for what never followed its last token."""
-        corpus, keys, values = self._copy.corpus, cache.keys, cache.values
+        corpus, keys, values = self.known.corpus, cache.keys, cache.values
         append_tokens(corpus, Appended(feed.tokens, feed.cache_rows, feed.parent_rows), keys, values)
         return follower_logprobs(
             corpus, feed.cache_rows, feed.prefix_lengths, keys, values, vocab_size=self._vocab_size
