@@ -49,6 +49,7 @@ def compare(
     threads: options.Threads = None,
     dtype: options.Dtype = None,
     seed: options.Seed = 0,
+    repeats: options.Repeats = 1,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into this file, .png or .svg.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -97,13 +98,14 @@ def compare(
             tree_size=tree_size,
             profile=measured,
             verifiers=verifier or (),
+            repeats=repeats,
             on_progress=report,
             **sampling,
         )
     if plot is not None:
         plot_ratios(rows, plot)
-    settings = {"prompts": len(given), "max_new_tokens": max_new_tokens, "tree_size": tree_size, **sampling}
-    print_rows(rows, settings, pair.target.device, as_json=as_json)
+    settings = {"prompts": len(given), "max_new_tokens": max_new_tokens, "tree_size": tree_size, "repeats": repeats}
+    print_rows(rows, settings | sampling, pair.target.device, as_json=as_json)
 
 
 def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device", *, as_json: bool) -> None:
@@ -122,14 +124,15 @@ def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device"
         return
     console = Console(highlight=False)
     console.print(as_table(rows))
-    new_tokens, temperature = settings["max_new_tokens"], settings["temperature"]
+    new_tokens, temperature, repeats = (settings[name] for name in ("max_new_tokens", "temperature", "repeats"))
+    often = "after a short run to warm up" + (f"; the fastest of {repeats} runs counts" if repeats > 1 else "")
     where = f"{here['device']} with {here['threads']} CPU thread{'' if here['threads'] == 1 else 's'}"
     against = ["to plain: the median over our own plain decoding (autoregressive), which is what drafts bring."]
     if all(gain is None for gain in over_plain(rows)):
         against = ["--method autoregressive would show what drafts bring over our own plain decoding."]
     notes = [
         f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {where}, "
-        "one after the other; after a short run to warm up.",
+        f"one after the other; {often}.",
         "tokens/forward: new tokens for each forward pass of the target that yields some.",
         "tokens/s: new tokens a second, with the time that reading the prompt takes, for all ways to decode alike.",
         f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and quartiles.",

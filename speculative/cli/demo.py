@@ -26,6 +26,7 @@ def demo(
     threads: options.Threads = None,
     dtype: options.Dtype = None,
     seed: options.Seed = 0,
+    repeats: options.Repeats = 3,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -58,11 +59,12 @@ def demo(
             inputs,
             max_new_tokens=max_new_tokens,
             tree_size=tree_size,
+            repeats=repeats,
             on_progress=report,
             **sampling,
         )
-    settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_size": tree_size, **sampling}
-    print_rows(rows, settings, pair.target.device, as_json=as_json)
+    settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_size": tree_size, "repeats": repeats}
+    print_rows(rows, settings | sampling, pair.target.device, as_json=as_json)
 
 
 def _stream_demo_text(decoder: "SpeculativeDecoder", pair: "Pair", text: str, ids: "Tensor", sampling: dict) -> None:

@@ -131,6 +131,7 @@ TraceFile = Annotated[
     Path | None, typer.Option(help="Also write into this file, for `trace`, what each step drafted and accepted.")
 ]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
+Repeats = Annotated[int, typer.Option(min=1, help="How often each way decodes each prompt; its fastest run counts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[
     bool,

@@ -59,6 +59,20 @@ def test_plain_decoding_takes_one_forward_per_token_and_is_the_reference(pair):
     assert all(row.ratio_range[0] <= row.ratio <= row.ratio_range[1] for row in rows)
 
 
+def test_of_several_rounds_the_fastest_run_of_each_prompt_counts(pair, monkeypatch):
+    seconds = {PLAIN: [4, 2, 5], "autoregressive": [3, 8, 1]}
+    lasting = [second for turn in range(3) for own in seconds.values() for second in (0, own[turn])]
+    monkeypatch.setattr("heavypath.speculative.comparison.time", SimpleNamespace(perf_counter=iter(lasting).__next__))
+    said = []
+    options = {"methods": ["autoregressive"], "max_new_tokens": 4, "repeats": 3, "on_progress": said.append}
+    rows = compare(pair[0], None, PROMPTS[:1], **options)
+    assert [row.tokens_per_second for row in rows] == [4 / 2, 4 / 1]
+    assert rows[1].ratio == 2
+    assert said[-1] == "round 3 of 3, prompt 1 of 1: autoregressive"
+    with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
+        compare(pair[0], None, PROMPTS, methods=["autoregressive"], repeats=0)
+
+
 def test_another_token_counts_as_a_difference_and_one_of_the_same_logit_as_a_tie(pair, monkeypatch):
     target, draft = pair
     with monkeypatch.context() as patched:
