@@ -14,7 +14,8 @@ namespace heavypath {
 
 constexpr int BLOCK = VECTORS * WIDTH;  // outputs
 constexpr int64_t PANEL = 48;           // rows whose sums of one block stay in the first cache
-constexpr int64_t DEPTH = 512;          // columns of a block that stay in the second cache between groups of rows
+constexpr int64_t DEPTH = 2048 / BLOCK; // columns of a block that stay there, too, for one group of rows after the other
+constexpr int64_t LINE = 64;            // bytes
 
 template <typename Number>
 struct Weight {
@@ -23,8 +24,9 @@ struct Weight {
     int64_t count() const { return (outputs + BLOCK - 1) / BLOCK; }
 };
 
-// Add the products of ROWS rows by `columns` columns of a block to their sums [ROWS, BLOCK].
-template <int ROWS, typename Number>
+// Add the products of ROWS rows by `columns` columns of a block to their sums [ROWS, BLOCK]. LAST: no other rows take
+// these columns; meanwhile as many that follow them come into the first cache.
+template <int ROWS, bool LAST, typename Number>
 inline void add_products(const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
     Floats total[ROWS][VECTORS];
     for (int r = 0; r < ROWS; r++)
@@ -32,6 +34,9 @@ inline void add_products(const float* x, int64_t stride, const Number* block, in
     for (int64_t k = 0; k < columns; k++) {
         Floats weight[VECTORS];
         for (int v = 0; v < VECTORS; v++) weight[v] = load(block + k * BLOCK + v * WIDTH);
+        if constexpr (LAST)
+            for (int64_t n = 0; n < BLOCK; n += LINE / int64_t(sizeof(Number)))
+                __builtin_prefetch(block + (columns + k) * BLOCK + n);
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++) total[r][v] += x[r * stride + k] * weight[v];
     }
@@ -39,13 +44,23 @@ inline void add_products(const float* x, int64_t stride, const Number* block, in
         for (int v = 0; v < VECTORS; v++) store(sums + r * BLOCK + v * WIDTH, total[r][v]);
 }
 
-template <int ROWS = MOST_ROWS, typename Number>
-inline void add_products_of(int64_t rows, const float* x, int64_t stride, const Number* block, int64_t columns,
-                            float* sums) {
-    for (; rows >= ROWS; rows -= ROWS, x += ROWS * stride, sums += ROWS * BLOCK)
-        add_products<ROWS>(x, stride, block, columns, sums);
+// The same for a number of rows from 1 to ROWS.
+template <bool LAST, int ROWS = MOST_ROWS, typename Number>
+inline void add_group(int64_t rows, const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
     if constexpr (ROWS > 1)
-        if (rows > 0) add_products_of<ROWS - 1>(rows, x, stride, block, columns, sums);
+        if (rows < ROWS) return add_group<LAST, ROWS - 1>(rows, x, stride, block, columns, sums);
+    add_products<ROWS, LAST>(x, stride, block, columns, sums);
+}
+
+// The same for any number of rows, in the fewest groups, which are equally large: small ones wait for their loads.
+template <typename Number>
+inline void add_groups(int64_t rows, const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
+    for (int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS; groups > 1; groups--) {
+        const int64_t group = (rows + groups - 1) / groups;
+        add_group<false>(group, x, stride, block, columns, sums);
+        rows -= group, x += group * stride, sums += group * BLOCK;
+    }
+    add_group<true>(rows, x, stride, block, columns, sums);
 }
 
 // Block number `number` of the product of rows x [rows, stride]: finish(row, its BLOCK sums).
@@ -59,10 +74,9 @@ inline void multiply(const Weight<Number>& weight, int64_t number, const float* 
         for (int64_t r = 0; r < height; r++)
             for (int v = 0; v < BLOCK; v += WIDTH)
                 store(sums + r * BLOCK + v, weight.bias ? load(weight.bias + number * BLOCK + v) : Floats{});
-        const int64_t depth = height > MOST_ROWS ? DEPTH : weight.columns;
-        for (int64_t k = 0; k < weight.columns; k += depth)
-            add_products_of(height, x + first * stride + k, stride, block + k * BLOCK,
-                            std::min(depth, weight.columns - k), sums);
+        for (int64_t k = 0; k < weight.columns; k += DEPTH)
+            add_groups(height, x + first * stride + k, stride, block + k * BLOCK, std::min(DEPTH, weight.columns - k),
+                       sums);
         for (int64_t r = 0; r < height; r++) finish(first + r, sums + r * BLOCK);
     }
 }
