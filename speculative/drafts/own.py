@@ -32,6 +32,9 @@ class OwnDraft(Draft):
         self._device = device
         if isinstance(draft, type):
             raise TypeError(f"draft must be an object, got the class {draft.__name__}; give {draft.__name__}(...)")
+        if isinstance(draft, str):
+            loading = "heavypath.speculative.loading.load_draft(name, target) loads it"
+            raise TypeError(f"draft must be an object, got the name {draft!r}; {loading}")
         lacking = [_lacking(draft, name) for name in _METHODS if not _has(draft, name)]
         if lacking:
             has = ", ".join(map(_call, _METHODS))

@@ -131,8 +131,9 @@ def without(*names, **added):
      r"which lacks prefill\(tokens, cache\) and __call__\(feed, cache\);"),
     (without("prefill", pre_fill=Bigrams.prefill), r"lacks prefill\(tokens, cache\) \(it has pre_fill\)"),
     (without(prefill=lambda self, tokens: None), r"must be callable as prefill\(tokens, cache\): too many"),
+    (lambda logits: "prompt-lookup", r"draft must be an object, got the name 'prompt-lookup'; .*load_draft"),
     (lambda logits: Bigrams, r"draft must be an object, got the class Bigrams; give Bigrams\(...\)"),
-    (lambda logits: "gpt2", "must be a causal language model of transformers, .* got 'str', which lacks new_cache"),
+    (lambda logits: 5, "must be a causal language model of transformers, .* got 'int', which lacks new_cache"),
     (lambda logits: nn.Linear(2, 2), "draft must be a transformers causal language model, got 'Linear'"),
 ])  # fmt: skip
 def test_what_a_draft_lacks_is_named_when_a_decoder_is_made(make, message):
