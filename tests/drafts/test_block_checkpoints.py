@@ -97,12 +97,23 @@ UNKNOWN = {name: {"tensors": {name: torch.zeros(4)}} for name in (
 )}  # fmt: skip
 CHOOSING = variant(term="selector", selected=6, conv=2)
 DSPARK = variant(term="vanilla", shift=1)
+DOMINO = variant(term="domino")
+LIKE_DOMINO = {"projector_type": "domino", "emb_dim": 4, "gru_hidden_dim": 8}
 INSIDE = {"mask_token_id": 39, "target_layer_ids": [1, 3, 6]}
 CASES = {
     **{f"1 tensors are not known: {re.escape(name)}": case for name, case in UNKNOWN.items()},
     r"fc\.weight is torch\.int8; expected floating point": {"tensors": {"fc.weight": torch.zeros(16, 48).char()}},
     "fc.weight is missing; it is another kind of draft": {"without": ["fc.weight"]},
-    "kind 'domino', which is not supported": {"dflash_config": INSIDE | {"projector_type": "domino"}},
+    "kind 'linear', which is not supported": {"dflash_config": INSIDE | {"projector_type": "linear"}},
+    "must give gru_hidden_dim, a positive number, got None": {
+        "kind": DOMINO, "dflash_config": INSIDE | {"projector_type": "domino", "emb_dim": 4}},
+    r"embed_proj\.0\.weight has shape \[4, 22\], expected \[4, 24\]": {
+        "kind": DOMINO, "dflash_config": INSIDE | LIKE_DOMINO},
+    "pure_draft_prefix_len 5, expected 0 to 4": {
+        "kind": DOMINO, "dflash_config": INSIDE | LIKE_DOMINO | {"pure_draft_prefix_len": 5}},
+    r"missing: logit_head\.embed_proj\.2\.weight": {"kind": DOMINO, "without": ["embed_proj.2.weight"]},
+    "gives use_bias_gate: True, which is not known": {
+        "kind": DOMINO, "dflash_config": INSIDE | LIKE_DOMINO | {"use_bias_gate": True}},
     "kind 'dspark of Gemma 4', which is not": {"architectures": ["Gemma4DSparkModel"]},
     "gives attention_sink_bias: True, which is not known": {"attention_sink_bias": True},
     "gives use_swa: True, which is not known": {"dflash_config": INSIDE | {"use_swa": True}},

@@ -36,6 +36,7 @@ VARIANTS = {
     "vanilla": {"term": "vanilla", "shift": 1},
     "gated, four tokens": {"term": "gated", "shift": 1, "drafted": 4, "own_lm_head": True},
     "rnn": {"term": "rnn", "shift": 1},
+    "domino, four tokens": {"term": "domino", "plain": 1, "shift": 1, "drafted": 4, "own_lm_head": True},
     "selector": {"term": "selector", "selected": 3, "conv": 2},
 }
 
@@ -44,6 +45,7 @@ VARIANTS = {
     *((variant, "sequoia") for variant in VARIANTS),
     ("causal", "chain"), ("from the root", "dyspec"), ("four tokens", "rsd-s"), ("windows", "eagle-2"),
     ("gated, four tokens", "eagle-2"), ("rnn", "dyspec"), ("rnn", "rsd-s"),
+    ("domino, four tokens", "dyspec"), ("domino, four tokens", "rsd-s"),
 ])  # fmt: skip
 def test_every_node_has_the_law_of_its_depth(variant, method, target, tmp_path):
     """In a batch of texts of several lengths, one of them of one token, over steps that accept some nodes."""

@@ -31,14 +31,15 @@ def saved(request, tmp_path, monkeypatch):
 @torch.no_grad()
 def reference_laws(target, mtp, text, below):
     """The laws after a text and after each of drafted tokens below it, by transformers' modules, from nothing."""
-    found = []
+    found, outs = [], []
     states = target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][:, :-1]
-    for count in range(len(below) + 1):
-        tokens = torch.tensor([[*text[1:], *below[:count]]])
-        positions = torch.arange(1, tokens.shape[1] + 1)[None]
-        out = mtp.forward_layer(0, states, positions, MtpCache(config=mtp.config), input_ids=tokens)
-        found.append(mtp._project_to_logits(out)[0, -1].log_softmax(-1))
-        states = torch.cat([states, out[:, -1:]], 1)
+    with mtp.layers[0].register_forward_hook(lambda layer, given, out: outs.append(out[:, -1:])):
+        for count in range(len(below) + 1):
+            tokens = torch.tensor([[*text[1:], *below[:count]]])
+            positions = torch.arange(1, tokens.shape[1] + 1)[None]
+            _, logits, _ = mtp(tokens, states, torch.ones_like(tokens), positions, MtpCache(config=mtp.config))
+            found.append(logits[0, -1].log_softmax(-1))
+            states = torch.cat([states, outs[-1]], 1)
     return torch.stack(found)
 
 
@@ -137,6 +138,7 @@ def test_a_whole_model_is_no_draft_of_its_own_where_it_has_no_such_layer(saved):
 def test_tensors_that_do_not_fit_are_named(change, message, tmp_path, monkeypatch):
     target, _ = save_target_with_mtp("glm4_moe", tmp_path, change)
     monkeypatch.setattr(type(target), "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}.*"])
+    target = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"the MTP layers in '.*' cannot draft for this target: .*{message}"):
         load_draft(tmp_path, target)
 

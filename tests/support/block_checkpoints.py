@@ -30,7 +30,7 @@ def variant(**options):
         "layers": 2, "drafted": VOCAB, "ids": IDS, "theta": 10000.0, "block": 5, "mask": 39, "shift": 0,
         "causal": (False, False), "windows": (None, None), "biases": False, "own_embedding": False,
         "own_lm_head": False, "multiplier": 1.0, "cap": None,
-        "term": "", "rank": 4, "term_bias": True, "selected": 0, "conv": 0, "group": 4,
+        "term": "", "rank": 4, "term_bias": True, "selected": 0, "conv": 0, "group": 4, "state": 6, "plain": 0,
     }  # fmt: skip
     assert not options.keys() - usual.keys()
     return SimpleNamespace(**(usual | options))
@@ -75,6 +75,11 @@ def tensors_of(kind, seed=1, scale=1.0):
         linear("candidate_selector.hidden_projection", kind.rank, kind.width)
         for name in ("predecessor", "successor"):
             tensors[f"candidate_selector.{name}_codebook"] = torch.randn(kind.vocab, kind.rank)
+    elif kind.term == "domino":
+        for name, columns in (("ih", kind.width), ("hh", kind.state)):
+            tensors[f"prefix_gru.weight_{name}_l0"] = torch.randn(3 * kind.state, columns) / 2
+        linear("embed_proj.0", kind.rank, kind.width + kind.state)
+        linear("embed_proj.2", kind.drafted, kind.rank)
     elif kind.term:
         tensors["markov_head.markov_w1.weight"] = torch.randn(kind.vocab, kind.rank)
         linear("markov_head.markov_w2", kind.drafted, kind.rank)
@@ -116,6 +121,9 @@ def zlab(kind, **inside):
         config["output_multiplier"] = kind.multiplier
     if kind.term == "selector":
         options |= {"selector_rank": kind.rank, "selector_top_k": kind.selected}
+    elif kind.term == "domino":
+        options |= {"projector_type": "domino", "emb_dim": kind.rank, "gru_hidden_dim": kind.state}
+        options |= ({"pure_draft_prefix_len": kind.plain} if kind.plain else {}) | inside
     if kind.conv:
         options |= {"conv_kernel_size": kind.conv, "conv_group_size": kind.group}
     return config, tensors_of(kind)
@@ -171,6 +179,14 @@ def zlab_with(kind, **top):
     return config | top, tensors
 
 
+def early_domino(kind):
+    """With the term's tensors in a part of their own, and one of its sizes at the top level of config.json."""
+    config, tensors = zlab(kind, shift_label=False)
+    config["emb_dim"] = config["dflash_config"].pop("emb_dim")
+    nested = {f"logit_head.{name}": tensors.pop(name) for name in [*tensors] if name[:6] in ("prefix", "embed_")}
+    return config, tensors | nested
+
+
 def inside(kind):
     """As of Qwen3.5 on: block_size in dflash_config."""
     config, tensors = zlab(kind, block_size=kind.block)
@@ -210,6 +226,11 @@ LAYOUTS = {  # what the draft is, and who writes it
     "DFlash2": (DFLASH2, lambda kind: zlab_with(kind, architectures=["DFlash2DraftModel"], is_causal=False)),
     "DFlash2 of speculators": (DFLASH2, lambda kind: speculators(
         kind, speculators_model_type="dflash2", is_causal=False, selector_top_k=kind.selected, output_multiplier=0.5)),
+    "Domino": ({"shift": 1, "term": "domino", "plain": 1}, lambda kind: zlab(kind, shift_label=True)),
+    "Domino by its class, a window that is not causal": (
+        {"term": "domino", "windows": (4, None)}, lambda kind: (
+            zlab(kind, projector_type=None)[0] | {"architectures": ["DominoDraftModel"]}, tensors_of(kind))),
+    "Domino, early": ({"term": "domino", "plain": 2}, early_domino),
     "speculators": (OWN | {"drafted": KEPT}, speculators),
     "speculators, from the anchor": (OWN | {"shift": 1}, lambda kind: speculators(kind, sample_from_anchor=True)),
     "speculators, windows": (SLIDING, speculators),
@@ -324,6 +345,8 @@ class Oracle:
             for token in self.base[len(path)].argsort(descending=True)[: self.kind.selected]:
                 found[token] = asked @ self.w["candidate_selector.successor_codebook"][token]
             return found
+        if self.kind.term == "domino":
+            return self.domino([self.text[-1], *path])
         words = [self.w["markov_head.markov_w1.weight"][token] for token in [self.text[-1], *path]]
         word, state = words[-1], torch.zeros(self.kind.rank).double()
         if self.kind.term == "gated":
@@ -335,6 +358,19 @@ class Oracle:
                 g, c, o = z.view(3, -1)
                 state, word = g.sigmoid() * state + (1 - g.sigmoid()) * c.tanh(), o.tanh()
         return self.w["markov_head.markov_w2.weight"] @ word
+
+    def domino(self, tokens):
+        """What a path from the root on adds, by PyTorch's own recurrent unit."""
+        if len(tokens) <= self.kind.plain:
+            return 0
+        unit = torch.nn.GRU(self.kind.width, self.kind.state, batch_first=True, bias=False).double()
+        with torch.no_grad():
+            for name, weight in unit.named_parameters():
+                weight.copy_(self.w[f"prefix_gru.{name}"])
+            state = unit(torch.stack([self.embedding[token] for token in tokens])[None])[1].flatten()
+        return self.apply(
+            "embed_proj.2", silu(self.apply("embed_proj.0", torch.cat([self.hidden[len(tokens) - 1], state])))
+        )
 
 
 def loaded(folder, target, kind, config, tensors):
@@ -348,6 +384,7 @@ LAWS = {  # of what drafts of each depend on
     "of depths": {},
     "of tokens": {"term": "vanilla", "shift": 1},
     "of paths": {"term": "rnn", "shift": 1},
+    "of paths from depth 2 on": {"term": "domino", "plain": 1, "shift": 1},
     "of few tokens": {"term": "selector", "selected": 3, "conv": 2, "drafted": 7, "own_lm_head": False},
 }
 SAID = {}  # of drafts that were loaded here: their kinds and tensors

@@ -2,7 +2,7 @@
 
     z-lab, JetSpec, SpecForge, DeepSpec    fc, hidden_norm, layers.*, norm, of a Qwen3 that has no embedding;
                                            of DSpark also markov_head.*, of DFlash2 candidate_selector.* and
-                                           convolutions in its layers
+                                           convolutions in its layers, of Domino prefix_gru.* and embed_proj.*
     speculators                            the same, with embed_tokens, lm_head and d2t of its own
     transformers' assistants               encoder.fc and encoder.output_norm_enc in place of the first two
 
@@ -27,6 +27,7 @@ from heavypath.speculative.files.typed_json import read_json
 from heavypath.speculative.ranks.parts import local_of
 
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_OF_DOMINO = {f"{name}.": f"logit_head.{name}." for name in ("prefix_gru", "embed_proj")}  # as early ones have them
 # What a draft does without: copies of the target's tensors, tables that are computed, and the head that estimates how
 # likely a token is to be accepted, by which others cut their chains short.
 _HARMLESS = re.compile(
@@ -72,9 +73,10 @@ def _built(
 ) -> tuple[BlockHead, dict[str, Tensor]]:
     """The module that the tensors fit into, still without them, and the tensors by its names."""
     tensors: dict[str, Tensor] = {}
+    renamed = _RENAMED | (_OF_DOMINO if kind_of(settings) == "domino" else {})
     for name, tensor in given.items():
         ours = name.removeprefix("model.")
-        for theirs, replacement in _RENAMED.items():
+        for theirs, replacement in renamed.items():
             ours = replacement + ours.removeprefix(theirs) if ours.startswith(theirs) else ours
         if ours in tensors:
             raise ValueError(f"the checkpoint has {ours!r} twice, once as {name!r}; expected one of them")

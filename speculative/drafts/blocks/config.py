@@ -18,6 +18,7 @@ class BlockConfig(TappedConfig):
     multiplier, softcap: logits are softcap * tanh(multiplier * logits / softcap); None for no cap
     term:          what the law below a node takes from its token or its path: "" for nothing, or as `terms` has it
     rank:          of that term; term_bias: whether it has a bias
+    state_size:    of the term "domino", columns of a node's state; plain: depths whose laws are without the term
     selected:      of the term "selector", how many tokens of each depth it chooses from
     conv_size, conv_group: rows that a convolution reads, and columns that share its weights; 0 for none
     """
@@ -33,6 +34,8 @@ class BlockConfig(TappedConfig):
     term: str = ""
     rank: int = 0
     term_bias: bool = False
+    state_size: int = 0
+    plain: int = 0
     selected: int = 0
     conv_size: int = 0
     conv_group: int = 0
@@ -45,4 +48,4 @@ class BlockConfig(TappedConfig):
     @property
     def model_type(self) -> str:
         """The name of its kind in a trace."""
-        return f"{self.kind}, {self.term}" if self.term else self.kind
+        return f"{self.kind}, {self.term}" if self.term not in ("", self.kind) else self.kind

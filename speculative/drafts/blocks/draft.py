@@ -32,6 +32,7 @@ from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, 
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.terms import Nodes
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
 from heavypath.speculative.drafts.tapped import TappedDraft
@@ -125,7 +126,7 @@ class BlockHeadDraft(TappedDraft):
         at = place_of(feed, depths)
         logits = cache.base[at][:, None]
         if term is not None:
-            logits, state = term(cache.base[at], cache.hidden[at], tokens, self._above(feed, cache))
+            logits, state = term(cache.base[at], cache.hidden[at], self._nodes(tokens, at[1], self._above(feed, cache)))
             if state is not None:
                 store_rows(cache.state[:, None], state[:, :, None], feed.cache_rows[:, -tokens.shape[1] :])
         if self._sharper is not None:
@@ -205,6 +206,13 @@ class BlockHeadDraft(TappedDraft):
         if self.head.term is not None:
             cache.hidden[:, :levels] = normed.view(read.shape)
 
+    def _nodes(self, tokens: Tensor, depth: int | Tensor, state: Tensor | None) -> Nodes:
+        """What the term reads of nodes."""
+        term = self.head.term
+        reads = term is not None and term.reads_words
+        words = self.embedding(tokens.flatten()).view(*tokens.shape, -1) if reads else None
+        return Nodes(tokens, depth, state, words)
+
     def _above(self, feed: Feed, cache: BlockCache) -> Tensor | None:
         """The states of the nodes' parents [B, n, s]; None for a term without states."""
         term = self.head.term
@@ -217,7 +225,7 @@ class BlockHeadDraft(TappedDraft):
             root = feed.prefix_lengths - feed.drafted
             for depth in range(self.config.depths):
                 token = cache.tokens.gather(1, (root + depth).clamp(max=cache.tokens.shape[1] - 1)[:, None])
-                _, below = term(cache.base[:, depth], cache.hidden[:, depth], token, state)
+                _, below = term(cache.base[:, depth], cache.hidden[:, depth], self._nodes(token, depth, state))
                 assert below is not None
                 state = below.where((depth < feed.drafted)[:, None, None], state)
         return state

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.blocks.convolution import BlockConvolution
-from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS, MarkovTerm, SelectorTerm
+from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS, DominoTerm, MarkovTerm, SelectorTerm
 from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.heads.eagle import HeadAttention, HeadMLP, linear_of, rotary_of
 
@@ -51,6 +51,7 @@ class BlockHead(nn.Module, Draftable):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
         self.markov_head = MarkovTerm(config) if config.term in MARKOV_TERMS else None
         self.candidate_selector = SelectorTerm(config) if config.term == "selector" else None
+        self.logit_head = DominoTerm(config) if config.term == "domino" else None
         self.rotary_emb = rotary_of(config)
 
     def set_temperatures(self, temperatures: Sequence[float]) -> None:
@@ -66,6 +67,6 @@ class BlockHead(nn.Module, Draftable):
         self.temperatures = tuple(temperatures)
 
     @property
-    def term(self) -> MarkovTerm | SelectorTerm | None:
+    def term(self) -> MarkovTerm | SelectorTerm | DominoTerm | None:
         """The part that adds something below a node by its own token; None for laws by depth alone."""
-        return self.markov_head or self.candidate_selector
+        return self.markov_head or self.candidate_selector or self.logit_head

@@ -5,8 +5,8 @@ Nothing but the number of accepted tokens would show a wrong reading of these, w
     what row r says     z-lab, JetSpec, DFlash2 and transformers' assistants: the law at depth r. DeepSpec, whose keys
                         lie at the top level, and DSpark: that at depth r + 1. speculators say it, `sample_from_anchor`
     block rows seen     all layers as `is_causal`, `causal` or `causal_head` say, the first that is given; else a layer
-                        with a window is causal and one without is not. Not in transformers' assistants, nor where
-                        speculators say `sliding_window_non_causal`
+                        with a window is causal and one without is not. Not in transformers' assistants and Domino,
+                        nor where speculators say `sliding_window_non_causal`
     hidden states       `target_layer_ids` count layers, whose outputs are read: hidden state id + 1. Those of
                         speculators, `aux_hidden_state_layer_ids`, are numbers of hidden states
 """
@@ -21,7 +21,7 @@ from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSettings, layer_shapes, number_in, together
 
 MAX_BLOCK = 1024  # rows of a pass
-KINDS = ("dflash", "dspark", "dflash2")
+KINDS = ("dflash", "dspark", "dflash2", "domino")
 _ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _STRANGE = ("use_swa", "attention_sink_bias", "fc_layernorm")  # of drafts that compute something else, wherever given
 _SELECTOR = "candidate_selector.predecessor"
@@ -55,6 +55,9 @@ class _BlockOptions(TypedDict, total=False):
     conv_group_size: int | None
     selector_rank: int | None
     selector_top_k: int | None
+    emb_dim: int | None
+    gru_hidden_dim: int | None
+    pure_draft_prefix_len: int | None
 
 
 class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
@@ -82,10 +85,10 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     classes = " ".join(settings.get("architectures") or ()).lower()
     told = settings.get("speculators_model_type")
     if told is not None:
-        return told if told in KINDS else None
+        return told if told in KINDS and told != "domino" else None  # which is not known of speculators
     if "gemma" in classes and "dspark" in classes:
         return "dspark of Gemma 4"
-    for kind in ("dflash2", "dspark", "dflash"):
+    for kind in ("dflash2", "dspark", "domino", "dflash"):
         if f"{kind}draft" in classes or f"{kind}model" in classes:
             return (settings.get("dflash_config") or {}).get("projector_type") or kind
     if settings.get("model_type") == _ASSISTANT:
@@ -142,7 +145,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         windows=sliding,
         multiplier=options.get("output_multiplier", 1.0),
         softcap=options.get("final_logit_softcapping"),
-        **_term(options, tensors, drafted or vocab),
+        **(_domino(options, block_size) if kind == "domino" else _term(options, tensors, drafted or vocab)),
         **_convolutions(options, tensors),
     )
 
@@ -168,6 +171,15 @@ def _term(options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab: int)
     }
 
 
+def _domino(options: Mapping[str, Any], block_size: int) -> dict[str, Any]:
+    """The same of Domino, whose sizes config.json says."""
+    plain = options.get("pure_draft_prefix_len", 0)
+    if not 0 <= plain < block_size:
+        raise ValueError(f"config.json gives pure_draft_prefix_len {plain}, expected 0 to {block_size - 1}")
+    sizes = {"rank": number_in(options, "emb_dim"), "state_size": number_in(options, "gru_hidden_dim")}
+    return {"term": "domino", "plain": plain} | sizes
+
+
 def _convolutions(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The fields of convolutions in the layers, by the tensors."""
     base, projection = (tensors.get(f"layers.0.attention_conv.{name}") for name in _CONVOLUTION)
@@ -190,8 +202,9 @@ def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     if "speculators_model_type" in settings:
         given = settings.get("sample_from_anchor")
         return settings["speculators_model_type"] == "dspark" if given is None else given
+    kind = kind_of(settings)
     of_deepspec = settings.get("target_layer_ids") is not None and settings.get("model_type") != _ASSISTANT
-    return options.get("shift_label", of_deepspec or kind_of(settings) == "dspark")
+    return options.get("shift_label", kind == "dspark" or (of_deepspec and kind != "domino"))
 
 
 def _causal(
@@ -201,7 +214,8 @@ def _causal(
     inner = settings.get("dflash_config") or {}
     told = settings.get("is_causal"), inner.get("is_causal"), options.get("causal"), options.get("causal_head")
     given = next((each for each in told if each is not None), None)
-    if given is None and (settings.get("model_type") == _ASSISTANT or settings.get("sliding_window_non_causal")):
+    never = settings.get("model_type") == _ASSISTANT or kind_of(settings) == "domino"
+    if given is None and (never or settings.get("sliding_window_non_causal")):
         given = False
     return tuple(window is not None if given is None else given for window in windows)
 

@@ -7,14 +7,23 @@ w = W1[a]:
     gated     base_k + W2 (w * sigmoid(G [h_k; w]))
     selector  base_k[b] + <A[a] * (P h_k), C[b]> of the best tokens b of depth k, -inf of the others
     rnn       base_k + W2 tanh(o);  s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c);  [g, c, o] = J [s; w; h_k]
+    domino    base_k + W2 silu(W1 [h_k; s']), from a depth on;  s' = GRU(E[a], s)
 
 Of the root a is its own token, and k is 1. G and J may have a bias. The state s is of the node's parent, and s' is the
-node's own; above the root it is 0. So a law of "rnn" depends on the path, and one of the others on the last token
-alone. Source: "DSpark", arXiv 2607.05147; "selector" is DFlash2's.
+node's own; above the root it is 0. So a law of "rnn" or "domino" depends on the path, and one of the others on the last
+token alone. E is the embedding that the block's rows have, and the GRU has no biases:
+
+    z = sigmoid(z_a + z_s);  s' = z s + (1 - z) tanh(n_a + sigmoid(r_a + r_s) n_s)
+    [r_a, z_a, n_a] = W_ih E[a];  [r_s, z_s, n_s] = W_hh s
+
+Source: "DSpark", arXiv 2607.05147; "selector" is DFlash2's, and "domino" SpecForge's.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.models.forward import as_logits
@@ -22,8 +31,25 @@ from heavypath.speculative.models.forward import as_logits
 MARKOV_TERMS = ("vanilla", "gated", "rnn")
 
 
+class Nodes(NamedTuple):
+    """Nodes of one level in each sequence, below which laws are asked for.
+
+    tokens: LongTensor[B, n]
+    depth:  of all of them, 0 for the root; LongTensor[B] where it differs by sequence
+    state:  [B, n, state_size], of their parents; None for a term without states
+    words:  [B, n, H], the embeddings of the tokens; None for a term that does not read them
+    """
+
+    tokens: Tensor
+    depth: int | Tensor
+    state: Tensor | None
+    words: Tensor | None
+
+
 class MarkovTerm(nn.Module):
     """A term of low rank, by the names of DSpark's checkpoints. state_size: columns of a node's state; 0 for none."""
+
+    reads_words = False
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -36,15 +62,12 @@ class MarkovTerm(nn.Module):
         elif config.term == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=bias)
 
-    def forward(
-        self, base: Tensor, hidden: Tensor, tokens: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, n, Vd] below nodes of tokens LongTensor[B, n], and their own states, like those of their parents.
+    def forward(self, base: Tensor, hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, n, Vd] below the nodes, and their own states; None without states.
 
-        base:   [B, Vd], of the depth below them, and hidden [B, H], the row that it is of
-        state:  [B, n, state_size], of their parents; None without states
+        base: [B, Vd], of the depth below them, and hidden [B, H], the row that it is of
         """
-        word, beside = self.markov_w1(tokens), hidden[:, None].expand(-1, tokens.shape[1], -1)
+        word, beside, state = self.markov_w1(nodes.tokens), _beside(hidden, nodes), nodes.state
         if hasattr(self, "gate_proj"):
             word = word * torch.sigmoid(self.gate_proj(torch.cat([beside, word], -1)))
         elif state is not None:
@@ -57,7 +80,7 @@ class MarkovTerm(nn.Module):
 class SelectorTerm(nn.Module):
     """A choice between the best tokens of each depth, by the names of DFlash2's checkpoints."""
 
-    state_size = 0
+    state_size, reads_words = 0, False
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -66,10 +89,61 @@ class SelectorTerm(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
 
-    def forward(self, base: Tensor, hidden: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, None]:
+    def forward(self, base: Tensor, hidden: Tensor, nodes: Nodes) -> tuple[Tensor, None]:
         """As of `MarkovTerm`."""
-        values, best = base.topk(self.selected, -1)
+        tokens, (values, best) = nodes.tokens, base.topk(self.selected, -1)
         asked = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]  # [B, n, r]
         pairs = as_logits(asked @ self.successor_codebook[best].mT)  # [B, n, selected]
         logits = base.new_full((*tokens.shape, base.shape[-1]), -torch.inf)
         return logits.scatter_(2, best[:, None].expand(-1, tokens.shape[1], -1), values[:, None] + pairs), None
+
+
+class DominoTerm(nn.Module):
+    """A term of the path, by the names of Domino's checkpoints."""
+
+    reads_words = True
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        width, rank = config.hidden_size, config.rank
+        self.state_size, self.plain = config.state_size, config.plain
+        self.prefix_gru = _GatedUnit(width, config.state_size)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + config.state_size, rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(rank, config.draft_vocab_size, bias=False),
+        )
+
+    def forward(self, base: Tensor, hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """As of `MarkovTerm`. Above depth `plain` + 1 the logits are the base's."""
+        assert nodes.words is not None
+        assert nodes.state is not None
+        state = self.prefix_gru(nodes.words, nodes.state)
+        logits, depth = base[:, None].expand(-1, nodes.tokens.shape[1], -1), nodes.depth
+        if isinstance(depth, int) and depth < self.plain:
+            return logits, state
+        added = logits + as_logits(self.embed_proj(torch.cat([_beside(hidden, nodes), state], -1)))
+        if isinstance(depth, int):
+            return added, state
+        return added.where((depth >= self.plain)[:, None, None], logits), state
+
+
+class _GatedUnit(nn.Module):
+    """A gated recurrent unit of one layer without biases, by PyTorch's names."""
+
+    def __init__(self, width: int, size: int):
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.zeros(3 * size, width))
+        self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * size, size))
+
+    def forward(self, words: Tensor, state: Tensor) -> Tensor:
+        """The states [.., size] after words [.., H]."""
+        reset, gate, new = linear(words, self.weight_ih_l0).chunk(3, -1)
+        reset_of, gate_of, new_of = linear(state, self.weight_hh_l0).chunk(3, -1)
+        gate = torch.sigmoid(gate + gate_of)
+        return gate * state + (1 - gate) * torch.tanh(new + torch.sigmoid(reset + reset_of) * new_of)
+
+
+def _beside(hidden: Tensor, nodes: Nodes) -> Tensor:
+    """The row of each sequence [B, H] beside each of its nodes, [B, n, H]."""
+    return hidden[:, None].expand(-1, nodes.tokens.shape[1], -1)
