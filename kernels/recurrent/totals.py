@@ -14,7 +14,7 @@ beta beside them: one launch. g is in fp32, and beta is rounded to the type of b
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 
 from typing import NamedTuple
 
