@@ -27,12 +27,12 @@ def by_kernel(
         return None
     query, key, value, gate, *rest = inputs
     if chosen == "native":
-        gates = (gate, *rest) if weights is None else weights.opened(gate, *rest)
+        gates = (gate, *rest) if weights is None else weights.opened(gate, rest[0])
         out, kept = tree_rule((query, key, value, *gates), state, paths, above)
         return out.to(query.dtype if rest else torch.float32), kept
     if weights is None:
         total, beta = path_totals(gate, paths, above, impl="triton"), rest[0] if rest else None
     else:
-        total, beta = totals_of_projected(gate, *rest, weights, paths)
+        total, beta = totals_of_projected(gate, rest[0], weights, paths)
     out, update = launch_blocks(query, key, value, beta, total, state, paths)
     return out, KeptNodes(key, update, total)
