@@ -173,14 +173,18 @@ def turning(dtype: str, heads: int, kv_heads: int, head_dim: int, normed: bool =
     )
 
 
-def recurring(kind: str, dtype: str, columns: int, nodes: int) -> None:
-    """A layer with a recurrent state over a tree, and its acceptance: 16 key heads for 32, 32 for 32, or one for 64."""
+def recurring(kind: str, dtype: str, columns: int, nodes: int, *, projected: bool = False) -> None:
+    """A layer with a recurrent state over a tree, and its acceptance: 16 key heads for 32, 32 for 32, or one for 64.
+
+    projected: whether gates and strengths are made of parts of a product
+    """
     from heavypath.kernels.recurrent.acceptance import accept_state
     from heavypath.kernels.recurrent.convolution import tree_conv
     from heavypath.kernels.recurrent.delta import tree_delta
     from heavypath.kernels.recurrent.kda import tree_kda
     from heavypath.kernels.recurrent.paths import KeptNodes, Paths
     from heavypath.kernels.recurrent.ssd import tree_ssd
+    from heavypath.kernels.recurrent.totals import GateWeights
 
     heads, key_heads = {"delta": (32, 16), "kda": (32, 32), "ssd": (64, 1)}[kind]
     paths = Paths(torch.ones(2, nodes, nodes).bool())
@@ -195,7 +199,11 @@ def recurring(kind: str, dtype: str, columns: int, nodes: int) -> None:
     )
     totals = torch.empty(2, nodes, heads, *[128] * (kind == "kda"), dtype=torch.float64)
     gate, beta = on_gpu(totals.float()), on_gpu(torch.empty(2, nodes, heads, dtype=value.dtype))
-    if kind == "ssd":
+    if projected:
+        gate, beta = on_gpu(torch.empty(2, nodes, channels, dtype=value.dtype))[..., -2 * heads :].split(heads, -1)
+        weights = GateWeights(*on_gpu(torch.empty(2, heads, dtype=value.dtype)))
+        tree_delta(query, key, value, gate, beta, state, paths, weights=weights, impl="triton")
+    elif kind == "ssd":
         tree_ssd(query, key, on_gpu(value.float()), gate, state, paths, impl="triton")
     else:
         (tree_kda if kind == "kda" else tree_delta)(query, key, value, gate, beta, state, paths, impl="triton")
@@ -316,7 +324,8 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
             ("fp32", 4, 2, 24), ("fp32", 8, 8, 256), ("bf16", 32, 8, 128, {"normed": True})),
     **cases(recurring, "recurrent {} {} D{} {} nodes", ("delta", "bf16", 128, 64), ("delta", "fp32", 128, 64),
             ("delta", "fp16", 128, 256), ("kda", "bf16", 128, 64), ("kda", "fp32", 128, 64), ("ssd", "bf16", 64, 64),
-            ("ssd", "fp32", 64, 64)),
+            ("ssd", "fp32", 64, 64), ("delta", "bf16", 128, 64, {"projected": True}),
+            ("delta", "fp32", 128, 64, {"projected": True})),
     "mask of 32": partial(packing, 32, None),
     "mask of 2048 window": partial(packing, 2048, 100),
     **cases(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from heavypath.kernels.recurrent.by_kernel import by_kernel
 from heavypath.kernels.recurrent.paths import KeptNodes, Paths, fades, unit
-from heavypath.kernels.recurrent.totals import path_totals
+from heavypath.kernels.recurrent.totals import GateWeights, path_totals
 
 
 def tree_delta(
@@ -32,19 +32,22 @@ def tree_delta(
     paths: Paths,
     above: KeptNodes | None = None,
     *,
+    weights: GateWeights | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, KeptNodes]:
     """The outputs [B, Q, H, Dv] of Q nodes of a tree, in the query's dtype, and what all nodes so far leave.
 
     query, key: [B, Q, Hk, Dk], not normalised; Hk divides H, and each key head serves H / Hk value heads
-    value: [B, Q, H, Dv]; gate, beta: [B, Q, H]
+    value: [B, Q, H, Dv]; gate, beta: [B, Q, H]; with `weights` what these are made of, see `totals`
     state: fp32 [B, H, Dk, Dv], before the tree; in fp64 all is computed in fp64
     paths: of the Q nodes; above: the nodes that were given before them
     impl:  see `implementation`; "triton" takes trees in one pass. Others go through "torch" by "auto"
     """
-    found = by_kernel("tree_delta", impl, (query, key, value, gate, beta), state, paths, above)
+    found = by_kernel("tree_delta", impl, (query, key, value, gate, beta), state, paths, above, weights)
     if found is not None:
         return found
+    if weights is not None:
+        gate, beta = weights.opened(gate, beta)
     heads, wide = value.shape[2] // key.shape[2], state.dtype
     total = path_totals(gate, paths, above, impl=impl)
     scaled = unit(query).to(wide) * query.shape[-1] ** -0.5

@@ -4,19 +4,42 @@
 
 What a node keeps of an ancestor is exp(G_i - G_j). In fp32 that would be off by 2e-3 where strong gates lie above weak
 ones (|G| of 3,000), so sums are in fp64.
+
+Gated DeltaNet makes its gates, and the strengths of its rule, of two projections a and b, with weights A and t:
+
+    g = -e^A softplus(a + t)        beta = sigmoid(b)                    softplus(x) = log(1 + e^x)
+
+Operations of PyTorch are eight launches for what is a few KiB. The kernel computes the gates of all that it adds, and
+beta beside them: one launch. g is in fp32, and beta is rounded to the type of b, as by transformers.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.implementation import choose_impl, in_rows
 from heavypath.kernels.language import tl, triton
+from heavypath.kernels.layers.rounding import rounded
 from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths
 
 _BLOCK, _COLUMNS = tl.constexpr(BLOCK), tl.constexpr(16)  # nodes and gates of a program
+
+
+class GateWeights(NamedTuple):
+    """The weights of gates, see above: A and t, [H] both."""
+
+    log_rate: Tensor
+    bias: Tensor
+
+    def opened(self, decay: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
+        """The reference: g in fp32 and beta, of a and b [B, Q, H]."""
+        gates = -self.log_rate.float().exp() * softplus(decay.float() + self.bias)
+        return gates, strength.sigmoid()
 
 
 def path_totals(gates: Tensor, paths: Paths, above: KeptNodes | None, *, impl: str = "auto") -> Tensor:
@@ -36,54 +59,96 @@ def path_totals(gates: Tensor, paths: Paths, above: KeptNodes | None, *, impl: s
     return totals + with_none[torch.arange(len(mask), device=mask.device)[:, None], nearest]
 
 
+def totals_of_projected(decay: Tensor, strength: Tensor, weights: GateWeights, paths: Paths) -> tuple[Tensor, Tensor]:
+    """G of trees in one pass, fp64 [B, N, H], and beta in the type of `strength`, by the kernel.
+
+    decay, strength: [B, N, H], what gates and beta are made of; `GateWeights.opened` and `path_totals` do the same
+    """
+    rows, beta = _in_rows(strength), torch.empty(strength.shape, dtype=strength.dtype, device=strength.device)
+    return _launch(decay, paths, rows, beta, weights), beta
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x), exact where it is small, too (Kahan)."""
+    power = tl.exp(tl.where(x > 20.0, 20.0, x))
+    more = 1.0 + power
+    rest = more - 1.0
+    log = tl.where(rest == 0.0, power, tl.log(more) * (power / tl.where(rest == 0.0, 1.0, rest)))
+    return tl.where(x > 20.0, x, log)
+
+
 @triton.jit(do_not_specialize=["N"])
 def _totals_kernel(
-    gates_ptr,  # [B, N, gates]
+    gates_ptr,  # [B, N, gates], rows of a node `gates_node` apart; with weights what gates are made of
     mask_ptr,  # [B, N, N], bytes
     above_ptr,  # int32 [B, blocks, N], as of `Paths.outside`
     count_ptr,  # int32 [B, blocks]
     totals_ptr,  # fp64 [B, N, gates]
-    N, gates,
+    strength_ptr,  # [B, N, gates], rows of a node `strength_node` apart
+    beta_ptr,  # [B, N, gates]
+    log_rate_ptr,  # [gates]; where it is None, there are no weights, and no strength
+    bias_ptr,  # [gates]
+    N, gates, gates_node, strength_node,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A program for 16 gates of 16 nodes of a sequence."""
     block, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     place, gate = tl.arange(0, _BLOCK), tl.program_id(0) * _COLUMNS + tl.arange(0, _COLUMNS)
     node, known = block * _BLOCK + place, gate < gates
     real = node < N
+    own = (batch * N + node)[:, None]
     mask_ptr += batch * N * N
     above_ptr += (batch * tl.num_programs(1) + block) * N
+    if log_rate_ptr is not None:
+        rate = tl.exp(tl.load(log_rate_ptr + gate, mask=known, other=0.0).to(tl.float32))[None, :]
+        bias = tl.load(bias_ptr + gate, mask=known, other=0.0).to(tl.float32)[None, :]
+        to_beta = real[:, None] & known[None, :]
+        strength = tl.load(strength_ptr + own * strength_node + gate[None, :], mask=to_beta, other=0.0).to(tl.float32)
+        beta = rounded(1.0 / (1.0 + tl.exp(-strength)), beta_ptr, INTERPRETED)
+        tl.store(beta_ptr + own * gates + gate[None, :], beta, mask=to_beta)
     count = tl.load(count_ptr + batch * tl.num_programs(1) + block)
     total = tl.zeros([_BLOCK, _COLUMNS], tl.float64)
-    rounded = tl.cdiv(count, _BLOCK) * _BLOCK
-    for start in range(0, rounded + _BLOCK, _BLOCK):  # the block itself comes last
+    rounded_up = tl.cdiv(count, _BLOCK) * _BLOCK
+    for start in range(0, rounded_up + _BLOCK, _BLOCK):  # the block itself comes last
         which = start + place
         outside = which < count
-        there = outside | ((which >= rounded) & real)
+        there = outside | ((which >= rounded_up) & real)
         other = tl.load(above_ptr + which, mask=outside, other=0)
-        other = tl.where(which >= rounded, node, other)
+        other = tl.where(which >= rounded_up, node, other)
         seen = tl.load(
             mask_ptr + node[:, None] * N + other[None, :], mask=real[:, None] & there[None, :], other=0
         ) != 0  # fmt: skip
         their = tl.load(
-            gates_ptr + (batch * N + other)[:, None] * gates + gate[None, :],
+            gates_ptr + (batch * N + other)[:, None] * gates_node + gate[None, :],
             mask=there[:, None] & known[None, :], other=0.0,
-        ).to(tl.float64)  # fmt: skip
-        total += tl.sum(tl.where(seen[:, :, None], their[None, :, :], 0.0), 1)
-    at = (batch * N + node)[:, None] * gates + gate[None, :]
-    tl.store(totals_ptr + at, total, mask=real[:, None] & known[None, :])
+        )  # fmt: skip
+        if log_rate_ptr is not None:
+            their = -rate * _softplus(their.to(tl.float32) + bias)
+        total += tl.sum(tl.where(seen[:, :, None], their.to(tl.float64)[None, :, :], 0.0), 1)
+    tl.store(totals_ptr + own * gates + gate[None, :], total, mask=real[:, None] & known[None, :])
 
 
-def _launch(gates: Tensor, paths: Paths) -> Tensor:
-    """`path_totals` by the kernel, of trees in one pass."""
+def _in_rows(each: Tensor) -> Tensor:
+    """[B, N, any] as [B * N, any], where it is if its rows are equally far apart."""
+    return in_rows(each.flatten(2).flatten(0, 1))
+
+
+def _launch(
+    gates: Tensor, paths: Paths, strength: Tensor | None = None, beta: Tensor | None = None,
+    weights: GateWeights | None = None,
+) -> Tensor:  # fmt: skip
+    """`path_totals` by the kernel, of trees in one pass; see also `totals_of_projected`."""
     if paths.before:
         raise ValueError("path_totals: impl 'triton' takes trees in one pass; take impl 'torch' for those that grow")
     batch, nodes = gates.shape[:2]
-    gates, (above, count) = gates.contiguous(), paths.outside
     totals = torch.empty(gates.shape, dtype=torch.float64, device=gates.device)
-    columns = gates[0, 0].numel()
+    rows, (above, count) = _in_rows(gates), paths.outside
+    log_rate, bias = (None, None) if weights is None else weights
     with torch.cuda.device_of(gates):
-        _totals_kernel[(triton.cdiv(columns, _COLUMNS), above.shape[1], batch)](
-            gates, paths.mask.contiguous().view(torch.int8), above, count, totals, nodes, columns,
-            num_warps=4, enable_fp_fusion=False,
+        _totals_kernel[(triton.cdiv(rows.shape[1], _COLUMNS), above.shape[1], batch)](
+            rows, paths.mask.contiguous().view(torch.int8), above, count, totals, strength, beta, log_rate, bias,
+            nodes, rows.shape[1], rows.stride(0), 0 if strength is None else strength.stride(0),
+            INTERPRETED=not gates.is_cuda, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return totals

@@ -1,6 +1,7 @@
 """Models with recurrent layers are decoded by trees: as transformers' generate writes them, and by their law."""
 
 from copy import deepcopy
+from functools import lru_cache
 
 import pytest
 import torch
@@ -86,16 +87,26 @@ def test_logits_over_trees_are_those_of_transformers_token_by_token(kind):
     assert not [module for module in model.modules() if "forward" in vars(module)]  # the model itself is untouched
 
 
-@pytest.mark.parametrize(("kind", "count"), [
-    *(pytest.param(*each.values, 14, marks=each.marks) for each in EVERY),
-    *(pytest.param(kind, 200, marks=pytest.mark.slow) for kind in RECURRENT),
-])  # fmt: skip
-def test_greedy_texts_are_those_of_transformers_generate(kind, count):
-    """In a batch with left padding in which one text ends early, and alone; nightly of 200 tokens."""
-    model, draft = recurrent(kind, 5), recurrent(kind, 5, initializer_range=0.1)
+def nearly(model):
+    """A draft that is often right: the model with another head."""
+    draft = deepcopy(model)
+    torch.manual_seed(4)
     with torch.no_grad():
         draft.get_output_embeddings().weight.add_(0.1 * torch.randn_like(draft.get_output_embeddings().weight))
-    expected = [greedy(model, prompt, count) for prompt in PROMPTS]
+    return draft
+
+
+@lru_cache
+def two_hundred_tokens(kind):
+    """Texts of `generate`, on which no method depends."""
+    return [greedy(recurrent(kind, 5), prompt, 200) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_greedy_texts_are_those_of_transformers_generate(kind):
+    """In a batch with left padding in which one text ends early, and alone."""
+    model, count = recurrent(kind, 5), 14
+    draft, expected = nearly(model), [greedy(model, prompt, count) for prompt in PROMPTS]
     stop = next(token for token in expected[1][4:] if token not in expected[0] + expected[2][:9])
     cut = [text[: text.index(stop) + 1] if stop in text else text for text in expected]
     for options in ({"tree": TokenTree.from_branching([3, 2, 1, 1])}, {"tree": TokenTree.chain(3)}):
@@ -297,14 +308,25 @@ def test_two_thousand_tokens_are_those_of_generate_and_their_state_that_of_a_pre
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_two_hundred_tokens_by_a_seed_are_those_of_plain_decoding(kind):
-    """In a batch, with races, whose text no draft and no tree changes."""
-    target, sampled = recurrent(kind, 5), {"temperature": 0.6, "seed": 3}
-    plain = texts(SpeculativeDecoder(target, None, "autoregressive"), 200, **sampled)
-    decoder = SpeculativeDecoder(target, recurrent(kind, 6), "ersd", tree_size=7)
-    assert texts(decoder, 200, **sampled) == plain
+def test_two_hundred_tokens_of_every_method_are_those_of_generate(kind, method):
+    """In a batch of three and alone; and of races those of plain decoding by a seed, which no tree changes."""
+    target, expected = recurrent(kind, 5), two_hundred_tokens(kind)
+    decoder = SpeculativeDecoder(
+        target, None if method == "autoregressive" else nearly(target), method, **METHODS[method]
+    )
+    alone, length = torch.tensor([PROMPTS[1]]), len(PROMPTS[1])
+    assert texts(decoder, 200) == expected
     assert check_states(decoder) > 0
+    assert decoder.generate(alone, 200).sequences[0, length:].tolist() == expected[1]
+    assert check_states(decoder) > 0
+    if method == "ersd":
+        plain, sampled = SpeculativeDecoder(target, None, "autoregressive"), {"temperature": 0.6, "seed": 3}
+        assert texts(decoder, 200, **sampled) == texts(plain, 200, **sampled)
+        one, other = (each.generate(alone, 200, **sampled).sequences for each in (decoder, plain))
+        assert torch.equal(one, other)
+        assert check_states(decoder) > 0
 
 
 @some(FOUR[0])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from played_steps import Launches
-from recurrent_families import FOUR, RECURRENT, recurrent
+from recurrent_families import FOUR, RECURRENT, for_kernels, recurrent
 from torch import nn
 from triton.runtime.interpreter import GridExecutor
 
@@ -134,3 +134,28 @@ def test_on_a_gpu_qwens_layers_with_one_input_are_one_product(as_on_a_gpu, monke
     mixer = model.model.layers[0].linear_attn
     weights = mixer.in_proj_qkv.weight, mixer.in_proj_z.weight, mixer.in_proj_b.weight, mixer.in_proj_a.weight
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+
+
+def test_on_a_gpu_gates_are_one_launch_of_a_layer(as_on_a_gpu, monkeypatch):
+    """With their sums along all paths, and with the same results."""
+    model, found = for_kernels(QWEN, 5), []
+    for by_kernels in (False, True):
+        forward = QwenForward(model)
+        if by_kernels:
+            as_on_a_gpu()
+            for name in ("by_kernel", "acceptance", "convolution"):
+                monkeypatch.setattr(f"heavypath.kernels.recurrent.{name}.choose_impl", lambda *_, **__: "triton")
+        with torch.inference_mode():
+            cache, lengths = begun(forward, [9, 2])
+            logits = over_tree(forward, cache, lengths)
+            cache.advance(torch.tensor([[0, 1, 3], [0, 4, 5]]), torch.tensor([3, 1]))
+            found.append([logits, *cache.states.tensors()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    launches = Launches()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.note(self.fn.__name__))
+    with torch.inference_mode(), launches:
+        over_tree(forward, cache, lengths)
+    assert launches.names.count("_totals_kernel") == 2
+    assert not [name for name in launches.names if "softplus" in name]
+    assert sum("sigmoid" in name for name in launches.names) == 1  # of the layer with attention

@@ -13,6 +13,7 @@ from heavypath.kernels.recurrent.delta import tree_delta
 from heavypath.kernels.recurrent.kda import tree_kda
 from heavypath.kernels.recurrent.paths import Paths
 from heavypath.kernels.recurrent.ssd import tree_ssd
+from heavypath.kernels.recurrent.totals import GateWeights, path_totals, totals_of_projected
 
 RULES = {"delta": tree_delta, "kda": tree_kda, "ssd": tree_ssd}
 
@@ -184,8 +185,45 @@ def off_by_rounding(found: Tensor, expected: Tensor, *, cut: bool = False) -> fl
     return float(gap.max() / expected.double().abs().max())
 
 
-def agree(kind: str, dtype: torch.dtype, nodes: int, climb: float, *, heads=2, key_heads=1, columns=32, values=32):
-    """Whether the kernels give what the references give of the same numbers in fp32; also behind what is not read."""
+def projections(dtype: torch.dtype, batch: int, nodes: int, heads: int):
+    """Weights of gates, and two parts [B, N, H] of a product; of some numbers softplus is x, of others it is e^x."""
+    joined = (8 * torch.randn(batch, nodes, 3 + 2 * heads)).to(dtype)
+    joined[0, 0] = torch.linspace(-100, 100, 3 + 2 * heads)
+    weights = GateWeights(torch.randn(heads).to(dtype), torch.randn(heads).to(dtype))
+    return weights, joined[..., 3:].split(heads, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gates_of_a_tree_are_made_of_projections_as_by_transformers(dtype):
+    """In one launch, with what they sum up to along each path; strengths in 16 bits are equal to the bit."""
+    torch.manual_seed(9)
+    rounding = 2e-6 if dtype == torch.float32 else 0 if DEVICE == "cpu" else torch.finfo(dtype).eps
+    for nodes, heads in ((1, 1), (37, 4), (20, 33)):
+        parents = [random_parents(nodes, 0.4) for _ in range(2)]
+        weights, (decay, strength) = projections(dtype, 2, nodes, heads)
+        paths = Paths(torch.stack([mask_of(each) for each in parents]).to(DEVICE))
+        totals, beta = run_on(DEVICE, totals_of_projected, decay, strength, weights, paths)
+        torch.testing.assert_close(beta, strength.sigmoid(), rtol=rounding, atol=rounding / 100)
+        opened = (decay.float() + weights.bias).double()
+        gates = -weights.log_rate.double().exp() * torch.nn.functional.softplus(opened, threshold=90)
+        for text in range(2):
+            for node in range(nodes):
+                exact = gates[text, path_of(parents[text], node)].sum(0)
+                torch.testing.assert_close(totals[text, node], exact, rtol=2e-6, atol=1e-9)
+        gate, same = weights.opened(decay, strength)
+        assert torch.equal(same, strength.sigmoid())
+        plain = path_totals(gate, Paths(paths.mask.cpu()), None, impl="torch")
+        torch.testing.assert_close(totals, plain, rtol=2e-6, atol=1e-9)
+
+
+def agree(
+    kind: str, dtype: torch.dtype, nodes: int, climb: float, *, heads=2, key_heads=1, columns=32, values=32,
+    projected=False,
+):  # fmt: skip
+    """Whether the kernels give what the references give of the same numbers in fp32; also behind what is not read.
+
+    projected: whether the kernels make gates and strengths of parts of one product
+    """
     key_heads = heads if kind == "kda" else key_heads
     parents = [random_parents(nodes, climb) for _ in range(2)]
     mask = torch.stack([mask_of(each) for each in parents])
@@ -204,11 +242,17 @@ def agree(kind: str, dtype: torch.dtype, nodes: int, climb: float, *, heads=2, k
     state = torch.randn(2, heads, columns, values)
     rest = () if kind == "ssd" else (torch.rand(2, nodes, heads).to(dtype),)
     given = (query, key, value.float() if kind == "ssd" else value, gate, *rest)
-    out, kept = run_on(DEVICE, RULES[kind], *given, state, there, impl="triton")
-    expected, plain = RULES[kind](*(each.float() for each in given), state, paths, impl="torch")
+    alone, options = given, {}
+    if projected:
+        weights, parts = projections(dtype, 2, nodes, heads)
+        given, alone = (*given[:3], *parts), (*given[:3], *weights.opened(*parts))
+        options = {"weights": weights}
+    out, kept = run_on(DEVICE, RULES[kind], *given, state, there, **options, impl="triton")
+    expected, plain = RULES[kind](*(each.float() for each in alone), state, paths, impl="torch")
     assert off_by_rounding(out, expected, cut=DEVICE == "cpu") < 2e-6  # as Triton's interpreter does
     assert off(kept.values, plain.values) < 2e-6
-    torch.testing.assert_close(kept.totals, plain.totals, rtol=1e-13, atol=1e-13)
+    same = {"rtol": 2e-6, "atol": 1e-9} if projected else {"rtol": 1e-13, "atol": 1e-13}
+    torch.testing.assert_close(kept.totals, plain.totals, **same)
     path = torch.zeros(2, nodes + 1, dtype=torch.long)
     last = path_of(parents[0], nodes - 1)
     path[0, : len(last)] = torch.tensor(last)
@@ -231,6 +275,8 @@ def test_kernels_give_what_the_references_give(kind, dtype):
     agree(kind, dtype, 37, 0.4, heads=4, key_heads=2, columns=16, values=16)
     agree(kind, dtype, 35, 0.0, heads=1)  # a chain, of two tiles of ancestors
     agree(kind, dtype, 17, 0.5, values=64)
+    if kind == "delta":
+        agree(kind, dtype, 37, 0.4, heads=4, key_heads=2, projected=True)
 
 
 @needs_compiler
@@ -267,6 +313,7 @@ def test_recurrent_layers_are_right_in_any_schedule(adversary):
     agree("delta", torch.float32, 35, 0.0, columns=16, values=16)  # a path longer than the nodes taken at once
     agree("ssd", torch.bfloat16, 20, 0.4, columns=16, values=16)
     agree("kda", torch.float32, 20, 0.4, columns=16, values=16)
+    agree("delta", torch.bfloat16, 20, 0.4, columns=16, values=16, projected=True)
     adversary.met("_blocks_kernel", "_pairs_kernel", "_totals_kernel", "_accept_kernel", "_convolution_kernel")
 
 

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.recurrent.delta import tree_delta
+from heavypath.kernels.recurrent.totals import GateWeights
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Attend, Taps, TreeMask, as_logits
 from heavypath.speculative.models.joined import Joining
@@ -154,9 +155,9 @@ class _Layer:
         joined = state.convolved(joined.transpose(1, 2), own.conv1d.weight.squeeze(1), own.conv1d.bias, own.activation)
         query, key, value = joined.transpose(1, 2).split([own.key_dim, own.key_dim, own.value_dim], -1)
         query, key = (each.unflatten(-1, (-1, own.head_k_dim)) for each in (query, key))
-        gate = -own.A_log.float().exp() * softplus(decay.float() + own.dt_bias)
-        inputs = query, key, value.unflatten(-1, (-1, own.head_v_dim)), gate, strength.sigmoid()
-        mixed = state.recur(tree_delta, inputs).reshape(-1, own.head_v_dim)
+        inputs = query, key, value.unflatten(-1, (-1, own.head_v_dim)), decay, strength
+        rule = partial(tree_delta, weights=GateWeights(own.A_log, own.dt_bias))
+        mixed = state.recur(rule, inputs).reshape(-1, own.head_v_dim)
         _, mixed = add_rms_norm(mixed, None, self._norm)
         mixed = (mixed * silu(z.reshape(mixed.shape).float())).to(hidden.dtype)
         return self._mix(mixed.view(len(hidden), -1))
