@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_scripts import script
+from bench_scripts import BENCH, script
 from verification_oracle import Drawn, drawn, rejection, whole
 
 study = script("blocks")
@@ -176,3 +176,17 @@ def test_the_command_writes_a_row_for_each_case(tmp_path):
     for row in rows:
         assert 1 <= row["ratio"] * (1 + row["chain"]) <= 1 + row["levels"] + 1e-2
         assert ("planned" in row) == (row["temperature"] > 0)
+
+
+def test_by_the_committed_results_a_tree_pays_and_no_likeliest_tokens_accept_more_than_drawn_ones():
+    """A perfect head is another thing: a chain of it ends where the block does, and no tree can accept more."""
+    rows = json.loads((BENCH / "results" / "blocks-cpu.json").read_text())["rows"]
+    assert len(rows) == len(study.KINDS) * len(study.LAWS) * len(study.CASES)
+    for row in rows:
+        if row["overlap"] < 1:
+            assert row["ratio"] >= 1.2, row
+        if row["temperature"]:
+            assert row["even"]["sharpened"] >= row["even"]["likeliest"], row
+        if row["overlap"] == row["temperature"] == 1 and row["nodes"] < 64:
+            assert row["rejection"] > row["likeliest"], row
+            assert row["planned"] > row["rejection"], row

@@ -32,7 +32,7 @@ from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, 
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
-from heavypath.speculative.drafts.blocks.terms import LevelNodes
+from heavypath.speculative.drafts.blocks.terms import Parents
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
 from heavypath.speculative.drafts.tapped import TappedDraft
@@ -206,12 +206,12 @@ class BlockHeadDraft(TappedDraft):
         if self.head.term is not None:
             cache.hidden[:, :levels] = normed.view(read.shape)
 
-    def _nodes(self, tokens: Tensor, depth: int | Tensor, state: Tensor | None) -> LevelNodes:
-        """What the term reads of nodes."""
+    def _nodes(self, tokens: Tensor, depth: int | Tensor, state: Tensor | None) -> Parents:
+        """Nodes of these tokens, with their embeddings if the term reads those."""
         term = self.head.term
         reads = term is not None and term.reads_words
         words = self.embedding(tokens.flatten()).view(*tokens.shape, -1) if reads else None
-        return LevelNodes(tokens, depth, state, words)
+        return Parents(tokens, depth, state, words)
 
     def _above(self, feed: Feed, cache: BlockCache) -> Tensor | None:
         """The states of the nodes' parents [B, n, s]; None for a term without states."""

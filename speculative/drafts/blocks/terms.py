@@ -31,7 +31,7 @@ from heavypath.speculative.models.forward import as_logits
 MARKOV_TERMS = ("vanilla", "gated", "rnn")
 
 
-class LevelNodes(NamedTuple):
+class Parents(NamedTuple):
     """Nodes of one level in each sequence, below which laws are asked for.
 
     tokens: LongTensor[B, n]
@@ -62,7 +62,7 @@ class MarkovTerm(nn.Module):
         elif config.term == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=bias)
 
-    def forward(self, base: Tensor, hidden: Tensor, nodes: LevelNodes) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor | None]:
         """Logits [B, n, Vd] below the nodes, and their own states; None without states.
 
         base: [B, Vd], of the depth below them, and hidden [B, H], the row that it is of
@@ -89,7 +89,7 @@ class SelectorTerm(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
 
-    def forward(self, base: Tensor, hidden: Tensor, nodes: LevelNodes) -> tuple[Tensor, None]:
+    def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, None]:
         """As of `MarkovTerm`."""
         tokens, (values, best) = nodes.tokens, base.topk(self.selected, -1)
         asked = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]  # [B, n, r]
@@ -114,7 +114,7 @@ class DominoTerm(nn.Module):
             nn.Linear(rank, config.draft_vocab_size, bias=False),
         )
 
-    def forward(self, base: Tensor, hidden: Tensor, nodes: LevelNodes) -> tuple[Tensor, Tensor]:
+    def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor]:
         """As of `MarkovTerm`. Above depth `plain` + 1 the logits are the base's."""
         assert nodes.words is not None
         assert nodes.state is not None
@@ -144,6 +144,6 @@ class _GatedUnit(nn.Module):
         return gate * state + (1 - gate) * torch.tanh(new + torch.sigmoid(reset + reset_of) * new_of)
 
 
-def _beside(hidden: Tensor, nodes: LevelNodes) -> Tensor:
+def _beside(hidden: Tensor, nodes: Parents) -> Tensor:
     """The row of each sequence [B, H] beside each of its nodes, [B, n, H]."""
     return hidden[:, None].expand(-1, nodes.tokens.shape[1], -1)
