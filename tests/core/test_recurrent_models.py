@@ -141,7 +141,8 @@ def test_steps_are_captured_as_graphs_and_write_the_same_texts(kind, small, as_o
 METHODS = {
     "chain": {"tree_size": 4}, "sequoia": {"tree_size": 9}, "dyspec": {"tree_size": 9}, "ersd": {"tree_size": 9},
     "rsd-s": {"width": 3, "max_depth": 3}, "eagle-2": {"width": 3, "max_depth": 3}, "specinfer": {"width": 2},
-    "rsd-c": {"branching": [2, 2]}, "naive": {"tree_size": 7}, "autoregressive": {},
+    "rsd-c": {"branching": [2, 2]}, "naive": {"tree_size": 7}, "autoregressive": {}, "spectr": {"width": 2},
+    "top-k": {"tree_size": 7}, "naive-distinct": {"tree_size": 7},
 }  # fmt: skip
 CROSSED = [  # each method with one family; nightly with all
     pytest.param(method, kind, marks=[] if (place + other) % 4 == 0 else pytest.mark.slow)
