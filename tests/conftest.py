@@ -61,6 +61,7 @@ def pytest_collection_modifyitems(items):
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     items.sort(key=lambda item: -seconds.get(item.nodeid.split("::")[0], 0.0))
     gc.freeze()  # of what was imported nothing goes: to look through it takes as long as a short test
+    gc.set_threshold(20_000)  # instead of 700 objects, which takes a fortieth of all time
 
 
 def pytest_unconfigure():

@@ -119,7 +119,7 @@ def test_generate_finds_models_by_name_in_the_hugging_face_cache(heavypath, fold
 
 
 def test_demo_compares_all_methods_with_transformers(heavypath):
-    code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 3, "--json")
+    code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 3, "--repeats", 1, "--json")
     answer = json.loads(output)
     assert (code, errors) == (0, "")
     rows = {row["method"]: row for row in answer["rows"]}
@@ -127,7 +127,7 @@ def test_demo_compares_all_methods_with_transformers(heavypath):
     assert {row["text"] for row in rows.values()} <= {"reference", "equal", "tie"}
     assert rows["transformers generate"]["tokens_per_forward"] == rows["autoregressive"]["tokens_per_forward"] == 1
     assert rows["sequoia"]["tokens_per_forward"] > 1
-    assert answer["settings"]["max_new_tokens"] == 3
+    assert (answer["settings"]["max_new_tokens"], answer["settings"]["repeats"]) == (3, 1)
 
 
 def test_demo_shows_the_text_and_then_a_table_and_names_a_busy_machine(heavypath, monkeypatch):
@@ -140,7 +140,8 @@ def test_demo_shows_the_text_and_then_a_table_and_names_a_busy_machine(heavypath
 
     monkeypatch.setattr(comparison, "compare", compared)
     monkeypatch.setattr(support, "current_load", lambda: Load(3.1, 2, 2))
-    code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 2, "--temperature", 0.7, "--seed", 1)
+    options = ("--max-new-tokens", 2, "--temperature", 0.7, "--seed", 1, "--repeats", 1)
+    code, output, errors = heavypath("demo", "--prompts", 1, *options)
     rows = {line[:23].strip(): line.split()[-1] for line in output.splitlines() if line.strip()}
     assert code == 0
     assert [type(draft) for draft in drafts] == [LlamaForCausalLM]
@@ -152,17 +153,18 @@ def test_demo_shows_the_text_and_then_a_table_and_names_a_busy_machine(heavypath
 
 
 @pytest.fixture
-def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
-    """A profile of the small models, from a text of one's own."""
-    quick = partial(calibration.calibrate, sizes=(1, 2, 6), tokens=6, sequences=3)
-    monkeypatch.setattr(calibration, "calibrate", quick)
-    (tmp_path / "own.txt").write_text("one two three four five six " * 30)
+def calibrated(heavypath, folders, monkeypatch, any_noise):
+    """A profile of the small models, from a text of one's own; no test changes it."""
     models = ("--target", folders / "target", "--draft", folders / "draft")
-    path = tmp_path / "profile.json"
-    options = ("--text", tmp_path / "own.txt", "--out", path, "--limit", 3600, "--batch-sizes", "1,2")
-    code, output, errors = heavypath("calibrate", *models, *options)
-    assert (code, output) == (0, ""), errors
-    assert "heavypath plan" in errors
+    path, text = folders / "profile.json", folders / "own.txt"
+    if not path.exists():
+        quick = partial(calibration.calibrate, sizes=(1, 2, 6), tokens=6, sequences=3)
+        monkeypatch.setattr(calibration, "calibrate", quick)
+        text.write_text("one two three four five six " * 30)
+        options = ("--text", text, "--out", path, "--limit", 3600, "--batch-sizes", "1,2")
+        code, output, errors = heavypath("calibrate", *models, *options)
+        assert (code, output) == (0, ""), errors
+        assert "heavypath plan" in errors
     return models, path
 
 

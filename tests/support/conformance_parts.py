@@ -5,7 +5,7 @@ Texts are lists of new tokens, one for each prompt.
 
 import string
 from copy import deepcopy
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ TREE = TokenTree([-1, 0, 0, 2, 2, 0, 5])
 DEEP = TokenTree([*range(-1, 8), 0])
 LARK = 'start: "a" (tail | "b" start)\ntail: "c" | "d" tail "e"'
 FILTERS = {"none": {}, "top-k": {"top_k": 4}, "top-p": {"top_p": 0.85}, "min-p": {"min_p": 0.1}}
+OF_ONE_TARGET = ("head", "p-eagle", "medusa", "mtp", "block")
 ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]  # of 1000, by level and child
 
 
@@ -117,10 +118,31 @@ def other_tokenizer_of(vocab_size):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
+@lru_cache
 def translated_of(vocab_size, dtype, **settings):
     """A small draft of that tokenizer, for targets of so many tokens."""
     other = other_tokenizer_of(vocab_size)
     return Translated(tiny_llama(9, len(other), layers=1, **settings).to(dtype), other, tokenizer_of(vocab_size))
+
+
+@lru_cache
+def small_of(vocab_size, dtype, head_dim):
+    """A draft model of so many tokens."""
+    return tiny_llama(9, vocab_size, layers=1, head_dim=head_dim).to(dtype)
+
+
+@lru_cache
+def head_for(kind, target, head_dim):
+    """A random head, or another draft of its own weights for one target: no test changes it."""
+    torch.manual_seed(2)
+    kinds = {
+        "head": lambda: head_of(target, taps=(0, 1, 2), head_dim=head_dim),
+        "p-eagle": lambda: head_of(target, taps=(0, 1, 2), head_dim=head_dim, mask_token_id=3),
+        "medusa": lambda: medusa_of(target),
+        "mtp": lambda: mtp_of(target),
+        "block": lambda: random_block(target, head_dim),
+    }
+    return kinds[kind]()
 
 
 @lru_cache
@@ -171,7 +193,7 @@ class Case:
     @cached_property
     def small(self):
         """A draft model of the same vocabulary."""
-        return tiny_llama(9, self.vocab_size, layers=1, head_dim=self.head_dim).to(self.target.dtype)
+        return small_of(self.vocab_size, self.target.dtype, self.head_dim)
 
     @cached_property
     def vocab_size(self):
@@ -184,12 +206,8 @@ class Case:
         kinds = {
             "model": lambda: self.small,
             "the target": lambda: self.target,
-            "head": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim),
-            "p-eagle": lambda: head_of(self.target, taps=(0, 1, 2), head_dim=self.head_dim, mask_token_id=3),
-            "medusa": lambda: medusa_of(self.target),
-            "mtp": lambda: mtp_of(self.target),
+            **{kind: partial(head_for, kind, self.target, self.head_dim) for kind in OF_ONE_TARGET},
             "pard": lambda: Pard(self.small, mask_token_id=3),
-            "block": lambda: random_block(self.target, self.head_dim),
             "lookup": PromptLookup,
             "retrieval": lambda: Retrieval(corpus),
             "recall": lambda: recall_of(corpus),

@@ -1,6 +1,7 @@
 """Triton's interpreter without what it does for nothing, for the same results.
 
-* Its language is made to run in NumPy once a launch, not at every call of a function.
+* Its language is made to run in NumPy once a launch, not at every call of a function, by functions that are made once,
+  and call those of the language at once.
 * It computes each sum and product of whole numbers a second time, in 64 bits, for an assertion that it then does not
   make, because it makes none without `debug`. This is left out.
 * The NumPy type of a type, and the shape of a tensor as constants, are looked up instead of being made for each tensor.
@@ -8,6 +9,7 @@
   tests/kernels/test_noise.py runs these.
 """
 
+import inspect
 import math
 
 import numpy as np
@@ -58,6 +60,22 @@ def _patch_once_a_launch() -> None:
         return patch(function)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, patched
+    made = {}
+
+    def at_once(builtin):
+        function = getattr(builtin, "__wrapped__", builtin)
+        return lambda *given, _semantic=None, **named: function(
+            *given, _semantic=interpreter.interpreter_semantic, **named
+        )
+
+    def patch_builtins(package, builder, scope):
+        if package not in made:
+            members = inspect.getmembers(package, tl.core.is_builtin)
+            made[package] = [(name, at_once(member)) for name, member in members]
+        for name, member in made[package]:
+            scope.set_attr(package, name, member)
+
+    interpreter._patch_builtin = patch_builtins
 
 
 def _remember_types() -> None:
@@ -82,7 +100,6 @@ def _remember_types() -> None:
         if (element.name, sizes) not in blocks:
             describe(block, element, shape)
             shared = shapes.setdefault(sizes, block.shape)
-            shared.is_shared = True
             block.shape, block.as_constants = shared, (
                 tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes)),
             )  # fmt: skip
@@ -92,8 +109,13 @@ def _remember_types() -> None:
     def equals(one, other):
         if one is other:
             return yes
-        both_shared = "is_shared" in vars(one) and type(other) is tl.core.tuple and "is_shared" in vars(other)
-        return no if both_shared else compare(one, other)
+        values = other.values if type(other) is tl.core.tuple else other
+        if type(values) is not list:
+            return compare(one, other)
+        sizes = [[each.value if type(each) is tl.constexpr else each for each in both] for both in (one.values, values)]
+        if any(type(each) is not int for both in sizes for each in both):
+            return compare(one, other)
+        return yes if sizes[0] == sizes[1] else no
 
     interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__ = remembered, begin, begin_block
     tl.core.tuple.__eq__ = equals

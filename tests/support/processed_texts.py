@@ -1,5 +1,7 @@
 """Logits processors and grammars: oracles of their texts, and what they are tried on."""
 
+from functools import lru_cache
+
 import torch
 from tiny_models import assert_same_text
 from transformers import LogitsProcessorList
@@ -9,8 +11,12 @@ from heavypath.kernels.filtering import filtered_logprobs
 
 def odd_behind_even(input_ids, scores):
     """A callable of a user's own: behind an even token no token that has its last bit."""
-    barred = (torch.arange(scores.shape[1], device=scores.device) & 1) == (input_ids[:, -1:] & 1)
-    return scores.masked_fill(barred, -torch.inf)
+    return scores.masked_fill(last_bits(scores.shape[1], scores.device) == (input_ids[:, -1:] & 1), -torch.inf)
+
+
+@lru_cache
+def last_bits(count, device):
+    return torch.arange(count, device=device) & 1
 
 
 def assert_same_or_tie(model, ours, theirs):
