@@ -126,8 +126,8 @@ def compare(
     and each prompt.
 
     Returns a row for each way to decode, transformers' first. Raises what SpeculativeDecoder raises. Raises ValueError
-    for no prompts, for repeats < 1, for a name that is given twice, for a verifier that none of the methods takes, and
-    for a decoder of another target.
+    for no prompts, for repeats < 1, for a name that is given twice, and for a verifier that none of the methods takes.
+    It is also raised for a decoder of another target.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
