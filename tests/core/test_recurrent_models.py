@@ -109,12 +109,6 @@ def nearly(model):
     return draft
 
 
-@lru_cache
-def two_hundred_tokens(kind):
-    """Texts of `generate`, on which no method depends."""
-    return [greedy(recurrent(kind, 5), prompt, 200) for prompt in PROMPTS]
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_greedy_texts_are_those_of_transformers_generate(kind):
     """In a batch with left padding in which one text ends early, and alone."""
@@ -328,7 +322,8 @@ def test_two_thousand_tokens_are_those_of_generate_and_their_state_that_of_a_pre
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_two_hundred_tokens_of_every_method_are_those_of_generate(kind, method):
     """In a batch of three and alone; and of races those of plain decoding by a seed, which no tree changes."""
-    target, expected = recurrent(kind, 5), two_hundred_tokens(kind)
+    target = recurrent(kind, 5)
+    expected = expected_of(target, 200)
     decoder = SpeculativeDecoder(
         target, None if method == "autoregressive" else nearly(target), method, **METHODS[method]
     )
