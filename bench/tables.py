@@ -232,17 +232,17 @@ def nodes() -> None:
 def expected() -> None:
     """Tokens per forward pass that a profile promises, those decoded, and how far apart they are with the error."""
     found: dict[str, list[str]] = {}
-    for row in results("expected")["rows"]:
-        shown = f"{row['expected']:.2f} / {row['decoded']:.2f}, {percent(row['off'])} ({100 * row['error']:.1f})"
-        found.setdefault(f"{code(row['method'])}, {row['nodes']} nodes", []).append(shown)
-    temperatures = dict.fromkeys(row["temperature"] for row in results("expected")["rows"])
-    table(["expected / decoded, off (error)", *(f"T = {each:g}" for each in temperatures)],
-          [[name, *cells] for name, cells in found.items()])  # fmt: skip
+    heads = []
+    for name in ("expected", "expected-longer"):
+        rows, texts = results(name)["rows"], results(name)["environment"]["texts"]
+        heads += [f"T = {each:g}, {texts} texts" for each in dict.fromkeys(row["temperature"] for row in rows)]
+        for row in rows:
+            shown = f"{row['expected']:.2f} / {row['decoded']:.2f}, {percent(row['off'])} ({100 * row['error']:.1f})"
+            found.setdefault(f"{code(row['method'])}, {row['nodes']} nodes", []).append(shown)
+    table(["expected / decoded, off (error)", *heads], [[name, *cells] for name, cells in found.items()])
     facts = results("expected")["environment"]
-    source(
-        "expected",
-        also=f"; {facts['texts']} texts of {facts['tokens']} tokens after each of {facts['prompts']} prompts",
-    )
+    source("expected", also=f"; texts of {facts['tokens']} tokens after each of {facts['prompts']} prompts")
+    source("expected-longer")
 
 
 def verifiers() -> None:
