@@ -30,7 +30,7 @@ def commands(names: Sequence[str]) -> list[list[str]]:
         words = shlex.split(json.loads(path.read_text(encoding="utf-8"))["environment"].get("command", ""))
         if words[:1] != ["python"]:
             raise ValueError(f"{path.name} names no command of Python, got {shlex.join(words)!r}")
-        found.append([sys.executable, *words[1:], "--json", str(path)])
+        found.append([sys.executable, *words[1:], "--benchmark-json" if "pytest" in words else "--json", str(path)])
     return found
 
 

@@ -41,16 +41,17 @@ def file_of(kernel: str) -> str:
 
 def products() -> None:
     """GB/s at which a weight is read while rows are multiplied by it: PyTorch, and this package."""
-    found = {(row["dtype"], tuple(row["weight"]), row["rows"]): row for row in results("linear")["rows"]}
+    found: dict[str, dict[int, dict[str, str]]] = {}
+    for facts in (each["extra_info"] for each in results("linear")["benchmarks"]):
+        weight, rows = facts["case"].removesuffix(" rows").rsplit(", ", 1)
+        speed = f"{1e3 * facts['MB'] / facts['microseconds']:.1f}"
+        found.setdefault(weight, {}).setdefault(int(rows), {})[facts["way"]] = speed
     counts = [1, 2, 5, 8, 16, 64]
-    rows = []
-    for dtype, weight in dict.fromkeys((dtype, weight) for dtype, weight, _ in found):
-        if weight not in ((320, 320), (3456, 1280), (11008, 4096)):
-            continue
-        own = [found[dtype, weight, count] for count in counts]
-        line = [f"{dtype}, {weight[0]:,} x {weight[1]:,}"]
-        rows.append(line + [f"{row['linear']:.1f} / {row['native']:.1f}" for row in own] + [f"{own[0]['read']:.1f}"])
-    table(["weight", *(f"{count} row{'s' * (count > 1)}" for count in counts), "reading"], rows)
+    table(
+        ["weight", *(f"{count} row{'s' * (count > 1)}" for count in counts), "reading"],
+        [[weight, *(f"{own[count]['linear']} / {own[count]['heavypath']}" for count in counts), own[1]["read"]]
+         for weight, own in found.items()],
+    )  # fmt: skip
     source("linear")
 
 

@@ -15,8 +15,10 @@ product, both measured in the same run. The last table has each time, and its sh
 """
 
 import itertools
+import shlex
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +27,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from common import DEVICE, captured, copy_bandwidth, gpu_milliseconds, matrix_flops, processor, show
+from common import DEVICE, captured, copy_bandwidth, environment, gpu_milliseconds, matrix_flops, processor, show
 
 ROWS = pytest.StashKey[list]()
 
@@ -136,6 +138,20 @@ def on_gpu(benchmark, runs, eager: bool) -> None:
 def on_host(benchmark, runs) -> None:
     turns: Iterator = itertools.cycle(runs)
     benchmark(lambda: next(turns)())
+
+
+def pytest_benchmark_update_json(config, output_json):
+    """Keep of a file what others of results have: how the figures came to be, and the figures."""
+    given = [*config.invocation_params.args]
+    place = given.index("--benchmark-json")
+    command = shlex.join(["python", "-m", "pytest", *given[:place], *given[place + 2 :]])
+    benchmarks = [
+        {"extra_info": each["extra_info"], "stats": {name: each["stats"][name] for name in ("median", "iqr", "rounds")}}
+        for each in output_json["benchmarks"]
+    ]
+    output_json.clear()
+    output_json["environment"] = environment() | {"command": command, "date": date.today().isoformat()}
+    output_json["benchmarks"] = benchmarks
 
 
 @pytest.hookimpl(trylast=True)

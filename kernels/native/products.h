@@ -3,6 +3,9 @@
 // The weight lies in blocks of BLOCK outputs, [blocks, columns, BLOCK], so that a block is one stream from memory, and
 // each number of x is spread over a vector. A sum runs over k in order, whatever other rows there are and whichever
 // thread does it: a row's outputs are the same numbers in any batch.
+//
+// Few rows wait for memory, many for the multipliers. To do both at once, a block is taken in pieces of DEPTH columns:
+// all groups of rows take a piece while it is in the first cache, and the last group fetches the next piece meanwhile.
 
 #pragma once
 
@@ -14,8 +17,8 @@ namespace heavypath {
 
 constexpr int BLOCK = VECTORS * WIDTH;  // outputs
 constexpr int64_t PANEL = 48;           // rows whose sums of one block stay in the first cache
-constexpr int64_t DEPTH = 2048 / BLOCK; // columns of a block that stay there, too, for one group of rows after the other
-constexpr int64_t LINE = 64;            // bytes
+constexpr int64_t DEPTH = 2048 / BLOCK; // columns of a piece, which is 8 KB of fp32
+constexpr int64_t LINE = 64;            // bytes that come from memory together
 
 template <typename Number>
 struct Weight {
@@ -25,7 +28,7 @@ struct Weight {
 };
 
 // Add the products of ROWS rows by `columns` columns of a block to their sums [ROWS, BLOCK]. LAST: no other rows take
-// these columns; meanwhile as many that follow them come into the first cache.
+// these columns, so as many behind them are fetched meanwhile. Behind the weight's end that does nothing.
 template <int ROWS, bool LAST, typename Number>
 inline void add_products(const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
     Floats total[ROWS][VECTORS];
@@ -52,7 +55,7 @@ inline void add_group(int64_t rows, const float* x, int64_t stride, const Number
     add_products<ROWS, LAST>(x, stride, block, columns, sums);
 }
 
-// The same for any number of rows, in the fewest groups, which are equally large: small ones wait for their loads.
+// The same for any number of rows, in the fewest groups. They are equally large, as a small one waits for its loads.
 template <typename Number>
 inline void add_groups(int64_t rows, const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
     for (int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS; groups > 1; groups--) {

@@ -74,6 +74,8 @@ def test_results_are_measured_again_by_the_commands_that_they_name():
     (command,) = again.commands(["efficiency"])
     assert command[1:4] == ["bench/decoding.py", "--sweep", "nodes"]
     assert command[-2:] == ["--json", str(BENCH / "results" / "efficiency-cpu.json")]
+    (command,) = again.commands(["linear"])
+    assert command[-2:] == ["--benchmark-json", str(BENCH / "results" / "linear-cpu.json")]
     with pytest.raises(ValueError, match=r"expected names of .*efficiency.*, got nothing"):
         again.commands(["nothing"])
 

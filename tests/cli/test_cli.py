@@ -131,20 +131,21 @@ def test_demo_compares_all_methods_with_transformers(heavypath):
 
 
 def test_demo_shows_the_text_and_then_a_table_and_names_a_busy_machine(heavypath, monkeypatch):
-    """Drafted by the model, which is faster on a CPU than the head."""
+    """Drafted by the model, which is faster on a CPU than the head. Each way has three runs, here one."""
     drafts, compare = [], comparison.compare
 
-    def compared(target, draft, *given, **more):
-        drafts.append(draft)
+    def compared(target, draft, *given, repeats, **more):
+        drafts.append((type(draft), repeats))
         return compare(target, draft, *given, **more)
 
     monkeypatch.setattr(comparison, "compare", compared)
     monkeypatch.setattr(support, "current_load", lambda: Load(3.1, 2, 2))
-    options = ("--max-new-tokens", 2, "--temperature", 0.7, "--seed", 1, "--repeats", 1)
+    options = ("--max-new-tokens", 2, "--temperature", 0.7, "--seed", 1)
     code, output, errors = heavypath("demo", "--prompts", 1, *options)
     rows = {line[:23].strip(): line.split()[-1] for line in output.splitlines() if line.strip()}
     assert code == 0
-    assert [type(draft) for draft in drafts] == [LlamaForCausalLM]
+    assert drafts == [(LlamaForCausalLM, 3)]
+    assert "the fastest of 3 runs counts" in " ".join(output.split())
     assert {"transformers generate", "transformers assisted", *LOSSLESS_METHODS} <= rows.keys()
     assert rows["ersd"] == "equal"
     assert output.splitlines()[-1].startswith("fastest (")
