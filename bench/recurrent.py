@@ -10,6 +10,9 @@ states    a state for each node, in compiled C++: it decays its parent's, reads,
 products  the layer's two products, by torch.nn.functional.linear
 accept    the state behind the longest path
 
+Then whole steps: a target of six layers and 256 columns, every second of them recurrent, and a tree of 16 nodes. Beside
+it a target as wide whose layers are all attention, which runs by transformers' modules too.
+
 All take turns. Each ratio is taken within a round, and given with its quartiles.
 """
 
@@ -21,9 +24,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import Row, argument_parser, environment, in_turns, random_tree, show, times_as_fast, write_results
+from common import Row, Spread, argument_parser, environment, in_turns, random_tree, show, times_as_fast, write_results
 from torch import Tensor
 from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from heavypath.kernels.native.library import FLAGS, compiler_path
 from heavypath.kernels.recurrent.acceptance import accept_state
@@ -31,8 +35,26 @@ from heavypath.kernels.recurrent.delta import tree_delta
 from heavypath.kernels.recurrent.kda import tree_kda
 from heavypath.kernels.recurrent.paths import Paths, unit
 from heavypath.kernels.recurrent.ssd import tree_ssd
+from heavypath.speculative import SpeculativeDecoder, TokenTree
 
 HEADS, COLUMNS, WIDTH = 32, 128, 4096
+TARGET = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+EVERY_SECOND = ["linear_attention", "full_attention"] * 3
+TARGETS: dict[str, Row] = {
+    "olmo2": {},
+    "qwen3_5_text": {
+        "layer_types": EVERY_SECOND, "head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    },
+    "granitemoehybrid": {
+        "layer_types": EVERY_SECOND, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1,
+        "num_local_experts": 0, "shared_intermediate_size": 512, "position_embedding_type": "rope",
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3, "block_auto_adjust_ff_dim": False},
+}  # fmt: skip
 RULES = {"delta": tree_delta, "kda": tree_kda, "ssd": tree_ssd}
 STATES = """
 #include <cmath>
@@ -131,6 +153,29 @@ def measured(kind: str, nodes: int, width: int, rounds: int, function: Callable[
     return row
 
 
+def random_model(kind: str, **settings: object) -> PreTrainedModel:
+    """A model of a family with the sizes of `TARGET`, but for these settings."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**TARGET, **settings})).eval()
+
+
+def steps(rounds: int, new_tokens: int) -> list[Row]:
+    """Milliseconds of a step of each target, and how many times as long it takes as the one of attention alone."""
+    draft = random_model("llama", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    tree, prompt = TokenTree.from_branching([3, 2, 1, 1]), torch.arange(40)[None]
+    decoders = {
+        kind: SpeculativeDecoder(random_model(kind, **own), draft, "sequoia", tree=tree)
+        for kind, own in TARGETS.items()
+    }
+    counts = {kind: each.generate(prompt, new_tokens).stats.steps for kind, each in decoders.items()}
+    times = in_turns({kind: partial(each.generate, prompt, new_tokens) for kind, each in decoders.items()}, rounds)
+    a_step = {kind: [one / counts[kind] for one in seconds] for kind, seconds in times.items()}
+    return [
+        {"target": kind, "step_ms": 1000 * Spread.of(each).median, "of_dense": times_as_fast(a_step, "olmo2", kind)}
+        for kind, each in a_step.items()
+    ]
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=64)
@@ -141,7 +186,9 @@ def main(words: Sequence[str] | None = None) -> None:
     size = (9, 64, 1) if arguments.miniature else (arguments.nodes, WIDTH, 15)
     rows = [measured(kind, *size, function) for kind in RULES]
     show(rows)
-    write_results(arguments.json, facts, rows=rows)
+    whole = steps(*((1, 2) if arguments.miniature else (15, 24)))
+    show(whole)
+    write_results(arguments.json, facts, rows=rows, steps=whole)
 
 
 if __name__ == "__main__":

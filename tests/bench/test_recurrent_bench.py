@@ -1,4 +1,4 @@
-"""bench/recurrent.py: all rules in miniature, each beside a state for each node."""
+"""bench/recurrent.py: all rules in miniature beside a state for each node, and steps beside those of attention."""
 
 import json
 
@@ -12,7 +12,10 @@ recurrent = script("recurrent")
 def test_rules_are_timed_beside_a_state_for_each_node(tmp_path, capsys):
     path = tmp_path / "rows.json"
     recurrent.main(["--miniature", "--threads", "1", "--json", str(path)])
-    rows = json.loads(path.read_text())["rows"]
+    found = json.loads(path.read_text())
+    rows, steps = found["rows"], found["steps"]
     assert [row["rule"] for row in rows] == ["delta", "kda", "ssd"]
     assert all(min(row["of_states"]) > 0 and max(row["of_layer"]) < 1 for row in rows)
+    assert [row["target"] for row in steps] == ["olmo2", "qwen3_5_text", "granitemoehybrid", "lfm2"]
+    assert all(row["step_ms"] > 0 and min(row["of_dense"]) > 0 for row in steps)
     assert "of layer" in capsys.readouterr().out

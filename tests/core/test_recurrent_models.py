@@ -29,6 +29,7 @@ from heavypath.speculative import (
 )
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.recurrent import probe
 from heavypath.speculative.models.recurrent.cache import HybridCache
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
 from heavypath.speculative.walking import Extent, Way, walk
@@ -88,14 +89,36 @@ def check_states(decoder, bar=1e-5):
     return compared
 
 
+def largest(found, expected):
+    """The largest differences of logits [.., V] from those expected, in the standard deviations of these."""
+    return (found - expected).abs().amax(-1) / expected.std(-1)
+
+
 @pytest.mark.parametrize("kind", EVERY)
-def test_logits_over_trees_are_those_of_transformers_token_by_token(kind):
-    """By the probe that each model passes when a decoder is made; here to the rounding of fp32."""
-    model = recurrent(kind)
+def test_logits_over_trees_are_those_of_transformers_token_by_token(kind, monkeypatch):
+    """By the probe that each model passes when a decoder is made; here to the rounding of fp32.
+
+    The largest single logit is at most three times as far off as transformers' own two ways are from each other.
+    """
+    model, ours, theirs_ = recurrent.__wrapped__(kind), [], []  # one that was not tried before
     before = model(torch.tensor([PROMPTS[0]])).logits
+    after, distance = probe._after, probe._distance
+
+    def single_tokens(forward, model, texts, prompt):
+        found = after(forward, model, texts, prompt)
+        theirs_.append(largest(found, model(texts, use_cache=False).logits[:, prompt - 1 :]).max())
+        return found
+
+    def noted(found, expected):
+        ours.extend(each[: len(path)].max() for each, path in zip(largest(found, expected), probe.PATHS, strict=False))
+        return distance(found, expected)
+
+    monkeypatch.setattr(probe, "_after", single_tokens)
+    monkeypatch.setattr(probe, "_distance", noted)
     forward = forward_of(model, "target")
     assert isinstance(forward, RecurrentForward)
-    assert forward.gap(model) < 2e-5
+    assert forward.gap(model) < 1.2e-5  # of bailing_hybrid; of all others it is below 1e-5
+    assert max(ours) <= max(1e-5, 3 * max(theirs_))
     assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, before)
     assert not [module for module in model.modules() if "forward" in vars(module)]  # the model itself is untouched
 

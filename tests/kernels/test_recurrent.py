@@ -1,5 +1,7 @@
 """Layers with a recurrent state over trees: against the recurrence itself, token by token along each path."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from devices import DEVICE, moved, run_on
@@ -37,6 +39,13 @@ def draw(kind: str, batch: int, nodes: int, strength: float, *, heads: int = 2, 
     return inputs, torch.randn(batch, heads, columns, values, dtype=torch.float64)
 
 
+def most_memory() -> int:
+    """The bytes that this process held at once since this was asked last, on Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
 def recurrence(kind: str, inputs, state: Tensor, path: list[int], text: int):
     """The output after the last token of a path, and the state there: one token after the other, head by head."""
     query, key, value, gate, *rest = (each[text] for each in inputs)
@@ -61,6 +70,24 @@ def recurrence(kind: str, inputs, state: Tensor, path: list[int], text: int):
 
 def off(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the most memory held")
+@needs_compiler
+@pytest.mark.parametrize("kind", RULES)
+def test_no_node_has_a_state_of_its_own(kind):
+    """A pass over 400 nodes holds less than a quarter of their states."""
+    torch.manual_seed(0)
+    nodes, heads, columns = 400, 4, 128
+    query, key, value = torch.randn(3, 1, nodes, heads, columns)
+    gate = -torch.rand(1, nodes, heads, *[columns] * (kind == "kda"))
+    inputs = (query, key, value, gate, torch.rand(1, nodes, heads))[: 4 if kind == "ssd" else 5]
+    state, paths = torch.randn(1, heads, columns, columns), Paths(mask_of(random_parents(nodes, 0.5))[None])
+    RULES[kind](*(each[:, :2] for each in inputs), state, Paths(paths.mask[:, :2, :2]))
+    most_memory()
+    before = most_memory()
+    RULES[kind](*inputs, state, paths)
+    assert most_memory() - before < nodes * state.nbytes / 4
 
 
 @pytest.mark.parametrize("passes", [1, 4])
