@@ -132,9 +132,8 @@ class SpeculativeDecoder:
         temperature: 0 is greedy; None takes the one of target.generation_config
         options: see `GenerateOptions`, which has those of `RequestOptions` and of `SamplingOptions`
 
-        Raises TypeError for an option that there is not; ValueError for arguments that do not fit, before any work;
-        prompt + new tokens beyond the models' positions are such arguments. Raises ValueError while decoding for logits
-        that are no distribution.
+        Raises TypeError for an option that there is not. Raises ValueError for arguments that do not fit, before any
+        work, as more tokens than the models have positions; and while decoding for logits that are no distribution.
         """
         begin = self.clock()
         check_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")
