@@ -152,7 +152,8 @@ class Arrivals:
         self.most = most
         self._waiting: dict[Hashable, dict[Hashable, deque[Arrival]]] = {}  # whose turn is next comes first
         self._count = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered by itself, see `LayerSlots`
+        self._changed = threading.Condition(self._lock)
         self._is_open = True
         self._error: BaseException | None = None
 
@@ -172,7 +173,7 @@ class Arrivals:
 
     def put(self, arrival: Arrival) -> None:
         """Let a request wait. Raises QueueFull or Closed."""
-        with self._changed:
+        with self._lock:
             self.check_open()
             if self._count >= self.most and _going_on(self._all()) >= self.most:
                 raise QueueFull(f"{self.most} requests are waiting, as many as may; try again later, or with queue=")
@@ -193,7 +194,7 @@ class Arrivals:
 
         may: called with a client and all who wait; fits: with the one whose turn it is
         """
-        with self._changed:
+        with self._lock:
             client = next((each for each in self._waiting if may(each, self._waiting)), _NOBODY)
             if client is _NOBODY:
                 return None
@@ -212,7 +213,7 @@ class Arrivals:
 
     def interrupted(self) -> list[tuple[Arrival, Reason]]:
         """The requests that are to end while they wait, which wait no more."""
-        with self._changed:
+        with self._lock:
             found: list[tuple[Arrival, Reason]] = []
             for each in self._all():
                 if (reason := each.interrupted()) is not None:
@@ -229,18 +230,18 @@ class Arrivals:
 
     def close(self, error: BaseException | None = None) -> None:
         """Take no more; error: why, if that was one."""
-        with self._changed:
+        with self._lock:
             self._is_open, self._error = False, self._error or error
             self._changed.notify_all()
 
     def wake(self) -> None:
         """Have whoever waits look again."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def wait(self) -> None:
         """Wait for a request, or for the end."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._count > 0 or not self._is_open)
 
     def _all(self) -> Iterator[Arrival]:

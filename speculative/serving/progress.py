@@ -48,7 +48,8 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered by itself, see `LayerSlots`
+        self._changed = threading.Condition(self._lock)
         self._tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -60,41 +61,41 @@ class Progress:
 
     def emit(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Add new tokens."""
-        with self._changed:
+        with self._lock:
             self.logprobs += logprobs
             self._tokens += tokens
             self._tell()
 
     def end(self, outcome: Completed | Exception) -> None:
         """Say that no more will come; the first end counts."""
-        with self._changed:
+        with self._lock:
             self._outcome = self._outcome or outcome
             self._tell()
 
     def since(self, place: int) -> tuple[list[int], Completed | Exception | None]:
         """The tokens from a place on, and the end, if it has ended."""
-        with self._changed:
+        with self._lock:
             return self._tokens[place:], self._outcome
 
     def wait(self, place: int, timeout: float | None = None) -> bool:
         """Wait until there are tokens from a place on, or the end; False where the time, in seconds, was not enough."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: len(self._tokens) > place or self._outcome is not None, timeout)
 
     def wait_for_end(self, timeout: float | None = None) -> bool:
         """Wait for the end alone."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._outcome is not None, timeout)
 
     @contextmanager
     def listening(self, listener: Callable[[], object]) -> Iterator[None]:
         """Have a function called after each change, in the thread that decodes: it must return at once."""
-        with self._changed:
+        with self._lock:
             self._listeners.append(listener)
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._listeners.remove(listener)
 
     def _tell(self) -> None:

@@ -98,12 +98,13 @@ class LayerSlots:
         self.files = {place.path: WeightFile(place.path) for layout in self.layouts for place in layout.source.values()}
         self.memories = [slot.memory for slot in [*shared, *own.values()]]
         self.nbytes = sum(memory.nbytes for memory in self.memories)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered by itself: Ctrl-C within Condition.__enter__ would leave it locked
+        self._changed = threading.Condition(self._lock)
         self._position = 0  # the streamed layer that is expected to be taken next, by its order
         self._asked: dict[threading.Thread, int] = {}  # layers that threads wait for; a thread waits for one at a time
         self._held: dict[threading.Thread, int] = {}  # by whom; a thread holds one layer at a time
         self._tally = _Tally()
-        with self._changed:
+        with self._lock:
             self._fill()
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
@@ -117,7 +118,7 @@ class LayerSlots:
         """
         slot, thread = self._slot_of[layer], threading.current_thread()
         begin: float | None = None
-        with self._changed:
+        with self._lock:
             try:
                 self._held.pop(thread, None)  # of a pass that was interrupted
                 self._asked[thread] = layer
@@ -149,7 +150,7 @@ class LayerSlots:
 
     def release(self, layer: int) -> None:
         """Say that this thread has done with a layer: its slot may be filled with another one."""
-        with self._changed:
+        with self._lock:
             if self._held.get(threading.current_thread()) == layer:
                 del self._held[threading.current_thread()]
                 self._position = (self._order[layer] + 1) % len(self._streamed)
@@ -158,7 +159,7 @@ class LayerSlots:
 
     def let_go(self) -> None:
         """Release what this thread may still hold."""
-        with self._changed:
+        with self._lock:
             if self._held.pop(threading.current_thread(), None) is not None:
                 self._fill()
                 self._changed.notify_all()
@@ -197,7 +198,7 @@ class LayerSlots:
     def do(self, job: Job) -> None:
         """Do one read, if it is still wanted."""
         slot, file, tally = job.slot, self.files[job.chunk.path], self._tally
-        with self._changed:
+        with self._lock:
             if slot.turn != job.turn or slot.error is not None or self.closed:
                 return
             slot.running += 1
@@ -209,7 +210,7 @@ class LayerSlots:
             self.read(file, slot.bytes[job.chunk.offset : job.chunk.offset + job.chunk.length], job.chunk.begin)
         except BaseException as raised:
             error = raised
-        with self._changed:
+        with self._lock:
             slot.running -= 1
             slot.left -= 1
             slot.error = slot.error or error
@@ -223,13 +224,13 @@ class LayerSlots:
 
     def counts(self) -> StreamCounts:
         """The counts so far."""
-        with self._changed:
+        with self._lock:
             tally = self._tally
             now = time.perf_counter() - tally.since if tally.running else 0.0
             return StreamCounts(tally.bytes_read, tally.reading + now, tally.waiting)
 
     def close(self) -> None:
         """Have all who wait, and all who come, raise RuntimeError."""
-        with self._changed:
+        with self._lock:
             self.closed = True
             self._changed.notify_all()

@@ -1,12 +1,19 @@
 """Threads: which processes are the command, how its threads wait, and when a machine counts as busy."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
+from in_time import in_time
 
 from heavypath.speculative.costs.threads import Load, is_command, running, usable_cores, wait_passively
+from heavypath.speculative.serving.arrivals import Arrivals
+from heavypath.speculative.serving.progress import Progress
+from heavypath.speculative.streaming.slots import LayerSlots
 
 
 def test_the_command_is_known_by_its_name_and_by_that_of_the_package():
@@ -86,3 +93,24 @@ def test_a_containers_share_of_the_cores_counts(tmp_path):
         quota.write_text(text + "\n")
         assert usable_cores(quota) == min(cores, expected)
     assert usable_cores(tmp_path / "absent") == cores
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="Ctrl-C may leave the lock of what records coverage held")
+@pytest.mark.parametrize("asked", [LayerSlots([], [], 2).counts, Arrivals(4).wake, partial(Progress().since, 0)])
+def test_ctrl_c_at_any_time_leaves_no_lock_to_others(asked):
+    end, interrupted = time.monotonic() + 0.5, 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                for _ in range(10_000):
+                    asked()
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one may still come
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 50
+    in_time(asked)
