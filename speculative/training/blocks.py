@@ -80,7 +80,7 @@ def block_logits(head: BlockHead, outputs: Tensor, lm_head: Any) -> Tensor:
 
 
 def _seen(at: Tensor, size: int, causal: bool) -> Tensor:
-    """What rows at these places see, bool [L, 2 L]: the context before their blocks | their own blocks."""
+    """True where a row sees, [L, 2 L]: of the context what is before its block | of the rows its block."""
     block = at // size
     own = block[:, None] == block
     return torch.cat([at < (block * size)[:, None], own.tril() if causal else own], 1)
