@@ -1,4 +1,4 @@
-"""`distil` trains a draft for a target on the user's data: a head, or a plain draft.
+"""`distil` trains a draft for a target on the user's data: a head, a block draft, or a plain draft.
 
 Rows of tokens are cut from the documents and from the target's continuations of their prompts. For every batch the
 target reads the rows, and the values that the draft learns from are computed on the spot. Hidden states of a million
@@ -18,8 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.saving import save_block
 from heavypath.speculative.drafts.heads.checkpoint import save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.training.blocks import check_trains
 from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.learning import Learnt, learn, measure_agreement
 from heavypath.speculative.training.loop import Checkpoints, train
@@ -30,14 +33,14 @@ from heavypath.speculative.training.own_text import write_texts
 from heavypath.speculative.training.record import environment
 from heavypath.speculative.training.rows import Rows, RowSettings, batches_of, make_rows
 from heavypath.speculative.training.settings import MEASURED_DEPTHS, DistilSettings
-from heavypath.speculative.training.student import Student, student_of_head, student_of_model
+from heavypath.speculative.training.student import Student, student_of_block, student_of_head, student_of_model
 from heavypath.speculative.training.teacher import Teacher
 
 CHECKPOINT_FOLDER = "training"  # in the folder of the result, until that is there
 
 
 def distil(
-    draft: EagleHead | PreTrainedModel,
+    draft: EagleHead | BlockHead | PreTrainedModel,
     target: PreTrainedModel,
     documents: list[Document],
     folder: str | Path,
@@ -49,12 +52,12 @@ def distil(
 ) -> dict[str, Any]:
     """Train a draft for a target, in place, and save it to a folder with its record, which is returned.
 
-        head = new_head(target)                                     # or draft_of_layers(target, [0, 7]), or any model
+        head = new_head(target)       # or new_block(target), or draft_of_layers(target, [0, 7]), or any model
         distil(head, target, read_documents(["chats.jsonl"], tokenizer), "my-head", tokenizer=tokenizer)
         decoder = SpeculativeDecoder(target, head)                  # later: load_draft("my-head", target)
 
-    draft:     a head, or a causal language model with the target's vocabulary; it ends on the target's device, in its
-               dtype, in eval mode and without gradients
+    draft:     a head, a block draft, or a causal language model with the target's vocabulary; it ends on the target's
+               device, in its dtype, in eval mode and without gradients
     documents: from `read_documents`
     folder:    new or empty, unless resume; checkpoints and rows of text lie in it until the result is whole
     tokenizer: saved beside a plain draft, so that it loads with one
@@ -65,9 +68,11 @@ def distil(
     parts, with the same gradients. Ctrl-C ends the training after a checkpoint.
 
     Raises ValueError for a draft that does not fit the target, for documents too short, and for a folder that has
-    something else. Also for settings other than the checkpoint's; torch.OutOfMemoryError if one row does not fit.
+    something else. Also for settings other than the checkpoint's, and for those that this kind of draft does not have;
+    torch.OutOfMemoryError if one row does not fit.
     """
     folder = Path(folder)
+    settings = _settings_for(draft, settings)
     _check(draft, target, settings)
     check_tokens(documents, target.config.get_text_config(decoder=True).vocab_size)
     parameters = sum(weight.numel() for weight in draft.parameters())
@@ -75,7 +80,7 @@ def distil(
     _check_folder(folder, resume)
     draft.to(device=target.device, dtype=torch.float32)  # pyright: ignore[reportCallIssue]
     student = _student(draft, target)
-    teacher = Teacher(target, draft.config.taps if isinstance(draft, EagleHead) else ())
+    teacher = Teacher(target, draft.config.taps if isinstance(draft, EagleHead | BlockHead) else ())
     with _without_gradients(target):
         made_for = {**asdict(settings), "draft": draft.config.model_type, "parameters": parameters}
         rows = _saved_rows(work / "rows.pt", made_for) if resume else _new_rows(documents, target, settings, say)
@@ -88,6 +93,8 @@ def distil(
         weight.data = weight.data.to(target.dtype)
     if isinstance(draft, EagleHead):
         save_head(draft, folder)
+    elif isinstance(draft, BlockHead):
+        save_block(draft, folder, target.config.get_text_config(decoder=True).num_hidden_layers)
     else:
         draft.save_pretrained(folder)
         if tokenizer is not None:
@@ -135,8 +142,11 @@ def _train(
     config: Any = student.module.config
     schedule = schedule_of(settings, len(rows.train), config.hidden_size)
     optimization, loss = Optimization(student.module, schedule), LOSSES[settings.loss]
-    weights = [settings.decay**depth for depth in range(settings.depths)]
-    parts = RowsAtATime(size, f"lower length ({settings.length}) or, for a head, depths ({settings.depths})", say)
+    depths = settings.depths or 1
+    weights = [(settings.decay or 1.0) ** depth for depth in range(depths)]
+    parts = RowsAtATime(
+        size, f"lower length ({settings.length})" + (f" or depths ({depths})" if depths > 1 else ""), say
+    )
     state: dict[str, Any] = {"loss": None, "held_out": {}, "rows_at_once": size}
 
     def gradients(batch: Tensor) -> Learnt:
@@ -161,7 +171,7 @@ def _train(
         note(0)
     seconds = train(
         optimization,
-        batches_of(rows.train, size, settings.seed),
+        (rows[:, step % student.stride :] for step, rows in enumerate(batches_of(rows.train, size, settings.seed))),
         gradients,
         Checkpoints(checkpoint, settings.checkpoint_steps, resume=checkpoint.exists(), state=state),
         TrainingProgress(schedule.steps, size * settings.length, say),
@@ -169,6 +179,21 @@ def _train(
     )
     tokens = schedule.steps * size * settings.length
     return {"steps": schedule.steps, "tokens": tokens, "seconds": round(seconds), **state}
+
+
+def _settings_for(draft: EagleHead | BlockHead | PreTrainedModel, settings: DistilSettings) -> DistilSettings:
+    """The settings with what this kind of draft has by default; ValueError for what it does not have."""
+    if isinstance(draft, EagleHead):
+        return replace(settings, depths=settings.depths or 5, decay=settings.decay or 0.8)
+    if isinstance(draft, BlockHead):
+        size = draft.config.block_size
+        if settings.depths not in (None, size):
+            raise ValueError(f"depths of a block draft is its block_size, {size}, got {settings.depths}")
+        return replace(settings, depths=size, decay=settings.decay or 0.85)
+    given = [name for name in ("depths", "decay") if getattr(settings, name) is not None]
+    if given:
+        raise ValueError(f"{' and '.join(given)} must be None for a plain draft, all of whose depths are alike")
+    return settings
 
 
 def _new_rows(
@@ -201,39 +226,44 @@ def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
     return Rows(**saved)
 
 
-def _student(draft: EagleHead | PreTrainedModel, target: PreTrainedModel) -> Student:
+def _student(draft: EagleHead | BlockHead | PreTrainedModel, target: PreTrainedModel) -> Student:
     """The draft ready to learn; a head's own embedding and lm_head are copies of the target's and stay as they are."""
     draft.eval()  # without dropout: the targets are distributions, not samples
-    if isinstance(draft, EagleHead):
+    if isinstance(draft, EagleHead | BlockHead):
         draft.requires_grad_(True)
         for module in (draft.embed_tokens, draft.lm_head):
             if module is not None:
                 module.requires_grad_(False)
-        student = student_of_head(draft, target)
+        student = student_of_head(draft, target) if isinstance(draft, EagleHead) else student_of_block(draft, target)
     else:
         student = student_of_model(draft)
     fast = target.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return replace(student, dtype=torch.bfloat16) if fast else student
 
 
-def _check(draft: EagleHead | PreTrainedModel, target: PreTrainedModel, settings: DistilSettings) -> None:
+def _check(draft: EagleHead | BlockHead | PreTrainedModel, target: PreTrainedModel, settings: DistilSettings) -> None:
     text: Any = target.config.get_text_config(decoder=True)
     if target.training:
         raise ValueError("target is in training mode; call target.eval() first")
-    own: Any = draft.config if isinstance(draft, EagleHead) else draft.config.get_text_config(decoder=True)
+    reads_taps = isinstance(draft, EagleHead | BlockHead)
+    own: Any = draft.config if reads_taps else draft.config.get_text_config(decoder=True)
     if own.vocab_size != text.vocab_size:
         raise ValueError(
             f"target and draft must share a vocabulary, got {text.vocab_size} and {own.vocab_size} tokens; give a "
             "draft of the target's"
         )
-    if isinstance(draft, EagleHead):
-        if own.mask_token_id is not None:
-            raise ValueError("a head that drafts all levels at once (P-EAGLE) is not trained here, got one")
+    if isinstance(draft, EagleHead) and own.mask_token_id is not None:
+        raise ValueError("a head that drafts all levels at once (P-EAGLE) is not trained here, got one")
+    if isinstance(draft, BlockHead):
+        check_trains(draft)
+        if settings.length < 2 * own.block_size:
+            raise ValueError(f"length must be at least two blocks of {own.block_size} tokens, got {settings.length}")
+    if reads_taps:
         read = (own.target_hidden_size, text.hidden_size if draft.embed_tokens is not None else own.hidden_size)
         if read != (text.hidden_size, text.hidden_size):
             raise ValueError(
                 f"the head, {own.hidden_size} wide, is for a target of width {own.target_hidden_size}, got a target of "
-                f"width {text.hidden_size}; make one by new_head(target)"
+                f"width {text.hidden_size}; make one by new_head(target) or new_block(target)"
             )
     for model, config in {"target": text, "draft": own}.items():
         longest = getattr(config, "max_position_embeddings", None)

@@ -47,7 +47,7 @@ from heavypath.speculative.ranks.group import RankFailedError
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.offloaded import stream_layers
 from heavypath.speculative.streaming.stream import LayerStream
-from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
+from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_block, new_head
 from heavypath.speculative.training.documents import read_documents
 from heavypath.speculative.training.settings import DistilSettings
 from heavypath.speculative.trees.growth import Confidence
@@ -109,6 +109,7 @@ __all__ = [
     "load_draft",
     "load_streamed",
     "most_frequent",
+    "new_block",
     "new_head",
     "read_documents",
     "read_trace",

@@ -1,7 +1,7 @@
 """`heavypath distil` trains a draft for a target on texts of one's own."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,12 +10,19 @@ from heavypath.speculative.cli.progress import starting
 from heavypath.speculative.training.settings import LOSS_NAMES, DistilSettings
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
+    from heavypath.speculative.drafts.blocks.head import BlockHead
     from heavypath.speculative.drafts.heads.eagle import EagleHead
     from heavypath.speculative.training.documents import Document
 
 DEFAULTS = DistilSettings()
+KINDS = {  # of drafts, and the options that some of them alone have
+    "head": ("--draft-vocab-size", "--depths"),
+    "model": ("--layers", "--config"),
+    "block": ("--draft-vocab-size", "--depths", "--term"),
+}
 LARGEST_VOCABULARY = 32000  # of a head, unless told; that of EAGLE-3's own heads for targets of 128,256 tokens
 
 
@@ -29,6 +36,13 @@ def distil(
     ],
     out: Annotated[Path, typer.Option(help="The folder for the draft: a new one, or an empty one.")],
     target: Target = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="head (EAGLE-3, the default), block (all levels in one pass, DSpark), or model, which --layers and "
+            "--config imply."
+        ),
+    ] = None,
     layers: Annotated[
         str | None, typer.Option(help="Train a model of these layers of the target, as 0,1,..., in place of a head.")
     ] = None,
@@ -36,13 +50,20 @@ def distil(
         Path | None, typer.Option(help="Train a new model of this config.json, in place of a head.")
     ] = None,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(help=f"Tokens that a head can propose; default: all, at most {LARGEST_VOCABULARY}.")
+        int | None,
+        typer.Option(help=f"Tokens that a head or block can propose; default: all, at most {LARGEST_VOCABULARY}."),
+    ] = None,
+    term: Annotated[
+        str | None,
+        typer.Option(help="What a block adds to a node's law: gated (default), vanilla, rnn, or none."),
     ] = None,
     loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSS_NAMES)}.")] = DEFAULTS.loss,
     epochs: Annotated[float, typer.Option(help="How often to go through the data.")] = DEFAULTS.epochs,
     length: Annotated[int, typer.Option(help="Tokens of a row of text.")] = DEFAULTS.length,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of a batch.")] = DEFAULTS.tokens_per_step,
-    depths: Annotated[int, typer.Option(help="Levels below the root that a head is trained for.")] = DEFAULTS.depths,
+    depths: Annotated[
+        int | None, typer.Option(help="Levels below the root that are trained; default: 5 of a head, 7 of a block.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate; default: 2 / width of the draft.")] = None,
     written: Annotated[
         float, typer.Option(help="Share of the texts that the target writes anew, from their beginnings.")
@@ -57,7 +78,7 @@ def distil(
     dtype: Dtype = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
 ) -> None:
-    """Train an EAGLE-3 head for a target, or a draft model, on texts like those to be continued."""
+    """Train an EAGLE-3 head, a block draft or a draft model for a target, on texts like those to be continued."""
     settings = DistilSettings(
         epochs=epochs,
         length=length,
@@ -70,12 +91,10 @@ def distil(
         checkpoint_steps=checkpoint_steps,
         seed=seed,
     )
-    given = [
-        name for name, value in {"--layers": layers, "--config": config, "--draft-vocab-size": draft_vocab_size}.items()
-        if value is not None
-    ]  # fmt: skip
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are of different kinds of drafts; give one of them")
+    kind = _kind({
+        "--layers": layers, "--config": config, "--draft-vocab-size": draft_vocab_size, "--depths": depths,
+        "--term": term,
+    }, kind)  # fmt: skip
     chosen = None if layers is None else _numbers(layers)
     for path in data:
         if not path.expanduser().exists():
@@ -85,18 +104,21 @@ def distil(
     with starting():
         from heavypath.speculative.cli.support import load
         from heavypath.speculative.distillation import distil as train
-        from heavypath.speculative.training.beginnings import draft_of_layers
+        from heavypath.speculative.training.beginnings import draft_of_layers, new_block, new_head
         from heavypath.speculative.training.documents import read_documents
 
     pair = load(target, None, dtype, device=device, threads=threads)
     documents = read_documents(data, pair.tokenizer)
     torch.manual_seed(seed)
     if chosen is not None:
-        draft: EagleHead | PreTrainedModel = draft_of_layers(pair.target, chosen)
+        draft: EagleHead | BlockHead | PreTrainedModel = draft_of_layers(pair.target, chosen)
     elif config is not None:
         draft = _model_of(config)
     else:
-        draft = _head(pair.target, documents, draft_vocab_size)
+        tokens = _tokens(pair.target, documents, draft_vocab_size)
+        blocks: dict[str, Any] = {"block_size": depths, "term": "" if term == "none" else term}
+        blocks = {name: value for name, value in blocks.items() if value is not None}
+        draft = new_block(pair.target, tokens, **blocks) if kind == "block" else new_head(pair.target, tokens)
     record = train(
         draft,
         pair.target,
@@ -110,12 +132,32 @@ def distil(
     typer.echo(f"wrote {out}, {record['parameters']:,} parameters; `--draft {out}` drafts with it", err=True)
 
 
-def _head(target: "PreTrainedModel", documents: "list[Document]", draft_vocab_size: int | None) -> "EagleHead":
-    from heavypath.speculative.training.beginnings import most_frequent, new_head
+def _kind(given: dict[str, object], kind: str | None) -> str:
+    """The kind of draft by --kind and the options of kinds; ValueError for those that do not go together."""
+    if given["--layers"] is not None and given["--config"] is not None:
+        raise ValueError("--layers and --config are of different kinds of drafts; give one of them")
+    of_model = [name for name in KINDS["model"] if given[name] is not None]
+    kind = kind or ("model" if of_model else "head")
+    if kind not in KINDS:
+        raise ValueError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    for name, value in given.items():
+        if value is not None and name not in KINDS[kind]:
+            others = " or ".join(other for other, options in KINDS.items() if name in options)
+            raise ValueError(f"{name} is of --kind {others}, not of {kind}")
+    if kind == "model" and not of_model:
+        raise ValueError("--kind model needs --layers, those of the target that it has, or --config, a config.json")
+    return kind
+
+
+def _tokens(
+    target: "PreTrainedModel", documents: "list[Document]", draft_vocab_size: int | None
+) -> "torch.Tensor | None":
+    """The tokens that a head or a block draft can propose; None for all."""
+    from heavypath.speculative.training.beginnings import most_frequent
 
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     size = min(vocab_size, LARGEST_VOCABULARY) if draft_vocab_size is None else draft_vocab_size
-    return new_head(target, None if size == vocab_size else most_frequent(documents, size, vocab_size))
+    return None if size == vocab_size else most_frequent(documents, size, vocab_size)
 
 
 def _numbers(layers: str) -> list[int]:

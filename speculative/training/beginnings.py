@@ -1,18 +1,24 @@
-"""Drafts before their training: a head of the target's width, or some of the target's own layers."""
+"""Drafts before their training: a head or a block draft of the target's width, or some of the target's own layers."""
 
 import copy
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from heavypath.speculative.drafts.blocks.config import BlockConfig
+from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.teacher import layers_of
+
+LARGEST_RANK = 256  # of a block draft's term, which is DSpark's; a quarter of the width where that is less
+Head = TypeVar("Head", EagleHead, BlockHead)
 
 
 def new_head(target: PreTrainedModel, tokens: Tensor | None = None, taps: tuple[int, ...] | None = None) -> EagleHead:
@@ -25,32 +31,56 @@ def new_head(target: PreTrainedModel, tokens: Tensor | None = None, taps: tuple[
 
     Raises ValueError for a target whose layers cannot be found.
     """
-    text: Any = target.config.get_text_config(decoder=True)
-    layers, width, heads = len(layers_of(target)), text.hidden_size, text.num_attention_heads
-    ropes = getattr(text, "rope_parameters", None) or {}
     config = HeadConfig(
+        **_shape(target, tokens),
         generation=3,
-        hidden_size=width,
-        target_hidden_size=width,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * width,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or width // heads,
-        vocab_size=text.vocab_size,
-        draft_vocab_size=text.vocab_size if tokens is None else len(tokens),
-        taps=default_taps(layers) if taps is None else taps,
-        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": float(ropes.get("rope_theta", 10000.0))},
+        taps=default_taps(len(layers_of(target))) if taps is None else taps,
         tap_norms=True,
-        owns_lm_head=tokens is not None,
     )
-    head = EagleHead(config)
-    if tokens is not None and head.lm_head is not None:
-        lm_head: Any = target.get_output_embeddings()
-        head.lm_head.weight.data.copy_(lm_head.weight.detach()[tokens.to(lm_head.weight.device)])
-        if head.d2t is not None:
-            head.d2t.copy_(tokens - torch.arange(len(tokens)))
-    return head.to(target.device)
+    return _with_tokens(EagleHead(config), target, tokens)
+
+
+def new_block(
+    target: PreTrainedModel,
+    tokens: Tensor | None = None,
+    taps: tuple[int, ...] | None = None,
+    *,
+    block_size: int = 7,
+    layers: int = 3,
+    term: str = "gated",
+    mask_token_id: int | None = None,
+) -> BlockHead:
+    """A block draft as DSpark's (arXiv 2607.05147), as wide as the target, of random weights.
+
+    tokens, taps:  as of `new_head`. It cannot read the last hidden state, which there is after the final norm alone
+    block_size:    levels of a tree, which one pass of its layers drafts
+    term:          what the law below a node takes from its token or its path: "gated", "vanilla", "rnn", as in
+                   `drafts.blocks.terms`, or "" for nothing
+    mask_token_id: the token whose embedding the masks have; default the last one, which many vocabularies reserve
+
+    Raises ValueError for a target whose layers cannot be found, and for a term that is none.
+    """
+    if term not in ("", *MARKOV_TERMS):
+        raise ValueError(f"term must be one of {', '.join(MARKOV_TERMS)}, or '' for none, got {term!r}")
+    if block_size < 1 or layers < 1:
+        raise ValueError(f"block_size and layers must be 1 or more, got {block_size} and {layers}")
+    shape, count = _shape(target, tokens), len(layers_of(target))
+    config = BlockConfig(
+        **shape,
+        kind="dspark" if term else "dflash",
+        layers=layers,
+        head_norms=True,
+        taps=(tuple(tap for tap in default_taps(count) if tap < count) or (0,)) if taps is None else taps,
+        block_size=block_size,
+        mask_token_id=shape["vocab_size"] - 1 if mask_token_id is None else mask_token_id,
+        from_root=True,
+        causal=(False,) * layers,
+        windows=(None,) * layers,
+        term=term,
+        rank=min(LARGEST_RANK, -(-shape["hidden_size"] // 4)) if term else 0,
+        term_bias=term in ("gated", "rnn"),
+    )
+    return _with_tokens(BlockHead(config), target, tokens)
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -58,6 +88,35 @@ def default_taps(layers: int) -> tuple[int, ...]:
     if layers >= 7:
         return 2, layers // 2, layers - 3
     return tuple(sorted({-(-layers * third // 3) for third in (1, 2, 3)}))
+
+
+def _shape(target: PreTrainedModel, tokens: Tensor | None) -> dict[str, Any]:
+    """The fields of `TappedConfig` that a head takes from its target and from the tokens that it can propose."""
+    text: Any = target.config.get_text_config(decoder=True)
+    width, heads, ropes = text.hidden_size, text.num_attention_heads, getattr(text, "rope_parameters", None) or {}
+    return {
+        "hidden_size": width,
+        "target_hidden_size": width,
+        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or width // heads,
+        "vocab_size": text.vocab_size,
+        "draft_vocab_size": text.vocab_size if tokens is None else len(tokens),
+        "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(ropes.get("rope_theta", 10000.0))},
+        "owns_lm_head": tokens is not None,
+    }
+
+
+def _with_tokens(head: Head, target: PreTrainedModel, tokens: Tensor | None) -> Head:
+    """The head on the target's device; its lm_head has the target's rows of its tokens."""
+    if tokens is not None and head.lm_head is not None:
+        lm_head: Any = target.get_output_embeddings()
+        head.lm_head.weight.data.copy_(lm_head.weight.detach()[tokens.to(lm_head.weight.device)])
+        if head.d2t is not None:
+            head.d2t.copy_(tokens - torch.arange(len(tokens)))
+    return head.to(target.device)
 
 
 def most_frequent(documents: Sequence[Document], count: int, vocab_size: int) -> Tensor:

@@ -103,8 +103,8 @@ def measure_agreement(
 
 def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list[Tensor]) -> Iterator[_Piece]:
     """The pieces of all depths; what the target says of a position is made once for all depths that predict it."""
-    entries = outputs[0].shape[1]
-    first, last = student.first, student.first + len(outputs) - 1 + entries
+    entries, stride = outputs[0].shape[1], student.stride
+    first, last = student.first, student.first + len(outputs) + (entries - 1) * stride
     size = max(1, LOGITS_AT_ONCE // target_logits(rows.hidden[:, :1]).numel())
     for start in range(first, last, size):
         stop = min(start + size, last)
@@ -114,7 +114,7 @@ def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list
             logprobs = logprobs.index_select(-1, student.tokens)
         for depth in range(len(outputs)):
             shift = first + depth
-            begin, end = max(start - shift, 0), min(stop - shift, entries)
+            begin, end = max(-((shift - start) // stride), 0), min(-((shift - stop) // stride), entries)
             if begin < end:
-                there = slice(begin + shift - start, end + shift - start)
+                there = slice(begin * stride + shift - start, end * stride + shift - start, stride)
                 yield _Piece(depth, slice(begin, end), logits[:, there], logprobs[:, there])

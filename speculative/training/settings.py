@@ -13,8 +13,10 @@ class DistilSettings:
     epochs:          how often it goes through the rows
     length:          tokens of a row; a head drafts worse in texts that are longer than its rows
     tokens_per_step: of a batch
-    depths:          steps of a head's training-time test, the deepest level that it is trained for
-    decay:           of the loss at each next depth
+    depths:          levels below the root that a draft is trained for. A head has so many steps of its training-time
+                     test, default 5. A block draft has those of its block alone, and a plain draft has none
+    decay:           of the loss at each next depth; default 0.8 of a head, 0.85 of a block draft. A plain draft has
+                     none
     loss:            "tv-kl" or "lk", see `training.losses`
     rate:            Muon's peak rate, AdamW's is two thirds; default 2 / width of the draft. The shipped head, of
                      width 320, learnt best at 0.006, and the best rate falls with the width (Yang et al. 2022)
@@ -30,8 +32,8 @@ class DistilSettings:
     epochs: float = 3.0
     length: int = 1024
     tokens_per_step: int = 8192
-    depths: int = 5
-    decay: float = 0.8
+    depths: int | None = None
+    decay: float | None = None
     loss: str = "tv-kl"
     rate: float | None = None
     written: float = 0.3
@@ -43,10 +45,10 @@ class DistilSettings:
     def __post_init__(self) -> None:
         checks = {
             "epochs": (self.epochs > 0, "above 0"),
-            "depths": (self.depths >= 1, "1 or more"),
-            "length": (self.length > max(self.depths, MEASURED_DEPTHS) + 1, "larger than the depths, and than 6"),
+            "depths": (self.depths is None or self.depths >= 1, "1 or more"),
+            "length": (self.length > max(self.depths or 0, MEASURED_DEPTHS) + 1, "larger than the depths, and than 6"),
             "tokens_per_step": (self.tokens_per_step >= self.length, "a row's length or more"),
-            "decay": (0 < self.decay <= 1, "in (0, 1]"),
+            "decay": (self.decay is None or 0 < self.decay <= 1, "in (0, 1]"),
             "loss": (self.loss in LOSS_NAMES, f"one of {', '.join(LOSS_NAMES)}"),
             "rate": (self.rate is None or self.rate > 0, "above 0"),
             "written": (0 <= self.written <= 1, "in [0, 1]"),

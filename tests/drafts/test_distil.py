@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 import torch
+from block_checkpoints import random_block
 from command_line import save_llama
 from distil_cases import TINY, greedy, overlaps, silent, texts
 from head_training_cases import VOCABULARY, random_rows, tiny_head, tiny_target
@@ -20,6 +21,7 @@ from heavypath.speculative import (
     draft_of_layers,
     load_draft,
     most_frequent,
+    new_block,
     new_head,
 )
 from heavypath.speculative.training import own_text
@@ -32,8 +34,12 @@ NONE = torch.zeros(0, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss"), [("head", "tv-kl"), ("few tokens", "lk"), ("layers", "tv-kl"), ("model", "lk")]
-)
+    ("kind", "loss"),
+    [
+        ("head", "tv-kl"), ("few tokens", "lk"), ("layers", "tv-kl"), ("model", "lk"), ("block", "tv-kl"),
+        ("block of few tokens", "lk"),
+    ],
+)  # fmt: skip
 def test_every_kind_of_draft_learns_and_loads_again(kind, loss, tmp_path):
     target, documents, folder = tiny_target(), texts(), tmp_path / "draft"
     torch.manual_seed(1)
@@ -42,6 +48,8 @@ def test_every_kind_of_draft_learns_and_loads_again(kind, loss, tmp_path):
         "few tokens": lambda: new_head(target, most_frequent(documents, 20, VOCABULARY)),
         "layers": lambda: draft_of_layers(target, [1]),
         "model": lambda: LlamaForCausalLM(target.config),
+        "block": lambda: new_block(target),
+        "block of few tokens": lambda: new_block(target, most_frequent(documents, 20, VOCABULARY), term="vanilla"),
     }
     draft, settings = drafts[kind](), replace(TINY, loss=loss, epochs=3)
     record = distil(draft, target, documents, folder, settings, say=silent)
@@ -51,6 +59,7 @@ def test_every_kind_of_draft_learns_and_loads_again(kind, loss, tmp_path):
     assert record["tokens"] == record["steps"] * TINY.tokens_per_step
     assert {"target", "draft", "seconds", "loss", "machine", "versions"} <= record.keys()
     loaded = load_draft(folder, target)
+    assert isinstance(loaded, LlamaForCausalLM) or loaded.config == draft.config
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, draft.state_dict()[name]), name
     for each in (draft, loaded):
@@ -72,12 +81,20 @@ def test_a_draft_has_the_targets_dtype_and_exact_rotary_frequencies_and_the_targ
     SpeculativeDecoder(target, head, tree_size=8).generate(PROMPT, max_new_tokens=8)
 
 
-def test_a_training_that_was_interrupted_goes_on_to_the_same_head_with_its_own_settings_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["head", "block"])
+def test_a_training_that_was_interrupted_goes_on_to_the_same_draft_with_its_own_settings_alone(
+    kind, tmp_path, monkeypatch
+):
     """By Ctrl-C during step 7, after which there is a checkpoint, as after each third step."""
     monkeypatch.setattr(own_text, "ROWS_AT_ONCE", 4)
     target, documents, parts = tiny_target(), texts(), tmp_path / "parts"
     settings = replace(TINY, epochs=2, checkpoint_steps=3)
-    whole, first, second = tiny_head(1), tiny_head(1), tiny_head(2)
+
+    def draft(seed):
+        torch.manual_seed(seed)
+        return tiny_head(seed) if kind == "head" else new_block(target, block_size=4)
+
+    whole, first, second = draft(1), draft(1), draft(2)
     expected = distil(whole, target, documents, tmp_path / "whole", settings, say=silent)
     assert expected["steps"] >= 10
 
@@ -95,7 +112,7 @@ def test_a_training_that_was_interrupted_goes_on_to_the_same_head_with_its_own_s
     assert signal.getsignal(signal.SIGINT) is handler
     assert not (parts / "config.json").exists()
     with pytest.raises(ValueError, match="got loss 'lk', before 'tv-kl'"):
-        distil(tiny_head(2), target, documents, parts, replace(settings, loss="lk"), resume=True, say=silent)
+        distil(draft(2), target, documents, parts, replace(settings, loss="lk"), resume=True, say=silent)
     found = distil(second, target, documents, parts, settings, resume=True, say=silent)
     for name, weight in whole.state_dict().items():
         assert torch.equal(second.state_dict()[name], weight), name
@@ -116,6 +133,13 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     refused("is for a target of width 8, got a target of width 16", draft=tiny_head(1, target_hidden_size=8))
     refused(r"reads the hidden states \[1, 9\], the target has 0 \.\. 3", draft=tiny_head(1, taps=(1, 9)))
     refused("drafts all levels at once", draft=tiny_head(1, mask_token_id=3))
+    windows = r"with windows and convolutions is not trained here; make one by new_block\(target\)"
+    refused(windows, draft=random_block(target, term="", conv_size=2, conv_group=4))
+    refused("with rows that predict .* own token and the term 'domino'", draft=random_block(
+        target, windows=(None, None), from_root=False, term="domino", state_size=4))  # fmt: skip
+    refused("depths of a block draft is its block_size, 7, got 5", draft=new_block(target), depths=5)
+    refused("two blocks of 9 tokens, got 16", draft=new_block(target, block_size=9))
+    refused("depths and decay must be None", draft=draft_of_layers(target, [0]), depths=3, decay=0.5)
     refused("a step takes 128 rows, the data have", tokens_per_step=2048)
     refused("the data have token 24, the target has 24", documents=[Document(torch.tensor([24]).int(), NONE)])
     refused("in training mode", target=tiny_target().train())
@@ -134,6 +158,17 @@ def test_a_new_head_is_of_the_targets_shape_and_reads_what_official_heads_do(dem
     assert not config.owns_lm_head
     assert default_taps(32) == (2, 16, 29)
     assert [default_taps(layers) for layers in (1, 2, 3, 6, 7)] == [(1,), (1, 2), (1, 2, 3), (2, 4, 6), (2, 3, 4)]
+
+
+def test_a_new_block_is_of_the_targets_shape_and_reads_states_before_the_last_norm(demo_pair):
+    config = new_block(demo_pair.target).config
+    assert (config.hidden_size, config.intermediate_size, config.num_attention_heads) == (320, 864, 10)
+    assert (config.taps, config.block_size, config.layers, config.rank) == ((2, 4, 5), 7, 3, 80)
+    assert (config.term, config.mask_token_id, config.from_root, config.causal) == ("gated", 1023, True, (False,) * 3)
+    assert new_block(tiny_target()).config.taps == (1, 2)
+    for wrong, said in ({"term": "domino"}, "term must be one of"), ({"layers": 0}, "must be 1 or more"):
+        with pytest.raises(ValueError, match=said):
+            new_block(demo_pair.target, **wrong)
 
 
 def test_a_head_of_fewer_tokens_has_the_targets_rows_of_the_most_frequent():
@@ -169,6 +204,12 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
     for arguments, said in {
         (text, "--layers", "0,x"): "--layers must be numbers of the target's layers",
         (text, "--layers", "0", "--config", config): "--layers and --config are of different kinds",
+        (text, "--layers", "0", "--depths", 3): "--depths is of --kind head or block, not of model",
+        (text, "--kind", "block", "--config", config): "--config is of --kind model, not of block",
+        (text, "--term", "rnn"): "--term is of --kind block, not of head",
+        (text, "--kind", "block", "--term", "rn"): "term must be one of vanilla, gated, rnn",
+        (text, "--kind", "model"): "--kind model needs --layers",
+        (text, "--kind", "tree"): "--kind must be one of head, model, block, got 'tree'",
         (text, "--config", config): "cannot make a causal language model of --config",
         (text, "--loss", "kl"): "loss must be one of tv-kl, lk, got 'kl'",
         (text,): "give more text or shorter rows",
@@ -180,7 +221,7 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["--layers", "--config", "--draft-vocab-size"])
+@pytest.mark.parametrize("kind", ["--layers", "--config", "--draft-vocab-size", "--kind"])
 def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavypath, tmp_path):
     model, words = tmp_path / "target", [f"w{number}" for number in range(VOCABULARY)]
     save_llama(model, words)
@@ -188,7 +229,8 @@ def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavy
     target.save_pretrained(model)
     (tmp_path / "data.txt").write_text(" ".join(words[token] for token in random_rows(5, 1, 900).tokens[0].tolist()))
     target.config.save_pretrained(tmp_path / "config")
-    value = {"--layers": "0,2", "--config": tmp_path / "config" / "config.json", "--draft-vocab-size": 20}[kind]
+    values = {"--layers": "0,2", "--config": tmp_path / "config" / "config.json", "--draft-vocab-size": 20}
+    value = (values | {"--kind": "block"})[kind]
     short = ("--length", 40, "--tokens-per-step", 160, "--epochs", 1)
     draft = ("--target", model, kind, value, "--out", tmp_path / "draft")
     code, _, errors = heavypath("distil", tmp_path / "data.txt", *draft, *short)

@@ -8,7 +8,7 @@ from heavypath.speculative import DistilSettings
 from heavypath.speculative.training.documents import Document
 
 TINY = DistilSettings(
-    epochs=1, length=16, tokens_per_step=128, depths=5, rate=0.02, written=0.2, prompt_tokens=4, checkpoint_steps=4
+    epochs=1, length=16, tokens_per_step=128, rate=0.02, written=0.2, prompt_tokens=4, checkpoint_steps=4
 )
 
 

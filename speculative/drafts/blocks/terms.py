@@ -67,6 +67,11 @@ class MarkovTerm(nn.Module):
 
         base: [B, Vd], of the depth below them, and hidden [B, H], the row that it is of
         """
+        latent, state = self.latent(hidden, nodes)
+        return base[:, None] + as_logits(self.markov_w2(latent)), state
+
+    def latent(self, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor | None]:
+        """The columns that W2 multiplies, [B, n, rank], and the nodes' states; arguments as of `forward`."""
         word, beside, state = self.markov_w1(nodes.tokens), _beside(hidden, nodes), nodes.state
         if hasattr(self, "gate_proj"):
             word = word * torch.sigmoid(self.gate_proj(torch.cat([beside, word], -1)))
@@ -74,7 +79,7 @@ class MarkovTerm(nn.Module):
             gate, new, word = self.joint_proj(torch.cat([state, word, beside], -1)).chunk(3, -1)
             kept = torch.sigmoid(gate)
             state, word = kept * state + (1 - kept) * torch.tanh(new), torch.tanh(word)
-        return base[:, None] + as_logits(self.markov_w2(word)), state
+        return word, state
 
 
 class SelectorTerm(nn.Module):

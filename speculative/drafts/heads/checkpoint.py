@@ -13,7 +13,6 @@ Which variant a head is follows from the tensors where they tell: biases, layers
 by name: a head that is half loaded drafts noise, and nothing else would show it.
 """
 
-import json
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,6 +27,7 @@ from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.files import find_files, read_tensors, tensor_names
 from heavypath.speculative.drafts.heads.fitting import check_types, fill, take_the_tokens
+from heavypath.speculative.drafts.heads.saving import common_settings, save_checkpoint
 from heavypath.speculative.drafts.heads.settings import (
     OWN_KEY,
     HeadSettings,
@@ -85,40 +84,16 @@ def is_head(path_or_name: str | Path, revision: str | None = None) -> bool:
 
 def save_head(head: EagleHead, folder: str | Path) -> None:
     """Write a head to a folder in the official layout, in its own dtype; `load_head` gives the same head back."""
-    folder, config = Path(folder), head.config
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in head.state_dict().items()}
+    config, tensors = head.config, head.state_dict()
     if config.generation == 3:
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-        if head.d2t is not None:
-            kept = torch.zeros(config.vocab_size, dtype=torch.bool)
-            kept[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
-            tensors["t2d"] = kept
-    written = folder / "model.safetensors.new"
-    save_file(tensors, written, metadata={"format": "pt"})
-    written.replace(folder / "model.safetensors")  # the head may be one that maps this very file
-    rope = config.rope_parameters
     settings: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if config.generation == 3 else "LlamaForCausalLM"],
         "model_type": "llama",
-        "num_hidden_layers": config.layers,
-        "hidden_size": config.hidden_size,
+        **common_settings(config),
         "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "rope_theta": rope["rope_theta"],
-        "rope_parameters": rope,
         "bias": "fc" in config.biases,
-        "attention_bias": "q_proj" in config.biases,
         "mlp_bias": "gate_proj" in config.biases,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
         OWN_KEY: {"taps": config.taps, "feeds_back_normed": config.feeds_back_normed},
     }
     if config.generation == 3:
@@ -131,7 +106,7 @@ def save_head(head: EagleHead, folder: str | Path) -> None:
         }
     if config.mask_token_id is not None:
         settings["mask_token_id"] = config.mask_token_id
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    save_checkpoint(folder, settings, tensors, config)
 
 
 def _ours(name: str) -> str:

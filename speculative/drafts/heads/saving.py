@@ -1,0 +1,52 @@
+"""Write the checkpoint of a trained head: model.safetensors and config.json."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heavypath.speculative.drafts.heads.config import TappedConfig
+
+
+def common_settings(config: TappedConfig) -> dict[str, Any]:
+    """The keys of config.json that say what the layers are, of heads of all kinds."""
+    rope = config.rope_parameters
+    return {
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "attention_bias": "q_proj" in config.biases,
+        "tie_word_embeddings": False,
+    }
+
+
+def save_checkpoint(
+    folder: str | Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: TappedConfig
+) -> None:
+    """Write both files. Beside the offsets `d2t` goes `t2d`, which says that they are no ids."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    if "d2t" in written:
+        kept = torch.zeros(config.vocab_size, dtype=torch.bool)
+        kept[torch.arange(config.draft_vocab_size) + written["d2t"]] = True
+        written["t2d"] = kept
+    unfinished = folder / "model.safetensors.new"
+    save_file(written, unfinished, metadata={"format": "pt"})
+    unfinished.replace(folder / "model.safetensors")  # the head may be one that maps this very file
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    whole = {**settings, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

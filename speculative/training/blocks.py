@@ -1,0 +1,105 @@
+"""A block draft's outputs for every token of a text, which is cut into blocks: one pass for all blocks of all rows.
+
+A block of B rows begins at each B-th token x_a, its root. It sees the context before a, and itself, as in decoding. So
+row k of it, which stands at token a + k, predicts token a + k + 1. Below the root the term reads the text's own tokens.
+Each token of a text is in one block, and costs the layers one row. Training begins a text at another token each time,
+so that in the end every token is at every depth.
+
+Source: Chen et al. 2026, "DFlash", arXiv 2602.06036, and "DSpark", arXiv 2607.05147. There, too, all blocks of a text
+are one pass under a mask over [context | blocks], but roots are drawn at random.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import rotate_half
+
+from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS, MarkovTerm, Parents
+from heavypath.speculative.training.teacher import Taught
+
+
+def check_trains(head: BlockHead) -> None:
+    """Raise ValueError for a block draft that has what is not trained here."""
+    config = head.config
+    strange = {
+        "rows that predict their own token": not config.from_root,
+        "windows": any(window is not None for window in config.windows),
+        "convolutions": config.conv_size > 0,
+        f"the term {config.term!r}": config.term not in ("", *MARKOV_TERMS),
+    }
+    found = [name for name, has in strange.items() if has]
+    if found:
+        raise ValueError(f"a block draft with {' and '.join(found)} is not trained here; make one by new_block(target)")
+
+
+def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tensor], depths: int) -> list[Tensor]:
+    """The head's outputs [R, L // B, H + r] at each of `depths` depths, at most B: those of every block of a row.
+
+    embed: the embedding, [R, N, H] of tokens LongTensor[R, N]
+
+    Columns are a row of the block after the last norm, and what `MarkovTerm.latent` makes of it and its token.
+    """
+    config, dtype, size = head.config, head.fc.weight.dtype, head.config.block_size
+    blocks = rows.tokens.shape[1] // size
+    at = torch.arange(blocks * size, device=head.fc.weight.device)
+    tokens = rows.tokens[:, : len(at)].long()
+    context = head.hidden_norm(head.fc(rows.taps[:, : len(at)].to(dtype).flatten(2)))
+    hidden = embed(tokens.where(at % size == 0, config.mask_token_id)).to(dtype)
+    turns = head.rotary_emb(hidden, at[None])
+    seen = {causal: _seen(at, size, causal) for causal in {*config.causal}}
+    layers: Any = head.layers
+    for layer, causal in zip(layers, config.causal, strict=True):
+        attend = _attention(layer.self_attn, context, turns, seen[causal])
+        hidden = hidden + layer.self_attn(layer.input_layernorm(hidden), turns, attend)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    by_depth = head.norm(hidden).unflatten(1, (blocks, size)).unbind(2)[:depths]
+    if not isinstance(head.term, MarkovTerm):
+        return [*by_depth]
+    outputs, state = [], hidden.new_zeros(len(tokens) * blocks, 1, head.term.state_size)
+    for normed, parents in zip(by_depth, tokens.unflatten(1, (blocks, size)).unbind(2), strict=False):
+        nodes = Parents(parents.flatten()[:, None], len(outputs), state if head.term.state_size else None, None)
+        latent, new = head.term.latent(normed.flatten(0, 1), nodes)
+        state = state if new is None else new
+        outputs.append(torch.cat([normed, latent.view(*normed.shape[:2], -1)], -1))
+    return outputs
+
+
+def block_logits(head: BlockHead, outputs: Tensor, lm_head: Any) -> Tensor:
+    """Logits [R, N, Vd] of such outputs, by the head's lm_head or the target's."""
+    config, term = head.config, head.term
+    logits = config.multiplier * lm_head(outputs[..., : config.hidden_size].to(lm_head.weight.dtype))
+    if config.softcap is not None:
+        logits = config.softcap * torch.tanh(logits / config.softcap)
+    if not isinstance(term, MarkovTerm):
+        return logits
+    return logits + term.markov_w2(outputs[..., config.hidden_size :].to(term.markov_w2.weight.dtype))
+
+
+def _seen(at: Tensor, size: int, causal: bool) -> Tensor:
+    """True where a row sees, [L, 2 L]: of the context what is before its block | of the rows its block."""
+    block = at // size
+    own = block[:, None] == block
+    return torch.cat([at < (block * size)[:, None], own.tril() if causal else own], 1)
+
+
+def _attention(
+    attention: Any, context: Tensor, turns: tuple[Tensor, Tensor], seen: Tensor
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention of a layer's rows to the context, whose keys and values are the layer's, and to the rows."""
+    by_head = *context.shape[:2], -1, attention.head_dim
+    keys, values = attention.k_proj(context).view(by_head), attention.v_proj(context).view(by_head)
+    if hasattr(attention, "k_norm"):
+        keys = attention.k_norm(keys)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    cos, sin = (each[:, None] for each in turns)
+    keys = keys * cos + rotate_half(keys) * sin
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        every = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+        return scaled_dot_product_attention(query, every[0], every[1], seen, enable_gqa=True)
+
+    return attend
