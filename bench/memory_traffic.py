@@ -44,11 +44,11 @@ def traffic_of(name: str, launched: list) -> Ratios:
     CASES[name]()
     found: Ratios = {}
     for kernel, (x, y, z, *_, given) in launched:
-        machine, whole = emulator.Emulated(kernel.asm["ptx"]), [(0, 1 << 63)]
-        arguments, _ = arguments_of(kernel, given)
+        machine = emulator.Emulated(kernel.asm["ptx"])
+        arguments, ranges = arguments_of(kernel, given)
         threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
         try:
-            machine.launch((x, y, z), threads, shared, arguments, whole, emulator.PLAIN, most=PROGRAMS)
+            machine.launch((x, y, z), threads, shared, arguments, ranges, emulator.PLAIN, most=PROGRAMS)
         except emulator.FaultError as fault:  # the numbers in the tensors are any
             print(f"{name}: {kernel.metadata.name} {fault}", file=sys.stderr)
         parts = (Traffic(name, machine).of(space) for space in ("global", "shared"))

@@ -262,7 +262,7 @@ LINES = [
             (1, "5 levels", "RSD-S has most tokens", rsd.FAMILIES[1]),
             (2, "30 nodes", "RSD has most tokens, in most cases", rsd.FAMILIES[2]),
         )
-        for part, name in (("-at-0.3", "T = 0.3"), ("", "T = 0.6"), ("-at-1", "T = 1, top-p 0.95"))
+        for part, name in (("-at-0.3", "T = 0.3"), ("-at-0.6", "T = 0.6"), ("-at-1", "T = 1, top-p 0.95"))
     ),
     Line(R, "tables of OPT and Llama-2", "12 pairs of models", reason=PAIR_NEEDED),
     Line(V, "target's token among the draft's k likeliest", "rises with k", "rejection", say.top_k, effects.likeliest),
@@ -270,7 +270,9 @@ LINES = [
         V,
         "Medusa heads",
         "several heads on one target",
-        reason="not measured yet: training them takes long; `papers.py survey-medusa` does both",
+        "survey-medusa",
+        say.drafts,
+        effects.pays("Medusa heads"),
     ),
     Line(
         V,

@@ -195,7 +195,7 @@ def marginals(found: Found) -> str:
     each = []
     for row in rows:
         expected, decoded = row["twice the nodes"]
-        each.append(f"{row['rule']}, {row['nodes']} nodes: {expected:.2f}, {decoded:.2f}")
+        each.append(f"{row['rule']}, {row['nodes']:g} nodes: {expected:.2f}, {decoded:.2f}")
     return f"what twice the nodes bring the best tree, expected, decoded: {'; '.join(each)}"
 
 

@@ -1,6 +1,6 @@
 """The parts of papers.py that repeat RSD (Jeon et al. 2024, arXiv 2402.14160), experiments 1 and 2 with all shapes.
 
-The tables rsd-1 and rsd-2 have them at T = 0.6, with every verifier.
+The tables rsd-1 and rsd-2 have them at T = 0.6 with every verifier.
 
 Accuracy is how alike a text is to what its file has after the prompt, from 0 to 1: twice the characters that match in
 order, over those of both (difflib). The files are the running Python's, where the prompts were taken from.
@@ -21,7 +21,7 @@ from heavypath.speculative.demo.corpus import read_corpus
 
 FAMILIES = {1: ("RSD-S",), 2: ("RSD-C", "RSD-S")}  # of which the paper has one ahead of all others, by experiment
 SAMPLINGS: dict[str, dict] = {
-    "0.3": {"temperature": 0.3}, "1": {"temperature": 1.0, "top_p": 0.95},
+    "0.3": {"temperature": 0.3}, "0.6": {"temperature": 0.6}, "1": {"temperature": 1.0, "top_p": 0.95},
 }  # fmt: skip
 
 

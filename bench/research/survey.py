@@ -10,7 +10,7 @@ from heavypath.speculative.demo.corpus import encode_documents, read_corpus, tra
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 
-HEADS, LENGTH, ROWS, STEPS, RATE = 4, 256, 4, 100, 2e-3
+HEADS, LENGTH, ROWS, STEPS, RATE = 4, 256, 4, 1500, 2e-3
 
 
 def trained(setting: Setting) -> MedusaHeads:
