@@ -35,11 +35,13 @@ from heavypath.speculative.visits import (
 )
 from heavypath.speculative.walking import (
     ACCEPTANCE_SHARE,
+    DRAWING_SHARE,
     LEAST_TOKENS,
     Extent,
     Report,
     Way,
     as_measured,
+    drawing_temperatures,
     measure_ways,
     walk_together,
 )
@@ -137,8 +139,15 @@ def calibrate(
 
     samplings = [Filters(each, top_k, top_p, min_p) if each > 0 else Filters(0.0) for each in temperatures]
     kind = target.device.type
-    wanted = [(way, each) for each in samplings for way in ways_to_draft(each.temperature, kind, verifier)]
-    share = ACCEPTANCE_SHARE * limit
+    share, now = ACCEPTANCE_SHARE * limit, time.perf_counter()
+    extent = Extent(tokens, sequences, seconds=DRAWING_SHARE * share)
+    drawn_at = drawing_temperatures(forward, source, prompts, samplings, extent, seed, report)
+    wanted = [
+        (way.drawn_at(drawn_at.get(each, ())), each)
+        for each in samplings
+        for way in ways_to_draft(each.temperature, kind, verifier)
+    ]
+    share -= time.perf_counter() - now
     if streamed:
         extent = Extent.of_trees(tokens, max(2, sequences // len(wanted)), source.levels, share)
         counts = walk_together(

@@ -228,8 +228,7 @@ class SpeculativeDecoder:
 
     def _plan(self, request: Request) -> StepPlan:
         """The plan of all steps of a request; ValueError where the method cannot sample so."""
-        masked = request.processors is not None
-        rules = self._rules.of(request.filters, self._draft, request.processing, masked=masked)
+        rules = self._rules.of(request, self._draft, self.profile)
         tree, trees = self.trees.first(request.filters, len(request.prompt))
         if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")

@@ -10,7 +10,8 @@ from heavypath.speculative.methods import Method, check_independent, row_of
 from heavypath.speculative.trees.growth import VALUE_TEMPERATURE
 
 if TYPE_CHECKING:
-    from heavypath.speculative.decoding.processing import Processing
+    from heavypath.speculative.decoding.request import Request
+    from heavypath.speculative.profile import Profile
 
 
 class MethodRules:
@@ -45,27 +46,25 @@ class MethodRules:
         filters = target.override(**self._draft_options)
         return filters if target.temperature > 0 else filters._replace(temperature=0.0)
 
-    def of(self, filters: Filters, draft: Draft | None, processing: "Processing | None", *, masked: bool) -> Rules:
-        """The rules where the target is sampled so; ValueError where the method cannot sample so.
-
-        masked: whether logits processors may leave tokens out
-        """
-        draft_filters = self.draft_filters(filters)
+    def of(self, request: "Request", draft: Draft | None, profile: "Profile | None") -> Rules:
+        """The rules of a request, drawn as the profile was measured; ValueError where the method cannot sample so."""
+        filters, draft_filters = request.filters, self.draft_filters(request.filters)
         kind = self.row.kind(filters.temperature, draft_filters.temperature)
         verification = kind.verification if self.own_verifier is None else OWN
         if draft_filters.temperature == 0:
             check_independent(self._method, verification, draft)
+        changes = () if profile is None or draft is None else profile.changes(self._method, filters)
         return Rules(
             replacement=kind.replacement,
             # A draft without a model that proposes few tokens means it: random ones beside them would be rejected. So
             # would be those that logits processors left out.
-            fill=self.row.fill and draft is not None and draft.proposes_every_token and not masked,
+            fill=self.row.fill and draft is not None and draft.proposes_every_token and request.processors is None,
             verification=verification,
             target_filters=filters,
             draft_filters=draft_filters,
             drawing_filters=kind.drawing_filters(draft_filters),
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
-            changes=() if processing is None else (processing,),
+            changes=changes if request.processing is None else (*changes, request.processing),
             verifier=self._typical_verifier if verification == "typical" else self.own_verifier,
         )
 

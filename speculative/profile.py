@@ -15,11 +15,13 @@ tokens that a plan promises do not: they are those that its tree accepts of the 
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,6 +31,7 @@ from heavypath.speculative.costs.simulation import MATTERS
 from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import CostsByBatch
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
+from heavypath.speculative.drafts.tempered import Tempered
 from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.methods import METHODS, Kind, Method, measured_row, row_of
 from heavypath.speculative.models.layer_weights import stream_of
@@ -55,8 +58,10 @@ class MeasuredAcceptance:
     draw, verification: as in `methods.Kind`
     sequence_count:     the number of independent sequences; None for trees that may branch everywhere
     filters:            how target and draft were sampled
-    accepted, reached, moments: as in `walking.Counts`
+    accepted, reached:  as in `walking.Counts`; moments: the same of all depths together
     texts:              of each text the ranks of its tokens with spaces between them; none where only counts are known
+    moments_by_depth:   of the first depths, each with its first children; none where they were not kept apart
+    temperatures:       of the depths, by which the draft's laws were sharpened, see `drafts.tempered`; none for 1
     """
 
     draw: str
@@ -67,6 +72,8 @@ class MeasuredAcceptance:
     reached: list[int]
     moments: list[list[float]]
     texts: list[str] = field(default_factory=list)
+    moments_by_depth: list[list[list[float]]] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
 
     @property
     def kind(self) -> Kind:
@@ -84,8 +91,11 @@ class MeasuredAcceptance:
         for row, reached in zip(self.accepted, self.reached, strict=True):
             if min(row) < 0 or sum(row) > reached:
                 raise ValueError(f"of {reached} nodes that were reached at a depth at most as many go on, got {row}")
-        if not all(len(row) == 5 and 0 <= min(row) <= max(row) <= 1.001 * min(row[0], 2**63) for row in self.moments):
+        moments = [*self.moments, *(row for rows in self.moments_by_depth for row in rows)]
+        if not all(len(row) == 5 and 0 <= min(row) <= max(row) <= 1.001 * min(row[0], 2**63) for row in moments):
             raise ValueError("moments must have rows of five numbers >= 0, none above the first")
+        if not all(1e-3 <= each <= 1e3 for each in self.temperatures):
+            raise ValueError(f"temperatures must be numbers above 0, one a depth, got {self.temperatures}")
         if not all(_RANK.fullmatch(rank) for text in self.texts for rank in text.split()):
             raise ValueError("texts must be ranks, numbers from -2 to 999, with spaces between them")
         if self.filters.temperature > 0:
@@ -104,19 +114,29 @@ class MeasuredAcceptance:
     def confidence(self) -> Confidence:
         """For each child the line of least squares through its acceptance by the draft's share.
 
-        Children that were tried less than `PRIOR` times have the line of the last one before them.
+        Children that were tried less than `PRIOR` times have the line of the last one before them. Where depths were
+        kept apart, each has lines of its own, by its nodes and `PRIOR` nodes' worth of those of all depths.
         """
-        base, slope = [], []
-        for tried, shares, squares, hits, products in self.moments:
-            if tried < PRIOR and base:
-                break
-            tried = max(tried, 1.0)
-            spread = squares / tried - (shares / tried) ** 2
-            rise = 0.0 if spread < 1e-6 else (products / tried - hits * shares / tried**2) / spread
-            start = min(1.0, max(0.0, (hits - max(0.0, rise) * shares) / tried))
-            base.append(start)
-            slope.append(min(max(0.0, rise), 1.0 - start))
-        return Confidence(tuple(base), tuple(slope))
+        often = takewhile(lambda row: row[0] >= PRIOR, self.moments[1:])
+        every = np.array([*self.moments[:1], *often])
+        by_depth = [every * PRIOR / np.maximum(every[:, :1], 1) for _ in self.moments_by_depth]
+        for mixed, own in zip(by_depth, self.moments_by_depth, strict=True):
+            mixed[: len(own)] += own[: len(mixed)]
+        first, *deeper = map(_lines, by_depth or [every])
+        return replace(first, deeper=tuple(deeper))
+
+
+def _lines(moments: np.ndarray) -> Confidence:
+    """The lines of children with these moments [children, 5]."""
+    base, slope = [], []
+    for tried, shares, squares, hits, products in moments.tolist():
+        tried = max(tried, 1.0)
+        spread = squares / tried - (shares / tried) ** 2
+        rise = 0.0 if spread < 1e-6 else (products / tried - hits * shares / tried**2) / spread
+        start = min(1.0, max(0.0, (hits - max(0.0, rise) * shares) / tried))
+        base.append(start)
+        slope.append(min(max(0.0, rise), 1.0 - start))
+    return Confidence(tuple(base), tuple(slope))
 
 
 @dataclass(frozen=True)
@@ -299,6 +319,13 @@ class Profile:
 
         nearest = min(map(distance, fitting))
         return [entry for entry in fitting if distance(entry) == nearest]
+
+    def changes(self, method: str, filters: Filters) -> tuple[Tempered, ...]:
+        """The changes of the draft's logits with which the acceptance of a method was counted, as of a step."""
+        if not any(entry.temperatures for entry in self.acceptance):
+            return ()
+        temperatures = self.measured(method, filters)[0].temperatures
+        return (Tempered(tuple(temperatures)),) if temperatures else ()
 
     def plan(self, method: str, filters: Filters, batch: int = 1) -> Planned:
         """The best tree of a method under some sampling, and the acceptance that it was chosen by.

@@ -20,19 +20,21 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heavypath.kernels.filtering import Filters
+from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.decoding.drafted import Reach, check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.tempered import TEMPERATURES, fitted
 from heavypath.speculative.methods import REJECTION, VERIFIERS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.profile import MeasuredAcceptance
@@ -44,8 +46,10 @@ from heavypath.speculative.trees.tree import TokenTree
 NODES = 64  # of the tree that is walked along
 DEPTH = 8  # levels that independent sequences are counted for
 PARTS = 4  # of the texts walked along: acceptance is counted in so many passes over all ways
+GROWN = 16  # children of a node, whose moments a profile keeps by depth
 LEAST_TOKENS = 8  # of each text, where the time is over
 ACCEPTANCE_SHARE = 0.5  # of the time limit
+DRAWING_SHARE = 0.2  # of that, for drawing temperatures, where there are any
 Report = Callable[[str], object]
 
 
@@ -53,16 +57,22 @@ class Way(NamedTuple):
     """A way to draft and verify, whose acceptance is measured.
 
     sequence_count: the number of independent sequences; None for trees that may branch everywhere
+    temperatures:   by depth, that the draft's logits are divided by, see `drafts.tempered`; none for 1 at all depths
     """
 
     kind: Kind
     sequence_count: int | None
+    temperatures: tuple[float, ...] = ()
 
     @property
     def counted(self) -> "Way":
         """The way that is walked along for it: by rejection, where it is verified by one of its equals."""
         by_rejection = self.kind.draw in REJECTION and self.kind.verification in VERIFIERS
         return self._replace(kind=self.kind._replace(verification=self.kind.draw)) if by_rejection else self
+
+    def drawn_at(self, temperatures: tuple[float, ...]) -> "Way":
+        """With these temperatures; without them where children are the likeliest ones at any."""
+        return self if self.kind.draw == "top_k" else self._replace(temperatures=temperatures)
 
     def __str__(self) -> str:
         sequences = "" if self.sequence_count is None else f", {self.sequence_count} sequences"
@@ -96,8 +106,8 @@ class Counts(NamedTuple):
     accepted: LongTensor[depth, children], how often child j of a node at depth d was the accepted one, the first of
               siblings with equal tokens. Of independent sequences those below the first level count as one child
     reached:  LongTensor[depth], how many nodes there were at depth d
-    moments:  fp64 [children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and q y.
-              q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
+    moments:  fp64 [depth, children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and
+              q y. q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
     ranks:    int16 [S, T] of each walk: the child accepted at each token, NONE, or UNKNOWN where none was offered
     """
 
@@ -188,7 +198,9 @@ def as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptanc
         filters=filters,
         accepted=counts.accepted.tolist(),
         reached=counts.reached.tolist(),
-        moments=counts.moments.tolist(),
+        moments=counts.moments.sum(0).tolist(),
+        moments_by_depth=counts.moments[:DEPTH, :GROWN].tolist() if way.kind.draw == "without_replacement" else [],
+        temperatures=[*way.temperatures],
         texts=[" ".join(map(str, text)) for part in counts.ranks for text in part.tolist()],
     )
 
@@ -210,6 +222,20 @@ def walk_together(
     seed: int, report: Report = lambda line: None,
 ) -> list[Counts]:  # fmt: skip
     """`walk` of several ways, each on texts of its own under its sampling, and all of them in the same passes."""
+    made = [partial(_Walked, way, filters, extent, target.vocab_size, seed) for way, filters in wanted]
+    walked = _along(target, draft, prompts, made, extent, seed, report)
+    return [each.counts() for each in walked]
+
+
+def _along(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[Callable[[Sequences], Any]],
+    extent: Extent, seed: int, report: Report,
+) -> list[Any]:  # fmt: skip
+    """Write several sets of texts in the same passes; what was `wanted` of each has then looked at every token.
+
+    wanted: makes it of its texts. Its `at` is the depth LongTensor[S] of the tokens that come next, and its `go_on` is
+        given the logits of the draft [S, V] and of the target [S, 1, V], and appends these tokens
+    """
     tokens, sequences, depth = extent.tokens, extent.sequences, extent.depth
     every = sequences * len(wanted)
     chosen = [prompts[i % len(prompts)] for i in range(sequences)] * len(wanted)
@@ -233,10 +259,7 @@ def walk_together(
         seed=seed,
     )
     parts = state.numbers.split(sequences, 1)
-    walked = [
-        _Walked(way, filters, extent, replace(state, numbers=numbers), target.vocab_size, seed)
-        for (way, filters), numbers in zip(wanted, parts, strict=True)
-    ]
+    walked = [each(replace(state, numbers=numbers)) for each, numbers in zip(wanted, parts, strict=True)]
     begin, one = time.perf_counter(), torch.ones(1, dtype=torch.long, device=target.device)
     root = torch.zeros_like(state.root)[:, None]
     for number in range(tokens):
@@ -257,13 +280,13 @@ def walk_together(
         state.produced.add_(1)
         target_cache.advance(root, state.produced)
         draft_cache.advance(root, state.produced)
-    return [each.counts() for each in walked]
+    return walked
 
 
 class _Walked:
     """The texts of one way, and what was counted on them."""
 
-    def __init__(self, way: Way, filters: Filters, extent: Extent, state: Sequences, vocab_size: int, seed: int):
+    def __init__(self, way: Way, filters: Filters, extent: Extent, vocab_size: int, seed: int, state: Sequences):
         self._way, self._filters, self._depth, self._state, self._seed = way, filters, extent.depth, state, seed
         self._children, device = min(way.sequence_count or extent.children, vocab_size), state.root.device
         self._table = None if extent.tree is None or way.sequence_count else children_of(extent.tree, device)
@@ -272,7 +295,10 @@ class _Walked:
         self.at = torch.zeros_like(state.lengths)  # the depth of the node: how many tokens in a row were accepted
         self._accepted = torch.zeros(extent.depth, self._children, dtype=torch.long, device=device)
         self._reached = torch.zeros(extent.depth, dtype=torch.long, device=device)
-        self._moments = torch.zeros(self._children, 5, dtype=torch.float64, device=device)
+        self._moments = torch.zeros(extent.depth, self._children, 5, dtype=torch.float64, device=device)
+        drawn_at = [*way.temperatures[: extent.depth]] or [1.0]
+        drawn_at += drawn_at[-1:] * (extent.depth + 1 - len(drawn_at))
+        self._sharper = 1 / torch.tensor(drawn_at, device=device)
         self._place = torch.arange(self._children, device=device)
         self._alive = torch.full_like(state.lengths, self._children)  # how many children are offered
         self._ranks: list[Tensor] = []
@@ -281,6 +307,7 @@ class _Walked:
         """Offer, decide, count, and append a token. after: the draft's logits [S, V]; logits: the target's [S, 1, V]"""
         state, way, depth, children, at = self._state, self._way, self._depth, self._children, self.at
         drawing, noise = way.kind.drawing_filters(self._filters), root_rows(state.noise, state.lengths)
+        after = after * self._sharper[at][:, None] if way.temperatures else after
         drawn = gumbel_topk(
             after, children, **drawing._asdict(), seed=self._seed, rows=noise, replacement=way.kind.replacement
         )
@@ -300,7 +327,8 @@ class _Walked:
         places = torch.bincount((at * children + counted)[hit], minlength=self._accepted.numel())
         self._accepted += places.view_as(self._accepted)
         self._ranks.append((child - 1).where(hit, NONE).where(at < depth, UNKNOWN).to(torch.int16))
-        self._moments += _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children), at < depth)
+        seen = _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children))
+        self._moments.index_add_(0, at[at < depth], seen[at < depth])
         if way.kind.independent_sequences:
             self._alive = (offered[:, 1:] == token).sum(1).where(hit, children)
         goes_on = hit
@@ -320,15 +348,72 @@ class _Walked:
         return Counts(self._accepted.cpu(), self._reached.cpu(), self._moments.cpu(), (ranks,))
 
 
-def _moments(probs: Tensor, choice: Tensor, counted: Tensor) -> Tensor:
-    """`Counts.moments` of one step, fp64 [K, 5].
+def _moments(probs: Tensor, choice: Tensor) -> Tensor:
+    """The terms of `Counts.moments` of one step, fp64 [S, K, 5].
 
     probs: fp64 [S, K], the draft's probabilities of the children; choice: LongTensor[S], the accepted child, K if there
-    is none; counted: bool [S], which sequences count.
+    is none
     """
     left = (1 - pad(probs[:, :-1], (1, 0)).cumsum(1)).clamp(min=1e-12)
     share = (probs / left).clamp(max=1)
     index = torch.arange(probs.shape[1], device=probs.device)
-    tried = ((index <= choice[:, None]) & counted[:, None] & (probs > 0)).double()
+    tried = ((index <= choice[:, None]) & (probs > 0)).double()
     hit = (index == choice[:, None]).double()
-    return torch.stack([(tried * term).sum(0) for term in (1 + 0 * share, share, share**2, hit, share * hit)], 1)
+    return tried[..., None] * torch.stack([1 + 0 * share, share, share**2, hit, share * hit], -1)
+
+
+def drawing_temperatures(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], samplings: Sequence[Filters], extent: Extent, seed: int,
+    report: Report,
+) -> dict[Filters, tuple[float, ...]]:  # fmt: skip
+    """The temperatures of `drafts.tempered` for a draft whose one pass gives the laws of all its levels.
+
+    By each sampling above temperature 0, along texts of its own. None of another draft, nor where 1 is best everywhere.
+    """
+    drawn, levels = [each for each in samplings if each.temperature > 0], draft.levels
+    if not (drawn and levels and draft.forward is not None and draft.forward.drafts_at_once):
+        return {}
+    begin, levels = time.perf_counter(), min(levels, extent.tokens)
+    found: list[list[Tensor]] = [[] for _ in drawn]
+    for number, (first, count) in enumerate(_parts(extent.sequences)):
+        left = extent.seconds - (time.perf_counter() - begin)
+        if number and left < 0:
+            break
+        report(f"drawing temperatures of {levels} depths, pass {number + 1}")
+        part = extent._replace(sequences=count, seconds=left, depth=levels)
+        chosen = [prompts[(first + place) % len(prompts)] for place in range(count)]
+        made = [partial(_Common, filters, levels, seed + number) for filters in drawn]
+        for own, each in zip(found, _along(target, draft, chosen, made, part, seed + number, report), strict=True):
+            own.append(torch.stack(each.common))
+    shortest = [min(map(len, own)) for own in found]
+    common = [torch.cat([each[:tokens] for each in own], -1) for own, tokens in zip(found, shortest, strict=True)]
+    return {filters: fitted(own, levels) for filters, own in zip(drawn, common, strict=True)}
+
+
+class _Common:
+    """The texts of one sampling, and how much the draft's law has in common with the target's at each of their tokens.
+
+    Blocks of all depths follow each other, whatever a draft would propose.
+    """
+
+    def __init__(self, filters: Filters, depths: int, seed: int, state: Sequences):
+        self._filters, self._depths, self._seed, self._state = filters, depths, seed, state
+        self.at = torch.zeros_like(state.lengths)
+        self.common: list[Tensor] = []  # of each token, see `fitted`
+
+    def go_on(self, after: Tensor, logits: Tensor) -> None:
+        """See `_along`."""
+        state, filters, logits = self._state, self._filters, logits[:, 0].float()
+        noise = root_rows(state.noise, state.lengths)
+        token = gumbel_topk(logits, 1, **filters._asdict(), seed=self._seed, rows=noise).tokens
+        of_target, found = filtered_logprobs(logits, filters), []
+        for each in TEMPERATURES:
+            drawn = filters._replace(temperature=each * filters.temperature)
+            of_draft = filtered_logprobs(after.float(), drawn).nan_to_num(-torch.inf)
+            overlap = of_target.minimum(of_draft).exp().sum(1)
+            found.append(torch.stack([overlap, (of_draft - of_target).gather(1, token)[:, 0].exp().clamp(max=1)]))
+        self.common.append(torch.stack(found, 1).cpu())
+        self.at = (self.at + 1) % self._depths
+        state.previous.copy_(state.root)
+        state.root.copy_(token[:, 0])
+        state.lengths.add_(1)

@@ -45,6 +45,16 @@ def warnings_of(profile: Profile) -> list[str]:
     return lines
 
 
+def drawing_in_words(profile: Profile) -> list[str]:
+    """A line for each sampling for which a block draft has temperatures of its depths."""
+    found = {entry.filters: entry.temperatures for entry in profile.acceptance if entry.temperatures}
+    return [
+        f"{sampling_in_words(filters._asdict())}: the draft's depths are drawn at {', '.join(map('{:g}'.format, each))} "
+        "times that temperature"
+        for filters, each in found.items()
+    ]
+
+
 def limit(profile: Profile, method: str, filters: Filters) -> dict:
     """The limit on the plan of a method under some sampling."""
     planned = profile.plan(method, filters)

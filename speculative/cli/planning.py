@@ -69,7 +69,7 @@ def calibrate(
     with starting():
         from heavypath.kernels.filtering import Filters
         from heavypath.speculative.calibration import calibrate as measure
-        from heavypath.speculative.cli.plan_tables import warnings_of
+        from heavypath.speculative.cli.plan_tables import drawing_in_words, warnings_of
         from heavypath.speculative.cli.support import load, say_if_busy
         from heavypath.speculative.methods import row_of
 
@@ -86,7 +86,7 @@ def calibrate(
             batch_sizes=batches, seed=seed, on_progress=report, limit=limit, verifier=verifier,
         )  # fmt: skip
     profile.save(out)
-    for line in warnings_of(profile):
+    for line in drawing_in_words(profile) + warnings_of(profile):
         typer.echo(f"heavypath: {line}", err=True)
     typer.echo(f"wrote {out}; `heavypath plan {out}` shows the trees that follow from it", err=True)
 
@@ -157,7 +157,7 @@ def plan(
             console.print(
                 tables.table([row for row in by_batch if row["temperature"] == filters.temperature], key="sequences")
             )
-    for line in tables.warnings_of(measured):
+    for line in tables.drawing_in_words(measured) + tables.warnings_of(measured):
         console.print(line, style="bold")
     for note in tables.NOTES:
         console.print(note, style="dim")

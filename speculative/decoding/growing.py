@@ -82,7 +82,7 @@ class GrowingDrafter:
             most = min(growth.width, after.shape[-1])
             drawn = gumbel_topk(after, most, **filters._asdict(), seed=state.seed, rows=noise_rows)
             check_distributions("draft", drawn.keys, state, level.depth)
-            level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, device))
+            level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, level.depth, device))
             logits.append(after)
             lap("sampling")
             tokens = slots.tokens[:, level.first : level.end]
@@ -121,14 +121,15 @@ def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device
     return GrowingDrafter(top, rules)
 
 
-def _policy(growth: Growth, rules: Rules, device: torch.device) -> Policy:
-    """The way in which slots are chosen."""
+def _policy(growth: Growth, rules: Rules, depth: int, device: torch.device) -> Policy:
+    """The way in which slots below nodes of a depth are chosen."""
     noisy = (rules.draft_filters if growth.by == "beam" else rules.drawing_filters).temperature > 0
+    lines = None if growth.confidence is None or not noisy else growth.confidence.lines(growth.width, device)
     return Policy(
         by=growth.by,
         width=growth.width,
         threshold=growth.threshold,
         noisy=noisy,
         temperature=rules.draft_filters.temperature or rules.value_temperature,
-        lines=None if growth.confidence is None or not noisy else growth.confidence.lines(growth.width, device),
+        lines=None if lines is None else lines[min(depth, len(lines) - 1)],
     )

@@ -17,11 +17,13 @@ class Confidence:
     """The relation of the draft's probabilities to acceptance: c_k = base[k] + slope[k] q.
 
     c_k is the chance that child k is accepted once its elder siblings are rejected, where q is the draft's probability
-    of the child among the tokens not yet drawn. The last entries serve all further children too.
+    of the child among the tokens not yet drawn. The last entries serve all further children too. `deeper` has the lines
+    below depth 1, 2, ..., of which the last serve all further depths; without any those of the root serve all.
     """
 
     base: tuple[float, ...]
     slope: tuple[float, ...]
+    deeper: "tuple[Confidence, ...]" = ()
 
     def __post_init__(self) -> None:
         lines = list(zip(self.base, self.slope, strict=False))
@@ -31,7 +33,7 @@ class Confidence:
         object.__setattr__(self, "_lines", {})  # beside the fields, which alone are compared and written to profiles
 
     def lines(self, children: int, device: "torch.device") -> "Tensor":
-        """Base and slope of the first `children` children, fp64 [2, children].
+        """Base and slope of the first `children` children below each depth, fp64 [depths, 2, children].
 
         They are copied to a device once, and kept as long as this object: a CUDA graph reads them there.
         """
@@ -39,9 +41,9 @@ class Confidence:
 
         kept: dict[tuple[int, torch.device], Tensor] = self.__dict__["_lines"]
         if (children, device) not in kept:
-            index = torch.arange(children).clamp(max=len(self.base) - 1)
-            lines = torch.tensor([self.base, self.slope], dtype=torch.float64)
-            kept[children, device] = lines[:, index].to(device)
+            every = [torch.tensor([each.base, each.slope], dtype=torch.float64) for each in (self, *self.deeper)]
+            lines = [each[:, torch.arange(children).clamp(max=each.shape[1] - 1)] for each in every]
+            kept[children, device] = torch.stack(lines).to(device)
         return kept[children, device]
 
 

@@ -122,7 +122,11 @@ def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
             tokens += (draws(tokens)[0][rank],)
         squares = np.array([sum(math.exp(2 * logprob) for logprob in law(tokens))])
         probs = draws(tokens)[1]
-        lines = confidence.lines(len(probs), CPU).numpy() if confidence and temperature > 0 else None
+        lines = (
+            confidence.lines(len(probs), CPU)[min(len(path), len(confidence.deeper))].numpy()
+            if confidence and temperature > 0
+            else None
+        )
         return [field.tolist() for field in levels.values(probs, squares, lines)]
 
     @cache

@@ -49,6 +49,8 @@ class BlockHeadDraft(TappedDraft):
     whose rotary embeddings depend on the length of the text.
     """
 
+    drafts_at_once = True
+
     def __init__(self, head: BlockHead, target: Forward):
         super().__init__(head, target)
         config = head.config

@@ -49,6 +49,8 @@ class ParallelHeadCache(HeadCache):
 class ParallelHeadDraft(HeadDraft):
     """An `EagleHead` with `mask_hidden` as a draft."""
 
+    drafts_at_once = True
+
     def __init__(self, head: EagleHead, target: Forward):
         super().__init__(head, target)
         self.levels = DEPTHS

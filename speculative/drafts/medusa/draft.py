@@ -67,6 +67,8 @@ class MedusaDraft(TappedDraft):
     than the target's.
     """
 
+    drafts_at_once = True
+
     def __init__(self, heads: MedusaHeads, target: Forward):
         config, width = heads.config, target.embedding.weight.shape[1]
         if (config.hidden_size, config.vocab_size) != (width, target.vocab_size):
