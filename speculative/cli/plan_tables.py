@@ -49,8 +49,8 @@ def drawing_in_words(profile: Profile) -> list[str]:
     """A line for each sampling for which a block draft has temperatures of its depths."""
     found = {entry.filters: entry.temperatures for entry in profile.acceptance if entry.temperatures}
     return [
-        f"{sampling_in_words(filters._asdict())}: the draft's depths are drawn at {', '.join(map('{:g}'.format, each))} "
-        "times that temperature"
+        f"{sampling_in_words(filters._asdict())}: the draft's depths are drawn at "
+        f"{', '.join(format(one, 'g') for one in each)} times that temperature"
         for filters, each in found.items()
     ]
 

@@ -24,6 +24,9 @@ from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, Confidence, Growth
 
 VOCAB = 3
+BY_DEPTH = Confidence(
+    (0.1,), (0.3,), (Confidence((0.5, 0.2), (0.5, 0.1)), Confidence((0.9, 0.1, 0.6), (0.0, 0.2, 0.4)))
+)
 CPU = torch.device("cpu")
 
 
@@ -122,11 +125,10 @@ def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
             tokens += (draws(tokens)[0][rank],)
         squares = np.array([sum(math.exp(2 * logprob) for logprob in law(tokens))])
         probs = draws(tokens)[1]
-        lines = (
-            confidence.lines(len(probs), CPU)[min(len(path), len(confidence.deeper))].numpy()
-            if confidence and temperature > 0
-            else None
-        )
+        own = None if confidence is None else [confidence, *confidence.deeper][: len(path) + 1][-1]
+        child = np.arange(len(probs))
+        lines = own and np.stack([np.array(each)[child.clip(max=len(each) - 1)] for each in (own.base, own.slope)])
+        lines = lines if temperature > 0 else None
         return [field.tolist() for field in levels.values(probs, squares, lines)]
 
     @cache
@@ -142,7 +144,7 @@ def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    confidence=st.sampled_from([None, DEFAULT_CONFIDENCE]),
+    confidence=st.sampled_from([None, DEFAULT_CONFIDENCE, BY_DEPTH]),
     seed=st.integers(0, 10_000), vocab_size=st.integers(1, 9), size=st.integers(2, 14), spread=st.floats(0.1, 4),
     temperature=st.sampled_from([0.0, 1.0]), threshold=st.sampled_from([0.0, 0.02, 0.3]),
 )  # fmt: skip
@@ -300,7 +302,7 @@ def emitted_law(target, draft, drafted, sampled):
 
 GROWTHS = {
     "dyspec": Growth("slot", 4, 2, 2),
-    "dyspec by confidence, threshold": Growth("slot", 5, 2, 2, 0.2, Confidence((0.2, 0.1), (0.7, 0.4))),
+    "dyspec by confidence, threshold": Growth("slot", 5, 2, 2, 0.2, Confidence((0.2, 0.1), (0.7, 0.4), (BY_DEPTH,))),
     "chain that ends early": Growth("slot", 3, 1, 2, 0.35),
     "eagle-2": Growth("node", 4, 3, 2),
     "rsd-s": Growth("beam", 5, 2, 2),

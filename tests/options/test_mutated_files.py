@@ -178,8 +178,9 @@ def header_of_safetensors(kind, target, folder):
 
 def profile(target, folder):
     first = replace(
-        counts([[700, 100], [600, 80]]), moments=[[100.0, 60.0, 40.0, 70.0, 45.0], [60.0, 10.0, 3.0, 12.0, 4.0]]
-    )
+        counts([[700, 100], [600, 80]]), moments=[[100.0, 60.0, 40.0, 70.0, 45.0], [60.0, 10.0, 3.0, 12.0, 4.0]],
+        moments_by_depth=[[[40.0, 10.0, 8.0, 10.0, 5.0]]], temperatures=[1.0, 0.5],
+    )  # fmt: skip
     race = Kind("gumbel", "race", independent_sequences=True)
     path, known = folder / "profile.json", set()
     profile_of(first, greedy_counts([[80, 10]], [100]), counts([[80, 10]], 100, 1.0, race)).save(path)

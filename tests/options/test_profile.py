@@ -139,6 +139,11 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     assert profile.costs.batches == (1, 3)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
+    for entry in profile.acceptance:
+        kept = torch.tensor(entry.moments_by_depth)
+        assert entry.temperatures == []
+        assert (len(kept) > 0) == (entry.draw == "without_replacement")
+        assert kept.numel() == 0 or torch.equal(kept[:, 0, 0], torch.tensor(entry.reached[: len(kept)]).float())
     for method in drafting:
         decoder = SpeculativeDecoder(target, draft, method, profile=tmp_path / "profile.json")
         assert decoder.tree_for(Filters(0.8)) is not None
@@ -242,6 +247,27 @@ def test_confidence_is_the_line_of_least_squares():
     assert measured.confidence().slope == pytest.approx((0.5, 0.0))
 
 
+def test_confidence_by_depth_is_drawn_to_that_of_all_depths_as_by_fifty_nodes():
+    """Children are accepted by half of their share at the root, and with 0.4 below it; there were few below."""
+    shares = torch.linspace(0, 1, 101).double()
+    sums = [
+        torch.tensor([101.0, shares.sum(), (shares**2).sum(), hit.sum(), (hit * shares).sum()])
+        for hit in (shares / 2, torch.full_like(shares, 0.4))
+    ]
+    often, seldom = sums[0] * 100, sums[1] * 0.1
+    every = often + seldom
+    measured = replace(
+        counts([[0]]), moments=[every.tolist()] * 2, moments_by_depth=[[often.tolist()], [seldom.tolist()]]
+    )
+    confidence = measured.confidence()
+    assert (confidence.base, confidence.slope) == (pytest.approx((0, 0), abs=1e-3), pytest.approx((0.5, 0.5), abs=1e-3))
+    (below,) = confidence.deeper
+    share = 10.1 / 60.1  # of the nodes that count below; all have alike shares, so that the lines mix as the nodes do
+    assert below.base == pytest.approx((0.4 * share, 0), abs=1e-3)
+    assert below.slope == pytest.approx((0.5 * (1 - share), 0.5), abs=1e-3)
+    assert replace(measured, moments_by_depth=[]).confidence().deeper == ()
+
+
 def test_plans_are_the_fastest_of_their_kind():
     acceptance = [[550, 150, 60], [500, 120, 70], [450, 100, 60]]
     profile = profile_of(*(counts(acceptance, kind=kind) for kind in KINDS))
@@ -310,6 +336,23 @@ def test_the_nearest_measurement_is_taken():
     for filters, method in ((Filters(0.0), "sequoia"), (Filters(1.0), "ersd")):
         with pytest.raises(ValueError, match="calibrate with --temperature"):
             profile.measured(method, filters)
+
+
+def test_a_profile_without_figures_by_depth_is_read(tmp_path):
+    """As calibrations wrote it that had none."""
+    entry, path = (
+        replace(counts([[500, 100]]), moments=[[100.0, 60.0, 40.0, 70.0, 45.0]] * 2),
+        tmp_path / "profile.json",
+    )
+    profile_of(entry).save(path)
+    content = json.loads(path.read_text())
+    for each in content["acceptance"]:
+        del each["moments_by_depth"], each["temperatures"]
+    path.write_text(json.dumps(content))
+    loaded = Profile.load(path)
+    assert loaded == profile_of(entry)
+    assert loaded.changes("dyspec", Filters(1.0)) == ()
+    assert loaded.tree_for("dyspec", Filters(1.0)).confidence.deeper == ()
 
 
 def test_a_profile_of_another_device_or_precision_or_of_other_models_or_no_profile_is_refused(tmp_path):
