@@ -16,14 +16,13 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
     METHODS,
     Pard,
-    Profile,
     PromptLookup,
     SpeculativeDecoder,
+    calibration,
     goodness_of_fit,
     joint_law,
     walking,
 )
-from heavypath.speculative.calibration import calibrate
 from heavypath.speculative.cli.plan_tables import drawing_in_words
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
@@ -71,21 +70,25 @@ def flat_below_depth_1(folder):
 
 
 @pytest.mark.usefixtures("any_noise")
-def test_a_collapse_by_flat_deep_laws_is_cured_by_calibrating(tmp_path):
+def test_a_collapse_by_flat_deep_laws_is_cured_by_calibrating(tmp_path, monkeypatch):
+    """Costs are such that a tree of six nodes pays."""
+    costs = CostsByBatch({1: Costs({1: 0.01, 6: 0.01}, 0.0)})
+    monkeypatch.setattr(calibration, "costs_by_batch", lambda *given, **more: costs)
     target, head = flat_below_depth_1(tmp_path)
-    profile = calibrate(
-        target, head, temperatures=(1.0,), sizes=(1, 2), batch_sizes=(1,), tokens=10, sequences=4, limit=3.0,
-        verifier="rejection", prompts=[*PROMPT],
-    )  # fmt: skip
-    profile = replace(profile, costs=CostsByBatch({1: Costs({1: 0.01, 6: 0.01}, 0.0)}))  # by which a tree pays
+    profile = calibration.calibrate(
+        target, head, temperatures=(1.0,), tokens=8, sequences=2, verifier="rejection", prompts=[*PROMPT]
+    )
     assert {each.draw for each in profile.acceptance if not each.temperatures} == {"top_k"}
     (line,) = drawing_in_words(profile)
     assert line == "temperature 1.0: the draft's depths are drawn at 1, 0.25, 0.25, 0.25, 0.25 times that temperature"
+    (chain,) = profile.measured("chain", Filters(1.0))
+    assert [row[0] for row in chain.accepted[:5]] == chain.reached[:5]
+    gains = {gain.method: gain.factor for gain in profile.gains}
+    assert gains["dyspec"] == pytest.approx(1, abs=0.05)
     profile.save(tmp_path / "profile.json")
     reached = []
     for options in ({"tree_size": 6}, {"profile": tmp_path / "profile.json"}):
         decoder = SpeculativeDecoder(target, head, "chain", verifier="rejection", **options)
-        assert isinstance(decoder.profile, Profile) == ("profile" in options)
         reached.append(decoder.generate(PROMPT.expand(400, -1), 12, temperature=1.0, seed=4).stats.tokens_per_step)
     assert reached[1] == 6 > 2 * reached[0]
 
