@@ -144,13 +144,18 @@ def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    confidence=st.sampled_from([None, DEFAULT_CONFIDENCE, BY_DEPTH]),
+    confidence=st.sampled_from([None, DEFAULT_CONFIDENCE]),
     seed=st.integers(0, 10_000), vocab_size=st.integers(1, 9), size=st.integers(2, 14), spread=st.floats(0.1, 4),
     temperature=st.sampled_from([0.0, 1.0]), threshold=st.sampled_from([0.0, 0.02, 0.3]),
 )  # fmt: skip
 def test_growing_by_levels_gives_the_heaps_tree(confidence, seed, vocab_size, size, spread, temperature, threshold):
     growth = Growth("slot", size, size - 1, size - 1, threshold, confidence)
     check_the_heaps_tree(growth, random_law(vocab_size, seed, spread), vocab_size, Filters(temperature), seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_below_a_depth_are_valued_by_the_lines_of_that_depth(seed):
+    check_the_heaps_tree(Growth("slot", 9, 8, 8, 0.0, BY_DEPTH), random_law(4, seed, 1.5), 4, Filters(1.0), seed)
 
 
 @pytest.mark.parametrize(("confidence", "threshold"), [("draft", 0.0), (DEFAULT_CONFIDENCE, 0.006)])

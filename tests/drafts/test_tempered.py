@@ -26,6 +26,7 @@ from heavypath.speculative import (
 from heavypath.speculative.cli.plan_tables import drawing_in_words
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
+from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.kinds import as_draft, describe
 from heavypath.speculative.drafts.tempered import TEMPERATURES, fitted
 from heavypath.speculative.models.forward_of import forward_of
@@ -138,10 +139,18 @@ def test_they_are_fitted_by_the_chance_that_a_chain_is_accepted(law, tmp_path, m
     target, text, seen = tiny_llama(0), PROMPT[0], []
     head = block_of(target, tmp_path, block=4, **{"drafted": 4, "own_lm_head": True} | LAWS[law])
     monkeypatch.setattr(walking, "fitted", lambda common, depths: seen.append((common, depths)) or ())
+    call, asked = BlockHeadDraft.__call__, []
+
+    def noted(draft, feed, cache):
+        asked.append(feed.drafted.unique().tolist())
+        return call(draft, feed, cache)
+
+    monkeypatch.setattr(BlockHeadDraft, "__call__", noted)
     forward = forward_of(target, "target")
-    extent = Extent(tokens=3, sequences=4_000)
+    extent = Extent(tokens=5, sequences=4_000)
     drawing_temperatures(forward, as_draft(head, forward, target), [text], [Filters(2.0)], extent, 0, str)
     ((common, depths),) = seen
+    assert asked == [[number % depths] for number in range(5)] * 4
     oracle = said_of(head, target, text)
     for place, temperature in enumerate(TEMPERATURES):
         paths, weights = {(): 1.0}, torch.ones(4_000).double()
@@ -186,8 +195,9 @@ def test_they_are_fitted_for_drafts_of_one_pass_alone_by_the_overlap_of_laws(kin
         given = {"model": small_draft(), "prompt lookup": PromptLookup()}.get(kind) or head_of(target, **VARIANTS[kind])
     forward = forward_of(target, "target")
     draft = as_draft(given, forward, target)
+    at_once, draft.levels = kind not in ("model", "eagle-3", "prompt lookup"), 3
     target.lm_head.weight.zero_()
     found = drawing_temperatures(
         forward, draft, [PROMPT[0]], [Filters(0.0), Filters(0.9)], Extent(tokens=8, sequences=5), 0, print
     )  # fmt: skip
-    assert found == ({} if kind in ("model", "eagle-3", "prompt lookup") else {Filters(0.9): ()})
+    assert found == ({} if not at_once else {Filters(0.9): ()})
