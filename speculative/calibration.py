@@ -151,7 +151,7 @@ def calibrate(
         for each in samplings
         for way in ways_to_draft(each.temperature, kind, verifier)
     ]
-    share -= time.perf_counter() - now
+    share = max(share / 2, share - (time.perf_counter() - now))
     if streamed:
         extent = Extent.of_trees(tokens, max(2, sequences // len(wanted)), source.levels, share)
         counts = walk_together(

@@ -15,6 +15,7 @@ tokens that a plan promises do not: they are those that its tree accepts of the 
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -112,7 +113,7 @@ class MeasuredAcceptance:
         return self.counts.rates()
 
     def confidence(self) -> Confidence:
-        """For each child the line of least squares through its acceptance by the draft's share.
+        """For each child the line of least squares through its acceptance by the draft's share, within [0, 1].
 
         Children that were tried less than `PRIOR` times have the line of the last one before them. Where depths were
         kept apart, each has lines of its own, by its nodes and `PRIOR` nodes' worth of those of all depths.
@@ -128,15 +129,28 @@ class MeasuredAcceptance:
 
 def _lines(moments: np.ndarray) -> Confidence:
     """The lines of children with these moments [children, 5]."""
-    base, slope = [], []
-    for tried, shares, squares, hits, products in moments.tolist():
-        tried = max(tried, 1.0)
-        spread = squares / tried - (shares / tried) ** 2
-        rise = 0.0 if spread < 1e-6 else (products / tried - hits * shares / tried**2) / spread
-        start = min(1.0, max(0.0, (hits - max(0.0, rise) * shares) / tried))
-        base.append(start)
-        slope.append(min(max(0.0, rise), 1.0 - start))
-    return Confidence(tuple(base), tuple(slope))
+    base, slope = zip(*map(_line, moments.tolist()), strict=True)
+    return Confidence(base, slope)
+
+
+def _line(moments: Sequence[float]) -> tuple[float, float]:
+    """The line of least squares that rises within [0, 1], as base and slope: else the best one at these limits."""
+    tried, shares, squares, hits, products = moments
+    spread = squares * tried - shares**2
+    if spread > 1e-6 * tried**2:
+        slope = (products * tried - hits * shares) / spread
+        base = (hits - slope * shares) / tried
+        if 0 <= base <= base + slope <= 1:
+            return base, slope
+    flat = min(1.0, hits / max(tried, 1.0))
+    from_0 = min(1.0, products / max(squares, 1e-12))
+    to_1 = min(1.0, max(0.0, (hits - products - shares + squares) / max(tried - 2 * shares + squares, 1e-12)))
+
+    def error(line: tuple[float, float]) -> float:
+        base, slope = line
+        return base * (base * tried + 2 * slope * shares - 2 * hits) + slope * (slope * squares - 2 * products)
+
+    return min((flat, 0.0), (0.0, from_0), (to_1, 1 - to_1), key=error)
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,13 @@ def test_confidence_is_the_line_of_least_squares():
     assert measured.confidence().slope == pytest.approx((0.5, 0.0))
 
 
+def test_confidence_steeper_than_a_chance_can_be_is_the_best_line_that_ends_at_one():
+    """Half of the nodes have a share of 0.1 and are refused, the others 0.3 and are accepted: base 0.4 / 1.3."""
+    measured = replace(counts([[0]]), moments=[[100.0, 20.0, 5.0, 50.0, 15.0]])
+    assert measured.confidence().base == pytest.approx((0.4 / 1.3,))
+    assert measured.confidence().slope == pytest.approx((0.9 / 1.3,))
+
+
 def test_confidence_by_depth_is_drawn_to_that_of_all_depths_as_by_fifty_nodes():
     """Children are accepted by half of their share at the root, and with 0.4 below it; there were few below."""
     shares = torch.linspace(0, 1, 101).double()
