@@ -267,3 +267,11 @@ def test_a_step_enters_what_the_page_of_a_step_says_that_it_enters(demo_pair):
     finally:
         sys.setprofile(None)
     assert [name for name in listed if not any(file.startswith(name) for file in entered)] == []
+
+
+def test_every_test_that_the_makefile_names_is_there():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r"\b(\w+/test_\w+\.py)(?:::(test_\w+))?", text)
+    assert len(named) > 15
+    for path, test in named:
+        assert f"def {test}" in (ROOT / "tests" / path).read_text(encoding="utf-8"), f"{path}::{test}"
