@@ -278,7 +278,9 @@ LINES = [
         V,
         "[PAD] and lookahead tokens",
         "a draft says several tokens in one pass",
-        reason="drafts of PARD and P-EAGLE are loaded, but none is trained for the shipped target",
+        "survey-block",
+        say.drafts,
+        effects.pays("block draft"),
     ),
     Line(
         V,

@@ -1,14 +1,19 @@
-"""The parts of papers.py for what the survey article describes and no other part has: drafts by Medusa heads."""
+"""The parts of papers.py for what the survey article describes and no other part has: Medusa heads, block drafts."""
+
+import json
 
 import torch
+from common import ROOT
 from papers_setting import Row, Setting, difference
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from heavypath.speculative import greedy_tree
+from heavypath.speculative import DistilSettings, distil, greedy_tree, load_draft, new_block
 from heavypath.speculative.demo.corpus import encode_documents, read_corpus, training_batches
+from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
+from heavypath.speculative.training.documents import Document
 
 HEADS, LENGTH, ROWS, STEPS, RATE = 4, 256, 4, 1500, 2e-3
 
@@ -25,7 +30,7 @@ def trained(setting: Setting) -> MedusaHeads:
     heads = MedusaHeads(shape)
     assert heads.lm_heads is not None
     heads.lm_heads.data.copy_(target.lm_head.weight.expand(HEADS, -1, -1))
-    documents = encode_documents(setting.pair.tokenizer, [each.text for each in read_corpus() if not each.held_out])
+    documents = texts(setting)
     steps = 2 if setting.small else STEPS
     optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, weight_decay=0.0)
     slower = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps + 1)
@@ -47,17 +52,56 @@ def loss(setting: Setting, heads: MedusaHeads, tokens: Tensor) -> Tensor:
     return torch.stack(parts).sum()
 
 
+def texts(setting: Setting) -> list[Tensor]:
+    """The tokens of the files that the shipped target was trained on."""
+    return encode_documents(setting.pair.tokenizer, [each.text for each in read_corpus() if not each.held_out])
+
+
+def trained_block(setting: Setting) -> tuple[BlockHead, Row]:
+    """A block draft (DSpark, the gated term) for the shipped target, and its record: half an hour of a core.
+
+    It lies in build/block-draft. A training that was interrupted goes on there.
+    """
+    target, folder = setting.pair.target, ROOT / "build" / "block-draft"
+    torch.manual_seed(setting.seed)
+    draft = new_block(target, taps=(2, 5, 7), layers=2, mask_token_id=0)
+    if setting.small:
+        return draft, {}
+    if not (folder / "record.json").exists():
+        none = torch.zeros(0, dtype=torch.int32)
+        settings = DistilSettings(
+            epochs=0.55, length=256, tokens_per_step=2048, written=0.03, held_out=0.02, checkpoint_steps=150
+        )
+        documents = [Document(each.int(), none) for each in texts(setting)]
+        distil(draft, target, documents, folder, settings, resume=(folder / "training").exists())
+    loaded = load_draft(folder, target)
+    assert isinstance(loaded, BlockHead)
+    return loaded, json.loads((folder / "record.json").read_text(encoding="utf-8"))
+
+
 def medusa(setting: Setting) -> Row:
-    """Trees of Medusa heads beside those of the shipped draft, of 64 nodes and as many levels, at T = 0 and 0.6."""
-    heads, rows = trained(setting), []
+    """Trees of Medusa heads beside those of the shipped draft."""
+    return {"heads": HEADS, "steps": STEPS, "rows": beside_the_draft(setting, "Medusa heads", trained(setting), HEADS)}
+
+
+def block(setting: Setting) -> Row:
+    """Trees of a block draft, one pass of which gives all levels, beside those of the shipped draft."""
+    draft, record = trained_block(setting)
+    return {"record": record, "rows": beside_the_draft(setting, "block draft", draft, draft.config.block_size)}
+
+
+def beside_the_draft(setting: Setting, name: str, draft: MedusaHeads | BlockHead, levels: int) -> list[Row]:
+    """Rows of both drafts, with trees of 64 nodes and as many levels, at T = 0 and 0.6."""
+    rows: list[Row] = []
+    tree = greedy_tree(DEFAULT_ACCEPTANCE, 8 if setting.small else 64, levels)
     for temperature in (0.0, 0.6):
-        own: dict = {}
-        for name, draft in (("Medusa heads", heads), ("shipped draft", None)):
-            tree = greedy_tree(DEFAULT_ACCEPTANCE, 8 if setting.small else 64, HEADS)
-            own[name] = setting.decode("sequoia", temperature=temperature, draft=draft, tree=tree)
-            rows.append({"temperature": temperature, "draft": name, **own[name].row})
-        rows[-2]["over the draft"] = difference(own["Medusa heads"].stats, own["shipped draft"].stats)
-    return {"heads": HEADS, "steps": STEPS, "rows": rows}
+        own, shipped = (
+            setting.decode("sequoia", temperature=temperature, draft=each, tree=tree) for each in (draft, None)
+        )
+        over = {"over the draft": difference(own.stats, shipped.stats)}
+        rows.append({"temperature": temperature, "draft": name, **own.row, **over})
+        rows.append({"temperature": temperature, "draft": "shipped draft", **shipped.row})
+    return rows
 
 
-PARTS = {"survey-medusa": medusa}
+PARTS = {"survey-medusa": medusa, "survey-block": block}
