@@ -135,8 +135,8 @@ def test_on_a_gpu_steps_go_on_in_the_same_memory(as_on_a_gpu):
     """Graphs that were captured before draft what was learned since."""
     target = tiny_llama(1, 60, layers=1, hidden_size=32)
     as_on_a_gpu()
-    decoder = SpeculativeDecoder(target, Recall(64, max_ngram=2), tree=TokenTree.chain(3))
-    steps = [decoder.generate(PROMPT, 8, eos_token_id=None).stats.steps for _ in range(2)]
+    decoder = SpeculativeDecoder(target, Recall(64, max_ngram=2), tree=TokenTree.chain(2))
+    steps = [decoder.generate(PROMPT, 6, eos_token_id=None).stats.steps for _ in range(2)]
     assert steps[1] < steps[0]
 
 
