@@ -133,7 +133,7 @@ class SpeculativeDecoder:
         options: see `GenerateOptions`, which has those of `RequestOptions` and of `SamplingOptions`
 
         Raises TypeError for an option that there is not. Raises ValueError for arguments that do not fit, before any
-        work, as more tokens than the models have positions; and while decoding for logits that are no distribution.
+        work, such as too many tokens for the models' positions; and while decoding for logits that are no distribution.
         """
         begin = self.clock()
         check_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")

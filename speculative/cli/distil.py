@@ -23,6 +23,7 @@ KINDS = {  # of drafts, and the options that some of them alone have
     "model": ("--layers", "--config"),
     "block": ("--draft-vocab-size", "--depths", "--term"),
 }
+TERMS = ("gated", "vanilla", "rnn", "none")
 LARGEST_VOCABULARY = 32000  # of a head, unless told; that of EAGLE-3's own heads for targets of 128,256 tokens
 
 
@@ -55,7 +56,7 @@ def distil(
     ] = None,
     term: Annotated[
         str | None,
-        typer.Option(help="What a block adds to a node's law: gated (default), vanilla, rnn, or none."),
+        typer.Option(help=f"What a block adds to a node's law, one of {', '.join(TERMS)}; default: {TERMS[0]}."),
     ] = None,
     loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSS_NAMES)}.")] = DEFAULTS.loss,
     epochs: Annotated[float, typer.Option(help="How often to go through the data.")] = DEFAULTS.epochs,
@@ -144,6 +145,8 @@ def _kind(given: dict[str, object], kind: str | None) -> str:
         if value is not None and name not in KINDS[kind]:
             others = " or ".join(other for other, options in KINDS.items() if name in options)
             raise ValueError(f"{name} is of --kind {others}, not of {kind}")
+    if given["--term"] not in (None, *TERMS):
+        raise ValueError(f"--term must be one of {', '.join(TERMS)}, got {given['--term']!r}")
     if kind == "model" and not of_model:
         raise ValueError("--kind model needs --layers, those of the target that it has, or --config, a config.json")
     return kind

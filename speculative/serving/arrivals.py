@@ -152,7 +152,7 @@ class Arrivals:
         self.most = most
         self._waiting: dict[Hashable, dict[Hashable, deque[Arrival]]] = {}  # whose turn is next comes first
         self._count = 0
-        self._lock = threading.RLock()  # entered by itself, see `LayerSlots`
+        self._lock = threading.RLock()  # entered by itself: Ctrl-C within Condition.__enter__ would leave it locked
         self._changed = threading.Condition(self._lock)
         self._is_open = True
         self._error: BaseException | None = None

@@ -48,7 +48,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # entered by itself, see `LayerSlots`
+        self._lock = threading.RLock()  # entered by itself: Ctrl-C within Condition.__enter__ would leave it locked
         self._changed = threading.Condition(self._lock)
         self._tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from block_checkpoints import LAWS, block_of, said_of, tensors_of, variant, zlab
+from block_checkpoints import LAWS, block_of, of_one_law, said_of, tensors_of, variant, zlab
 from drafted_cases import PROMPTS, assert_drafts_as_said, assert_later_turns_agree
 from head_checkpoints import write
 from tiny_models import tiny_llama
@@ -181,15 +181,7 @@ def test_a_chain_is_accepted_as_often_as_the_overlap_of_both_laws_says(law, tmp_
 def test_temperatures_of_depths_cure_flat_laws_and_keep_the_text_exact(method, tmp_path):
     """The target's law is the same everywhere, and the draft's logits are a fifth of its own: far too flat."""
     target, kind = tiny_llama(0), variant(vocab=7, drafted=7, width=16, read=16, ids=(0,), mask=6)
-    tensors = {name: 0 * each if "o_proj" in name or "down_proj" in name else each
-               for name, each in tensors_of(kind).items()}  # fmt: skip
-    with torch.no_grad():
-        for name, weight in target.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight", "embed_tokens.weight")):
-                weight.zero_()
-        target.model.norm.weight.fill_(1)
-        target.model.embed_tokens.weight[:, 0] = 1
-        target.lm_head.weight[:, 0] = torch.tensor([1.3, 0.4, 0.2, 0.0, 0.0, -0.1, -0.2])  # times 4, after the norm
+    tensors = of_one_law(target, tensors_of(kind), [1.3, 0.4, 0.2, 0.0, 0.0, -0.1, -0.2])
     tensors["norm.weight"] = torch.full((16,), 0.2)
     config, _ = zlab(kind)
     head = load_block(write(tmp_path, config | {"num_target_layers": 2}, tensors), target)

@@ -207,7 +207,7 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
         (text, "--layers", "0", "--depths", 3): "--depths is of --kind head or block, not of model",
         (text, "--kind", "block", "--config", config): "--config is of --kind model, not of block",
         (text, "--term", "rnn"): "--term is of --kind block, not of head",
-        (text, "--kind", "block", "--term", "rn"): "term must be one of vanilla, gated, rnn",
+        (text, "--kind", "block", "--term", "rn"): "--term must be one of gated, vanilla, rnn, none, got 'rn'",
         (text, "--kind", "model"): "--kind model needs --layers",
         (text, "--kind", "tree"): "--kind must be one of head, model, block, got 'tree'",
         (text, "--config", config): "cannot make a causal language model of --config",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_checkpoints import LAWS, block_of, said_of, tensors_of, variant, zlab
+from block_checkpoints import LAWS, block_of, of_one_law, said_of, tensors_of, variant, zlab
 from drafted_cases import small_draft
 from head_cases import VARIANTS, head_of
 from head_checkpoints import write
@@ -54,16 +54,9 @@ def flat_below_depth_1(folder):
     But those after a mask, of all depths below 1, are a quarter of them: far too flat.
     """
     target, kind = tiny_llama(0), variant(vocab=7, drafted=7, width=16, read=16, ids=(0,), mask=6, shift=1)
-    tensors = {name: 0 * each if "o_proj" in name or "down_proj" in name else each
-               for name, each in tensors_of(kind).items()}  # fmt: skip
+    tensors = of_one_law(target, tensors_of(kind), [1.3, 0.4, 0.2, 0.0, 0.0, -0.1, -9.0])
     with torch.no_grad():
-        for name, weight in target.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight", "embed_tokens.weight")):
-                weight.zero_()
-        target.model.norm.weight.fill_(1)
-        target.model.embed_tokens.weight[:, 0] = 1
         target.model.embed_tokens.weight[6, :2] = torch.tensor([0.25, 0.9375**0.5])
-        target.lm_head.weight[:, 0] = torch.tensor([1.3, 0.4, 0.2, 0.0, 0.0, -0.1, -9.0])  # times 4, after the norm
         target.lm_head.weight[6, 1] = -9.0  # a mask is not written, whatever the row
     tensors["norm.weight"] = torch.ones(16)
     config, _ = zlab(kind, shift_label=True)
