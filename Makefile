@@ -14,6 +14,9 @@ CONSTRAINTS ?= .ci/newest.txt
 WORKERS ?= 2
 TESTS ?=
 
+# Files of tests are compiled once, not by each process that reads them.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What depends on the versions of other packages: kernels in Triton's interpreter, the drop-in, generation against that of
 # transformers, with custom_generate and in every pair of options, and the server.
 VERSION_TESTS := $(addprefix tests/, kernels/test_noise.py kernels/test_commit.py core/test_huggingface.py \
