@@ -24,6 +24,7 @@ def pytest_addoption(parser):
         "--adversary", type=int, metavar="SEED", help="run kernels under tests/support/adversary.py with this seed"
     )
     parser.addoption("--durations-file", type=Path, metavar="FILE", help="write the seconds of each test file there")
+    parser.addoption("--every-variant", action="store_true", help="run all variants of tests that are marked `few`")
     parser.addoption(
         "--rows", choices=("pairs", "triples", "today"), default="pairs",
         help="rows of the conformance suite: of all pairs, of all triples, or drawn at random anew each day",
@@ -55,13 +56,37 @@ def prepare():
     remember_probes()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(config, items):
     """Long files come first, so that no process is left alone with one at the end."""
+    if not config.getoption("--every-variant"):
+        mark_variants(items)
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     items.sort(key=lambda item: -seconds.get(item.nodeid.split("::")[0], 0.0))
     gc.freeze()  # of what was imported nothing goes: to look through it takes as long as a short test
     gc.set_threshold(20_000)  # instead of 700 objects, which takes a fortieth of all time
+
+
+def mark_variants(items):
+    """Of a test marked `few(count)`, so many variants run by default, and the others nightly, as slow tests do."""
+    variants = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            variants[item.nodeid.split("[")[0]].append(item)
+    for several in variants.values():
+        count, values = several[0].get_closest_marker("few").args[0], set()
+        first = [several[len(several) * place // count] for place in range(min(count, len(several)))]
+        left = [*first, *(item for item in several if item not in first)]
+        for _ in first:  # the next is one whose values have not been there; of those alike, one far from others
+            item = max(left, key=lambda item: len(values_of(item) - values))
+            left.remove(item)
+            values |= values_of(item)
+        for item in left:
+            item.add_marker("slow")
+
+
+def values_of(item):
+    return {(name, str(value)) for name, value in item.callspec.params.items()}
 
 
 def pytest_unconfigure():

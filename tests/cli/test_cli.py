@@ -217,6 +217,7 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
         assert_refused(heavypath(*given), 1, message)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("draft", [
     "prompt-lookup", "lookahead", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}",
     "demo-head+prompt-lookup", "2*demo-head+4*prompt-lookup", "merge:demo-head+prompt-lookup",

@@ -129,6 +129,7 @@ RELATIVES = {  # of Llama, and which change is made to them
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
     """And what it computed before is not used any more."""
@@ -207,6 +208,7 @@ CHANGES_FOR_A_WHILE = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE)
 def test_a_change_that_is_undone_is_gone(change, model, draft, decoder):
     before = greedy(model)

@@ -156,6 +156,7 @@ def assert_generated(ours, expected):
     assert_close(ours[1], expected[1][: len(ours[1])])
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_writes_the_text_of_eager(family, way, route):

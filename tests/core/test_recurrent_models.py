@@ -132,6 +132,7 @@ def nearly(model):
     return draft
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", EVERY)
 def test_greedy_texts_are_those_of_transformers_generate(kind):
     """In a batch with left padding in which one text ends early, and alone."""
@@ -188,6 +189,7 @@ def some(*often):
     ])  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("method", "kind"), CROSSED)
 def test_every_method_writes_the_targets_text(method, kind):
     """With a draft of recurrent layers; a static and a growing tree with a dense target or draft, too.
@@ -208,6 +210,7 @@ def test_every_method_writes_the_targets_text(method, kind):
             assert check_states(decoder) > 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", FOUR)
 @pytest.mark.parametrize(("method", "options"), [
     ("sequoia", {"tree": TokenTree.from_branching([2, 2])}), ("specinfer", {"tree": TokenTree.independent(2, 2)}),
@@ -301,6 +304,7 @@ def test_a_draft_that_rests_reads_later_what_it_missed(kind, monkeypatch):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer", "dyspec", "rsd-s"])
 @some(FOUR[1])
 def test_a_draft_that_is_the_target_is_never_wrong(kind, method):
@@ -383,6 +387,7 @@ DRAFTS = {
 }
 
 
+@pytest.mark.few(2)
 @some(FOUR[0])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_drafts_of_other_kinds_and_processors(draft, kind):

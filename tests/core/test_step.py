@@ -54,6 +54,7 @@ DRAFTS = {  # of a target
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "draft", "shape", "sampling", "batch", "new"),
     [
@@ -97,6 +98,7 @@ def llama_without_values(layers: int) -> LlamaForward:
     return forward
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     ("method", "draft", "temperature"),
     [

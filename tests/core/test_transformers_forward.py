@@ -36,6 +36,7 @@ def greedy(model, new_tokens):
     )
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kind", MODELS)
 def test_greedy_text_is_that_of_transformers_generate(kind):
     model = tiny(kind)
@@ -153,6 +154,7 @@ def test_a_model_that_does_not_do_as_told_is_found_out(broken, dtype, monkeypatc
         SpeculativeDecoder(model, None, "autoregressive")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "attention", "method"), [
     ("granite", "sdpa", "sequoia"), ("granite", "heavypath", "dyspec"), ("gemma2", "eager", "dyspec"),
     ("deepseek_v3", "sdpa", "sequoia"), ("gpt_oss", "eager", "sequoia"), ("mixtral", "sdpa", "dyspec"),

@@ -30,6 +30,7 @@ def published(folder, target, name):
     return loaded(folder, target, kind, config, tensors), kind
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("text", [TEXT, TEXT[:3], TEXT[:1]], ids=["eleven tokens", "three", "one"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_laws_of_the_formulas(name, text, target, tmp_path):

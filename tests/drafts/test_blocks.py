@@ -41,6 +41,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
     ("causal", "chain"), ("from the root", "dyspec"), ("four tokens", "rsd-s"), ("windows", "eagle-2"),
@@ -154,6 +155,7 @@ def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, sequ
     assert fit.is_lossless(), str(fit)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("law", LAWS)
 @torch.inference_mode()
 def test_a_chain_is_accepted_as_often_as_the_overlap_of_both_laws_says(law, tmp_path):
@@ -177,6 +179,7 @@ def test_a_chain_is_accepted_as_often_as_the_overlap_of_both_laws_says(law, tmp_
     assert abs(found - expected) < 5 * (expected * (1 - expected) / 2500) ** 0.5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
 def test_temperatures_of_depths_cure_flat_laws_and_keep_the_text_exact(method, tmp_path):
     """The target's law is the same everywhere, and the draft's logits are a fifth of its own: far too flat."""

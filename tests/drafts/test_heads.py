@@ -22,6 +22,7 @@ from heavypath.speculative.models.forward_of import forward_of
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
     ("eagle-3", "chain"), ("eagle-3.1", "dyspec"), ("eagle-3, four tokens", "rsd-s"),

@@ -87,6 +87,7 @@ def test_a_collapse_by_flat_deep_laws_is_cured_by_calibrating(tmp_path, monkeypa
     assert reached[1] == 6 > 2 * reached[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("law", "method", "verifier"), [
     ("of depths", "sequoia", "held_traversal"), ("of tokens", "dyspec", "traversal"),
     ("of paths", "chain", "rejection"),
@@ -125,6 +126,7 @@ def test_a_profiles_temperatures_are_those_that_a_head_may_be_given(method, tmp_
     assert greedy == plain_greedy
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("law", ["of depths", "of paths", "of few tokens"])
 @torch.inference_mode()
 def test_they_are_fitted_by_the_chance_that_a_chain_is_accepted(law, tmp_path, monkeypatch):

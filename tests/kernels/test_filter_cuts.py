@@ -45,6 +45,7 @@ def some_rows(vocab_size: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("vocab_size", "dtype", "filters"), [
     *((37, torch.float16, filters) for filters in FILTERS), (CHUNK.value + 1, torch.bfloat16, FILTERS[7]),
 ], ids=str)  # fmt: skip

@@ -104,6 +104,7 @@ def signed(sin):
 
 
 # Batch, nodes, heads, heads of keys, head size.
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 2), (2, 3, 6, 2, 24), (3, 5, 3, 1, 128)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
@@ -195,6 +196,7 @@ def take_kernels(monkeypatch):
     monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
 
 
+@pytest.mark.few(4)
 @interpreted
 @pytest.mark.parametrize(("name", "dtype"), [
     *((name, torch.float32) for name in BY_KERNELS), ("head norms", torch.float16), ("head norms", torch.bfloat16)

@@ -48,6 +48,7 @@ def test_random_numbers_are_those_of_numpy_to_the_bit():
     torch.testing.assert_close(drawn.keys, keys - 16 * torch.tensor(2.0).log(), rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_what_is_accepted_is_what_the_reference_accepts(method):
     for seed in range(60):
@@ -123,6 +124,7 @@ def test_a_recording_replays_calls_and_notices_what_is_none():
     assert recording.obstacle is None
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("method", ["autoregressive", "specinfer", "sequoia", "ersd", "dyspec", "rsd-s", "eagle-2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_recorded_steps_do_what_others_do(method, temperature, monkeypatch):

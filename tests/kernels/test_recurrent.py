@@ -90,6 +90,7 @@ def test_no_node_has_a_state_of_its_own(kind):
     assert most_memory() - before < nodes * state.nbytes / 4
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("passes", [1, 4])
 @pytest.mark.parametrize("strength", [0.1, 5.0, 100.0])
 @pytest.mark.parametrize("kind", RULES)
@@ -294,6 +295,7 @@ def agree(
     assert torch.equal(own[1].cpu(), state[1])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", RULES)
 def test_kernels_give_what_the_references_give(kind, dtype):

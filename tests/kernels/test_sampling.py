@@ -147,6 +147,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("vocab_size", "k", "dtype", "options"), [
     (1, 1, torch.float32, {}),
     *((6, 8, torch.float32, options) for options in OPTIONS),

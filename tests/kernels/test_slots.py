@@ -153,6 +153,7 @@ def check_case(impl, case):
             check_assembled(impl, slots, roots, level, nodes, trims)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", [
     *range(len(POLICIES)), *(pytest.param(case, marks=pytest.mark.slow) for case in range(len(POLICIES), 220))
 ])  # fmt: skip
@@ -164,6 +165,7 @@ def test_of_a_single_token_the_draft_is_sure():
     grown("triton", 1, 1, "normal", (1, 1, 2, 1))
 
 
+@pytest.mark.few(5)
 @needs_compiler
 @pytest.mark.parametrize("policy", range(len(POLICIES)))
 def test_compiled_code_grows_and_assembles_the_references_trees(policy):

@@ -130,6 +130,7 @@ LARGE = {
 }
 
 
+@pytest.mark.few(5)
 @IMPLS
 @pytest.mark.parametrize("border", [*BORDERS, *(pytest.param(name, marks=slow) for name in LARGE)])
 def test_blocks_are_masked_at_their_borders(border, impl):

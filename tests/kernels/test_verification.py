@@ -35,6 +35,7 @@ def check(method, replacement, language, growth, fill=False, sources=(), **optio
     return check_decisions(verifier, language, trees, method=method, replacement=replacement, **options)
 
 
+@pytest.mark.few(12)
 @each_rule
 @pytest.mark.parametrize("name", GROWTHS)
 def test_every_walk_ends_where_the_oracle_says(name, method, replacement):
@@ -50,6 +51,7 @@ def test_every_walk_in_every_tree_of_five_nodes_ends_where_the_oracle_says(metho
         check(method, replacement, Language(3, seed, 0.1), static([-1, *parents]))
 
 
+@pytest.mark.few(4)
 @each_rule
 def test_larger_vocabularies_shallow_walks_and_trees_that_grow(method, replacement):
     assert check(method, replacement, Language(5, 1, 0.2), static([-1, 0, 0, 0])) > 10
@@ -65,6 +67,7 @@ ONE_FILTER = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("method", "replacement", "target", "draft"), [
     *((*rule, *EVERY_FILTER) for rule in RULES), *(("without_replacement", False, *filters) for filters in ONE_FILTER),
     *(("kseq", True, PLAIN, draft) for draft in (Filters(0.5), Filters(top_k=1))),  # which asks for all of Q
@@ -85,6 +88,7 @@ def test_the_drafts_likeliest_tokens_are_point_masses(method):
         check_decisions(rule, language, trees, method=method, replacement=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sources", [
     [0, 0, 1, 0, 1], [0, 1, 1, 2, 2], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0],
 ])  # fmt: skip

@@ -19,6 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("PYTEST_ADDOPTS", "--every-variant")
 sys.path[0] = str(ROOT / "tests/support")
 
 from mutant_runs import Result, Runner  # noqa: E402

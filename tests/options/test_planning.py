@@ -252,6 +252,7 @@ def test_selection_among_all_sizes_to_256_takes_seconds():
 LONG = 0.75 ** torch.arange(32) * 0.249
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("acceptance", "max_depth"), [
     pytest.param(LONG, None, id="falls"),
     pytest.param(LONG.flip(0), 18, id="rises"),

@@ -102,6 +102,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_pair, monkeypatch):
     target = tiny_pair[0]
@@ -152,6 +153,7 @@ WARPED = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("settings", WARPED, ids=str)
 def test_sampled_text_under_all_warpers_has_transformers_law(settings, tiny_pair, monkeypatch):
     """Given to transformers' generate and found in the model's generation_config by turns."""

@@ -41,6 +41,7 @@ def text_model(model):
     return draft
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "method"), [
     ("gemma3", "sequoia"), ("qwen2_5_vl", "dyspec"), ("llava", "chain"), ("qwen3_vl", "sequoia"),
     ("voxtral", "sequoia"),

@@ -179,7 +179,12 @@ def test_nothing_that_a_client_says_is_in_the_log(base, caplog, capfd):
         post(base, BODY | more)
     for path in ("/v1/%0aFORGED%1b", "/health?%0aFORGED", "/v1/models/%0d%0aFORGED"):
         ask(base, "GET", path)
-    for head in (b"GET /\x1b\nFORGED HTTP/1.1", b"FORGED\x1b", b"GET / HTTP/1.1\r\nHost: \x1bFORGED", b"\x16FORGED\n"):
+    for head in (
+        b"GET /\x1b\nFORGED HTTP/1.1",
+        b"FORGED\x1b",
+        b"GET / HTTP/1.1\r\nConnection: close\r\nHost: \x1bFORGED",
+        b"\x16FORGED\n",
+    ):
         with opened(base, head + b"\r\n\r\n") as connection:
             received(connection)
     said = caplog.text + "".join(capfd.readouterr())

@@ -54,6 +54,7 @@ def conversations(count, seed):
         yield turn[:60], made.choice([0.0, 0.9])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_texts_are_those_without_rows_of_others(name):
     target = tiny_llama(0)

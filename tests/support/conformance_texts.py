@@ -155,7 +155,7 @@ def sampled(case, decoder):
         or row["tree"] == "deep"
         or row["verifier"] == "own"
     )
-    prompt, sequences = torch.tensor(PROMPTS[case.members[0]]), 800 if asked else 4_000 if slow else 20_000
+    prompt, sequences = torch.tensor(PROMPTS[case.members[0]]), 500 if asked else 4_000 if slow else 20_000
     out = decoder.generate(
         prompt.expand(sequences, -1), LENGTH, temperature=case.row["temperature"], **case.sampling, seed=SEED,
         eos_token_id=EOS if case.row["stop"] == "token" else None, pad_token_id=EOS,
