@@ -23,8 +23,9 @@ names, in processes that serve one architecture each. What is printed is read of
     seconds      that compiling took when it was compiled, which no comparison looks at
 
 The exit status is 1 and a list says why if a case does not compile, if a kernel of the package is in no case, if
-anything spills or takes more shared memory than there is, if 16-bit products of 64 rows and more lose wgmma on sm_90 or
-wait for each, or if the inner loop of any 16-bit products loads less than 16 bytes at a time.
+lanes of a reduction would round different sums, since a product is fused with its first addition, if anything spills
+or takes more shared memory than there is, if 16-bit products of 64 rows and more lose wgmma on sm_90 or wait for
+each, or if the inner loop of any 16-bit products loads less than 16 bytes at a time.
 
 A case is compiled if the code that it depends on changed (py says what that is). Otherwise its figures
 are those that this machine or the repository keeps. One in ten of the cases that only the repository knows, drawn anew
@@ -56,7 +57,7 @@ import machine_code
 import torch
 import triton
 from compile_cases import CASES
-from machine_code import GPUS, LEAST_SHARED, Figures, compile_for, figures, kernel_name
+from machine_code import GPUS, LEAST_SHARED, Figures, compile_for, figures, kernel_name, sums_by_lane
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -265,6 +266,9 @@ def compile_cases(arch: int, names: Sequence[str]) -> dict[str, Kernels | str]:
         new = [kernel for kernel in launched if kernel.hash not in read]
         read |= {kernel.hash: figures(kernel, arch, seconds[kernel.hash]) for kernel in new}
         done[name] = {kernel.hash[:12]: read[kernel.hash] for kernel in launched}
+        for kernel in new:
+            if fused := sums_by_lane(kernel.asm["ptx"]):
+                done[name] = f"{kernel.metadata.name}: lanes would have different sums, {fused[0]}"
     return done
 
 

@@ -24,7 +24,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.filtering import HIDDEN_BITS, LEAST, LOWEST, Filters, raised, score, softmax_scale
+from heavypath.kernels.filtering import (
+    HIDDEN_BITS,
+    LEAST,
+    LOWEST,
+    Filters,
+    raised,
+    score,
+    softmax_scale,
+    sum_of_products,
+)
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sharing import (
     LOOKS,
@@ -260,7 +269,7 @@ def _lead(
     parts = tl.load(part_ptr, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
     totals = tl.load(part_ptr + CHUNKS, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
     largest = tl.max(parts)
-    total = tl.sum(totals * tl.exp2((parts - largest) * scale))
+    total = sum_of_products(totals, tl.exp2((parts - largest) * scale))
     cut, end = tl.full([], float("nan"), tl.float32), V + tl.full([], 0, tl.int32)
     if total > 0:  # false for a row of -inf alone, and for one with NaN or +inf
         cut = tl.full([], LOWEST, tl.float32)
@@ -333,7 +342,7 @@ def _cuts_kernel(
         highest = tl.max(largest)
         part_ptr = parts_ptr + row.to(tl.int64) * 2 * CHUNKS + chunk
         tl.store(part_ptr, highest)
-        tl.store(part_ptr + CHUNKS, tl.sum(total * tl.exp2((largest - highest) * scale)))
+        tl.store(part_ptr + CHUNKS, sum_of_products(total, tl.exp2((largest - highest) * scale)))
         if is_last(tickets_ptr + row, CHUNKS):
             cut, end, largest_of_row = _lead(
                 memory, row, row_ptr, parts_ptr, V, temperature, top_k, top_p, log_min_p,

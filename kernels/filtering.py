@@ -147,3 +147,9 @@ def score(x, largest, temperature):
 def softmax_scale(temperature):
     """The factor that makes (logit - largest) an argument of exp2; finite for the lowest temperature."""
     return tl.minimum(LOG2E / temperature, 1e20)
+
+
+@triton.jit
+def sum_of_products(sums, weights):
+    """The same in all lanes. A product that was fused with the first addition would be rounded in one lane of two."""
+    return tl.sum(tl.where(sums == 0.0, 0.0, sums * weights))

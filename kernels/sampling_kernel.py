@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filter_cuts import filter_cuts, filtered
-from heavypath.kernels.filtering import LOG2E, LOWEST, Filters, raised, score, softmax_scale
+from heavypath.kernels.filtering import LOG2E, LOWEST, Filters, raised, score, softmax_scale, sum_of_products
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
 from heavypath.kernels.tickets import is_last, tickets
@@ -57,12 +57,6 @@ def _merge(top, packed, K, PLACES: tl.constexpr):
         top = tl.where(top == best, NEVER, top)
         packed = tl.where(packed == best, NEVER, packed)
     return merged
-
-
-@triton.jit
-def sum_of_products(sums, weights):
-    """The same in all lanes. A product that was fused with the first addition would be rounded in one lane of two."""
-    return tl.sum(tl.where(sums == 0.0, 0.0, sums * weights))
 
 
 @triton.jit

@@ -240,16 +240,18 @@ int64_t k_seq(const Tree& tree, int64_t node, const Numbers& children, std::vect
     for (float& weight : draft) weight /= draft_mass;
     int64_t count = 0;
     for (int64_t child : children) count += log_draft[tree.tokens[child]] > -INFINITY;
-    double cover, accepting;
-    const auto gap_at = [&](double g) {  // C(g) - A(g)
-        for (int64_t v = 0; v < vocab; v++) share[v] = std::min(target[v], float(g) * draft[v]);
-        cover = sum_of(share.data(), vocab);
-        accepting = 1 - std::pow(std::max(1 - cover / g, 0.0), count);
-        return cover - accepting;
+    double uncovered, refusing;
+    const auto gap_at = [&](double g) {  // R(g) - F(g)
+        for (int64_t v = 0; v < vocab; v++) share[v] = std::max(target[v] - apart(float(g) * draft[v]), 0.0f);
+        uncovered = std::min(sum_of(share.data(), vocab), 1.0);
+        refusing = std::pow(1 - (1 - uncovered) / g, count);
+        return refusing - uncovered;
     };
     // Regula falsi with the Illinois rule: the least g is in [low, high], and high always satisfies the condition.
-    double low = 1, high = std::max<double>(count, 1), low_gap = gap_at(low), high_gap = gap_at(high);
-    if (low_gap >= 0) high = low;
+    double low = 1, high = 1, low_gap = gap_at(low);
+    const double root = std::pow(uncovered, 1.0 / std::max<int64_t>(count, 1));
+    for (int64_t child = 1; child < count; child++) high = 1 + root * high;
+    double high_gap = gap_at(high);
     for (int step = 0, before = -1; step < SEARCH_STEPS && high > low; step++) {
         const double slope = high_gap - low_gap;
         const double between = high - high_gap * (high - low) / (slope == 0 ? 1 : slope);
@@ -269,9 +271,12 @@ int64_t k_seq(const Tree& tree, int64_t node, const Numbers& children, std::vect
         if (log_q > -INFINITY && tree.coin(child) < most) return child;
     }
     gap_at(high);
-    const float part = std::min(accepting / std::max(cover, 0x1p-1022), 1.0);
+    const float part = std::min((1 - refusing) / std::max(1 - uncovered, 0x1p-1022), 1.0);
     left.resize(vocab);
-    for (int64_t v = 0; v < vocab; v++) left[v] = std::max(target[v] - apart(part * share[v]), 0.0f);
+    for (int64_t v = 0; v < vocab; v++) {
+        const float covered = std::min(target[v], float(high) * draft[v]);
+        left[v] = std::max(target[v] - apart(part * covered), 0.0f);
+    }
     return -1;
 }
 

@@ -33,9 +33,12 @@ from heavypath.kernels.verifying.drafted_tree import (
 
 @triton.jit
 def _moved(total, moment, shift):
-    """The sums of 2^t and 2^t t, where `shift` is added to each t; nothing is left of what is moved too far down."""
+    """The sums of 2^t and 2^t t, where `shift` is added to each t; nothing is left of what is moved too far down.
+
+    Neither is a bare product, for the reason that `sum_of_products` has.
+    """
     scale = tl.exp2(shift)
-    return total * scale, tl.where(scale > 0, scale * (moment + total * shift), 0.0)
+    return tl.where(total == 0.0, 0.0, total * scale), tl.where(scale > 0, scale * (moment + total * shift), 0.0)
 
 
 @triton.jit(do_not_specialize=["log_epsilon", "log_delta", "temperature"])

@@ -54,7 +54,7 @@ from heavypath.kernels.verifying.residual import try_chain
 def help_at(
     counters_ptr, rows, place, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr,
     marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride,
-    temperature, draft_temperature, index, LEAVES_OUT: tl.constexpr, COVERED: tl.constexpr, FILTERED: tl.constexpr,
+    temperature, draft_temperature, index, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Take part in the pass of node `place`, of which this program has taken a piece."""
@@ -76,7 +76,7 @@ def help_at(
     sum_pieces(
         (counters_ptr, rows, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
         offset(target, p_offset), draft, log_multiple, uniform, V, token, left_out,
-        COVERED, FILTERED, DRAFT_FILTERED,
+        FILTERED, DRAFT_FILTERED,
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def _decide_kernel(
                         left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride,
                         target_batch_stride, target_stride, draft_batch_stride, draft_stride,
                         temperature, draft_temperature, index,
-                        leaves_out, K_SEQ, FILTERED, DRAFT_FILTERED, PIECES,
+                        leaves_out, FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
         leave(counters_ptr, rows, HELPERS)
         return

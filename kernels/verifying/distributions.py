@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filter_cuts import filtered
-from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised, softmax_scale
+from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised, softmax_scale, sum_of_products
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.nodes import Verified, VerifyInputs, as_verified
 from heavypath.kernels.noise import Stream, gumbels
@@ -110,7 +110,7 @@ def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.conste
         total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
         largest = higher
     highest = tl.max(largest)
-    return highest, tl.sum(total * tl.exp2((largest - highest) * scale))
+    return highest, sum_of_products(total, tl.exp2((largest - highest) * scale))
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def normalized(
     parts = tl.load(part_ptr + chunk, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
     totals = tl.load(part_ptr + CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
     outside_largest = tl.max(parts)
-    outside = tl.sum(totals * tl.exp2((parts - outside_largest) * scale))
+    outside = sum_of_products(totals, tl.exp2((parts - outside_largest) * scale))
     largest, total = outside_largest, outside
     if LEAVES_OUT:
         x = tl.load(row_ptr + token, mask=left_out, other=float("-inf")).to(tl.float32)
@@ -249,10 +249,10 @@ def offset(side, p_offset):
 
 @triton.jit
 def sum_pieces(
-    job, piece, target, draft, log_multiple, uniform, V, child_token, left_out, COVERED: tl.constexpr,
+    job, piece, target, draft, log_multiple, uniform, V, child_token, left_out,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """Store C(l) if COVERED, else F(l), of this piece of the rows, and of each that nobody has taken yet."""
+    """Store F(l) of this piece of the rows, and of each that nobody has taken yet."""
     counters_ptr, rows, row, _, sums_ptr = job
     count = tl.full([], 0, tl.int32)
     while piece >= 0:
@@ -261,7 +261,7 @@ def sum_pieces(
             target, draft, log_multiple, uniform, start + tl.arange(0, PIECE), start, tl.minimum(start + PIECE, V), V,
             child_token, left_out, FILTERED, DRAFT_FILTERED,
         )  # fmt: skip
-        tl.store(sums_ptr + piece, tl.sum(cover if COVERED else p - cover))
+        tl.store(sums_ptr + piece, tl.sum(p - cover))
         count += 1
         piece = take_chunk(counters_ptr, row)
     finish_chunks(counters_ptr, rows, row, count)
@@ -270,9 +270,9 @@ def sum_pieces(
 @triton.jit
 def shared_sum(
     job, target, draft, log_multiple, uniform, p_offset, V, child_token, left_out,
-    COVERED: tl.constexpr, FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """C(l) if COVERED, else F(l), of a node whose sides and left_out children are stored."""
+    """F(l) = sum max(P - l Q, 0) of a node whose sides and left_out children are stored."""
     counters_ptr, rows, row, facts_ptr, sums_ptr = job
     tl.store(facts_ptr + 4, log_multiple)
     tl.store(facts_ptr + 5, uniform)
@@ -281,7 +281,7 @@ def shared_sum(
     piece = take_chunk(counters_ptr, row)
     if piece >= 0:
         sum_pieces(
-            job, piece, offset(target, p_offset), draft, log_multiple, uniform, V, child_token, left_out, COVERED,
+            job, piece, offset(target, p_offset), draft, log_multiple, uniform, V, child_token, left_out,
             FILTERED, DRAFT_FILTERED,
         )  # fmt: skip
     wait_for_all(counters_ptr, rows, row, PIECES)

@@ -2,17 +2,24 @@
 
 At a node with target distribution P and draft distribution Q let K children be independent draws from Q. With
 
-    C(g) = sum_v min(P(v), g Q(v))      the part of P that g Q covers
-    A(g) = 1 - (1 - C(g) / g)^K         the probability that any child is accepted
+    F(g) = sum_v max(P(v) - g Q(v), 0)      the part of P that g Q does not cover
+    R(g) = (1 - (1 - F(g)) / g)^K           the probability that all children are rejected
 
 the algorithm is
 
-    g in [1, K]      the least g with C(g) >= A(g), which g = K always satisfies
+    g in [1, K]      the least g with R(g) >= F(g)
     accept x_k  iff  coin_k < P(x_k) / (g Q(x_k))
-    all rejected     recovered token ~ P - min(P, g Q) A(g) / C(g)
+    all rejected     recovered token ~ P - min(P, g Q) (1 - R(g)) / (1 - F(g))
 
-The target's law is kept for every g with C(g) >= A(g), so the search for the least one may stop anywhere above it. The
-search is regula falsi with the Illinois rule. A child that the draft could not have drawn is skipped, as if absent.
+The paper has C = 1 - F and A = 1 - R. These are close to 1 where the draft is good, and fp32 would not tell which is
+larger. The target's law is kept for every g with R(g) >= F(g), so the search for the least one may stop anywhere above
+it. It begins between 1 and
+
+    1 + x + .. + x^(K-1),      x = F(1)^(1/K)
+
+where R(g) >= F(g): there R^(1/K) >= F^(1/K) holds with equality if F is still F(1), and if it is 1, and in between
+since the left side is linear in F and the right side concave. The search is regula falsi with the Illinois rule. A
+child that the draft could not have drawn is skipped, as if absent.
 
 On a GPU the last of a node's programs tries its children (see `decision`). Each step of the search is a pass over both
 rows, which is shared by programs that are free (see `sharing`). It ends once fp32 cannot tell the bounds of g apart.
@@ -41,28 +48,32 @@ def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tu
     target, draft = np.exp2(log_target), np.exp2(log_draft)
     children = sum(log_draft[token] > -np.inf for token in drawn)
 
-    def measured(g: float) -> tuple[float, float, float]:
-        """C(g), A(g) and their difference."""
-        cover = float(np.minimum(target, target.dtype.type(g) * draft).sum())
-        accepting = 1 - max(1 - cover / g, 0.0) ** children
-        return cover, accepting, cover - accepting
+    def measured(g: float) -> tuple[float, float]:
+        """F(g) and R(g)."""
+        uncovered = min(float(np.maximum(target - target.dtype.type(g) * draft, 0).sum()), 1.0)
+        return uncovered, (1 - (1 - uncovered) / g) ** children
+
+    def gap_at(g: float) -> float:
+        uncovered, refusing = measured(g)
+        return refusing - uncovered
 
     # Regula falsi with the Illinois rule: the least g is in [low, high], and high always satisfies the condition.
-    low, high, before = 1.0, max(1.0, float(children)), None
-    low_gap, high_gap = measured(low)[2], measured(high)[2]
-    high = low if low_gap >= 0 else high
+    low, before = 1.0, None
+    root = measured(low)[0] ** (1 / max(children, 1))
+    high = sum((root**power for power in range(1, children)), 1.0)
+    low_gap, high_gap = gap_at(low), gap_at(high)
     for _ in range(SEARCH_STEPS.value if high > low else 0):
         slope = high_gap - low_gap
         middle = min(max(high - high_gap * (high - low) / (slope or 1.0), low), high)
-        _, _, gap = measured(middle)
+        gap = gap_at(middle)
         if gap >= 0:
             low_gap = low_gap / 2 if before == "enough" else low_gap
             high, high_gap, before = middle, gap, "enough"
         else:
             high_gap = high_gap / 2 if before == "too little" else high_gap
             low, low_gap, before = middle, gap, "too little"
-    cover, accepting, _ = measured(high)
-    share = min(accepting / max(cover, np.finfo(np.float64).tiny), 1.0)
+    uncovered, refusing = measured(high)
+    share = min((1 - refusing) / max(1 - uncovered, np.finfo(np.float64).tiny), 1.0)
     ratios = (np.exp2(float(log_target[token]) - float(log_draft[token])) / high for token in drawn)
     thresholds = [ratio if log_draft[token] > -np.inf else None for token, ratio in zip(drawn, ratios, strict=True)]
     covered = np.minimum(target, target.dtype.type(high) * draft)
@@ -70,10 +81,10 @@ def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tu
 
 
 @triton.jit
-def _accepting(g, covered, children):
-    """A(g), in fp64."""
-    refuse = tl.maximum(1 - covered.to(tl.float64) / g, 1e-300)
-    return 1 - tl.exp(children * tl.log(refuse))
+def _refusing(g, uncovered, children):
+    """R(g), in fp64."""
+    refuse = tl.maximum(1 - (1 - uncovered.to(tl.float64)) / g, 1e-300)
+    return tl.exp(children * tl.log(refuse))
 
 
 @triton.jit
@@ -82,16 +93,17 @@ def try_k_seq(
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
-    """`k_seq` at one node, in a kernel: the accepted child (`choice` where there is none), log2 g, and A(g) / C(g).
+    """`k_seq` at one node, in a kernel: the accepted child (`choice` where there is none), log2 g, (1 - R) / (1 - F).
 
     job is as in `distributions`.
     """
     here = (order < NONE) & (log_q > float("-inf"))
-    children = tl.sum(here.to(tl.int32)).to(tl.float64)
+    count = tl.sum(here.to(tl.int32))
+    children = count.to(tl.float64)
     low = tl.full([], 1.0, tl.float64)
     high = tl.maximum(children, 1.0)
     low_gap, high_gap = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    covered = tl.full([], 1.0, tl.float32)  # C(high); of a single child only A / C = 1 counts
+    missing = tl.full([], 0.0, tl.float32)  # F(high); of a single child only (1 - R) / (1 - F) = 1 counts
     before = tl.full([], -1, tl.int32)
     step = tl.full([], 0, tl.int32)
     while (choice == -1) & (step < SEARCH_STEPS + 2) & (high - low > high * 2.0**-24):
@@ -99,15 +111,19 @@ def try_k_seq(
         middle = high - high_gap * (high - low) / tl.where(slope == 0, 1.0, slope)
         middle = tl.minimum(tl.maximum(middle, low), high)
         middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))  # the first two steps are at both ends
-        cover = shared_sum(
+        uncovered = shared_sum(
             job, target, draft, tl.log2(middle.to(tl.float32)), 1.0, 0.0, V, token, order < 0,
-            True, FILTERED, DRAFT_FILTERED, PIECES,
+            FILTERED, DRAFT_FILTERED, PIECES,
         )  # fmt: skip
-        gap = cover.to(tl.float64) - _accepting(middle, cover, children)
+        uncovered = tl.minimum(uncovered, 1.0)
+        gap = _refusing(middle, uncovered, children) - uncovered.to(tl.float64)
         enough = gap >= 0
         if step == 0:
             low_gap = gap
-            high = tl.where(enough, low, high)
+            root = tl.exp(tl.log(tl.maximum(uncovered.to(tl.float64), 1e-300)) / children)
+            high = low
+            for _ in range(1, tl.where(uncovered > 0, count, 1)):
+                high = 1 + root * high
         elif step == 1:
             high_gap = gap
         elif enough:
@@ -116,11 +132,11 @@ def try_k_seq(
         else:
             high_gap = tl.where(before == 0, high_gap / 2, high_gap)
             low, low_gap, before = middle, gap, tl.full([], 0, tl.int32)
-        covered = tl.where(enough | (step == 1), cover, covered)
+        missing = tl.where(enough | (step <= 1), uncovered, missing)
         step += 1
     g = high.to(tl.float32)
-    accepting = _accepting(g.to(tl.float64), covered, children).to(tl.float32)
-    share = tl.minimum(accepting / tl.maximum(covered, 2.0**-126), 1.0)
+    accepting = 1 - _refusing(g.to(tl.float64), missing, children).to(tl.float32)
+    share = tl.minimum(accepting / tl.maximum(1 - missing, 2.0**-126), 1.0)
     accepted = tl.min(tl.where(here & (coin < tl.exp2(log_p - log_q) / g), order, NONE))
     index = tl.arange(0, order.shape[0])
     found = tl.sum(tl.where((order == accepted) & here, index, 0))

@@ -229,7 +229,7 @@ def try_chain(
                 if needed:
                     total = shared_sum(
                         job, target, draft, log_multiple, uniform, left, V, token, restricted > 0,
-                        False, FILTERED, DRAFT_FILTERED, PIECES,
+                        FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
                     if HELD:
                         kept = total / over

@@ -103,7 +103,7 @@ def weigh_children(
                     if (next_order < NONE) | (leaving + held > 0):
                         emitted = factor * shared_sum(
                             job, target, draft, log_multiple, uniform, 0.0, V, token, restricted > 0,
-                            False, FILTERED, DRAFT_FILTERED, PIECES,
+                            FILTERED, DRAFT_FILTERED, PIECES,
                         )  # fmt: skip
                 total = leaving + held + emitted
                 ending *= share  # where rounding has left nothing

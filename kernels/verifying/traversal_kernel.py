@@ -251,7 +251,7 @@ def _chains_kernel(
                     counters_ptr, rows, row, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr,
                     facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride,
                     draft_batch_stride, draft_stride, temperature, draft_temperature, index,
-                    leaves_out, False, FILTERED, DRAFT_FILTERED, PIECES,
+                    leaves_out, FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
             else:
                 if stage == CHAIN:
