@@ -17,9 +17,9 @@ it. It begins between 1 and
 
     1 + x + .. + x^(K-1),      x = F(1)^(1/K)
 
-where R(g) >= F(g): there R^(1/K) - F^(1/K) is 0 for F = F(1) and for F = 1, and convex in F, as a linear function less
-a concave one; so it is not negative for F(g) <= F(1). The search is regula falsi with the Illinois rule. A child that
-the draft could not have drawn is skipped, as if absent.
+where R(g) >= F(g). For there R^(1/K) - F^(1/K) is 0 for F = F(1) and for F = 1. It is convex in F, as a linear function
+less a concave one, so that it is not negative for F(g) <= F(1). The search is regula falsi with the Illinois rule. A
+child that the draft could not have drawn is skipped, as if absent.
 
 On a GPU the last of a node's programs tries its children (see `decision`). Each step of the search is a pass over both
 rows, which is shared by programs that are free (see `sharing`). It ends once fp32 cannot tell the bounds of g apart.
