@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import transformers
@@ -24,7 +24,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.kernels.tickets import counters_for, new_counters
-from heavypath.speculative import METHODS, TokenTree, load_demo_pair
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.step import Stepped, StepPlan
+from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import DemoPair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = "draw a picture to this file, a .png or .svg (needs matplotlib)"
 Run = Callable[[], object]
 Row = dict[str, Any]
+Returned = TypeVar("Returned")
 
 
 def argument_parser(
@@ -63,8 +67,8 @@ def until_stopped() -> Iterator[None]:
         print("stopped before the end; this is what there is:", flush=True)
 
 
-def environment(device: str = DEVICE) -> dict:
-    """The device, the threads and the versions that results depend on."""
+def environment(device: str = DEVICE, given: argparse.Namespace | None = None, *names: str) -> dict:
+    """The device, the threads, the versions and the options of the command line that results depend on."""
     return {
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else processor(),
         "threads": torch.get_num_threads(),
@@ -72,6 +76,7 @@ def environment(device: str = DEVICE) -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
+        **{name: getattr(given, name) for name in names},
     }
 
 
@@ -211,6 +216,37 @@ def clock_of(device: str) -> Callable[[], float]:
         return time.perf_counter()
 
     return when_done if torch.device(device).type == "cuda" else time.perf_counter
+
+
+def timed(call: Callable[[], Returned], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Returned]:
+    """Seconds that a call takes, and what it returned."""
+    begin = clock()
+    returned = call()
+    return clock() - begin, returned
+
+
+def timed_behind_first(
+    generate: Callable[[int], Returned], tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, Returned]:
+    """Seconds for a text of so many tokens less those for one token, and the text. Few may seem to take no time."""
+    first, _ = timed(lambda: generate(1), clock)
+    whole, text = timed(lambda: generate(tokens), clock)
+    return max(whole - first, 1e-6), text
+
+
+class Watched:
+    """Stands in the place of a decoder's runner from when it is made; a subclass has a `run` that looks at steps."""
+
+    def __init__(self, decoder: SpeculativeDecoder):
+        self.runner = decoder.runner
+        decoder.runner = cast(StepRunner, self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
+        """A step; where: the keyword arguments of `StepRunner.run`."""
+        return self.runner.run(plan, workspace, **where)
 
 
 def in_turns(

@@ -54,6 +54,7 @@ from common import (
     paper_verifier,
     quiet_demo_pair,
     show,
+    timed,
     times_as_fast,
     token_ids,
 )
@@ -299,13 +300,6 @@ def recall(bench: Bench) -> Iterator[Row]:
                 ]
                 rounds.append(sum(out.stats.new_tokens for out in outs) / sum(out.stats.steps for out in outs))
             yield {"temperature": temperature, "draft": name, "tokens_per_forward": rounds}
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what the call returned."""
-    begin = time.perf_counter()
-    result = call()
-    return time.perf_counter() - begin, result
 
 
 def query_seconds(queried: Draft, text: Tensor, nodes: int, rounds: int) -> list[float]:
@@ -577,7 +571,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parsed(argv)
     torch.set_num_threads(given.threads[0])
     bench, chosen = Bench(given), SWEEPS[given.sweep]
-    facts = environment(given.device) | {name: getattr(given, name) for name in ("sweep", *chosen.defaults)}
+    facts = environment(given.device, given, "sweep", *chosen.defaults)
 
     def measured() -> Iterator[Row]:
         for threads in given.threads:

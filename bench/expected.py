@@ -133,8 +133,7 @@ def main() -> None:
     if given.miniature:
         given.prompts, given.texts, given.tokens, given.nodes, given.temperature = 2, 1, 8, [4], [0.6]
     torch.set_num_threads(given.threads)
-    names = ("prompts", "texts", "tokens", "nodes", "temperature")
-    facts = environment("cpu") | {name: getattr(given, name) for name in names}
+    facts = environment("cpu", given, "prompts", "texts", "tokens", "nodes", "temperature")
     show(kept(rows(given), facts, given.json), title="expected and decoded tokens per forward pass")
 
 

@@ -33,9 +33,9 @@ law, in which likely tokens come too often, and it does not count among the best
 What is missing is named, and left out.
 """
 
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -49,6 +49,7 @@ from common import (
     environment,
     quiet_demo_pair,
     show,
+    timed_behind_first,
     token_ids,
     until_stopped,
     write_results,
@@ -123,18 +124,14 @@ def our_runner(decoder: SpeculativeDecoder, batches: Batches) -> Runner:
 
 
 def their_runner(target: LlamaForCausalLM, draft: LlamaForCausalLM | None) -> Runner:
-    """A runner of transformers. Few tokens may seem to take no time: one token's is taken off."""
+    """A runner of transformers."""
 
     def run(prompt: list[int], asked: Asked) -> Timed:
         sampling = {"temperature": asked.temperature, "top_k": None, "top_p": None}
-        generate = transformers_runner(target, draft, sampling, asked.seed)
-        seconds = []
-        for new_tokens in (1, asked.new_tokens):
-            begin = time.perf_counter()
-            sequence, _ = generate(torch.tensor([prompt]), new_tokens)
-            seconds.append(time.perf_counter() - begin)
+        generate = partial(transformers_runner(target, draft, sampling, asked.seed), torch.tensor([prompt]))
+        seconds, (sequence, _) = timed_behind_first(generate, asked.new_tokens)
         text = sequence[0, len(prompt) :].tolist()
-        return Timed(max(len(text) - 1, 1), max(seconds[1] - seconds[0], 1e-6), text)
+        return Timed(max(len(text) - 1, 1), seconds, text)
 
     return run
 
@@ -143,14 +140,13 @@ def their_batch_runner(target: LlamaForCausalLM, batches: Batches) -> Runner:
     """transformers' generate of a batch: each sequence has all tokens that are asked for."""
 
     def run(prompt: list[int], asked: Asked) -> Timed:
-        texts, seconds = batches(prompt), []
+        texts = batches(prompt)
         torch.manual_seed(asked.seed)
-        for new in (1, asked.new_tokens):
-            begin = time.perf_counter()
-            sequences = by_transformers(target, texts, new, asked.temperature)
-            seconds.append(time.perf_counter() - begin)
+        seconds, sequences = timed_behind_first(
+            lambda new: by_transformers(target, texts, new, asked.temperature), asked.new_tokens
+        )
         text = sequences[0, texts.tokens.shape[1] :].tolist()
-        return Timed(len(sequences) * max(len(text) - 1, 1), max(seconds[1] - seconds[0], 1e-6), text)
+        return Timed(len(sequences) * max(len(text) - 1, 1), seconds, text)
 
     return run
 
@@ -297,9 +293,7 @@ def main(given: Sequence[str] | None = None) -> None:
     every = [ids[0].tolist() for ids in token_ids(tokenizer, demo_prompts())]
     prompts = every[: arguments.prompts]
     results = []
-    facts = environment("cpu") | {
-        name: getattr(arguments, name) for name in ("prompts", "max_new_tokens", "rounds", "factor", "threads")
-    }
+    facts = environment("cpu", arguments, "prompts", "max_new_tokens", "rounds", "factor", "threads")
     with TemporaryDirectory() as made, until_stopped():
         for pair in arguments.pairs:
             models = [target, draft]

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from common import environment, quiet_demo_pair, random_tree, show, write_results
+from common import Watched, environment, quiet_demo_pair, random_tree, show, write_results
 from enlarging import Widths, enlarged
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -108,18 +108,15 @@ def _in_processes(count: int, folder: str, arguments: argparse.Namespace) -> dic
     return {"ranks": count} | every[0] | slowest
 
 
-class Meter:
-    """Stands in a decoder's runner: counts collectives within steps, their bytes, and the seconds in them."""
+class Meter(Watched):
+    """Counts collectives within steps, their bytes, and the seconds in them."""
 
     def __init__(self, decoder: SpeculativeDecoder):
-        self._runner, self._steps, self._in_step = decoder.runner, 0, False
+        super().__init__(decoder)
+        self._steps, self._in_step = 0, False
         self.calls, self.bytes, self.waiting, self.seconds = 0, 0, 0.0, 0.0
         for name in ("add", "joined", "largest"):
             self._watch(name)
-        decoder.runner = self  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
 
     def _watch(self, name: str) -> None:
         done = getattr(Ranks, name)
@@ -136,7 +133,7 @@ class Meter:
 
     def run(self, plan: StepPlan, workspace: Workspace, **options: Any) -> Stepped:
         begin, self._in_step = time.perf_counter(), True
-        stepped = self._runner.run(plan, workspace, **options)
+        stepped = self.runner.run(plan, workspace, **options)
         self.seconds, self._in_step, self._steps = self.seconds + time.perf_counter() - begin, False, self._steps + 1
         return stepped
 

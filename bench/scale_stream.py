@@ -39,7 +39,18 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from common import Row, clock_of, environment, made, quiet_demo_pair, token_ids, until_stopped, write_results
+from common import (
+    Row,
+    clock_of,
+    environment,
+    made,
+    quiet_demo_pair,
+    timed,
+    timed_behind_first,
+    token_ids,
+    until_stopped,
+    write_results,
+)
 from enlarging import Widths, enlarged
 from safetensors.torch import save_file
 from torch import Tensor
@@ -103,17 +114,18 @@ class Rows:
         """Print a row, and write all."""
         self.rows.append({"way": way, **{name: value for name, value in figures.items() if value is not None}})
         print(shown(self.rows[-1]), flush=True)
-        facts = environment(self.device) | {name: getattr(self.given, name) for name in self.SETTINGS}
-        write_results(self.given.json, facts | {"load": os.getloadavg()[0]}, rows=self.rows)
+        facts = environment(self.device, self.given, *self.SETTINGS) | {"load": os.getloadavg()[0]}
+        write_results(self.given.json, facts, rows=self.rows)
 
     def of_generate(self, way: str, model: LlamaForCausalLM, most: int, **figures: Any) -> None:
         """transformers' greedy generate: of few tokens, each of which is a pass over the weights."""
-        count, seconds = min(most, self.given.new_tokens), []
-        for number in (1, count + 1):  # the prompt, and the prompt with further tokens
-            begin = self.clock()
-            model.generate(self.prompts[0], max_new_tokens=number, min_new_tokens=number, do_sample=False)
-            seconds.append(self.clock() - begin)
-        self.add(way, seconds_per_token=(seconds[1] - seconds[0]) / count, tokens_per_step=1.0, **figures)
+        count = min(most, self.given.new_tokens)
+
+        def generate(new: int) -> Tensor:
+            return model.generate(self.prompts[0], max_new_tokens=new, min_new_tokens=new, do_sample=False)
+
+        seconds, _ = timed_behind_first(generate, count + 1, self.clock)
+        self.add(way, seconds_per_token=seconds / count, tokens_per_step=1.0, **figures)
 
     def of_trees(self, regime: str, model: LlamaForCausalLM, temperature: float) -> None:
         """The decoder with trees of all sizes."""
@@ -219,9 +231,8 @@ class Bench(Rows):
             folder, dtype="auto", device_map=places, offload_folder=self.folder / "unused"
         ).eval()
         forget(folder)
-        begin = time.perf_counter()
-        model.generate(self.prompts[0], max_new_tokens=1, do_sample=False)
-        self.add("accelerate, the prompt", seconds=time.perf_counter() - begin)
+        seconds, _ = timed(lambda: model.generate(self.prompts[0], max_new_tokens=1, do_sample=False))
+        self.add("accelerate, the prompt", seconds=seconds)
         self.of_generate("accelerate, warm", model, 4)
 
     def before(self, decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:

@@ -117,11 +117,14 @@ class OverHttp:
                     yield 1
 
 
-async def connection(base: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which a request of /v1/completions has been sent."""
-    address, content = urlsplit(base), json.dumps(body).encode()
+async def connection(
+    base: str, body: dict[str, Any] | None = None, path: str = "/v1/completions"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which a request has been sent: it posts its body, or gets a page where it has none."""
+    address, content = urlsplit(base), b"" if body is None else json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    verb = "GET" if body is None else "POST"
+    head = f"{verb} {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     await writer.drain()
     return reader, writer

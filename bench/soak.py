@@ -25,7 +25,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from common import argument_parser, environment, quiet_demo_pair, write_results
@@ -187,7 +186,9 @@ async def at_rest(base: str, record: Record) -> None:
     """Wait until nothing runs and waits."""
     end = time.monotonic() + PATIENCE
     while True:
-        _, text = await get(base, "/metrics")
+        reader, writer = await connection(base, path="/metrics")
+        text = (await reader.read()).decode().partition("\r\n\r\n")[2]
+        writer.close()
         found = {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.M)}
         if found["heavypath_running"] == found["heavypath_waiting"] == 0:
             return
@@ -195,15 +196,6 @@ async def at_rest(base: str, record: Record) -> None:
             record.wrong.append("the server does not come to rest")
             return
         await asyncio.sleep(0.2)
-
-
-async def get(base: str, path: str) -> tuple[int, str]:
-    address = urlsplit(base)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
-    answer = (await reader.read()).decode()
-    writer.close()
-    return int(answer.split(" ", 2)[1]), answer.partition("\r\n\r\n")[2]
 
 
 def compare_texts(record: Record, seed: int) -> None:

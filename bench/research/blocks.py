@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.languages, given.trees, tokens = 2, 2, 4
         cases = [(overlap, temperature, 4, 2) for overlap, temperature, _, _ in CASES]
     torch.set_num_threads(given.threads)
-    facts = environment("cpu") | {name: getattr(given, name) for name in ("languages", "trees", "seed")}
+    facts = environment("cpu", given, "languages", "trees", "seed")
     rows = rows_of(given.kinds, given.languages, given.trees, cases, tokens, given.seed)
     show(kept(rows, facts, given.json), without=("errors",), title="accepted tokens a step")
 
