@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
+from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple, TypeVar, cast
@@ -32,7 +33,6 @@ from heavypath.speculative.demo import DemoPair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parents[1]
-PICTURE = "draw a picture to this file, a .png or .svg (needs matplotlib)"
 Run = Callable[[], object]
 Row = dict[str, Any]
 Returned = TypeVar("Returned")
@@ -299,6 +299,7 @@ def gpu_milliseconds(run: Run, budget: int = 40) -> float:
     return triton.testing.do_bench(run, warmup=budget // 4, rep=budget, return_mode="median")
 
 
+@cache
 def copy_bandwidth(miniature: bool = False) -> float:
     """Bytes a second, read and written, of a large copy on this device."""
     bits = 10 if miniature else 29 if DEVICE == "cuda" else 25
@@ -307,6 +308,7 @@ def copy_bandwidth(miniature: bool = False) -> float:
     return 2 * source.nbytes / _roof_seconds(lambda: target.copy_(source))
 
 
+@cache
 def matrix_flops(dtype: torch.dtype, miniature: bool = False) -> float:
     """Floating-point operations a second of a large matrix product on this device."""
     side = 64 if miniature else 8192 if DEVICE == "cuda" else 1024

@@ -75,13 +75,6 @@ def robust(cut: bool) -> Callable[[Found], str]:
     return ours
 
 
-def bounded(found: Found) -> str:
-    rows = [row for row in found["rows"] if row["draft"] == "the paper's constants" and row["nodes"] in (64, 512)]
-    rows += [row for row in found["rows"] if row["draft"] == "shipped pair" and row["nodes"] in (64, 512)]
-    return "; ".join(f"c = {row['c']:.2f}, {row['nodes']} nodes: {row['speedup']:.2f} with {row['levels']} levels, "
-                     f"{row['speedup unbounded']:.2f} with {row['levels unbounded']}" for row in rows)  # fmt: skip
-
-
 def verification(found: Found) -> str:
     return "t(64), t(128), t(256), of GPUs by a roofline, which is above table 1's: " + "; ".join(
         f"{row['target']}, {row['device']}: {row['64']:.2f}, {row['128']:.2f}, {row['256']:.2f}"
@@ -204,6 +197,10 @@ by_roofline = rows(
     "{costs}: ({nodes}, {levels}), {speedup:.2f} x",
     "simulated, by a roofline and our acceptance: ",
     lambda row: row["costs"] != "the paper's constants",
+)
+bounded = rows(
+    "c = {c:.2f}, {nodes} nodes: {speedup:.2f} with {levels} levels, {speedup unbounded:.2f} with {levels unbounded}",
+    only=lambda row: row["draft"] != "roofline" and row["nodes"] in (64, 512),
 )
 large_shapes = rows("T = {temperature:g}, {width} x {depth}: " + SURE)
 scaling = rows(

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import beside  # noqa: F401
 import torch
-from common import PICTURE, argument_parser, environment, made, quiet_demo_pair, show, write_results
+from common import argument_parser, environment, made, quiet_demo_pair, show, write_results
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -241,7 +241,9 @@ def draw_plot(results: dict[str, dict], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argument_parser(__doc__, threads=False, plot=PICTURE)
+    parser = argument_parser(
+        __doc__, threads=False, plot="draw a picture to this file, a .png or .svg (needs matplotlib)"
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.2, 0.6, 1.0])
     parser.add_argument("--children", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=24, help="at least 2")
@@ -277,8 +279,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = summary({name: torch.stack([rate[name] for rate in rates]) for name in LABELS})
         results[str(temperature)] = result
         print_table(str(temperature), result)
-    facts = environment("cpu") | {"prompts": len(prompts), "seconds": round(time.process_time(), 1)}
-    facts |= {name: getattr(arguments, name) for name in ("new_tokens", "draws", "seed")}
+    facts = environment("cpu", arguments, "new_tokens", "draws", "seed")
+    facts |= {"prompts": len(prompts), "seconds": round(time.process_time(), 1)}
     write_results(arguments.json, facts, temperature=results)
     if arguments.plot is not None:
         draw_plot(results, arguments.plot)

@@ -59,16 +59,19 @@ def test_a_cells_figures_by_hand_with_a_column_for_each_verifier(monkeypatch):
             return SpeculativeDecoder(target, draft, "autoregressive")
         return SpeculativeDecoder(target, draft, "chain", **options)
 
-    monkeypatch.setattr(papers, "SpeculativeDecoder", decoder)
-    texts = papers.batch_of([target.dummy_inputs["input_ids"][:1] % 7] * 2)
+    monkeypatch.setattr(script("papers_setting"), "SpeculativeDecoder", decoder)
+    setting = papers.Setting(DemoPair(target, target, None), [], small=False)
+    setting.texts = script("batches").batch_of([target.dummy_inputs["input_ids"][:1] % 7] * 2)
     cell = papers.Cell("", "", "rsd-s", {"tree_size": 3}, {"temperature": 0.0})
-    found = papers.measure(DemoPair(target, target, None), cell, texts, tokens=9, timed=1, seed=0)
-    assert asked == [("rsd-s", "rejection"), ("rsd-s", "held"), ("rsd-s", "traversal")]  # held traversal is refused
-    assert found.efficiency == {"own": (3, 0), "held": (1, 0), "traversal": (3, 0)}
-    assert found.mbsu == 1  # 3 / (1 + 2): the draft is as large as the target
-    assert (found.nodes, found.levels) == (3, 2)
-    assert found.drafted == found.accepted == [2] * 6  # three steps of each text
-    assert found.tokens_per_second > 0
+    found = papers.measure(setting, cell, tokens=9, timed=1, steps=True)
+    methods = [("rsd-s", "rejection"), ("rsd-s", "held"), ("rsd-s", "traversal")]  # held traversal is refused
+    assert asked == [*methods, ("rsd-s", "rejection")], "the last one for the prompts alone"
+    assert found["tokens"] == {"own": 3, "held": 1, "traversal": 3}
+    assert found["standard_error"] == {"own": 0, "held": 0, "traversal": 0}
+    assert found["mbsu"] == 1  # 3 / (1 + 2): the draft is as large as the target
+    assert (found["nodes"], found["levels"]) == (3, 2)
+    assert found["drafted"] == found["accepted"] == [2] * 6  # three steps of each text
+    assert found["tokens_per_second"] > 0
 
 
 def test_what_is_measured_is_kept_when_the_script_is_stopped(tmp_path, monkeypatch, capsys):
