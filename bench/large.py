@@ -132,7 +132,7 @@ class Bench:
         self.rows: list[Row] = []
         self.given = arguments
         self.gpu, self.clock = torch.device(arguments.device).type == "cuda", clock_of(arguments.device)
-        self.dtype: torch.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.gpu else "float32"))
+        self.dtype = torch.bfloat16 if self.gpu else torch.float32
         target, draft, tokenizer = quiet_demo_pair()
         shape = arguments.vocabulary, self.dtype, arguments.device
         self.say("making the models")
@@ -354,7 +354,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--minutes", type=float, default=7.5, help="start nothing after so many")
     parser.add_argument("--bandwidth", type=float, help="bytes a second (default: measured by a large copy)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     arguments = parser.parse_args()
     bench = Bench(arguments)
     with until_stopped():

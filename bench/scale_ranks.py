@@ -70,10 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
     assert isinstance(target, LlamaForCausalLM)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
-        heads = arguments.rank_width // 32
-        widths = Widths(
-            arguments.rank_layers, arguments.rank_width, heads, 8 * arguments.rank_width // 3 // 64 * 64 + 64
-        )
+        inner = 8 * arguments.rank_width // 3 // 64 * 64 + 64
+        widths = Widths(arguments.rank_layers, arguments.rank_width, arguments.rank_width // 32, inner)
         large = enlarged(target, widths, tokenizer.vocab_size)
         parameters = sum(weight.numel() for weight in large.parameters())
         for name, model in (("target", large), ("draft", draft)):

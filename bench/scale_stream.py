@@ -29,6 +29,7 @@ import ctypes
 import gc
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -43,7 +44,6 @@ from common import (
     Row,
     clock_of,
     environment,
-    made,
     quiet_demo_pair,
     timed,
     timed_behind_first,
@@ -188,7 +188,7 @@ class Bench(Rows):
             self.of_trees("full speed", model, 0.0)
             stream_of(model).close()
         self.source = None
-        remove(fast)
+        shutil.rmtree(fast)
 
     def slowed(self, slow: Path) -> None:
         """The small target, with reads slowed down."""
@@ -199,7 +199,7 @@ class Bench(Rows):
         for temperature in (0.0, 0.6):
             self.of_trees(f"{given.rate / 1e6:.0f} MB/s", model, temperature)
         stream_of(model).close()
-        remove(slow)
+        shutil.rmtree(slow)
 
     def load(self, folder: Path, memory: str) -> LlamaForCausalLM:
         """A streamed target, and what it takes once it has been run."""
@@ -303,14 +303,9 @@ def write_target(
     model.config.num_hidden_layers = layers
     model.config.save_pretrained(folder)
     facts = {"metadata": {"total_size": layers * layer_bytes}, "weight_map": index}
-    made(folder / "model.safetensors.index.json").write_text(json.dumps(facts))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(facts))
     os.sync()
     print(f"a target of {layers} layers of {layer_bytes / 1e6:.0f} MB", flush=True)
-
-
-def remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
 
 
 def forget(folder: Path) -> None:
@@ -366,8 +361,8 @@ def memory_limited(limit: str | None) -> Iterator[None]:
     group = root / f"heavypath-{os.getpid()}"
     try:
         group.mkdir()
-        tell(group / name, bytes_of(limit))
-        tell(group / "cgroup.procs", os.getpid())
+        (group / name).write_text(str(bytes_of(limit)))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
     except OSError as error:
         raise SystemExit(
             f"--limit needs root, and a memory controller in {root}: {error}; without it run this script by "
@@ -376,14 +371,8 @@ def memory_limited(limit: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        tell(root / "cgroup.procs", os.getpid())
+        (root / "cgroup.procs").write_text(str(os.getpid()))
         group.rmdir()
-
-
-def tell(control: Path, number: int) -> None:
-    """Write a number into one of the system's control files."""
-    with control.open("w") as file:
-        file.write(str(number))
 
 
 class Slowed:

@@ -20,7 +20,6 @@ from common import quiet_demo_pair
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.serving import Service
 
 
 class Ask(NamedTuple):
@@ -47,7 +46,6 @@ class Heavypath:
 
     def __init__(self, method: str, slots: int, temperature: float):
         self._method, self._slots, self._temperature = method, slots, temperature
-        self._service: Service | None = None
 
     def __enter__(self) -> "Heavypath":
         pair = quiet_demo_pair()
@@ -56,15 +54,11 @@ class Heavypath:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._service is not None
         self._service.close(graceful=False)
 
     async def tokens(self, ask: Ask) -> AsyncIterator[int]:
-        assert self._service is not None
-        completion = self._service.submit(
-            ask.prompt, ask.new_tokens, self._temperature, seed=ask.seed, eos_token_id=None
-        )
-        async for tokens in completion:
+        options = {"temperature": self._temperature, "seed": ask.seed, "eos_token_id": None}
+        async for tokens in self._service.submit(ask.prompt, ask.new_tokens, **options):
             yield len(tokens)
 
 

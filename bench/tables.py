@@ -254,9 +254,8 @@ def verifiers() -> None:
                 row = cells.get((temperature, name))
                 line.append("refused" if row is None else f"{percent(row['gain'])} ({100 * row['gain_error']:.1f})")
         rows.append(line)
-    names = ["rejection", "`held`", "`traversal`", "`held_traversal`"]
-    table(["tree", *(f"T = {each}: {names[0]}" if name == names[0] else name for each in (0.6, 1)
-                     for name in names)], rows)  # fmt: skip
+    heads = [(f"T = {each}: rejection", "`held`", "`traversal`", "`held_traversal`") for each in (0.6, 1)]
+    table(["tree", *heads[0], *heads[1]], rows)
     source("verifiers", texts=True)
 
 

@@ -27,7 +27,7 @@ For each cell all prompts are continued as one batch, once with each verifier th
 
 MBSU and tokens/s are of the method's own rule. The last step of a text is cut short, by any verifier, which makes all
 tokens per forward a little low, those of large trees most. --json is written after each cell; --results prints the
-tables of such a file in Markdown, and draws its figures, and measures nothing.
+tables of such a file, and draws its figures, and measures nothing.
 """
 
 import json
@@ -58,8 +58,7 @@ from common import (
 )
 from papers_cells import TABLES, Cell
 from papers_setting import Setting
-from papers_shown import OWN, draw, print_markdown, table_of
-from rich import box
+from papers_shown import OWN, draw, lines_of
 from rich.console import Console
 
 from heavypath.speculative import METHODS
@@ -119,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = json.loads(arguments.results.read_text())
         parts = {name: found for name, found in results.items() if name in PARTS}
         results = {name: rows for name, rows in results.items() if name in TABLES}
-        print_markdown(results)
+        for name, rows in results.items():
+            show(lines_of(rows), title=name)
         if arguments.plot is not None:
             draw(results, arguments.plot, parts)
         return
@@ -168,7 +168,6 @@ def written_before(path: Path | None) -> dict[str, Any]:
 
 def run_tables(names: Sequence[str], pair: DemoPair, arguments: Namespace) -> dict[str, list[dict]]:
     """Run tables, cell by cell; what is measured is written and printed if the run is stopped, too."""
-    console = Console(highlight=False, width=140)
     settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("temperature", "timed", "seed")}
     results: dict[str, list[dict]] = {}
     parts = {name: each for name, each in written_before(arguments.json).items() if name in PARTS}
@@ -180,13 +179,13 @@ def run_tables(names: Sequence[str], pair: DemoPair, arguments: Namespace) -> di
         rows = results[name] = []
         try:
             cells = [*TABLES[name](arguments.temperature)][: 3 if arguments.miniature else None]
-            with console.status("") as status:
+            with Console().status("") as status:
                 for number, cell in enumerate(cells, 1):
                     status.update(f"{name}, {number} of {len(cells)}: {cell.group}, {cell.label}")
                     rows.append(measure(setting, cell, tokens=tokens, timed=arguments.timed, steps=name == "dyspec"))
                     write_results(arguments.json, environment("cpu") | settings, **results, **parts)
         finally:
-            console.print(table_of(name, rows, box.SIMPLE_HEAD))
+            show(lines_of(rows), title=name)
     return results
 
 
