@@ -131,14 +131,17 @@ def _on_one_line(text: str) -> str:
     return re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", text))
 
 
-def kept(measured: Iterable[Row], facts: dict, path: Path | None) -> list[Row]:
-    """All rows, which are measured as they are asked for, or those until it is stopped. Each one is written at once."""
+def report(measured: Iterable[Row], facts: dict, path: Path | None, **looks: Any) -> None:
+    """Print all rows, which are measured as they are asked for, or those until it is stopped; each is written at once.
+
+    looks: options of `show`
+    """
     rows: list[Row] = []
     with until_stopped():
         for row in measured:
             rows.append(row)
             write_results(path, facts, rows=rows)
-    return rows
+    show(rows, **looks)
 
 
 def show(rows: Sequence[Row], without: Collection[str] = (), title: str | None = None) -> None:
@@ -166,10 +169,15 @@ def _cell(value: object) -> str:
     return " - ".join(map(_cell, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def quiet_demo_pair(device: str = "cpu") -> DemoPair:
-    """The shipped pair; transformers prints neither warnings nor progress from then on."""
+def quieten() -> None:
+    """Have transformers print neither warnings nor progress."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def quiet_demo_pair(device: str = "cpu") -> DemoPair:
+    """The shipped pair; transformers is quiet from then on."""
+    quieten()
     return load_demo_pair(device=device)
 
 
@@ -187,6 +195,13 @@ def random_tree(nodes: int, seed: int = 0) -> TokenTree:
 def paper_verifier(method: str) -> str | None:
     """The verifier by which a method is what its paper has, for SpeculativeDecoder: None where it has that anyway."""
     return "rejection" if METHODS[method].verifiers else None
+
+
+def figure_of(width: float, height: float) -> Any:
+    """A figure of matplotlib, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 class Spread(NamedTuple):

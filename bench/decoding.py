@@ -50,10 +50,9 @@ from common import (
     clock_of,
     environment,
     in_turns,
-    kept,
     paper_verifier,
     quiet_demo_pair,
-    show,
+    report,
     timed,
     times_as_fast,
     token_ids,
@@ -579,7 +578,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in chosen.rows(bench):
                 yield {"threads": threads} | row if len(given.threads) > 1 else row
 
-    show(kept(measured(), facts, given.json), title=given.sweep)
+    report(measured(), facts, given.json, title=given.sweep)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from common import Row, Run, argument_parser, environment, in_turns, kept, show, times_as_fast
+from common import Row, Run, argument_parser, environment, in_turns, report, times_as_fast
 from machine_code import all_on_gpu, compile_for
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -183,7 +183,7 @@ def main() -> None:
     if not arguments.operators:
         on_a_gpu()
     rows = of_operators(rounds) if arguments.operators else measured(rounds)
-    show(kept(rows, environment("cpu") | {"rounds": rounds}, arguments.json))
+    report(rows, environment("cpu") | {"rounds": rounds}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import torch
 from batches import batch_of, jackknife
-from common import Row, argument_parser, environment, kept, quiet_demo_pair, show, token_ids
+from common import Row, argument_parser, environment, quiet_demo_pair, report, token_ids
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
@@ -134,7 +134,7 @@ def main() -> None:
         given.prompts, given.texts, given.tokens, given.nodes, given.temperature = 2, 1, 8, [4], [0.6]
     torch.set_num_threads(given.threads)
     facts = environment("cpu", given, "prompts", "texts", "tokens", "nodes", "temperature")
-    show(kept(rows(given), facts, given.json), title="expected and decoded tokens per forward pass")
+    report(rows(given), facts, given.json, title="expected and decoded tokens per forward pass")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from common import Watched, environment, quiet_demo_pair, random_tree, show, write_results
+from common import Watched, environment, quiet_demo_pair, quieten, random_tree, show, write_results
 from enlarging import Widths, enlarged
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -175,8 +174,7 @@ def _rank(folder: str, nodes: int, passes: int, kind: str) -> dict:
         torch.cuda.set_device(device)
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, f"file://{folder}/store-{count}", world_size=count, rank=rank)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quieten()
     split = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=count)} if count > 1 else {}
     target = AutoModelForCausalLM.from_pretrained(Path(folder, "target"), dtype=dtype, **split).eval().to(device)
     draft = AutoModelForCausalLM.from_pretrained(Path(folder, "draft"), dtype=dtype).eval().to(device)

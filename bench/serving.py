@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from common import Row, argument_parser, environment, kept, quiet_demo_pair, show
+from common import Row, argument_parser, environment, quiet_demo_pair, report
 from serving_ways import Ask, ContinuousBatching, Heavypath, OneByOne, OverHttp, Way
 
 from heavypath.speculative.demo import demo_prompts
@@ -72,7 +72,7 @@ def main() -> None:
     loads = {f"{at_once} at once": asks(prompts, at_once, None, longest)}
     loads |= {f"{rate:g}/s": asks(prompts, count, rate, longest) for rate in rates}
     facts = environment("cpu") | {"requests": count, "at_once": at_once, "temperature": arguments.temperature}
-    show(kept(measured(ways(slots, arguments.temperature, http=arguments.http), loads), facts, arguments.json))
+    report(measured(ways(slots, arguments.temperature, http=arguments.http), loads), facts, arguments.json)
 
 
 def ways(slots: Sequence[int], temperature: float, *, http: bool) -> dict[str, Callable[[], Way]]:

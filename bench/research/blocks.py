@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import beside  # noqa: F401
 import torch
-from common import Row, argument_parser, environment, kept, show
+from common import Row, argument_parser, environment, report
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(given.threads)
     facts = environment("cpu", given, "languages", "trees", "seed")
     rows = rows_of(given.kinds, given.languages, given.trees, cases, tokens, given.seed)
-    show(kept(rows, facts, given.json), without=("errors",), title="accepted tokens a step")
+    report(rows, facts, given.json, without=("errors",), title="accepted tokens a step")
 
 
 if __name__ == "__main__":

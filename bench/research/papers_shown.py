@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import beside  # noqa: F401
-from common import Row, made
+from common import Row, figure_of, made
 
 OWN = "own"  # the rule of the method's paper
 VERIFIERS = (OWN, "held", "traversal", "held_traversal")  # the columns of tokens per forward
@@ -60,15 +60,13 @@ def draw(
 
     parts: all results of parts, for papers-book.png, where there are any
     """
-    from matplotlib.figure import Figure
-
     for name, drawn in FIGURES.items():
         if results.get(name):
-            figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+            figure = figure_of(10.5, 4.4)
             drawn(figure, results[name])
             figure.savefig(made(folder / f"papers-{name}.png"), dpi=100)
     if parts:
-        figure = Figure(figsize=(11, 6.4), layout="constrained")
+        figure = figure_of(11, 6.4)
         draw_parts(figure, parts)
         figure.savefig(made(folder / "papers-book.png"), dpi=100)
 

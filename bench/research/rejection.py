@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import beside  # noqa: F401
 import torch
-from common import argument_parser, environment, made, quiet_demo_pair, show, write_results
+from common import argument_parser, environment, figure_of, made, quiet_demo_pair, show, write_results
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -214,9 +214,7 @@ def print_table(temperature: str, result: dict) -> None:
 
 def draw_plot(results: dict[str, dict], path: Path) -> None:
     """One panel for each temperature, both axes logarithmic."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.9 * len(results), 4.6), layout="constrained")
+    figure = figure_of(3.9 * len(results), 4.6)
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     for axes, (temperature, result) in zip(panels, results.items(), strict=True):
         for place, (name, method) in enumerate(result["methods"].items()):
