@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
-from batches import batch_of, jackknife
+from batches import Counts, batch_of, jackknife
 from common import Row, argument_parser, environment, quiet_demo_pair, report, token_ids
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -85,7 +85,7 @@ def decoded(
         texts.tokens, given.tokens + room, temperature=sampling.temperature, seed=DECODED, stopping_criteria=[end],
         **texts.options,
     ).stats  # fmt: skip
-    steps, tokens = (each.view(len(prompts), -1).sum(1).double() for each in (stats.steps_of, stats.tokens_of))
+    tokens, steps = Counts.of(stats, texts.seeds)
     whole = (stats.steps + int(stats.accepted.sum())) / stats.new_tokens  # more than are kept of the last steps
     return torch.stack([steps, whole * tokens], 1)
 

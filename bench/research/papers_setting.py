@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import beside  # noqa: F401
-from batches import Texts, batch_of, jackknife, tokens_per_forward
+from batches import Texts, batch_of, more_per_forward, tokens_per_forward
 from common import Row, Watched, paper_verifier, token_ids
 from rejection import positions
 from torch import Tensor
@@ -119,10 +119,4 @@ class Setting:
 
 def difference(stats: Statistics, other: Statistics) -> list[float]:
     """How many more tokens per forward than another batch of the same prompts has, and the standard error."""
-    pairs = [(each.tokens_of.double(), each.steps_of.double()) for each in (stats, other)]
-
-    def more(kept: Tensor) -> float:
-        (tokens, steps), (others, other_steps) = pairs
-        return float(tokens[kept].sum() / steps[kept].sum() - others[kept].sum() / other_steps[kept].sum())
-
-    return [round(each, 4) for each in jackknife(more, len(pairs[0][0]))]
+    return [round(each, 4) for each in more_per_forward(stats, other)]
