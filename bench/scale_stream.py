@@ -34,9 +34,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -318,30 +318,22 @@ def forget(folder: Path) -> None:
 
 def raw_rate(folder: Path, most: float = 4e9) -> float:
     """Bytes a second at which the first files of a folder are read past the page cache, by READERS threads."""
-    jobs: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
-    total, opened = 0, []
+    jobs, total, opened, own = [], 0, [], threading.local()
     for path in sorted({place.path for place in places_of_folder(folder).values()}):
         size = os.path.getsize(path)
         opened.append(os.open(path, os.O_RDONLY | os.O_DIRECT))
         for begin in range(0, size // BLOCK * BLOCK, CHUNK):
             if total < most:
-                jobs.put((opened[-1], begin))
+                jobs.append((opened[-1], begin))
                 total += min(CHUNK, size - begin)
 
-    def read() -> None:
-        _, memory = aligned_memory(CHUNK)
-        while (job := jobs.get()) is not None:
-            os.preadv(job[0], [memory], job[1])
+    def read(job: tuple[int, int]) -> None:
+        if not hasattr(own, "memory"):
+            _, own.memory = aligned_memory(CHUNK)
+        os.preadv(job[0], [own.memory], job[1])
 
-    threads = [threading.Thread(target=read) for _ in range(READERS)]
-    for _ in threads:
-        jobs.put(None)
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - begin
+    with ThreadPoolExecutor(READERS) as threads:
+        seconds, _ = timed(lambda: [*threads.map(read, jobs)])
     for descriptor in opened:
         os.close(descriptor)
     return total / seconds
