@@ -57,6 +57,18 @@ def argument_parser(
     return parser
 
 
+def options_of(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, **miniature: object
+) -> argparse.Namespace:
+    """The options of the command line, with these values for --miniature. PyTorch takes its --threads from then on."""
+    given = parser.parse_args(argv)
+    if given.miniature:
+        vars(given).update(miniature)
+    if isinstance(threads := getattr(given, "threads", None), int):
+        torch.set_num_threads(threads)
+    return given
+
+
 @contextmanager
 def until_stopped() -> Iterator[None]:
     """SIGINT and SIGTERM end the block, and no more: what has been measured until then is printed behind it."""

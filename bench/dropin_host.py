@@ -35,7 +35,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from common import Row, Run, argument_parser, environment, in_turns, report, times_as_fast
+from common import Row, Run, argument_parser, environment, in_turns, options_of, report, times_as_fast
 from machine_code import all_on_gpu, compile_for
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -177,13 +177,12 @@ def main() -> None:
     parser = argument_parser(__doc__, threads=False)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--operators", action="store_true", help="what it costs that functions are operators")
-    arguments = parser.parse_args()
+    arguments = options_of(parser, rounds=2)
     torch.set_num_threads(1)
-    rounds = 2 if arguments.miniature else arguments.rounds
     if not arguments.operators:
         on_a_gpu()
-    rows = of_operators(rounds) if arguments.operators else measured(rounds)
-    report(rows, environment("cpu") | {"rounds": rounds}, arguments.json)
+    rows = of_operators(arguments.rounds) if arguments.operators else measured(arguments.rounds)
+    report(rows, environment("cpu", arguments, "rounds"), arguments.json)
 
 
 if __name__ == "__main__":

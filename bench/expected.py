@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import torch
 from batches import Counts, batch_of, jackknife
-from common import Row, argument_parser, environment, quiet_demo_pair, report, token_ids
+from common import Row, argument_parser, environment, options_of, quiet_demo_pair, report, token_ids
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
@@ -129,10 +129,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    given = parser.parse_args()
-    if given.miniature:
-        given.prompts, given.texts, given.tokens, given.nodes, given.temperature = 2, 1, 8, [4], [0.6]
-    torch.set_num_threads(given.threads)
+    given = options_of(parser, prompts=2, texts=1, tokens=8, nodes=[4], temperature=[0.6])
     facts = environment("cpu", given, "prompts", "texts", "tokens", "nodes", "temperature")
     report(rows(given), facts, given.json, title="expected and decoded tokens per forward pass")
 

@@ -47,6 +47,7 @@ from common import (
     Spread,
     argument_parser,
     environment,
+    options_of,
     quiet_demo_pair,
     show,
     timed_behind_first,
@@ -274,12 +275,11 @@ def parsed(given: Sequence[str] | None) -> Namespace:
     parser.add_argument("--methods", type=comma_separated(str), default=["autoregressive", "chain", "sequoia", "ersd"])
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", default=FOLDER / "bin", help="its programs' folder")
     parser.add_argument("--build", action="store_true", help=f"get llama.cpp by pip and build it in {FOLDER}")
-    arguments = parser.parse_args(given)
+    arguments = options_of(
+        parser, given, prompts=1, rounds=1, max_new_tokens=4, factor=2, threads=[1], methods=["sequoia"]
+    )
     if unknown := {*arguments.pairs} - {"shipped", "enlarged"}:
         parser.error(f"expected pairs of shipped and enlarged, got {', '.join(sorted(unknown))}; leave it out")
-    if arguments.miniature:
-        small = {"prompts": 1, "rounds": 1, "max_new_tokens": 4, "factor": 2, "threads": [1], "methods": ["sequoia"]}
-        arguments = Namespace(**{**vars(arguments), **small})
     return arguments
 
 

@@ -25,7 +25,17 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from common import Row, argument_parser, environment, in_turns, random_tree, show, times_as_fast, write_results
+from common import (
+    Row,
+    argument_parser,
+    environment,
+    in_turns,
+    options_of,
+    random_tree,
+    show,
+    times_as_fast,
+    write_results,
+)
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -180,8 +190,7 @@ def steps(rounds: int, new_tokens: int) -> list[Row]:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=64)
-    arguments = parser.parse_args(words)
-    torch.set_num_threads(arguments.threads)
+    arguments = options_of(parser, words)
     torch.manual_seed(0)
     facts, function = environment("cpu"), compiled_states()
     size = (9, 64, 1) if arguments.miniature else (arguments.nodes, WIDTH, 15)

@@ -89,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure all rows, print them, and write them after each."""
-    torch.set_num_threads(arguments.threads)
     if arguments.miniature:
         arguments.gigabytes, arguments.memory, arguments.width = 0.2, "60M", 384
         arguments.slow_gigabytes, arguments.slow_memory, arguments.slow_width = 0.1, "50M", 384

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-from common import Row, argument_parser, environment, quiet_demo_pair, report
+from common import Row, argument_parser, environment, options_of, quiet_demo_pair, report
 from serving_ways import Ask, ContinuousBatching, Heavypath, OneByOne, OverHttp, Way
 
 from heavypath.speculative.demo import demo_prompts
@@ -60,18 +59,14 @@ def main() -> None:
     parser.add_argument("--slots", type=int, action="append", help="of the service; repeat it for several")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--http", action="store_true", help="also over HTTP")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = options_of(parser, rate=[50.0], slots=[2], requests=3)
     rates, slots = arguments.rate or [1.0, 2.0, 4.0, 8.0], arguments.slots or [1, 2, 4, 8, 16, 32]
-    count, longest, at_once = arguments.requests, LONGEST, AT_ONCE
-    if arguments.miniature:
-        rates, slots, count, longest, at_once = [50.0], [2], 3, SHORTEST + 2, 3
-
+    longest, at_once = (SHORTEST + 2, 3) if arguments.miniature else (LONGEST, AT_ONCE)
     tokenizer = quiet_demo_pair().tokenizer
     prompts = [tokenizer(text)["input_ids"] for text in demo_prompts()]
     loads = {f"{at_once} at once": asks(prompts, at_once, None, longest)}
-    loads |= {f"{rate:g}/s": asks(prompts, count, rate, longest) for rate in rates}
-    facts = environment("cpu") | {"requests": count, "at_once": at_once, "temperature": arguments.temperature}
+    loads |= {f"{rate:g}/s": asks(prompts, arguments.requests, rate, longest) for rate in rates}
+    facts = environment("cpu", arguments, "requests", "temperature") | {"at_once": at_once}
     report(measured(ways(slots, arguments.temperature, http=arguments.http), loads), facts, arguments.json)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, write_results
+from common import argument_parser, environment, options_of, quiet_demo_pair, write_results
 from serving_ways import Server, connection
 
 from heavypath.speculative import SpeculativeDecoder
@@ -64,13 +64,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    seconds = 6.0 if arguments.miniature else 60 * arguments.minutes
-
+    arguments = options_of(parser, minutes=0.1)
     server = Server("--slots", str(arguments.slots), "--queue", str(2 * arguments.clients))
     try:
-        record = asyncio.run(soak(server.base, server.process.pid, seconds, arguments.clients, arguments.seed))
+        seconds, pid = 60 * arguments.minutes, server.process.pid
+        record = asyncio.run(soak(server.base, pid, seconds, arguments.clients, arguments.seed))
     finally:
         errors = server.stop().strip()
     if server.process.returncode != 0 or errors != "heavypath: stopped":
@@ -86,7 +84,7 @@ def main() -> int:
     print("nothing is wrong" if not record.wrong else f"{len(record.wrong)} things are wrong")
     write_results(
         arguments.json,
-        environment("cpu") | {"minutes": seconds / 60, "clients": arguments.clients, "slots": arguments.slots},
+        environment("cpu", arguments, "minutes", "clients", "slots"),
         requests=dict(record.counts),
         resident_mb=[[round(at), round(size / 1e6, 1)] for at, size in record.resident],
         wrong=record.wrong,

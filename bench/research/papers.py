@@ -44,11 +44,11 @@ import ersd
 import rsd
 import sequoia
 import survey
-import torch
 from common import (
     argument_parser,
     environment,
     made,
+    options_of,
     processor,
     quiet_demo_pair,
     show,
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--timed", type=int, default=3, help="prompts that are also decoded one by one, for tokens/s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, metavar="FILE", help="what --json has written, to be shown")
-    arguments = parser.parse_args(argv)
+    arguments = options_of(parser, argv, prompts=2, tokens=4, timed=1)
     if arguments.results is not None:
         results = json.loads(arguments.results.read_text())
         parts = {name: found for name, found in results.items() if name in PARTS}
@@ -126,13 +126,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = arguments.tables or [*TABLES]
     if unknown := [name for name in names if name not in TABLES and name not in PARTS]:
         parser.error(f"expected tables or parts among {', '.join([*TABLES, *PARTS])}, got {', '.join(unknown)}")
-    if arguments.miniature:
-        arguments.prompts, arguments.tokens, arguments.timed = 2, 4, 1
     least = {"prompts": 2, "tokens": 1, "timed": 0}  # two prompts, for a standard error
     for name, given in ((name, getattr(arguments, name)) for name in least):
         if given is not None and given < least[name]:
             parser.error(f"--{name} must be at least {least[name]}, got {given}")
-    torch.set_num_threads(arguments.threads)
     pair = quiet_demo_pair()
     with until_stopped():
         run_parts([name for name in names if name in PARTS], pair, arguments)

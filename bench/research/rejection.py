@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import beside  # noqa: F401
 import torch
-from common import argument_parser, environment, figure_of, made, quiet_demo_pair, show, write_results
+from common import argument_parser, environment, figure_of, made, options_of, quiet_demo_pair, show, write_results
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -248,9 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="positions after each prompt")
     parser.add_argument("--draws", type=int, default=32, help="of the children, at each position")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
-    if arguments.miniature:
-        vars(arguments).update(temperatures=[1.0], children=4, prompts=2, new_tokens=3, draws=2)
+    arguments = options_of(parser, argv, temperatures=[1.0], children=4, prompts=2, new_tokens=3, draws=2)
     pair = quiet_demo_pair()
     prompts = demo_prompts()[: arguments.prompts]
     if len(prompts) < 2 or min(arguments.new_tokens, arguments.draws) < 1 or min(arguments.temperatures) <= 0:
