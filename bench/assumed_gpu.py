@@ -1,4 +1,15 @@
-"""What predictions of kernels assume of a GPU, an H200: numbers of the data sheet, and latencies as published."""
+"""What predictions of kernels assume of a GPU, an H200: numbers of the data sheet, and latencies as published.
+
+Multiprocessors share passes over a row (kernels/sharing.py). Such a pass is a chain of waiting, and its chunk:
+
+    publish   the leader's parameters are written and fenced, and the word is given      fence + half a round trip
+    notice    a helper's look is on its way                                              1.5 round trips
+    take      it takes a chunk, and loads the parameters                                 2 round trips
+    chunk     it loads the chunk, computes, and sees that no chunk is left               round trip + instructions
+    give      its sums are written and fenced, and counted                               fence + half a round trip
+    combine   the leader sees it, and loads all sums                                     2 round trips
+    decide    the next parameters are found, by one program                              instructions that wait
+"""
 
 from typing import NamedTuple
 
@@ -22,3 +33,16 @@ class Gpu(NamedTuple):
 
 
 H200 = Gpu()
+
+
+def shared_pass(gpu: Gpu, chunk: float, decide: float) -> dict[str, float]:
+    """Microseconds of each part of a shared pass, for those of its chunk and of what is decided behind it."""
+    return {
+        "publish": gpu.fence + gpu.trip / 2,
+        "notice": 1.5 * gpu.trip,
+        "take": 2 * gpu.trip,
+        "chunk": chunk,
+        "give": gpu.fence + gpu.trip / 2,
+        "combine": 2 * gpu.trip,
+        "decide": decide,
+    }

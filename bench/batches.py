@@ -65,22 +65,35 @@ def jackknife(statistic: Callable[[Tensor], float], prompts: int) -> Estimate:
     )
 
 
+class Counts(NamedTuple):
+    """Tokens and steps of each prompt, fp64 [prompts]."""
+
+    tokens: Tensor
+    steps: Tensor
+
+    @classmethod
+    def of(cls, stats: Statistics, seeds: int = 1) -> "Counts":
+        """Of a batch of `Texts`."""
+        return cls(*(each.view(-1, seeds).sum(1).double() for each in (stats.tokens_of, stats.steps_of)))
+
+    def per_forward(self, kept: Tensor) -> float:
+        """Tokens per forward of some prompts together: block efficiency."""
+        return float(self.tokens[kept].sum() / self.steps[kept].sum())
+
+
 def tokens_per_forward(stats: Statistics, seeds: int = 1) -> Estimate:
-    """Of a batch of `Texts`: block efficiency."""
-    tokens, steps = _by_prompt(stats, seeds)
-    return jackknife(lambda kept: float(tokens[kept].sum() / steps[kept].sum()), len(tokens))
+    """Of all prompts of a batch of `Texts`."""
+    own = Counts.of(stats, seeds)
+    return jackknife(own.per_forward, len(own.tokens))
 
 
 def gain(stats: Statistics, reference: Statistics, seeds: int = 1) -> Estimate:
     """How many times the reference's tokens per forward, less 1: texts may differ between the two, prompts do not."""
-    (tokens, steps), (others, other_steps) = _by_prompt(stats, seeds), _by_prompt(reference, seeds)
-
-    def more(kept: Tensor) -> float:
-        return float(tokens[kept].sum() / steps[kept].sum() / (others[kept].sum() / other_steps[kept].sum())) - 1
-
-    return jackknife(more, len(tokens))
+    own, other = Counts.of(stats, seeds), Counts.of(reference, seeds)
+    return jackknife(lambda kept: own.per_forward(kept) / other.per_forward(kept) - 1, len(own.tokens))
 
 
-def _by_prompt(stats: Statistics, seeds: int) -> tuple[Tensor, Tensor]:
-    """Tokens and steps of each prompt, fp64 [prompts]."""
-    return stats.tokens_of.view(-1, seeds).sum(1).double(), stats.steps_of.view(-1, seeds).sum(1).double()
+def more_per_forward(stats: Statistics, other: Statistics) -> Estimate:
+    """How many more tokens per forward than another batch of the same prompts has."""
+    own, others = Counts.of(stats), Counts.of(other)
+    return jackknife(lambda kept: own.per_forward(kept) - others.per_forward(kept), len(own.tokens))

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
+from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import transformers
@@ -24,14 +25,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.kernels.tickets import counters_for, new_counters
-from heavypath.speculative import METHODS, TokenTree, load_demo_pair
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.step import Stepped, StepPlan
+from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import DemoPair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parents[1]
-PICTURE = "draw a picture to this file, a .png or .svg (needs matplotlib)"
 Run = Callable[[], object]
 Row = dict[str, Any]
+Returned = TypeVar("Returned")
 
 
 def argument_parser(
@@ -53,6 +57,18 @@ def argument_parser(
     return parser
 
 
+def options_of(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, **miniature: object
+) -> argparse.Namespace:
+    """The options of the command line, with these values for --miniature. PyTorch takes its --threads from then on."""
+    given = parser.parse_args(argv)
+    if given.miniature:
+        vars(given).update(miniature)
+    if isinstance(threads := getattr(given, "threads", None), int):
+        torch.set_num_threads(threads)
+    return given
+
+
 @contextmanager
 def until_stopped() -> Iterator[None]:
     """SIGINT and SIGTERM end the block, and no more: what has been measured until then is printed behind it."""
@@ -63,8 +79,8 @@ def until_stopped() -> Iterator[None]:
         print("stopped before the end; this is what there is:", flush=True)
 
 
-def environment(device: str = DEVICE) -> dict:
-    """The device, the threads and the versions that results depend on."""
+def environment(device: str = DEVICE, given: argparse.Namespace | None = None, *names: str) -> dict:
+    """The device, the threads, the versions and the options of the command line that results depend on."""
     return {
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else processor(),
         "threads": torch.get_num_threads(),
@@ -72,6 +88,7 @@ def environment(device: str = DEVICE) -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
+        **{name: getattr(given, name) for name in names},
     }
 
 
@@ -126,14 +143,17 @@ def _on_one_line(text: str) -> str:
     return re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", text))
 
 
-def kept(measured: Iterable[Row], facts: dict, path: Path | None) -> list[Row]:
-    """All rows, which are measured as they are asked for, or those until it is stopped. Each one is written at once."""
+def report(measured: Iterable[Row], facts: dict, path: Path | None, **looks: Any) -> None:
+    """Print all rows, which are measured as they are asked for, or those until it is stopped; each is written at once.
+
+    looks: options of `show`
+    """
     rows: list[Row] = []
     with until_stopped():
         for row in measured:
             rows.append(row)
             write_results(path, facts, rows=rows)
-    return rows
+    show(rows, **looks)
 
 
 def show(rows: Sequence[Row], without: Collection[str] = (), title: str | None = None) -> None:
@@ -161,10 +181,15 @@ def _cell(value: object) -> str:
     return " - ".join(map(_cell, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def quiet_demo_pair(device: str = "cpu") -> DemoPair:
-    """The shipped pair; transformers prints neither warnings nor progress from then on."""
+def quieten() -> None:
+    """Have transformers print neither warnings nor progress."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def quiet_demo_pair(device: str = "cpu") -> DemoPair:
+    """The shipped pair; transformers is quiet from then on."""
+    quieten()
     return load_demo_pair(device=device)
 
 
@@ -182,6 +207,13 @@ def random_tree(nodes: int, seed: int = 0) -> TokenTree:
 def paper_verifier(method: str) -> str | None:
     """The verifier by which a method is what its paper has, for SpeculativeDecoder: None where it has that anyway."""
     return "rejection" if METHODS[method].verifiers else None
+
+
+def figure_of(width: float, height: float) -> Any:
+    """A figure of matplotlib, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 class Spread(NamedTuple):
@@ -211,6 +243,37 @@ def clock_of(device: str) -> Callable[[], float]:
         return time.perf_counter()
 
     return when_done if torch.device(device).type == "cuda" else time.perf_counter
+
+
+def timed(call: Callable[[], Returned], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Returned]:
+    """Seconds that a call takes, and what it returned."""
+    begin = clock()
+    returned = call()
+    return clock() - begin, returned
+
+
+def timed_behind_first(
+    generate: Callable[[int], Returned], tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, Returned]:
+    """Seconds for a text of so many tokens less those for one token, and the text. Few may seem to take no time."""
+    first, _ = timed(lambda: generate(1), clock)
+    whole, text = timed(lambda: generate(tokens), clock)
+    return max(whole - first, 1e-6), text
+
+
+class Watched:
+    """Stands in the place of a decoder's runner from when it is made; a subclass has a `run` that looks at steps."""
+
+    def __init__(self, decoder: SpeculativeDecoder):
+        self.runner = decoder.runner
+        decoder.runner = cast(StepRunner, self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
+        """A step; where: the keyword arguments of `StepRunner.run`."""
+        return self.runner.run(plan, workspace, **where)
 
 
 def in_turns(
@@ -263,6 +326,7 @@ def gpu_milliseconds(run: Run, budget: int = 40) -> float:
     return triton.testing.do_bench(run, warmup=budget // 4, rep=budget, return_mode="median")
 
 
+@cache
 def copy_bandwidth(miniature: bool = False) -> float:
     """Bytes a second, read and written, of a large copy on this device."""
     bits = 10 if miniature else 29 if DEVICE == "cuda" else 25
@@ -271,6 +335,7 @@ def copy_bandwidth(miniature: bool = False) -> float:
     return 2 * source.nbytes / _roof_seconds(lambda: target.copy_(source))
 
 
+@cache
 def matrix_flops(dtype: torch.dtype, miniature: bool = False) -> float:
     """Floating-point operations a second of a large matrix product on this device."""
     side = 64 if miniature else 8192 if DEVICE == "cuda" else 1024

@@ -337,7 +337,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.record and (arguments.case or arguments.arch):
         parser.error("--record is for all cases on all architectures")
 
-    from common import made, show  # which processes that only compile do without
+    from common import show, write_results  # which processes that only compile do without
 
     os.environ.pop("TRITON_INTERPRET", None)
     archs = arguments.arch or list(GPUS)
@@ -359,11 +359,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.record:
         kept = {key_of(arch, name, CASES[name]): done for (arch, name), done in kernels.items()}
         write_record(RECORD, kept)
-    if arguments.json is not None:
-        flat = [{"arch": row.arch, "case": row.case} | row.figures._asdict() for row in rows]
-        versions = {"torch": torch.__version__, "triton": triton.__version__}
-        written = {"environment": versions, "rows": flat, "faults": faults}
-        made(arguments.json).write_text(json.dumps(written, indent=1) + "\n")
+    flat = [{"arch": row.arch, "case": row.case} | row.figures._asdict() for row in rows]
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    write_results(arguments.json, versions, rows=flat, faults=faults)
     sys.exit("\n".join(faults) if faults else 0)
 
 

@@ -50,10 +50,10 @@ from common import (
     clock_of,
     environment,
     in_turns,
-    kept,
     paper_verifier,
     quiet_demo_pair,
-    show,
+    report,
+    timed,
     times_as_fast,
     token_ids,
 )
@@ -299,13 +299,6 @@ def recall(bench: Bench) -> Iterator[Row]:
                 ]
                 rounds.append(sum(out.stats.new_tokens for out in outs) / sum(out.stats.steps for out in outs))
             yield {"temperature": temperature, "draft": name, "tokens_per_forward": rounds}
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what the call returned."""
-    begin = time.perf_counter()
-    result = call()
-    return time.perf_counter() - begin, result
 
 
 def query_seconds(queried: Draft, text: Tensor, nodes: int, rounds: int) -> list[float]:
@@ -577,7 +570,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parsed(argv)
     torch.set_num_threads(given.threads[0])
     bench, chosen = Bench(given), SWEEPS[given.sweep]
-    facts = environment(given.device) | {name: getattr(given, name) for name in ("sweep", *chosen.defaults)}
+    facts = environment(given.device, given, "sweep", *chosen.defaults)
 
     def measured() -> Iterator[Row]:
         for threads in given.threads:
@@ -585,7 +578,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in chosen.rows(bench):
                 yield {"threads": threads} | row if len(given.threads) > 1 else row
 
-    show(kept(measured(), facts, given.json), title=given.sweep)
+    report(measured(), facts, given.json, title=given.sweep)
 
 
 if __name__ == "__main__":

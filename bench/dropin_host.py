@@ -1,6 +1,6 @@
 """What a call of attention costs on the host, with attn_implementation="heavypath" and "sdpa"; no GPU is needed.
 
-    python bench/dropin_host.py [--rounds 300] [--json FILE]
+    python bench/dropin_host.py [--operators] [--rounds 300] [--json FILE]
 
 A model that is not under a CUDA graph calls attention for each layer of each token, and where the model is small the
 GPU waits for the host. Timed are
@@ -15,24 +15,39 @@ thread's own CPU time and ratios are medians, with the quartiles of the ratio. `
 Python; only the driver does nothing then. `anew` is that for shapes that were not seen before, as in the first layer of
 each step behind a growing cache. The kernels are compiled for an H100 first, which takes some seconds unless Triton has
 them on disk.
+
+--operators times what it costs that a function is an operator. Calls do nothing, or return what was computed before,
+with the arguments of attention and of verification
+
+    public     as users call them where nothing is compiled: the look at whether something is
+    operator   by an operator alone, as a compiled graph does: the dispatch of PyTorch, and arguments put together
+
+Microseconds are the least of all rounds, less those of the same call without either. A recorded or captured step is
+replayed without any of them.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from common import Row, Run, argument_parser, environment, in_turns, kept, show, times_as_fast
+from common import Row, Run, argument_parser, environment, in_turns, options_of, report, times_as_fast
 from machine_code import all_on_gpu, compile_for
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from heavypath.kernels import tickets
 from heavypath.kernels.attention import launch as attention_launch
+from heavypath.kernels.attention.masks import Visible
 from heavypath.kernels.attention.variant import Launch
+from heavypath.kernels.implementation import operator
+from heavypath.kernels.operators.definition import Operator
+from heavypath.kernels.tree_attention import visible_attention
+from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.models.attn_implementation import attention_forward
 
 CALLS = 50  # in a row, in each round
@@ -115,17 +130,59 @@ def measured(rounds: int) -> Iterator[Row]:
         yield {"call": name, **taken, "ratio": ratio.median, "quartiles": ratio[1:]}
 
 
-def main() -> None:
-    parser = argument_parser(__doc__, threads=False)
-    parser.add_argument("--rounds", type=int, default=300)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def on_a_gpu() -> None:
+    """Have launches compile for an H100 and nothing run, from now on."""
     compile_for(90, lambda kernel: None)
     torch.cuda.graphs._cuda_isCurrentStreamCapturing = torch._C._is_tracing  # another question that C answers with no
     tickets.buffers[0, 0] = torch.zeros(4096, dtype=torch.int32)  # of GPU 0, for its stream 0
     attention_launch.tickets = lambda count, _: tickets.tickets(count, GPU)  # a tensor's device says that it is a CPU
-    rounds = 2 if arguments.miniature else arguments.rounds
-    show(kept(measured(rounds), environment("cpu") | {"rounds": rounds}, arguments.json))
+
+
+def returning(function: Callable[..., Any], made: object) -> Callable[..., Any]:
+    """A function with the arguments of another, that returns something made before."""
+
+    def stand_in(*_: object, **named: object) -> object:
+        return made
+
+    stand_in.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
+    stand_in.__annotations__ = function.__annotations__
+    return stand_in
+
+
+@torch.no_grad()
+def of_operators(rounds: int) -> Iterator[Row]:
+    """Microseconds that a function costs more as users call it, and as an operator."""
+    query, (key, value) = torch.randn(1, 8, 16, 64), torch.randn(2, 1, 2, 80, 64)
+    visible = Visible(64, None, torch.full((16,), 16), None, 16, None, None)
+    attended = (query, key, value, visible, None, None, "torch")
+    verified = (torch.arange(16)[None], torch.arange(16) - 1, *torch.randn(2, 1, 16, 256))
+    options = {"method": "without_replacement", "max_depth": 15}
+    for function, args, named in ((visible_attention, attended, {}), (inspect.unwrap(verify_tree), verified, options)):
+        stand_in = returning(function, function(*args, **named))
+        known = Operator(stand_in, is_fresh=True, name=f"timed_{function.__name__}")
+        ways: dict[str, Run] = {
+            "nothing": lambda: None,
+            "direct": partial(stand_in, *args, **named),
+            "public": partial(operator(stand_in), *args, **named),
+            "operator": partial(known.overload, *known.leaves(args, named)),
+        }
+        calls = {way: lambda call=call: [call() for _ in range(CALLS)] for way, call in ways.items()}
+        times = in_turns(calls, rounds, clock=time.thread_time)
+        least = {way: 1e6 * min(each) / CALLS for way, each in times.items()}
+        public, alone = least["public"] - least["direct"], least["operator"] - least["nothing"]
+        yield {"function": function.__name__, "public": public, "operator": alone}
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, threads=False)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--operators", action="store_true", help="what it costs that functions are operators")
+    arguments = options_of(parser, rounds=2)
+    torch.set_num_threads(1)
+    if not arguments.operators:
+        on_a_gpu()
+    rows = of_operators(arguments.rounds) if arguments.operators else measured(arguments.rounds)
+    report(rows, environment("cpu", arguments, "rounds"), arguments.json)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
-from batches import batch_of, jackknife
-from common import Row, argument_parser, environment, kept, quiet_demo_pair, show, token_ids
+from batches import Counts, batch_of, jackknife
+from common import Row, argument_parser, environment, options_of, quiet_demo_pair, report, token_ids
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
@@ -85,7 +85,7 @@ def decoded(
         texts.tokens, given.tokens + room, temperature=sampling.temperature, seed=DECODED, stopping_criteria=[end],
         **texts.options,
     ).stats  # fmt: skip
-    steps, tokens = (each.view(len(prompts), -1).sum(1).double() for each in (stats.steps_of, stats.tokens_of))
+    tokens, steps = Counts.of(stats, texts.seeds)
     whole = (stats.steps + int(stats.accepted.sum())) / stats.new_tokens  # more than are kept of the last steps
     return torch.stack([steps, whole * tokens], 1)
 
@@ -129,13 +129,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    given = parser.parse_args()
-    if given.miniature:
-        given.prompts, given.texts, given.tokens, given.nodes, given.temperature = 2, 1, 8, [4], [0.6]
-    torch.set_num_threads(given.threads)
-    names = ("prompts", "texts", "tokens", "nodes", "temperature")
-    facts = environment("cpu") | {name: getattr(given, name) for name in names}
-    show(kept(rows(given), facts, given.json), title="expected and decoded tokens per forward pass")
+    given = options_of(parser, prompts=2, texts=1, tokens=8, nodes=[4], temperature=[0.6])
+    facts = environment("cpu", given, "prompts", "texts", "tokens", "nodes", "temperature")
+    report(rows(given), facts, given.json, title="expected and decoded tokens per forward pass")
 
 
 if __name__ == "__main__":

@@ -32,11 +32,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, cast
 
 import torch
 from common import (
+    Run,
+    Watched,
     argument_parser,
     captured,
     clock_of,
@@ -44,6 +47,7 @@ from common import (
     environment,
     in_turns,
     quiet_demo_pair,
+    timed,
     until_stopped,
     write_results,
 )
@@ -54,7 +58,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
-from heavypath.speculative.decoder import Generation
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
@@ -103,24 +106,21 @@ class Heard:
         return self._forward(*arguments, **options)
 
 
-class Observer:
-    """Stands in the place of a decoder's runner: times each step, and has step number OBSERVED taken apart."""
+class Observer(Watched):
+    """Times each step, and has step number OBSERVED taken apart."""
 
-    def __init__(self, bench: "Bench", runner: StepRunner):
-        self._bench, self._runner = bench, runner
+    def __init__(self, bench: "Bench", decoder: SpeculativeDecoder):
+        super().__init__(decoder)
+        self._bench = bench
         self.laps: list[float] = []
         self.alone_and_models = [math.nan, math.nan]
         self.kernels: list[dict[str, Any]] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
     def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
         if len(self.laps) == OBSERVED:
-            self.alone_and_models, self.kernels = self._bench.parts(self._runner, plan, workspace, where)
-        begin = self._bench.clock()
-        stepped = self._runner.run(plan, workspace, **where)
-        self.laps.append(self._bench.clock() - begin)
+            self.alone_and_models, self.kernels = self._bench.parts(self.runner, plan, workspace, where)
+        seconds, stepped = timed(lambda: self.runner.run(plan, workspace, **where), self._bench.clock)
+        self.laps.append(seconds)
         return stepped
 
 
@@ -132,7 +132,7 @@ class Bench:
         self.rows: list[Row] = []
         self.given = arguments
         self.gpu, self.clock = torch.device(arguments.device).type == "cuda", clock_of(arguments.device)
-        self.dtype: torch.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.gpu else "float32"))
+        self.dtype = torch.bfloat16 if self.gpu else torch.float32
         target, draft, tokenizer = quiet_demo_pair()
         shape = arguments.vocabulary, self.dtype, arguments.device
         self.say("making the models")
@@ -234,9 +234,7 @@ class Bench:
         run = transformers_runner(self.target, draft, sampling, seed=0)
 
         def write(given: Tensor) -> Text:
-            begin = self.clock()
-            sequence, forwards = run(given, self.given.new_tokens)
-            seconds = self.clock() - begin
+            seconds, (sequence, forwards) = timed(lambda: run(given, self.given.new_tokens), self.clock)
             new = sequence.shape[1] - given.shape[1]
             return Text(sequence, new * len(given), new / forwards, seconds)
 
@@ -245,14 +243,10 @@ class Bench:
     def speculative(self, decoder: SpeculativeDecoder, sampling: dict[str, Any], new_tokens: int) -> Writer:
         """By a decoder; and a text of one token beside each, so that the difference is of steps alone."""
 
-        def timed(given: Tensor, new_tokens: int) -> tuple[Generation, float]:
-            begin = self.clock()
-            out = decoder.generate(given, new_tokens, eos_token_id=None, **sampling)
-            return out, self.clock() - begin
-
         def write(given: Tensor) -> Text:
-            _, short = timed(given, 1)
-            out, seconds = timed(given, new_tokens)
+            generate = partial(decoder.generate, given, eos_token_id=None, **sampling)
+            short, _ = timed(lambda: generate(1), self.clock)
+            seconds, out = timed(lambda: generate(new_tokens), self.clock)
             further = int(out.stats.steps_of.max()) - 1
             each = (seconds - short) / further if further else None
             return Text(out.sequences, out.stats.new_tokens, out.stats.tokens_per_step, seconds, each)
@@ -261,13 +255,11 @@ class Bench:
 
     def take_apart(self, row: Row, decoder: SpeculativeDecoder, given: Tensor, sampling: dict[str, Any]) -> None:
         """Time the steps of a text, to see what the first ones take longer, and one of them part by part."""
-        runner = decoder.runner
-        observer = Observer(self, runner)
-        decoder.runner = cast(StepRunner, observer)
+        observer = Observer(self, decoder)
         try:
             decoder.generate(given, 20 if self.given.miniature else OBSERVED_TEXT, eos_token_id=None, **sampling)
         finally:
-            decoder.runner = runner
+            decoder.runner = observer.runner
         alone, models = observer.alone_and_models
         row.alone_ms, row.models_ms, row.rest_alone = alone * 1e3, models * 1e3, 1 - models / alone
         row.kernels = observer.kernels
@@ -292,7 +284,7 @@ class Bench:
             for forward, arguments, options in calls:
                 forward(*arguments, **options)
 
-        def again(what: Callable[[], object]) -> Callable[[], object]:
+        def again(what: Run) -> Run:
             return lambda: (state.copy_(numbers), what())
 
         state.copy_(numbers)
@@ -307,7 +299,7 @@ class Bench:
         state.copy_(numbers)
         return seconds, kernels
 
-    def peak(self, method: str, run: Callable[[], object]) -> int | None:
+    def peak(self, method: str, run: Run) -> int | None:
         """Bytes of the weights that a method needs, and the most that `run` takes besides."""
         if not self.gpu:
             run()
@@ -319,8 +311,7 @@ class Bench:
         return sum(weights) + torch.cuda.max_memory_allocated() - before
 
     def facts(self) -> dict[str, Any]:
-        asked = {name: getattr(self.given, name) for name in ("vocabulary", "prompts", "new_tokens")}
-        return environment(self.given.device) | asked | {
+        return environment(self.given.device, self.given, "vocabulary", "prompts", "new_tokens") | {
             "gpu": self.gpu,
             "dtype": str(self.dtype).removeprefix("torch."),
             "target": Widths(*self.given.target)._asdict(),
@@ -363,7 +354,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--minutes", type=float, default=7.5, help="start nothing after so many")
     parser.add_argument("--bandwidth", type=float, help="bytes a second (default: measured by a large copy)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     arguments = parser.parse_args()
     bench = Bench(arguments)
     with until_stopped():

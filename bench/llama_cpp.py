@@ -10,7 +10,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,44 +74,31 @@ def how_to_get(lacking: list[str], folder: Path) -> str:
         lines += [
             f"llama.cpp: expected its programs in {folder}. Give --llama-cpp the folder where they are, or --build, "
             "which needs cmake and a C++ compiler, takes 6 minutes on two cores, and runs",
-            *(f"    {command}" for command in build_commands()),
+            *(f"    {' '.join(command)}" for command in build_commands()),
         ]
     if "gguf" in lacking:
         lines.append("gguf writes the weights for llama.cpp: pip install '.[peers]', or pip install 'gguf>=0.17'")
     return "\n".join(lines)
 
 
-def build_commands() -> list[str]:
-    """The shell commands that build llama.cpp in FOLDER."""
-    return [" ".join(command) for command in (_download(), ("tar", "-xzf", _archive(), "-C", f"{FOLDER}"), *_cmake())]
+def build_commands() -> list[list[str]]:
+    """The commands that get llama.cpp and build it in FOLDER."""
+    archive = f"{FOLDER}/{PACKAGE.replace('-', '_').replace('==', '-')}"
+    source = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", f"{FOLDER}", PACKAGE]
+    return [
+        [sys.executable, "-m", "pip", "download", *source],
+        ["tar", "-xzf", f"{archive}.tar.gz", "-C", f"{FOLDER}"],
+        ["cmake", "-S", f"{archive}/vendor/llama.cpp", "-B", f"{FOLDER}", *CMAKE_OPTIONS],
+        ["cmake", "--build", f"{FOLDER}", "--parallel", "2", "--target", *PROGRAMS],
+    ]
 
 
 def build() -> Path:
     """Download and build llama.cpp. Returns the folder of its programs. Raises CalledProcessError if that fails."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    subprocess.run(_download(), check=True)
-    with tarfile.open(_archive()) as archive:
-        archive.extractall(FOLDER, filter="data")
-    for command in _cmake():
+    for command in build_commands():
         subprocess.run(command, check=True)
     return FOLDER / "bin"
-
-
-def _download() -> tuple[str, ...]:
-    options = ("--no-deps", "--no-binary", "llama-cpp-python", "--dest", f"{FOLDER}")
-    return (sys.executable, "-m", "pip", "download", *options, PACKAGE)
-
-
-def _archive() -> str:
-    return f"{FOLDER}/{PACKAGE.replace('-', '_').replace('==', '-')}.tar.gz"
-
-
-def _cmake() -> tuple[tuple[str, ...], ...]:
-    source = f"{_archive().removesuffix('.tar.gz')}/vendor/llama.cpp"
-    return (
-        ("cmake", "-S", source, "-B", f"{FOLDER}", *CMAKE_OPTIONS),
-        ("cmake", "--build", f"{FOLDER}", "--parallel", "2", "--target", *PROGRAMS),
-    )
 
 
 def plain_runner(folder: Path, target: Path) -> Runner:

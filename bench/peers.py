@@ -33,9 +33,9 @@ law, in which likely tokens come too often, and it does not count among the best
 What is missing is named, and left out.
 """
 
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -47,8 +47,10 @@ from common import (
     Spread,
     argument_parser,
     environment,
+    options_of,
     quiet_demo_pair,
     show,
+    timed_behind_first,
     token_ids,
     until_stopped,
     write_results,
@@ -123,18 +125,14 @@ def our_runner(decoder: SpeculativeDecoder, batches: Batches) -> Runner:
 
 
 def their_runner(target: LlamaForCausalLM, draft: LlamaForCausalLM | None) -> Runner:
-    """A runner of transformers. Few tokens may seem to take no time: one token's is taken off."""
+    """A runner of transformers."""
 
     def run(prompt: list[int], asked: Asked) -> Timed:
         sampling = {"temperature": asked.temperature, "top_k": None, "top_p": None}
-        generate = transformers_runner(target, draft, sampling, asked.seed)
-        seconds = []
-        for new_tokens in (1, asked.new_tokens):
-            begin = time.perf_counter()
-            sequence, _ = generate(torch.tensor([prompt]), new_tokens)
-            seconds.append(time.perf_counter() - begin)
+        generate = partial(transformers_runner(target, draft, sampling, asked.seed), torch.tensor([prompt]))
+        seconds, (sequence, _) = timed_behind_first(generate, asked.new_tokens)
         text = sequence[0, len(prompt) :].tolist()
-        return Timed(max(len(text) - 1, 1), max(seconds[1] - seconds[0], 1e-6), text)
+        return Timed(max(len(text) - 1, 1), seconds, text)
 
     return run
 
@@ -143,14 +141,13 @@ def their_batch_runner(target: LlamaForCausalLM, batches: Batches) -> Runner:
     """transformers' generate of a batch: each sequence has all tokens that are asked for."""
 
     def run(prompt: list[int], asked: Asked) -> Timed:
-        texts, seconds = batches(prompt), []
+        texts = batches(prompt)
         torch.manual_seed(asked.seed)
-        for new in (1, asked.new_tokens):
-            begin = time.perf_counter()
-            sequences = by_transformers(target, texts, new, asked.temperature)
-            seconds.append(time.perf_counter() - begin)
+        seconds, sequences = timed_behind_first(
+            lambda new: by_transformers(target, texts, new, asked.temperature), asked.new_tokens
+        )
         text = sequences[0, texts.tokens.shape[1] :].tolist()
-        return Timed(len(sequences) * max(len(text) - 1, 1), max(seconds[1] - seconds[0], 1e-6), text)
+        return Timed(len(sequences) * max(len(text) - 1, 1), seconds, text)
 
     return run
 
@@ -278,12 +275,11 @@ def parsed(given: Sequence[str] | None) -> Namespace:
     parser.add_argument("--methods", type=comma_separated(str), default=["autoregressive", "chain", "sequoia", "ersd"])
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", default=FOLDER / "bin", help="its programs' folder")
     parser.add_argument("--build", action="store_true", help=f"get llama.cpp by pip and build it in {FOLDER}")
-    arguments = parser.parse_args(given)
+    arguments = options_of(
+        parser, given, prompts=1, rounds=1, max_new_tokens=4, factor=2, threads=[1], methods=["sequoia"]
+    )
     if unknown := {*arguments.pairs} - {"shipped", "enlarged"}:
         parser.error(f"expected pairs of shipped and enlarged, got {', '.join(sorted(unknown))}; leave it out")
-    if arguments.miniature:
-        small = {"prompts": 1, "rounds": 1, "max_new_tokens": 4, "factor": 2, "threads": [1], "methods": ["sequoia"]}
-        arguments = Namespace(**{**vars(arguments), **small})
     return arguments
 
 
@@ -297,9 +293,7 @@ def main(given: Sequence[str] | None = None) -> None:
     every = [ids[0].tolist() for ids in token_ids(tokenizer, demo_prompts())]
     prompts = every[: arguments.prompts]
     results = []
-    facts = environment("cpu") | {
-        name: getattr(arguments, name) for name in ("prompts", "max_new_tokens", "rounds", "factor", "threads")
-    }
+    facts = environment("cpu", arguments, "prompts", "max_new_tokens", "rounds", "factor", "threads")
     with TemporaryDirectory() as made, until_stopped():
         for pair in arguments.pairs:
             models = [target, draft]

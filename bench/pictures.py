@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import argument_parser, made, quiet_demo_pair, random_tree
+from common import argument_parser, figure_of, made, quiet_demo_pair, random_tree
 
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.costs.hardware import DEVICES
@@ -64,12 +64,6 @@ def save(figure: Any, path: Path) -> None:
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
         figure.savefig(made(path), metadata={"Date": None}, facecolor="#f7f6f3")
-
-
-def figure_of(width: float, height: float, **layout: Any) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained", **layout)
 
 
 class Step(NamedTuple):

@@ -4,18 +4,10 @@ The launch (kernels/filter_cuts.py) reads every row once for its largest logit a
 over it, which all multiprocessors share (kernels/sharing.py). How many is found by running the search, in NumPy, on
 made-up rows: logits as of a language model, normal numbers with a few tokens far above them.
 
-With few rows a pass is a chain of waiting, and its chunk:
-
-    publish   the leader's thresholds are written and fenced, and the word is given      fence + half a round trip
-    notice    a helper's look is on its way                                              1.5 round trips
-    take      it takes a chunk, loads the thresholds and the logits                      2 round trips
-    chunk     it computes, and sees that no chunk is left                                instructions + round trip
-    give      its sums are written and fenced, and counted                               fence + half a round trip
-    combine   the leader sees it, loads all sums, and takes the next thresholds          2 round trips + instructions
-
-With many rows other rows' chunks fill that time, and instructions bind, of which programs that wait keep the schedulers
-from issuing some. Instructions are counted in the machine code for sm_90 (triton 3.9). A chunk without a token that
-reaches the pass's least threshold takes fewer: past the first pass these are most chunks.
+With few rows a pass takes what assumed_gpu.py says, with the thresholds as its parameters. With many rows other rows'
+chunks fill that time, and instructions bind, of which programs that wait keep the schedulers from issuing some.
+Instructions are counted in the machine code for sm_90 (triton 3.9). A chunk without a token that reaches the pass's
+least threshold takes fewer: past the first pass these are most chunks.
 
 A draw under top-p is a draw without filters, whose leader then takes passes of that kind (kernels/nucleus.py): one
 where the candidates decide. So does `step`, which sums what a step takes of five draws of eight tokens from eight rows
@@ -26,7 +18,7 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-from assumed_gpu import H200, SCHEDULERS, Gpu
+from assumed_gpu import H200, SCHEDULERS, Gpu, shared_pass
 
 from heavypath.kernels.filter_cuts import CHUNK, LANES, THRESHOLDS
 from heavypath.kernels.noise import Stream, gumbels
@@ -75,9 +67,7 @@ def _reached(keys: np.ndarray, least: int) -> float:
 
 
 def passes_of(row: np.ndarray, filters: str, hidden: int) -> list[float]:
-    """The share of chunks that each pass of the search reaches, and that for ties: as `_search` in
-    kernels/filter_cuts.py.
-    """
+    """The share of chunks that each pass of the search reaches, as in kernels/filter_cuts.py, and that for ties."""
     kind, number = filters.split()
     largest, every = row.max(), len(row)
     weights = np.exp(row.astype(np.float64) - largest) if kind == "top-p" else np.ones(every)
@@ -133,14 +123,9 @@ def predict(filters: str, dtype: str, vocabulary: int, rows: int, gpu: Gpu = H20
 
 
 def predicted(
-    filters: str,
-    dtype: str,
-    vocabulary: int,
-    rows: int,
-    found: list[list[float]],
-    gpu: Gpu = H200,
+    filters: str, dtype: str, vocabulary: int, rows: int, found: list[list[float]], gpu: Gpu = H200,
     first: float = FIRST,
-) -> Prediction:
+) -> Prediction:  # fmt: skip
     """A launch on rows that take passes such as these; first: instructions of the first pass."""
     size, chunks = (2 if dtype == "bf16" else 4), ceil(vocabulary / CHUNK.value)
     passes, reached = float(np.mean([len(each) for each in found])), float(np.mean(np.concatenate(found)))
@@ -149,7 +134,7 @@ def predicted(
     per_chunk = WARPS / (gpu.processors * SCHEDULERS * gpu.clock)  # microseconds for an instruction of all its warps
     alone = gpu.alone / gpu.clock
     begin = gpu.memory + first * alone + 2 * gpu.fence + 2 * gpu.trip
-    chain = 2 * gpu.fence + 7.5 * gpu.trip + (PASS + NEXT) * alone  # some chunk is reached
+    chain = sum(shared_pass(gpu, gpu.trip + PASS * alone, NEXT * alone).values())  # some chunk is reached
     waiting = gpu.launch + begin + passes * chain
     issue = rows * chunks * (first + passes * one) * per_chunk / gpu.issued
     memory = read / gpu.bandwidth

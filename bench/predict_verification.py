@@ -8,15 +8,7 @@ passes      a node's rejections come one after the other, and each takes a pass 
             draft, shared by all multiprocessors. Those of the node with most passes are counted, behind the first pass
             of all nodes, and other nodes' passes run beside them
 
-A shared pass is a chain of waiting, and its chunk:
-
-    publish     the leader's parameters are written and fenced, and the word is given      fence + half a round trip
-    notice      a helper's look is on its way                                              1.5 round trips
-    take        it takes a chunk, and loads the parameters                                 2 round trips
-    chunk       it loads the chunk, computes                                               round trip + instructions
-    give        its sum is written and fenced, and counted                                 fence + half a round trip
-    combine     the leader sees it, and loads all sums                                     2 round trips
-    decide      the next child is tried, by one program                                    instructions that wait
+A shared pass takes what assumed_gpu.py says; the next child is tried behind it.
 
 Traversal (kernels/verifying/traversal_kernel.py) has its first pass alone in a launch, then one for the chains of all
 nodes, and one that chooses. A chain begins when its node's weight is known, which is behind the passes for the elder
@@ -36,6 +28,7 @@ Instructions are counted in the machine code for sm_90 of 64 nodes x 128,256 tok
 from math import ceil
 from typing import NamedTuple
 
+import assumed_gpu
 from assumed_gpu import H200, SCHEDULERS, Gpu
 
 from heavypath.kernels.verifying.distributions import CHUNK, LANES, PIECE
@@ -116,15 +109,8 @@ def shared_pass(shape: Shape, gpu: Gpu = H200, workers: int | None = None) -> di
     code, pieces = shape.code, ceil(shape.vocabulary / PIECE.value)
     rounds = ceil(pieces / (workers or gpu.processors))
     chunk = gpu.trip + computing(code.chunk, code.chunk_special, WARPS, gpu)
-    return {
-        "publish": gpu.fence + gpu.trip / 2,
-        "notice": 1.5 * gpu.trip,
-        "take": 2 * gpu.trip,
-        "chunk": rounds * chunk + (rounds - 1) * gpu.trip,
-        "give": gpu.fence + gpu.trip / 2,
-        "combine": 2 * gpu.trip,
-        "decide": (code.between * gpu.dependent + code.barriers * gpu.barrier) / gpu.clock,
-    }
+    deciding = (code.between * gpu.dependent + code.barriers * gpu.barrier) / gpu.clock
+    return assumed_gpu.shared_pass(gpu, rounds * chunk + (rounds - 1) * gpu.trip, deciding)
 
 
 def beginning(shape: Shape, gpu: Gpu = H200) -> dict[str, float]:

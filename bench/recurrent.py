@@ -22,9 +22,20 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
-from common import Row, Spread, argument_parser, environment, in_turns, random_tree, show, times_as_fast, write_results
+from common import (
+    Row,
+    argument_parser,
+    environment,
+    in_turns,
+    options_of,
+    random_tree,
+    show,
+    times_as_fast,
+    write_results,
+)
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -144,7 +155,7 @@ def measured(kind: str, nodes: int, width: int, rounds: int, function: Callable[
     )
     row: Row = {"rule": kind, "nodes": nodes, "depth": path.shape[1]}
     for name, seconds in times.items():
-        row[f"{name}_ms"] = 1000 * sorted(seconds)[len(seconds) // 2]
+        row[f"{name}_ms"] = 1000 * median(seconds)
     row["of_states"] = times_as_fast(times, "states", "tree")  # what part of the time of a state for each node
     row["of_layer"] = times_as_fast(
         {"tree": times["tree"], "layer": [sum(pair) for pair in zip(times["tree"], times["products"], strict=True)]},
@@ -171,7 +182,7 @@ def steps(rounds: int, new_tokens: int) -> list[Row]:
     times = in_turns({kind: partial(each.generate, prompt, new_tokens) for kind, each in decoders.items()}, rounds)
     a_step = {kind: [one / counts[kind] for one in seconds] for kind, seconds in times.items()}
     return [
-        {"target": kind, "step_ms": 1000 * Spread.of(each).median, "of_dense": times_as_fast(a_step, "olmo2", kind)}
+        {"target": kind, "step_ms": 1000 * median(each), "of_dense": times_as_fast(a_step, "olmo2", kind)}
         for kind, each in a_step.items()
     ]
 
@@ -179,8 +190,7 @@ def steps(rounds: int, new_tokens: int) -> list[Row]:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=64)
-    arguments = parser.parse_args(words)
-    torch.set_num_threads(arguments.threads)
+    arguments = options_of(parser, words)
     torch.manual_seed(0)
     facts, function = environment("cpu"), compiled_states()
     size = (9, 64, 1) if arguments.miniature else (arguments.nodes, WIDTH, 15)

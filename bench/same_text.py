@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, write_results
+from common import argument_parser, environment, options_of, quiet_demo_pair, write_results
 from safetensors.torch import save_file
 from transformers import NoRepeatNGramLogitsProcessor
 
@@ -187,8 +187,7 @@ def main() -> int:
     """Write digests of all texts, and compare them."""
     parser = argument_parser(__doc__)
     parser.add_argument("--against", type=Path, metavar="FILE", help="what an earlier run has written with --json")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = options_of(parser)
     pair = quiet_demo_pair()
     prompts = fifty_prompts()[: 2 if arguments.miniature else None]
     digests = dict[str, str]()

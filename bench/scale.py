@@ -12,7 +12,7 @@ device  weights that are copied to a GPU for each tree, see scale_device.py, whi
 import scale_device
 import scale_ranks
 import scale_stream
-from common import argument_parser
+from common import argument_parser, options_of
 
 PARTS = {"ranks": scale_ranks, "stream": scale_stream, "device": scale_device}
 
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     for part in PARTS.values():
         part.add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = options_of(parser)
     PARTS[arguments.part].run(arguments)
 
 

@@ -20,13 +20,14 @@ waited      share of the call in which the GPU waited for weights, where that is
 
 import argparse
 import gc
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import DEVICE, until_stopped
-from scale_stream import BESIDE, Rows, remove, write_target
+from scale_stream import BESIDE, Rows, write_target
 from transformers import AutoModelForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder, load_streamed
@@ -90,7 +91,7 @@ class Bench(Rows):
         model = load_streamed(self.folder, given.gpu_memory, device=DEVICE, host_memory=given.gpu_host_memory)
         self.of_trees("disk", model, 0.0)
         stream_of(model).close()
-        remove(self.folder)
+        shutil.rmtree(self.folder)
 
     def raw(self) -> None:
         """Copy pinned memory, as nothing else does; bytes a second."""

@@ -31,8 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from common import environment, quiet_demo_pair, random_tree, show, write_results
+from common import Watched, environment, quiet_demo_pair, quieten, random_tree, show, write_results
 from enlarging import Widths, enlarged
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -70,10 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     assert isinstance(target, LlamaForCausalLM)
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
-        heads = arguments.rank_width // 32
-        widths = Widths(
-            arguments.rank_layers, arguments.rank_width, heads, 8 * arguments.rank_width // 3 // 64 * 64 + 64
-        )
+        inner = 8 * arguments.rank_width // 3 // 64 * 64 + 64
+        widths = Widths(arguments.rank_layers, arguments.rank_width, arguments.rank_width // 32, inner)
         large = enlarged(target, widths, tokenizer.vocab_size)
         parameters = sum(weight.numel() for weight in large.parameters())
         for name, model in (("target", large), ("draft", draft)):
@@ -108,18 +105,15 @@ def _in_processes(count: int, folder: str, arguments: argparse.Namespace) -> dic
     return {"ranks": count} | every[0] | slowest
 
 
-class Meter:
-    """Stands in a decoder's runner: counts collectives within steps, their bytes, and the seconds in them."""
+class Meter(Watched):
+    """Counts collectives within steps, their bytes, and the seconds in them."""
 
     def __init__(self, decoder: SpeculativeDecoder):
-        self._runner, self._steps, self._in_step = decoder.runner, 0, False
+        super().__init__(decoder)
+        self._steps, self._in_step = 0, False
         self.calls, self.bytes, self.waiting, self.seconds = 0, 0, 0.0, 0.0
         for name in ("add", "joined", "largest"):
             self._watch(name)
-        decoder.runner = self  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
 
     def _watch(self, name: str) -> None:
         done = getattr(Ranks, name)
@@ -136,7 +130,7 @@ class Meter:
 
     def run(self, plan: StepPlan, workspace: Workspace, **options: Any) -> Stepped:
         begin, self._in_step = time.perf_counter(), True
-        stepped = self._runner.run(plan, workspace, **options)
+        stepped = self.runner.run(plan, workspace, **options)
         self.seconds, self._in_step, self._steps = self.seconds + time.perf_counter() - begin, False, self._steps + 1
         return stepped
 
@@ -180,8 +174,7 @@ def _rank(folder: str, nodes: int, passes: int, kind: str) -> dict:
         torch.cuda.set_device(device)
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, f"file://{folder}/store-{count}", world_size=count, rank=rank)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quieten()
     split = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=count)} if count > 1 else {}
     target = AutoModelForCausalLM.from_pretrained(Path(folder, "target"), dtype=dtype, **split).eval().to(device)
     draft = AutoModelForCausalLM.from_pretrained(Path(folder, "draft"), dtype=dtype).eval().to(device)

@@ -29,17 +29,28 @@ import ctypes
 import gc
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
-from common import Row, clock_of, environment, made, quiet_demo_pair, token_ids, until_stopped, write_results
+from common import (
+    Row,
+    clock_of,
+    environment,
+    quiet_demo_pair,
+    timed,
+    timed_behind_first,
+    token_ids,
+    until_stopped,
+    write_results,
+)
 from enlarging import Widths, enlarged
 from safetensors.torch import save_file
 from torch import Tensor
@@ -78,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure all rows, print them, and write them after each."""
-    torch.set_num_threads(arguments.threads)
     if arguments.miniature:
         arguments.gigabytes, arguments.memory, arguments.width = 0.2, "60M", 384
         arguments.slow_gigabytes, arguments.slow_memory, arguments.slow_width = 0.1, "50M", 384
@@ -103,17 +113,18 @@ class Rows:
         """Print a row, and write all."""
         self.rows.append({"way": way, **{name: value for name, value in figures.items() if value is not None}})
         print(shown(self.rows[-1]), flush=True)
-        facts = environment(self.device) | {name: getattr(self.given, name) for name in self.SETTINGS}
-        write_results(self.given.json, facts | {"load": os.getloadavg()[0]}, rows=self.rows)
+        facts = environment(self.device, self.given, *self.SETTINGS) | {"load": os.getloadavg()[0]}
+        write_results(self.given.json, facts, rows=self.rows)
 
     def of_generate(self, way: str, model: LlamaForCausalLM, most: int, **figures: Any) -> None:
         """transformers' greedy generate: of few tokens, each of which is a pass over the weights."""
-        count, seconds = min(most, self.given.new_tokens), []
-        for number in (1, count + 1):  # the prompt, and the prompt with further tokens
-            begin = self.clock()
-            model.generate(self.prompts[0], max_new_tokens=number, min_new_tokens=number, do_sample=False)
-            seconds.append(self.clock() - begin)
-        self.add(way, seconds_per_token=(seconds[1] - seconds[0]) / count, tokens_per_step=1.0, **figures)
+        count = min(most, self.given.new_tokens)
+
+        def generate(new: int) -> Tensor:
+            return model.generate(self.prompts[0], max_new_tokens=new, min_new_tokens=new, do_sample=False)
+
+        seconds, _ = timed_behind_first(generate, count + 1, self.clock)
+        self.add(way, seconds_per_token=seconds / count, tokens_per_step=1.0, **figures)
 
     def of_trees(self, regime: str, model: LlamaForCausalLM, temperature: float) -> None:
         """The decoder with trees of all sizes."""
@@ -176,7 +187,7 @@ class Bench(Rows):
             self.of_trees("full speed", model, 0.0)
             stream_of(model).close()
         self.source = None
-        remove(fast)
+        shutil.rmtree(fast)
 
     def slowed(self, slow: Path) -> None:
         """The small target, with reads slowed down."""
@@ -187,7 +198,7 @@ class Bench(Rows):
         for temperature in (0.0, 0.6):
             self.of_trees(f"{given.rate / 1e6:.0f} MB/s", model, temperature)
         stream_of(model).close()
-        remove(slow)
+        shutil.rmtree(slow)
 
     def load(self, folder: Path, memory: str) -> LlamaForCausalLM:
         """A streamed target, and what it takes once it has been run."""
@@ -219,9 +230,8 @@ class Bench(Rows):
             folder, dtype="auto", device_map=places, offload_folder=self.folder / "unused"
         ).eval()
         forget(folder)
-        begin = time.perf_counter()
-        model.generate(self.prompts[0], max_new_tokens=1, do_sample=False)
-        self.add("accelerate, the prompt", seconds=time.perf_counter() - begin)
+        seconds, _ = timed(lambda: model.generate(self.prompts[0], max_new_tokens=1, do_sample=False))
+        self.add("accelerate, the prompt", seconds=seconds)
         self.of_generate("accelerate, warm", model, 4)
 
     def before(self, decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:
@@ -292,14 +302,9 @@ def write_target(
     model.config.num_hidden_layers = layers
     model.config.save_pretrained(folder)
     facts = {"metadata": {"total_size": layers * layer_bytes}, "weight_map": index}
-    made(folder / "model.safetensors.index.json").write_text(json.dumps(facts))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(facts))
     os.sync()
     print(f"a target of {layers} layers of {layer_bytes / 1e6:.0f} MB", flush=True)
-
-
-def remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
 
 
 def forget(folder: Path) -> None:
@@ -312,30 +317,22 @@ def forget(folder: Path) -> None:
 
 def raw_rate(folder: Path, most: float = 4e9) -> float:
     """Bytes a second at which the first files of a folder are read past the page cache, by READERS threads."""
-    jobs: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
-    total, opened = 0, []
+    jobs, total, opened, own = [], 0, [], threading.local()
     for path in sorted({place.path for place in places_of_folder(folder).values()}):
         size = os.path.getsize(path)
         opened.append(os.open(path, os.O_RDONLY | os.O_DIRECT))
         for begin in range(0, size // BLOCK * BLOCK, CHUNK):
             if total < most:
-                jobs.put((opened[-1], begin))
+                jobs.append((opened[-1], begin))
                 total += min(CHUNK, size - begin)
 
-    def read() -> None:
-        _, memory = aligned_memory(CHUNK)
-        while (job := jobs.get()) is not None:
-            os.preadv(job[0], [memory], job[1])
+    def read(job: tuple[int, int]) -> None:
+        if not hasattr(own, "memory"):
+            _, own.memory = aligned_memory(CHUNK)
+        os.preadv(job[0], [own.memory], job[1])
 
-    threads = [threading.Thread(target=read) for _ in range(READERS)]
-    for _ in threads:
-        jobs.put(None)
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - begin
+    with ThreadPoolExecutor(READERS) as threads:
+        seconds, _ = timed(lambda: [*threads.map(read, jobs)])
     for descriptor in opened:
         os.close(descriptor)
     return total / seconds
@@ -355,8 +352,8 @@ def memory_limited(limit: str | None) -> Iterator[None]:
     group = root / f"heavypath-{os.getpid()}"
     try:
         group.mkdir()
-        tell(group / name, bytes_of(limit))
-        tell(group / "cgroup.procs", os.getpid())
+        (group / name).write_text(str(bytes_of(limit)))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
     except OSError as error:
         raise SystemExit(
             f"--limit needs root, and a memory controller in {root}: {error}; without it run this script by "
@@ -365,14 +362,8 @@ def memory_limited(limit: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        tell(root / "cgroup.procs", os.getpid())
+        (root / "cgroup.procs").write_text(str(os.getpid()))
         group.rmdir()
-
-
-def tell(control: Path, number: int) -> None:
-    """Write a number into one of the system's control files."""
-    with control.open("w") as file:
-        file.write(str(number))
 
 
 class Slowed:

@@ -9,7 +9,7 @@ prompts and 16 to 128 new tokens, with the same lengths and times for every way 
 batching; and its `generate`, one request after the other. All on the shipped pair, in this process, one way after the
 other; `--http` adds `heavypath serve` in a process of its own, with the client in this one.
 
-requests/s, tokens/s: from the first arrival to the last token; a rate above what a way can do lets its queue grow
+requests, tokens per second: from the first arrival to the last token; above what a way can do its queue grows
 first token: from a request's arrival to its first token, waiting included; median and 99th percentile over requests
 between tokens: time since the tokens before, shared among those that come at a time; median and 99th percentile over
 all tokens (over HTTP by pieces of text)
@@ -18,12 +18,11 @@ all tokens (over HTTP by pieces of text)
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
-import torch
-from common import argument_parser, environment, quiet_demo_pair, until_stopped, write_results
+from common import Row, argument_parser, environment, options_of, quiet_demo_pair, report
 from serving_ways import Ask, ContinuousBatching, Heavypath, OneByOne, OverHttp, Way
 
 from heavypath.speculative.demo import demo_prompts
@@ -60,45 +59,29 @@ def main() -> None:
     parser.add_argument("--slots", type=int, action="append", help="of the service; repeat it for several")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--http", action="store_true", help="also over HTTP")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = options_of(parser, rate=[50.0], slots=[2], requests=3)
     rates, slots = arguments.rate or [1.0, 2.0, 4.0, 8.0], arguments.slots or [1, 2, 4, 8, 16, 32]
-    count, longest, at_once = arguments.requests, LONGEST, AT_ONCE
-    if arguments.miniature:
-        rates, slots, count, longest, at_once = [50.0], [2], 3, SHORTEST + 2, 3
-
+    longest, at_once = (SHORTEST + 2, 3) if arguments.miniature else (LONGEST, AT_ONCE)
     tokenizer = quiet_demo_pair().tokenizer
     prompts = [tokenizer(text)["input_ids"] for text in demo_prompts()]
     loads = {f"{at_once} at once": asks(prompts, at_once, None, longest)}
-    loads |= {f"{rate:g}/s": asks(prompts, count, rate, longest) for rate in rates}
-    facts = environment("cpu") | {"requests": count, "at_once": at_once, "temperature": arguments.temperature}
-    rows: list[dict[str, Any]] = []
-    print(f"{'way':<34}{'load':>12}{'requests/s':>12}{'tokens/s':>10}{'first token, ms':>20}{'between, ms':>16}")
-    with until_stopped():
-        for name, make in ways(slots, arguments.temperature, http=arguments.http).items():
-            with make() as way, asyncio.Runner() as runner:
-                runner.run(served(way, loads[f"{at_once} at once"][:2]))  # what the first requests alone wait for
-                for load, each in loads.items():
-                    row = {"way": name, "load": load} | figures(runner.run(served(way, each)), each)
-                    rows.append(row)
-                    print(line(row), flush=True)
-                    write_results(arguments.json, facts, rows=rows)
+    loads |= {f"{rate:g}/s": asks(prompts, arguments.requests, rate, longest) for rate in rates}
+    facts = environment("cpu", arguments, "requests", "temperature") | {"at_once": at_once}
+    report(measured(ways(slots, arguments.temperature, http=arguments.http), loads), facts, arguments.json)
 
 
 def ways(slots: Sequence[int], temperature: float, *, http: bool) -> dict[str, Callable[[], Way]]:
     """What is compared, by name."""
     most = 8 if 8 in slots else max(slots)
     found: dict[str, Callable[[], Way]] = {
-        f"heavypath ersd, {count} slot{'s' if count > 1 else ''}": lambda count=count: Heavypath(
-            "ersd", count, temperature
-        )
+        f"heavypath ersd, {count} slot{'s' * (count > 1)}": partial(Heavypath, "ersd", count, temperature)
         for count in slots
     }
-    found[f"heavypath autoregressive, {most} slots"] = lambda: Heavypath("autoregressive", most, temperature)
+    found[f"heavypath autoregressive, {most} slots"] = partial(Heavypath, "autoregressive", most, temperature)
     if http:
-        found[f"heavypath serve, {most} slots"] = lambda: OverHttp("ersd", most, temperature)
-    found[f"transformers batching, {most} slots"] = lambda: ContinuousBatching(most, temperature)
-    found["transformers generate"] = lambda: OneByOne(temperature)
+        found[f"heavypath serve, {most} slots"] = partial(OverHttp, "ersd", most, temperature)
+    found[f"transformers batching, {most} slots"] = partial(ContinuousBatching, most, temperature)
+    found["transformers generate"] = partial(OneByOne, temperature)
     return found
 
 
@@ -109,6 +92,15 @@ def asks(prompts: Sequence[list[int]], count: int, rate: float | None, longest: 
         at += 0.0 if rate is None else chance.expovariate(rate)
         found.append(Ask(prompts[number % len(prompts)], chance.randint(SHORTEST, longest), number, at))
     return found
+
+
+def measured(ways: Mapping[str, Callable[[], Way]], loads: Mapping[str, Sequence[Ask]]) -> Iterator[Row]:
+    """What each load came to, by each way."""
+    for name, make in ways.items():
+        with make() as way, asyncio.Runner() as runner:
+            runner.run(served(way, next(iter(loads.values()))[:2]))  # what the first requests alone wait for
+            for load, each in loads.items():
+                yield {"way": name, "load": load} | figures(runner.run(served(way, each)), each)
 
 
 async def served(way: Way, requests: Sequence[Ask]) -> list[Timeline]:
@@ -146,12 +138,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that this share of them does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def line(row: dict[str, Any]) -> str:
-    first, between = (f"{row[f'{name}_p50_ms']:.1f} / {row[f'{name}_p99_ms']:.1f}" for name in ("first", "between"))
-    rates = f"{row['requests_per_second']:12.2f}{row['tokens_per_second']:10.0f}"
-    return f"{row['way']:<34}{row['load']:>12}{rates}{first:>20}{between:>16}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from common import quiet_demo_pair
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.serving import Service
 
 
 class Ask(NamedTuple):
@@ -47,7 +46,6 @@ class Heavypath:
 
     def __init__(self, method: str, slots: int, temperature: float):
         self._method, self._slots, self._temperature = method, slots, temperature
-        self._service: Service | None = None
 
     def __enter__(self) -> "Heavypath":
         pair = quiet_demo_pair()
@@ -56,15 +54,11 @@ class Heavypath:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._service is not None
         self._service.close(graceful=False)
 
     async def tokens(self, ask: Ask) -> AsyncIterator[int]:
-        assert self._service is not None
-        completion = self._service.submit(
-            ask.prompt, ask.new_tokens, self._temperature, seed=ask.seed, eos_token_id=None
-        )
-        async for tokens in completion:
+        options = {"temperature": self._temperature, "seed": ask.seed, "eos_token_id": None}
+        async for tokens in self._service.submit(ask.prompt, ask.new_tokens, **options):
             yield len(tokens)
 
 
@@ -117,11 +111,14 @@ class OverHttp:
                     yield 1
 
 
-async def connection(base: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which a request of /v1/completions has been sent."""
-    address, content = urlsplit(base), json.dumps(body).encode()
+async def connection(
+    base: str, body: dict[str, Any] | None = None, path: str = "/v1/completions"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which a request has been sent: it posts its body, or gets a page where it has none."""
+    address, content = urlsplit(base), b"" if body is None else json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    verb = "GET" if body is None else "POST"
+    head = f"{verb} {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     await writer.drain()
     return reader, writer

@@ -25,10 +25,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, write_results
+from common import argument_parser, environment, options_of, quiet_demo_pair, write_results
 from serving_ways import Server, connection
 
 from heavypath.speculative import SpeculativeDecoder
@@ -65,13 +64,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    seconds = 6.0 if arguments.miniature else 60 * arguments.minutes
-
+    arguments = options_of(parser, minutes=0.1)
     server = Server("--slots", str(arguments.slots), "--queue", str(2 * arguments.clients))
     try:
-        record = asyncio.run(soak(server.base, server.process.pid, seconds, arguments.clients, arguments.seed))
+        seconds, pid = 60 * arguments.minutes, server.process.pid
+        record = asyncio.run(soak(server.base, pid, seconds, arguments.clients, arguments.seed))
     finally:
         errors = server.stop().strip()
     if server.process.returncode != 0 or errors != "heavypath: stopped":
@@ -87,7 +84,7 @@ def main() -> int:
     print("nothing is wrong" if not record.wrong else f"{len(record.wrong)} things are wrong")
     write_results(
         arguments.json,
-        environment("cpu") | {"minutes": seconds / 60, "clients": arguments.clients, "slots": arguments.slots},
+        environment("cpu", arguments, "minutes", "clients", "slots"),
         requests=dict(record.counts),
         resident_mb=[[round(at), round(size / 1e6, 1)] for at, size in record.resident],
         wrong=record.wrong,
@@ -187,7 +184,9 @@ async def at_rest(base: str, record: Record) -> None:
     """Wait until nothing runs and waits."""
     end = time.monotonic() + PATIENCE
     while True:
-        _, text = await get(base, "/metrics")
+        reader, writer = await connection(base, path="/metrics")
+        text = (await reader.read()).decode().partition("\r\n\r\n")[2]
+        writer.close()
         found = {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.M)}
         if found["heavypath_running"] == found["heavypath_waiting"] == 0:
             return
@@ -195,15 +194,6 @@ async def at_rest(base: str, record: Record) -> None:
             record.wrong.append("the server does not come to rest")
             return
         await asyncio.sleep(0.2)
-
-
-async def get(base: str, path: str) -> tuple[int, str]:
-    address = urlsplit(base)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n".encode())
-    answer = (await reader.read()).decode()
-    writer.close()
-    return int(answer.split(" ", 2)[1]), answer.partition("\r\n\r\n")[2]
 
 
 def compare_texts(record: Record, seed: int) -> None:

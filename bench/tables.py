@@ -71,6 +71,14 @@ def code(name: str) -> str:
     return f"`{name}`"
 
 
+def grouped(cells: Iterable[tuple[str, object]]) -> list[list[object]]:
+    """Rows of a table: a name, and behind it the cells that have it."""
+    rows: dict[str, list[object]] = {}
+    for name, cell in cells:
+        rows.setdefault(name, [name]).append(cell)
+    return [*rows.values()]
+
+
 def cells(name: str, pair: str = "shipped") -> dict[float, dict[str, Row]]:
     """Rows of peers.py by temperature and name."""
     found = [cell for cell in results(name)["cells"] if cell["pair"] == pair]
@@ -122,15 +130,6 @@ def over_peers(row: Row) -> str:
     """Over transformers and over llama.cpp, each at its best."""
     text = f"{row['over_transformers'][0]:.2f}"
     return text + (f" / {row['over_llama_cpp'][0]:.2f}" if row["over_llama_cpp"] else "")
-
-
-def speculation() -> None:
-    """Each method's speed over plain decoding, without a draft, for the table of methods."""
-    found = cells("peers")
-    names = [name for name, row in found[GREEDY].items() if row["over_plain"] and not {*"+*"} & {*name}]
-    rows = [[code(name), *(spread(found[each][name]["over_plain"]) for each in (GREEDY, SAMPLED))] for name in names]
-    table(["`method=`", "T = 0", "T = 0.6"], rows)
-    source("peers")
 
 
 def peers() -> None:
@@ -194,12 +193,9 @@ def retrieval() -> None:
 def recall() -> None:
     """Tokens per forward pass in the first and the last round of texts of the same prompts."""
     found = results("recall")["rows"]
-    by_draft: dict[str, list[str]] = {}
-    for row in found:
-        rounds = row["tokens_per_forward"]
-        by_draft.setdefault(row["draft"], []).append(f"{rounds[0]:.2f} -> {rounds[-1]:.2f}")
+    rounds = [(row["draft"], row["tokens_per_forward"]) for row in found]
+    rows = grouped((draft, f"{each[0]:.2f} -> {each[-1]:.2f}") for draft, each in rounds)
     temperatures = dict.fromkeys(row["temperature"] for row in found)
-    rows = [[name, *each] for name, each in by_draft.items()]
     table(["tokens/forward", *(f"T = {each:g}" for each in temperatures)], rows)
     source("recall")
 
@@ -231,15 +227,14 @@ def nodes() -> None:
 
 def expected() -> None:
     """Tokens per forward pass that a profile promises, those decoded, and how far apart they are with the error."""
-    found: dict[str, list[str]] = {}
-    heads = []
+    heads, found = [], []
     for name in ("expected", "expected-longer"):
         rows, texts = results(name)["rows"], results(name)["environment"]["texts"]
         heads += [f"T = {each:g}, {texts} texts" for each in dict.fromkeys(row["temperature"] for row in rows)]
         for row in rows:
             shown = f"{row['expected']:.2f} / {row['decoded']:.2f}, {percent(row['off'])} ({100 * row['error']:.1f})"
-            found.setdefault(f"{code(row['method'])}, {row['nodes']} nodes", []).append(shown)
-    table(["expected / decoded, off (error)", *heads], [[name, *cells] for name, cells in found.items()])
+            found.append((f"{code(row['method'])}, {row['nodes']} nodes", shown))
+    table(["expected / decoded, off (error)", *heads], grouped(found))
     facts = results("expected")["environment"]
     source("expected", also=f"; texts of {facts['tokens']} tokens after each of {facts['prompts']} prompts")
     source("expected-longer")
@@ -259,9 +254,8 @@ def verifiers() -> None:
                 row = cells.get((temperature, name))
                 line.append("refused" if row is None else f"{percent(row['gain'])} ({100 * row['gain_error']:.1f})")
         rows.append(line)
-    names = ["rejection", "`held`", "`traversal`", "`held_traversal`"]
-    table(["tree", *(f"T = {each}: {names[0]}" if name == names[0] else name for each in (0.6, 1)
-                     for name in names)], rows)  # fmt: skip
+    heads = [(f"T = {each}: rejection", "`held`", "`traversal`", "`held_traversal`") for each in (0.6, 1)]
+    table(["tree", *heads[0], *heads[1]], rows)
     source("verifiers", texts=True)
 
 
@@ -298,11 +292,9 @@ def batches() -> None:
 
 def in_vain() -> None:
     """Defaults over plain decoding where the draft is of no use; the shipped draft alone is left out."""
-    found: dict[str, list[Any]] = {}
-    for row in results("in-vain")["rows"]:
-        if row["draft"] != "the shipped draft":
-            found.setdefault(row["draft"], [row["draft"]]).append(spread([row["median"], *row["quartiles"]]))
-    table(["draft", "T = 0", "`ersd`, T = 0.6"], found.values())
+    rows = [row for row in results("in-vain")["rows"] if row["draft"] != "the shipped draft"]
+    shown = grouped((row["draft"], spread([row["median"], *row["quartiles"]])) for row in rows)
+    table(["draft", "T = 0", "`ersd`, T = 0.6"], shown)
     source("in-vain")
 
 

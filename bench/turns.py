@@ -15,8 +15,7 @@ Exits with 1 if a text differs, or no row was taken over.
 import random
 import sys
 
-import torch
-from common import Spread, argument_parser, environment, quiet_demo_pair, write_results
+from common import Spread, argument_parser, environment, options_of, quiet_demo_pair, write_results
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
@@ -31,9 +30,8 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--first", type=int, default=600, help="tokens of the first prompt, at most")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    count, longest = (3, 60) if arguments.miniature else (arguments.conversations, arguments.first)
+    arguments = options_of(parser, conversations=3, first=60)
+    count, longest = arguments.conversations, arguments.first
     pair = quiet_demo_pair()
     pool = pair.tokenizer("\n".join(demo_prompts())).input_ids
     decoder = SpeculativeDecoder(pair.target, pair.draft, "ersd")
@@ -59,7 +57,7 @@ def main() -> int:
     print(f"first token of the second turn, ms: {spreads['kept']} with rows kept, {spreads['none']} without")
     print(f"ratio: {ratio}; {reused / count:.0f} tokens of a second prompt were not computed")
     write_results(
-        arguments.json, environment("cpu") | {"conversations": count, "first": longest},
+        arguments.json, environment("cpu", arguments, "conversations", "first"),
         wrong=wrong, reused_tokens=reused, ratio=ratio._asdict(),
         first_ms={way: each._asdict() for way, each in spreads.items()},
     )  # fmt: skip

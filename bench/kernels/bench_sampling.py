@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from common import DEVICE
+from common import DEVICE, Run
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from heavypath.kernels.sampling import gumbel_topk
@@ -35,7 +35,6 @@ TEMPERATURE, TOP_K, TOP_P = 0.6, 50, 0.9
 LANES = 128  # instructions that a multiprocessor issues a cycle, one for each lane
 INSTRUCTIONS = 26  # for each 16-bit logit, read off the compiled kernel
 MOST_OF_REFERENCE = 1 << 20  # logits; it draws its noise on the host
-Run = Callable[[], object]
 
 
 class Case(NamedTuple):

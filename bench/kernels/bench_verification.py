@@ -26,7 +26,7 @@ from statistics import mean
 from typing import NamedTuple
 
 import torch
-from common import DEVICE
+from common import DEVICE, Run
 from torch import Tensor
 
 from heavypath.kernels.noise import Stream, gumbel_noise
@@ -231,7 +231,7 @@ class Problem:
             rows = torch.arange(case.nodes, device=DEVICE)
             self.noise = gumbel_noise(seed, Stream.DRAFT, rows, case.vocabulary)
 
-    def heavypath(self) -> Callable[[], object]:
+    def heavypath(self) -> Run:
         return partial(
             verify_tree,
             self.tokens[None],
@@ -246,20 +246,11 @@ class Problem:
             rows=torch.arange(self.case.nodes, device=DEVICE)[None],
         )
 
-    def loop(self, lazy: bool) -> Callable[[], object] | None:
+    def loop(self, lazy: bool) -> Run | None:
         if self.case.table in OURS or (self.case.table == "race" and self.noise is None):
             return None
-        return partial(
-            loop_verify,
-            self.children,
-            self.tokens,
-            self.target,
-            self.draft,
-            method=self.case.table,
-            temperature=TEMPERATURE,
-            noise=self.noise,
-            lazy=lazy,
-        )
+        options = {"method": self.case.table, "temperature": TEMPERATURE, "noise": self.noise, "lazy": lazy}
+        return partial(loop_verify, self.children, self.tokens, self.target, self.draft, **options)
 
     def bytes(self, reached: Sequence[int]) -> int:
         """Bytes of the logits that decide at these nodes."""
@@ -274,7 +265,7 @@ def problems(case: Case) -> list[Problem]:
     return [Problem(case, seed) for seed in range(PROBLEMS)]
 
 
-WAYS: dict[str, Callable[[Problem], Callable[[], object] | None]] = {
+WAYS: dict[str, Callable[[Problem], Run | None]] = {
     "heavypath": Problem.heavypath,
     "heavypath, eager": lambda problem: problem.heavypath() if DEVICE == "cuda" else None,
     "loop, eager": partial(Problem.loop, lazy=False),

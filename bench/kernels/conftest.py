@@ -19,7 +19,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from datetime import date
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from common import DEVICE, captured, copy_bandwidth, environment, gpu_milliseconds, matrix_flops, processor, show
+from common import DEVICE, captured, copy_bandwidth, environment, gpu_milliseconds, matrix_flops, show
 
 ROWS = pytest.StashKey[list]()
 
@@ -75,16 +74,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.benchmark(max_time=0.01, min_rounds=1))
 
 
-@cache
-def bytes_a_second(miniature: bool) -> float:
-    return copy_bandwidth(miniature)
-
-
-@cache
-def flops_a_second(dtype: torch.dtype, miniature: bool) -> float:
-    return matrix_flops(dtype, miniature)
-
-
 @pytest.fixture
 def timed(benchmark, request, case, way):
     """Times what a way has made of a case; of several runs each has its turn, and the median counts.
@@ -98,9 +87,10 @@ def timed(benchmark, request, case, way):
         if None in runs or not runs:
             pytest.skip(f"{way} has nothing for {case}")
         name = request.node.path.stem.removeprefix("bench_")
-        device = torch.cuda.get_device_name() if DEVICE == "cuda" else processor()
+        machine = environment()
         benchmark.group = f"{name}: {case}"
-        benchmark.extra_info |= {"case": str(case), "way": way, "device": device, "threads": torch.get_num_threads()}
+        where = {"device": machine["device"], "threads": machine["threads"]}
+        benchmark.extra_info |= {"case": str(case), "way": way} | where
         with torch.inference_mode():
             try:
                 on_gpu(benchmark, runs, "eager" in way) if DEVICE == "cuda" else on_host(benchmark, runs)
@@ -113,8 +103,8 @@ def timed(benchmark, request, case, way):
         seconds = benchmark.stats.stats.median / count
         roofs = [
             roof,
-            read / bytes_a_second(small) if read else 0,
-            flops[0] and flops[0] / flops_a_second(flops[1], small),
+            read / copy_bandwidth(small) if read else 0,
+            flops[0] and flops[0] / matrix_flops(flops[1], small),
         ]
         row = {"kernel": name, "case": str(case), "way": way, "microseconds": 1e6 * seconds}
         row |= {"MB": read / 1e6} if read else {}

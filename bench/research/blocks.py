@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import beside  # noqa: F401
 import torch
-from common import Row, argument_parser, environment, kept, show
+from common import Row, argument_parser, environment, options_of, report
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -302,17 +302,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--languages", type=int, default=30, help="of each kind, at least 2")
     parser.add_argument("--trees", type=int, default=20, help="that are drawn of each language")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(argv)
+    given = options_of(parser, argv, languages=2, trees=2)
     if given.languages < 2 or given.trees < 1:
         parser.error("expected at least 2 languages and 1 tree")
     cases, tokens = CASES, TOKENS
     if given.miniature:
-        given.languages, given.trees, tokens = 2, 2, 4
+        tokens = 4
         cases = [(overlap, temperature, 4, 2) for overlap, temperature, _, _ in CASES]
-    torch.set_num_threads(given.threads)
-    facts = environment("cpu") | {name: getattr(given, name) for name in ("languages", "trees", "seed")}
+    facts = environment("cpu", given, "languages", "trees", "seed")
     rows = rows_of(given.kinds, given.languages, given.trees, cases, tokens, given.seed)
-    show(kept(rows, facts, given.json), without=("errors",), title="accepted tokens a step")
+    report(rows, facts, given.json, without=("errors",), title="accepted tokens a step")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,18 @@ def over(*fields: str, **which: Any) -> Effects:
     return effects
 
 
+def above(*pairs: tuple[str, str]) -> Effects:
+    """How far a field of each row is above another one."""
+    return lambda found: exact(row[more] - row[less] for row in found["rows"] for more, less in pairs)
+
+
+bounded = above(("speedup", "speedup unbounded"))
+theorem = above(("k* tree", "lower"))
+fewer_blocks = above(("breadth first", "heavy path"))
+bounds = above(("v = 1", "best tree"), ("least v", "best tree"), ("theorem 4.1", "best tree"))
+coupling = above(("race", "lemma 3.1"), ("H race", "D"), ("upper", "H race"))
+
+
 def pays(draft: str) -> Effects:
     """What a draft brings: tokens per forward above the one of decoding without it."""
     return lambda found: [(row["tokens"] - 1, row["error"]) for row in found["rows"] if row["draft"] == draft]
@@ -81,10 +93,6 @@ def sampled(*others: str, cut: bool) -> Effects:
     return effects
 
 
-def bounded(found: Found) -> list[Effect]:
-    return exact(row["speedup"] - row["speedup unbounded"] for row in found["rows"])
-
-
 def flat_then_rising(found: Found) -> list[Effect]:
     """Of GPUs: 16 nodes cost less than a tenth more than one, and 512 more than twice as much."""
     rows = [row for row in found["rows"] if row["device"] != "this processor"]
@@ -103,10 +111,6 @@ def chosen(*, paper: bool) -> Effects:
 def wider_and_deeper(found: Found) -> list[Effect]:
     rows = {(row["width"], row["depth"]): row for row in found["rows"]}
     return [ahead(rows[16, 8], rows[1, 8]), ahead(rows[16, 8], rows[16, 1])]
-
-
-def theorem(found: Found) -> list[Effect]:
-    return exact(row["k* tree"] - row["lower"] for row in found["rows"])
 
 
 def close(paper: str, table: str) -> Effects:
@@ -133,10 +137,6 @@ def construction(found: Found) -> list[Effect]:
 def thresholds(found: Found) -> list[Effect]:
     rows = found["rows"]
     return [(rows[-1]["nodes"] - rows[0]["nodes"], 0.0), ahead(rows[-2], rows[0])]
-
-
-def fewer_blocks(found: Found) -> list[Effect]:
-    return exact(row["breadth first"] - row["heavy path"] for row in found["rows"])
 
 
 def fewer_of_random(found: Found) -> list[Effect]:
@@ -167,19 +167,10 @@ def doublings(found: Found) -> list[Effect]:
     return exact(0.2 - abs(each[-1] / each[0] - 1) for each in brought.values())
 
 
-def bounds(found: Found) -> list[Effect]:
-    return exact(row[name] - row["best tree"] for row in found["rows"] for name in ("v = 1", "least v", "theorem 4.1"))
-
-
 def entropies(found: Found) -> list[Effect]:
     """The index of greedy rejection has at least D bits, and at most two more than (7) without its constant."""
     rows = found["rows"]
     return exact([row["H greedy"] - row["D"] for row in rows] + [2 - row["constant of (7)"] for row in rows])
-
-
-def coupling(found: Found) -> list[Effect]:
-    pairs = (("race", "lemma 3.1"), ("H race", "D"), ("upper", "H race"))
-    return exact(row[more] - row[less] for row in found["rows"] for more, less in pairs)
 
 
 def best_of(group: str, ours: Sequence[str]) -> Effects:

@@ -4,22 +4,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Found = dict[str, Any]
-MARK = "±"
+SURE = "{tokens:.2f} ± {error:.2f}"  # of a row, for `rows`
 
 
 def sure(row: Found) -> str:
     """Tokens per forward with their error."""
-    return f"{row['tokens']:.2f} {MARK} {row['error']:.2f}"
+    return SURE.format_map(row)
 
 
 def pair(values: Sequence[float]) -> str:
     """A difference and its error."""
-    return f"{values[0]:+.2f} {MARK} {values[1]:.2f}"
+    return f"{values[0]:+.2f} ± {values[1]:.2f}"
 
 
 def where(found: Found, **fields: Any) -> Found:
     """The first row with these fields."""
     return next(row for row in found["rows"] if all(row[name] == value for name, value in fields.items()))
+
+
+def rows(template: str, lead: str = "", only: Callable[[Found], object] = bool) -> Callable[[Found], str]:
+    """A template of `str.format` that is filled in with the fields of each row, behind what they all are."""
+    return lambda found: lead + "; ".join(template.format_map(row) for row in found["rows"] if only(row))
 
 
 def growth(found: Found) -> str:
@@ -44,7 +49,7 @@ def trees(*sizes: int) -> Callable[[Found], str]:
 def exponents(found: Found) -> str:
     laws = {key: each["methods"]["without replacement"]["power_law"] for key, each in found["temperature"].items()}
     return "exponent b: " + ", ".join(
-        f"T = {key}: {law['exponent']:.2f} {MARK} {law['exponent_standard_error']:.2f}" for key, law in laws.items()
+        f"T = {key}: {law['exponent']:.2f} ± {law['exponent_standard_error']:.2f}" for key, law in laws.items()
     )
 
 
@@ -70,13 +75,6 @@ def robust(cut: bool) -> Callable[[Found], str]:
     return ours
 
 
-def bounded(found: Found) -> str:
-    rows = [row for row in found["rows"] if row["draft"] == "the paper's constants" and row["nodes"] in (64, 512)]
-    rows += [row for row in found["rows"] if row["draft"] == "shipped pair" and row["nodes"] in (64, 512)]
-    return "; ".join(f"c = {row['c']:.2f}, {row['nodes']} nodes: {row['speedup']:.2f} with {row['levels']} levels, "
-                     f"{row['speedup unbounded']:.2f} with {row['levels unbounded']}" for row in rows)  # fmt: skip
-
-
 def verification(found: Found) -> str:
     return "t(64), t(128), t(256), of GPUs by a roofline, which is above table 1's: " + "; ".join(
         f"{row['target']}, {row['device']}: {row['64']:.2f}, {row['128']:.2f}, {row['256']:.2f}"
@@ -92,12 +90,6 @@ def implied(found: Found) -> str:
     )
 
 
-def by_roofline(found: Found) -> str:
-    return "simulated, by a roofline and our acceptance: " + "; ".join(
-        f"{row['costs']}: ({row['nodes']}, {row['levels']}), {row['speedup']:.2f} x" for row in found["rows"][1:]
-    )
-
-
 def corners(found: Found) -> str:
     rows = {(row["width"], row["depth"]): row for row in found["rows"]}
     shown = [
@@ -106,12 +98,6 @@ def corners(found: Found) -> str:
         if key in rows
     ]
     return "; ".join(f"{width} x {depth}: {sure(rows[width, depth])}" for width, depth in shown)
-
-
-def large_shapes(found: Found) -> str:
-    return "; ".join(
-        f"T = {row['temperature']:g}, {row['width']} x {row['depth']}: {sure(row)}" for row in found["rows"]
-    )
 
 
 def theorem(found: Found) -> str:
@@ -142,46 +128,6 @@ def probability(field: str) -> Callable[[Found], str]:
     return ours
 
 
-def phases(found: Found) -> str:
-    return "; ".join(
-        f"{row['nodes']} nodes: construction {row['construction']:.1%}, draft {row['draft']:.0%}, "
-        f"target {row['target']:.0%}" for row in found["rows"]
-    )  # fmt: skip
-
-
-def thresholds(found: Found) -> str:
-    return "; ".join(f"{row['threshold']:g}: {row['nodes']:.0f} nodes, {sure(row)}" for row in found["rows"])
-
-
-def methods(found: Found) -> str:
-    return "; ".join(f"T = {row['temperature']:g}, {row['method']}: {sure(row)}" for row in found["rows"])
-
-
-def drafts(found: Found) -> str:
-    return "; ".join(f"T = {row['temperature']:g}, {row['draft']}: {sure(row)}" for row in found["rows"])
-
-
-def blocks(found: Found) -> str:
-    return "breadth first, heavy path; prefix of 256: " + "; ".join(
-        f"{row['nodes']}: {row['breadth first']:.0f}, {row['heavy path']:.0f}; {row['prefix of 256']}"
-        for row in found["rows"]
-    )
-
-
-def random_blocks(found: Found) -> str:
-    return "insertion, depth first, heavy path: " + "; ".join(
-        f"{row['nodes']}: {row['insertion'][0]:.0f}, {row['depth_first'][0]:.1f} {MARK} {row['depth_first'][1]:.1f}, "
-        f"{row['heavy_path'][0]:.1f} {MARK} {row['heavy_path'][1]:.1f}" for row in found["rows"]
-    )  # fmt: skip
-
-
-def scaling(found: Found) -> str:
-    best = [row for row in found["rows"] if row["tree"] == "best"]
-    return "expected, decoded, over sequences: " + "; ".join(
-        f"{row['nodes']:.0f}: {row['expected']:.2f}, {sure(row)}, {pair(row['over sequences'])}" for row in best
-    )
-
-
 def shapes_of_64(found: Found) -> str:
     rows = [row for row in found["rows"] if row is not None]
     last = rows[-8:]
@@ -206,25 +152,11 @@ def limits(found: Found) -> str:
     )
 
 
-def bits(found: Found) -> str:
-    return "; ".join(
-        f"T = {row['temperature']:g}: D {row['D']:.2f}, H of greedy rejection {row['H greedy']:.2f}, "
-        f"(7) with e = 0 needs a constant of {row['constant of (7)']:.2f} bits, most of {row['positions']} positions"
-        for row in found["rows"]
-    )
-
-
 def coupling(found: Found) -> str:
     return "; ".join(
         f"T = {row['temperature']:g}: bound {row['lemma 3.1']:.3f}, race {row['race']:.3f}, "
         f"1 - TV {row['overlap']:.3f}; H of the race {row['H race']:.2f}, D {row['D']:.2f}, (8) {row['upper']:.2f}"
         for row in found["rows"]
-    )
-
-
-def sequences(found: Found) -> str:
-    return "decoded less expected: " + "; ".join(
-        f"T = {row['temperature']:g}, {row['length']}: {pair(row['over expected'])}" for row in found["rows"]
     )
 
 
@@ -244,7 +176,7 @@ def experiment(group: str) -> Callable[[Found], str]:
             return said
         (plain, error), *others = alike
         low, high = min(each for each, _ in others), max(each for each, _ in others)
-        return f"{said}; accuracy {low:.2f} to {high:.2f}, plain {plain:.2f} {MARK} {error:.2f}"
+        return f"{said}; accuracy {low:.2f} to {high:.2f}, plain {plain:.2f} ± {error:.2f}"
 
     return ours
 
@@ -259,3 +191,39 @@ def bernoulli(found: Found) -> str:
 def top_k(found: Found) -> str:
     rates = found["temperature"]["0.6"]["methods"]["top-k"]["rejection"]
     return "T = 0.6, " + ", ".join(f"k = {k}: {1 - rates[k - 1]:.2f}" for k in (1, 2, 4, 8))
+
+
+by_roofline = rows(
+    "{costs}: ({nodes}, {levels}), {speedup:.2f} x",
+    "simulated, by a roofline and our acceptance: ",
+    lambda row: row["costs"] != "the paper's constants",
+)
+bounded = rows(
+    "c = {c:.2f}, {nodes} nodes: {speedup:.2f} with {levels} levels, {speedup unbounded:.2f} with {levels unbounded}",
+    only=lambda row: row["draft"] != "roofline" and row["nodes"] in (64, 512),
+)
+large_shapes = rows("T = {temperature:g}, {width} x {depth}: " + SURE)
+scaling = rows(
+    "{nodes:.0f}: {expected:.2f}, " + SURE + ", {over sequences[0]:+.2f} ± {over sequences[1]:.2f}",
+    "expected, decoded, over sequences: ",
+    lambda row: row["tree"] == "best",
+)
+phases = rows("{nodes} nodes: construction {construction:.1%}, draft {draft:.0%}, target {target:.0%}")
+thresholds = rows("{threshold:g}: {nodes:.0f} nodes, " + SURE)
+methods = rows("T = {temperature:g}, {method}: " + SURE)
+drafts = rows("T = {temperature:g}, {draft}: " + SURE)
+blocks = rows(
+    "{nodes}: {breadth first:.0f}, {heavy path:.0f}; {prefix of 256}", "breadth first, heavy path; prefix of 256: "
+)
+random_blocks = rows(
+    "{nodes}: {insertion[0]:.0f}, {depth_first[0]:.1f} ± {depth_first[1]:.1f}, "
+    "{heavy_path[0]:.1f} ± {heavy_path[1]:.1f}",
+    "insertion, depth first, heavy path: ",
+)
+bits = rows(
+    "T = {temperature:g}: D {D:.2f}, H of greedy rejection {H greedy:.2f}, (7) with e = 0 needs a constant of "
+    "{constant of (7):.2f} bits, most of {positions} positions"
+)
+sequences = rows(
+    "T = {temperature:g}, {length}: {over expected[0]:+.2f} ± {over expected[1]:.2f}", "decoded less expected: "
+)

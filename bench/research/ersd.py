@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from batches import jackknife
+from batches import Counts, jackknife
 from papers_setting import Row, Setting
 from races import entropy_bounds, overlap, race_acceptance, race_acceptance_bound, race_index_entropy
 from rejection import rounds_rejection
@@ -125,12 +125,10 @@ def one_vector(setting: Setting) -> Row:
         for length in (2, 4) if setting.small else (4, 16):
             tree = TokenTree.chain(length)
             found = setting.decode("chain", tree=tree, temperature=temperature)
-            tokens, steps = found.stats.tokens_of.double(), found.stats.steps_of.double()
+            own = Counts.of(found.stats)
 
-            def more(kept: Tensor, tree: TokenTree = tree, first: Tensor = first, tokens=tokens, steps=steps) -> float:
-                return float(tokens[kept].sum() / steps[kept].sum()) - expected_tokens(
-                    tree, [float(first[kept].mean())]
-                )
+            def more(kept: Tensor, tree: TokenTree = tree, first: Tensor = first, own: Counts = own) -> float:
+                return own.per_forward(kept) - expected_tokens(tree, [float(first[kept].mean())])
 
             row = {"temperature": temperature, "length": length, "acceptance": round(float(first.mean()), 4)}
             row |= {"expected": round(expected_tokens(tree, [float(first.mean())]), 4), **found.row}

@@ -53,10 +53,8 @@ TABLE_3, TABLE_4 = f"{UNDER_REVIEW}, table 3", f"{UNDER_REVIEW}, table 4"
 TABLE_3_ON_ARXIV = "DySpec, arXiv 2410.11744, table 3"
 SEQUOIA, SPECINFER, SMALL = (768, 18), (769, 48), (64, 18)  # nodes and levels; SpecInfer: 16 sequences of 48
 WITHIN = 0.15
-HERE, OWN = (
-    "this repository: python bench/scale.py stream",
-    Path(__file__).parents[1] / "results/scale-stream-slow-cpu.json",
-)
+HERE = "this repository: python bench/scale.py stream"
+OWN = Path(__file__).parents[1] / "results/scale-stream-slow-cpu.json"
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,7 @@ ON_AN_L40 = {  # target, draft, temperature: Sequoia's seconds and tokens, SpecI
     ("llama-3-70b", "llama-3-8b", 0.0): ((0.60, 11.68), (7.0, 9.07)),
     ("llama-3-70b", "llama-3-8b", 0.6): ((0.61, 11.37), (6.1, 8.29)),
 }
-DEEPSPEED, OWN_ENGINE = (
-    5.7,
-    5.6,
-)  # seconds of a token there: what speed-ups are over, and Sequoia's engine without trees
+DEEPSPEED, OWN_ENGINE = 5.7, 5.6  # seconds of a token: what speed-ups are over; Sequoia's engine without trees
 OF_768 = {  # texts: baseline, DySpec's seconds and tokens, Sequoia's
     "C4, T = 0": (5.59650, (0.42412, 16.04), (0.62841, 9.40)),
     "C4, T = 0.6": (5.34781, (0.88494, 7.14), (0.66293, 8.96)),

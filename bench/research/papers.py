@@ -27,7 +27,7 @@ For each cell all prompts are continued as one batch, once with each verifier th
 
 MBSU and tokens/s are of the method's own rule. The last step of a text is cut short, by any verifier, which makes all
 tokens per forward a little low, those of large trees most. --json is written after each cell; --results prints the
-tables of such a file in Markdown, and draws its figures, and measures nothing.
+tables of such a file, and draws its figures, and measures nothing.
 """
 
 import json
@@ -36,8 +36,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import beside  # noqa: F401
 import dyspec
@@ -45,29 +44,24 @@ import ersd
 import rsd
 import sequoia
 import survey
-import torch
-from batches import Estimate, Texts, batch_of, tokens_per_forward
 from common import (
     argument_parser,
     environment,
     made,
-    paper_verifier,
+    options_of,
     processor,
     quiet_demo_pair,
     show,
-    token_ids,
     until_stopped,
     write_results,
     written,
 )
 from papers_cells import TABLES, Cell
-from papers_setting import Observer, Setting
-from papers_shown import OWN, draw, print_markdown, table_of
-from rich import box
+from papers_setting import Setting
+from papers_shown import OWN, draw, lines_of
 from rich.console import Console
 
-from heavypath.speculative import METHODS, SpeculativeDecoder
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative import METHODS
 from heavypath.speculative.demo import DemoPair, demo_prompts
 
 PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
@@ -75,68 +69,35 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class Measured(NamedTuple):
-    """What a cell gave; all but `efficiency` by the method's own rule, whose name is `verification`.
+def measure(setting: Setting, cell: Cell, *, tokens: int, timed: int, steps: bool) -> dict[str, Any]:
+    """The row of a cell: all prompts with each verifier, and the first `timed` ones alone by the method's own rule.
 
-    nodes:             the median of the steps' trees, the root included: those of the last steps have fewer levels
-    efficiency:        tokens per target forward by verifier, OWN first
-    drafted, accepted: nodes below the root, of each step of each text
+    steps: whether the row has the nodes below the root that each step of each text drafts and accepts
     """
-
-    nodes: float
-    levels: int
-    verification: str
-    efficiency: dict[str, Estimate]
-    mbsu: float
-    tokens_per_second: float | None  # None where no prompt was timed
-    drafted: list[int]
-    accepted: list[int]
-
-
-def measure(pair: DemoPair, cell: Cell, texts: Texts, *, tokens: int, timed: int, seed: int) -> Measured:
-    """Continue all prompts with each verifier, then the first `timed` ones one by one by the method's own rule."""
-
-    def decoder_with(verifier: str | None) -> SpeculativeDecoder:
-        return SpeculativeDecoder(pair.target, pair.draft, cell.method, verifier=verifier, **cell.options)
-
-    options = {"max_new_tokens": tokens, "seed": seed, **cell.sampling}
-    own = decoder_with(paper_verifier(cell.method))
-    alone = [
-        own.generate(prompt, eos_token_id=None, **options | {"seed": seed + number}).stats
-        for number, prompt in enumerate(texts.prompts[:timed])
-    ]
-    observer = Observer(own.runner)
-    own.runner = cast(StepRunner, observer)
-    stats = own.generate(texts.tokens, **texts.options, **options).stats
-    efficiency = {OWN: tokens_per_forward(stats)}
+    own = setting.decode(cell.method, tokens=tokens, **cell.sampling, **cell.options)
+    found = {OWN: own}
     for verifier in METHODS[cell.method].verifiers:
         if verifier != "rejection":  # which is such a method's own rule
-            other = decoder_with(verifier).generate(texts.tokens, **texts.options, **options).stats
-            efficiency[verifier] = tokens_per_forward(other)
-    sizes = [sum(weight.numel() for weight in model.parameters()) for model in (pair.draft, pair.target)]
-    return Measured(
-        nodes=1 + median(observer.drafted),
-        levels=stats.depth,
-        verification=stats.verification,
-        efficiency=efficiency,
-        mbsu=efficiency[OWN].value / (1 + stats.depth * sizes[0] / sizes[1]),
-        tokens_per_second=sum(run.new_tokens for run in alone) / sum(run.total_seconds for run in alone)
-        if alone
-        else None,
-        drafted=observer.drafted,
-        accepted=observer.accepted,
-    )
-
-
-def as_row(cell: Cell, found: Measured, *, steps: bool) -> dict[str, Any]:
-    """What is written about a cell. steps: whether to list the nodes of each step."""
+            asked = {"tokens": tokens, "verifier": verifier, **cell.sampling, **cell.options}
+            found[verifier] = setting.decode(cell.method, **asked)
     row = {"group": cell.group, "label": cell.label, "method": cell.method, **cell.sampling}
-    row |= {"nodes": found.nodes, "levels": found.levels, "verification": found.verification}
-    row["tokens"] = {name: round(each.value, 4) for name, each in found.efficiency.items()}
-    row["standard_error"] = {name: round(each.standard_error, 4) for name, each in found.efficiency.items()}
-    speed = found.tokens_per_second
-    row |= {"mbsu": round(found.mbsu, 4), "tokens_per_second": None if speed is None else round(speed, 1)}
-    return row | ({"drafted": found.drafted, "accepted": found.accepted} if steps else {})
+    row |= {"nodes": own.row["nodes"], "levels": own.row["levels"], "verification": own.stats.verification}
+    row["tokens"] = {name: each.row["tokens"] for name, each in found.items()}
+    row["standard_error"] = {name: each.row["error"] for name, each in found.items()}
+    row |= {"mbsu": own.row["mbsu"], "tokens_per_second": speed_alone(setting, cell, tokens, timed)}
+    return row | ({"drafted": own.steps.drafted, "accepted": own.steps.accepted} if steps else {})
+
+
+def speed_alone(setting: Setting, cell: Cell, tokens: int, count: int) -> float | None:
+    """Tokens a second of the first prompts, one by one; None where it is of none."""
+    decoder = setting.decoder(cell.method, **cell.options)
+    alone = [
+        decoder.generate(prompt, tokens, seed=setting.seed + number, eos_token_id=None, **cell.sampling).stats
+        for number, prompt in enumerate(setting.texts.prompts[:count])
+    ]
+    if not alone:
+        return None
+    return round(sum(run.new_tokens for run in alone) / sum(run.total_seconds for run in alone), 1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -152,25 +113,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--timed", type=int, default=3, help="prompts that are also decoded one by one, for tokens/s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, metavar="FILE", help="what --json has written, to be shown")
-    arguments = parser.parse_args(argv)
+    arguments = options_of(parser, argv, prompts=2, tokens=4, timed=1)
     if arguments.results is not None:
         results = json.loads(arguments.results.read_text())
         parts = {name: found for name, found in results.items() if name in PARTS}
         results = {name: rows for name, rows in results.items() if name in TABLES}
-        print_markdown(results)
+        for name, rows in results.items():
+            show(lines_of(rows), title=name)
         if arguments.plot is not None:
             draw(results, arguments.plot, parts)
         return
     names = arguments.tables or [*TABLES]
     if unknown := [name for name in names if name not in TABLES and name not in PARTS]:
         parser.error(f"expected tables or parts among {', '.join([*TABLES, *PARTS])}, got {', '.join(unknown)}")
-    if arguments.miniature:
-        arguments.prompts, arguments.tokens, arguments.timed = 2, 4, 1
     least = {"prompts": 2, "tokens": 1, "timed": 0}  # two prompts, for a standard error
     for name, given in ((name, getattr(arguments, name)) for name in least):
         if given is not None and given < least[name]:
             parser.error(f"--{name} must be at least {least[name]}, got {given}")
-    torch.set_num_threads(arguments.threads)
     pair = quiet_demo_pair()
     with until_stopped():
         run_parts([name for name in names if name in PARTS], pair, arguments)
@@ -182,23 +141,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_parts(names: Sequence[str], pair: DemoPair, arguments: Namespace) -> None:
     """Run parts; each takes its place in the file of results as soon as it is done."""
     cut, tokens = arguments.prompts, arguments.tokens
-    setting = Setting(
-        pair, demo_prompts()[:cut], small=arguments.miniature, seed=arguments.seed, tokens=arguments.tokens
-    )
+    setting = Setting(pair, demo_prompts()[:cut], small=arguments.miniature, seed=arguments.seed, tokens=tokens)
     options = f" --prompts {cut}" * (cut is not None) + f" --tokens {tokens}" * (tokens is not None)
     for name in names:
         begin = time.process_time()
         found = PARTS[name](setting)
         facts = {
             "command": f"python bench/research/papers.py {name}{options}",
-            "seconds": round(time.process_time() - begin, 1),
-        }
-        facts |= {
-            "device": processor(),
-            "date": date.today().isoformat(),
-            "prompts": len(setting.prompts),
-            "seed": setting.seed,
-        }
+            "seconds": round(time.process_time() - begin, 1), "device": processor(), "date": date.today().isoformat(),
+            "prompts": len(setting.prompts), "seed": setting.seed,
+        }  # fmt: skip
         show(found["rows"], title=f"{name}, {facts['seconds']:.0f} s of the processor")
         if arguments.json is not None:
             made(arguments.json).write_text(written(written_before(arguments.json) | {name: facts | found}))
@@ -213,7 +165,6 @@ def written_before(path: Path | None) -> dict[str, Any]:
 
 def run_tables(names: Sequence[str], pair: DemoPair, arguments: Namespace) -> dict[str, list[dict]]:
     """Run tables, cell by cell; what is measured is written and printed if the run is stopped, too."""
-    console = Console(highlight=False, width=140)
     settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("temperature", "timed", "seed")}
     results: dict[str, list[dict]] = {}
     parts = {name: each for name, each in written_before(arguments.json).items() if name in PARTS}
@@ -221,18 +172,17 @@ def run_tables(names: Sequence[str], pair: DemoPair, arguments: Namespace) -> di
         prompts = arguments.prompts or (8 if name == "large" else 16)
         tokens = arguments.tokens or (48 if name == "large" else 64)
         settings[name] = {"prompts": prompts, "tokens": tokens}
-        texts = batch_of(token_ids(pair.tokenizer, demo_prompts()[:prompts]))
+        setting = Setting(pair, demo_prompts()[:prompts], small=arguments.miniature, seed=arguments.seed)
         rows = results[name] = []
         try:
             cells = [*TABLES[name](arguments.temperature)][: 3 if arguments.miniature else None]
-            with console.status("") as status:
+            with Console().status("") as status:
                 for number, cell in enumerate(cells, 1):
                     status.update(f"{name}, {number} of {len(cells)}: {cell.group}, {cell.label}")
-                    found = measure(pair, cell, texts, tokens=tokens, timed=arguments.timed, seed=arguments.seed)
-                    rows.append(as_row(cell, found, steps=name == "dyspec"))
+                    rows.append(measure(setting, cell, tokens=tokens, timed=arguments.timed, steps=name == "dyspec"))
                     write_results(arguments.json, environment("cpu") | settings, **results, **parts)
         finally:
-            console.print(table_of(name, rows, box.SIMPLE_HEAD))
+            show(lines_of(rows), title=name)
     return results
 
 

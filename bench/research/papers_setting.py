@@ -1,4 +1,4 @@
-"""What the parts of papers.py share: the pair, its prompts, and what is decoded with them.
+"""What the parts and tables of papers.py share: the pair, its prompts, and what is decoded with them.
 
 Seconds are those of the processor, so that other work on the machine does not count. Standard errors take prompts as
 the independent units (batches.py). A comparison of two ways is of the same prompts, and has an error of its own.
@@ -8,42 +8,36 @@ import time
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import beside  # noqa: F401
-from batches import Texts, batch_of, jackknife, tokens_per_forward
-from common import paper_verifier, token_ids
+from batches import Texts, batch_of, more_per_forward, tokens_per_forward
+from common import Row, Watched, paper_verifier, token_ids
 from rejection import positions
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.statistics import Statistics
-from heavypath.speculative.decoding.step import Stepped
+from heavypath.speculative.decoding.step import Stepped, StepPlan
+from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import DemoPair
 from heavypath.speculative.trees.growth import Confidence
-
-Row = dict[str, Any]
 
 MEASURED = Confidence((0.41, 0.16, 0.12, 0.09, 0.08), (0.5, 0.5, 0.4, 0.3, 0.3))  # on the shipped pair, at T = 0.6
 
 
-class Observer:
-    """Stands in the place of a decoder's runner, and keeps what each step drafts and accepts."""
+class Observer(Watched):
+    """Keeps what each step drafts and accepts."""
 
-    def __init__(self, runner: StepRunner):
-        self._runner = runner
+    def __init__(self, decoder: SpeculativeDecoder):
+        super().__init__(decoder)
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.parents: list[Tensor] = []  # LongTensor[B, N] of each step whose tree is its own
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def run(self, *args: Any, **where: Any) -> Stepped:
-        """Run a step."""
-        stepped = self._runner.run(*args, **where)
+    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
+        stepped = super().run(plan, workspace, **where)
         self.drafted += (stepped.drafted.tokens[:, 1:] >= 0).sum(1).tolist()
         self.accepted += stepped.verified.length.tolist()
         if stepped.drafted.parents.ndim == 2:
@@ -79,18 +73,19 @@ class Setting:
         """All prompts as one batch."""
         return batch_of(token_ids(self.pair.tokenizer, self.prompts))
 
+    def decoder(self, method: str, draft: Any = None, **options: Any) -> SpeculativeDecoder:
+        """By the rule of the method's paper, unless options name a verifier."""
+        draft, rule = self.pair.draft if draft is None else draft, {"verifier": paper_verifier(method)}
+        return SpeculativeDecoder(self.pair.target, draft, method, **rule | options)
+
     def decode(
-        self, method: str, *, temperature: float = 0.6, top_p: float | None = None, draft: Any = None, tokens: int = 64,
+        self, method: str, *, temperature: float = 0.6, top_p: float | None = None, tokens: int = 64,
         prompts: int | None = None, **options: Any,
     ) -> Decoded:  # fmt: skip
-        """Continue the prompts, or the first `prompts`, by the rule of the method's paper."""
+        """Continue the prompts, or the first `prompts`; options: those of `decoder`."""
         texts = self.texts if prompts is None else batch_of([*self.texts.prompts[:prompts]])
-        own = SpeculativeDecoder(
-            self.pair.target, self.pair.draft if draft is None else draft, method,
-            verifier=paper_verifier(method), **options,
-        )  # fmt: skip
-        steps = Observer(own.runner)
-        own.runner = cast(StepRunner, steps)
+        own = self.decoder(method, **options)
+        steps = Observer(own)
         begin = time.process_time()
         out = own.generate(
             texts.tokens, min(tokens, self.most), temperature=temperature, top_p=top_p, seed=self.seed,
@@ -124,10 +119,4 @@ class Setting:
 
 def difference(stats: Statistics, other: Statistics) -> list[float]:
     """How many more tokens per forward than another batch of the same prompts has, and the standard error."""
-    pairs = [(each.tokens_of.double(), each.steps_of.double()) for each in (stats, other)]
-
-    def more(kept: Tensor) -> float:
-        (tokens, steps), (others, other_steps) = pairs
-        return float(tokens[kept].sum() / steps[kept].sum() - others[kept].sum() / other_steps[kept].sum())
-
-    return [round(each, 4) for each in jackknife(more, len(pairs[0][0]))]
+    return [round(each, 4) for each in more_per_forward(stats, other)]

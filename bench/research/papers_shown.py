@@ -1,6 +1,6 @@
 """The tables and figures of papers.py.
 
-Of each group and verifier the most tokens per forward are bold, if they are more than any other row's by over two
+Of each group and verifier the most tokens per forward have a star, if they are more than any other row's by over two
 standard errors of the difference, sqrt(a^2 + b^2) of the rows' own; in many groups none is.
 """
 
@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import beside  # noqa: F401
-from common import made
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
+from common import Row, figure_of, made
 
 OWN = "own"  # the rule of the method's paper
 VERIFIERS = (OWN, "held", "traversal", "held_traversal")  # the columns of tokens per forward
@@ -23,29 +20,20 @@ COLORS = (BLUE, GREEN, ORANGE, RED)
 FAMILIES = {"SD": ("o", RED), "SpecTr": ("^", ORANGE), "RSD-C": ("s", GREEN), "RSD-S": ("D", BLUE)}
 
 
-def table_of(name: str, rows: Sequence[Mapping[str, Any]], style: box.Box) -> Table:
-    """A line for each cell."""
-    bold = ("**", "**") if style is box.MARKDOWN else ("[bold]", "[/]")
-    table = Table(Column("", no_wrap=True), Column("", no_wrap=True), box=style, title=name, title_justify="left")
-    for heading in ("nodes", "levels", *(each.replace("_", " ") for each in VERIFIERS), "MBSU", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    before = ""
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """A line of the table for each cell."""
+    lines = []
     for row in rows:
         group = [other for other in rows if other["group"] == row["group"]]
-        tokens = []
+        line = {name: row[name] for name in ("group", "label", "nodes", "levels")}
         for verifier in VERIFIERS:
-            if verifier not in row["tokens"]:
-                tokens.append("-")
-                continue
-            shown = f"{row['tokens'][verifier]:.2f} ± {row['standard_error'][verifier]:.2f}"
-            tokens.append(f"{bold[0]}{shown}{bold[1]}" if best_of(group, verifier) is row else shown)
-        label = row["label"] if style is box.MARKDOWN else row["label"].replace("[", "\\[")
-        table.add_row(
-            row["group"] if row["group"] != before else "", label, f"{row['nodes']:g}", str(row["levels"]), *tokens,
-            f"{row['mbsu']:.2f}", "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.0f}",
-        )  # fmt: skip
-        before = row["group"]
-    return table
+            line[verifier] = "-"
+            if verifier in row["tokens"]:
+                star = "*" * (best_of(group, verifier) is row)
+                line[verifier] = f"{row['tokens'][verifier]:.2f} ± {row['standard_error'][verifier]:.2f}{star}"
+        speed = "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.0f}"
+        lines.append(line | {"MBSU": f"{row['mbsu']:.2f}", "tokens/s": speed})
+    return lines
 
 
 def best_of(group: Sequence[Mapping[str, Any]], verifier: str) -> Mapping[str, Any] | None:
@@ -72,15 +60,13 @@ def draw(
 
     parts: all results of parts, for papers-book.png, where there are any
     """
-    from matplotlib.figure import Figure
-
     for name, drawn in FIGURES.items():
         if results.get(name):
-            figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+            figure = figure_of(10.5, 4.4)
             drawn(figure, results[name])
             figure.savefig(made(folder / f"papers-{name}.png"), dpi=100)
     if parts:
-        figure = Figure(figsize=(11, 6.4), layout="constrained")
+        figure = figure_of(11, 6.4)
         draw_parts(figure, parts)
         figure.savefig(made(folder / "papers-book.png"), dpi=100)
 
@@ -216,9 +202,3 @@ FIGURES = {
     "rsd-1": draw_rsd, "rsd-2": draw_rsd, "robustness": draw_robustness, "specinfer": draw_specinfer,
     "dyspec": draw_dyspec,
 }  # fmt: skip
-
-
-def print_markdown(results: Mapping[str, Rows]) -> None:
-    """All tables, for a README."""
-    for name, rows in results.items():
-        Console(highlight=False, markup=False, width=160).print(table_of(name, rows, box.MARKDOWN))

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import beside  # noqa: F401
 import torch
-from common import PICTURE, argument_parser, environment, made, quiet_demo_pair, show, write_results
+from common import argument_parser, environment, figure_of, made, options_of, quiet_demo_pair, show, write_results
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -214,9 +214,7 @@ def print_table(temperature: str, result: dict) -> None:
 
 def draw_plot(results: dict[str, dict], path: Path) -> None:
     """One panel for each temperature, both axes logarithmic."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.9 * len(results), 4.6), layout="constrained")
+    figure = figure_of(3.9 * len(results), 4.6)
     panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     for axes, (temperature, result) in zip(panels, results.items(), strict=True):
         for place, (name, method) in enumerate(result["methods"].items()):
@@ -241,16 +239,16 @@ def draw_plot(results: dict[str, dict], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argument_parser(__doc__, threads=False, plot=PICTURE)
+    parser = argument_parser(
+        __doc__, threads=False, plot="draw a picture to this file, a .png or .svg (needs matplotlib)"
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.2, 0.6, 1.0])
     parser.add_argument("--children", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=24, help="at least 2")
     parser.add_argument("--new-tokens", type=int, default=64, help="positions after each prompt")
     parser.add_argument("--draws", type=int, default=32, help="of the children, at each position")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
-    if arguments.miniature:
-        vars(arguments).update(temperatures=[1.0], children=4, prompts=2, new_tokens=3, draws=2)
+    arguments = options_of(parser, argv, temperatures=[1.0], children=4, prompts=2, new_tokens=3, draws=2)
     pair = quiet_demo_pair()
     prompts = demo_prompts()[: arguments.prompts]
     if len(prompts) < 2 or min(arguments.new_tokens, arguments.draws) < 1 or min(arguments.temperatures) <= 0:
@@ -277,8 +275,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = summary({name: torch.stack([rate[name] for rate in rates]) for name in LABELS})
         results[str(temperature)] = result
         print_table(str(temperature), result)
-    facts = environment("cpu") | {"prompts": len(prompts), "seconds": round(time.process_time(), 1)}
-    facts |= {name: getattr(arguments, name) for name in ("new_tokens", "draws", "seed")}
+    facts = environment("cpu", arguments, "new_tokens", "draws", "seed")
+    facts |= {"prompts": len(prompts), "seconds": round(time.process_time(), 1)}
     write_results(arguments.json, facts, temperature=results)
     if arguments.plot is not None:
         draw_plot(results, arguments.plot)

@@ -67,7 +67,7 @@ def trained_block(setting: Setting) -> tuple[BlockHead, Row]:
     torch.manual_seed(setting.seed)
     draft = new_block(target, taps=(2, 5, 7), layers=2, mask_token_id=0)
     if setting.small:
-        return draft, {}
+        return draft.eval(), {}
     if not (folder / "record.json").exists():
         none = torch.zeros(0, dtype=torch.int32)
         settings = DistilSettings(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -59,16 +60,19 @@ def test_a_cells_figures_by_hand_with_a_column_for_each_verifier(monkeypatch):
             return SpeculativeDecoder(target, draft, "autoregressive")
         return SpeculativeDecoder(target, draft, "chain", **options)
 
-    monkeypatch.setattr(papers, "SpeculativeDecoder", decoder)
-    texts = papers.batch_of([target.dummy_inputs["input_ids"][:1] % 7] * 2)
+    monkeypatch.setattr(script("papers_setting"), "SpeculativeDecoder", decoder)
+    setting = papers.Setting(DemoPair(target, target, None), [], small=False)
+    setting.texts = script("batches").batch_of([target.dummy_inputs["input_ids"][:1] % 7] * 2)
     cell = papers.Cell("", "", "rsd-s", {"tree_size": 3}, {"temperature": 0.0})
-    found = papers.measure(DemoPair(target, target, None), cell, texts, tokens=9, timed=1, seed=0)
-    assert asked == [("rsd-s", "rejection"), ("rsd-s", "held"), ("rsd-s", "traversal")]  # held traversal is refused
-    assert found.efficiency == {"own": (3, 0), "held": (1, 0), "traversal": (3, 0)}
-    assert found.mbsu == 1  # 3 / (1 + 2): the draft is as large as the target
-    assert (found.nodes, found.levels) == (3, 2)
-    assert found.drafted == found.accepted == [2] * 6  # three steps of each text
-    assert found.tokens_per_second > 0
+    found = papers.measure(setting, cell, tokens=9, timed=1, steps=True)
+    methods = [("rsd-s", "rejection"), ("rsd-s", "held"), ("rsd-s", "traversal")]  # held traversal is refused
+    assert asked == [*methods, ("rsd-s", "rejection")], "the last one for the prompts alone"
+    assert found["tokens"] == {"own": 3, "held": 1, "traversal": 3}
+    assert found["standard_error"] == {"own": 0, "held": 0, "traversal": 0}
+    assert found["mbsu"] == 1  # 3 / (1 + 2): the draft is as large as the target
+    assert (found["nodes"], found["levels"]) == (3, 2)
+    assert found["drafted"] == found["accepted"] == [2] * 6  # three steps of each text
+    assert found["tokens_per_second"] > 0
 
 
 def test_what_is_measured_is_kept_when_the_script_is_stopped(tmp_path, monkeypatch, capsys):
@@ -101,22 +105,30 @@ def row(group, label, method="sequoia", **tokens):
     }  # fmt: skip
 
 
-def lines_of(markdown):
-    split = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown.splitlines() if line[:1] == "|"]
-    return [cells for cells in split if set("".join(cells)) - set("-: ")]
-
-
-def test_a_table_in_markdown(tmp_path, capsys):
-    """A winner is bold where it is above all others of its group by two errors, 2 sqrt(2) / 8 = 0.354."""
+def test_a_table_of_what_was_measured_before(tmp_path, capsys):
+    """A winner has a star where it is above all others of its group by two errors, 2 sqrt(2) / 8 = 0.354."""
     rows = [row("2 levels", "SD", own=2.0, held=2.0), row("2 levels", "RSD-C [2, 1]", own=1.625, held=2.34)]
     rows += [row("3 levels", "SpecTr (2, 3)", own=1.0)]
     (tmp_path / "papers.json").write_text(json.dumps({"environment": {}, "rsd-1": rows}))
     script("papers").main(["--results", str(tmp_path / "papers.json")])
-    lines = lines_of(capsys.readouterr().out)
-    assert lines[0] == ["", "", "nodes", "levels", "own", "held", "traversal", "held traversal", "MBSU", "tokens/s"]
-    assert lines[1] == ["2 levels", "SD", "3", "2", "**2.00 ± 0.12**", "2.00 ± 0.12", "-", "-", "1.50", "50"]
-    assert lines[2] == ["", "RSD-C [2, 1]", "3", "2", "1.62 ± 0.12", "2.34 ± 0.12", "-", "-", "1.50", "50"]
-    assert lines[3][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "1.00 ± 0.12"], "nothing to be compared with"
+    said = capsys.readouterr().out.splitlines()
+    name, heads, *lines = (re.split(r"\s{2,}", line.strip()) for line in said if line)
+    assert name == ["rsd-1"]
+    assert heads == [
+        "group",
+        "label",
+        "nodes",
+        "levels",
+        "own",
+        "held",
+        "traversal",
+        "held traversal",
+        "MBSU",
+        "tokens/s",
+    ]
+    assert lines[0] == ["2 levels", "SD", "3", "2", "2.00 ± 0.12*", "2.00 ± 0.12", "-", "-", "1.50", "50"]
+    assert lines[1] == ["2 levels", "RSD-C [2, 1]", "3", "2", "1.62 ± 0.12", "2.34 ± 0.12", "-", "-", "1.50", "50"]
+    assert lines[2][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "1.00 ± 0.12"], "nothing to be compared with"
 
 
 def test_the_book_has_a_file_and_a_command_for_each_line_or_says_why_not():
