@@ -182,10 +182,10 @@ def drafts() -> None:
 
 
 def retrieval() -> None:
-    found = results("retrieval")
-    names = ("prompt lookup", "retrieval", "draft model")
-    rows = [[f"`{row['method']}`, T = {row['temperature']:g}", *(f"{row[name]:.2f}" for name in names)]
-            for row in found["tokens_per_step"]]  # fmt: skip
+    found = [row for row in results("retrieval")["rows"] if "tokens_per_forward" in row]
+    names = dict.fromkeys(row["draft"] for row in found)
+    named = [(f"`{row['method']}`, T = {row['temperature']:g}", row["tokens_per_forward"]) for row in found]
+    rows = grouped((name, f"{tokens:.2f}") for name, tokens in named)
     table(["tokens/forward", *names], rows)
     source("retrieval", texts=True)
 
@@ -299,8 +299,8 @@ def in_vain() -> None:
 
 
 def ragged() -> None:
-    found = results("ragged")
-    ratios = " and ".join(f"{row['ratio']:.2f} times as fast with `{name}`" for name, row in found["methods"].items())
+    found = results("ragged")["rows"]
+    ratios = " and ".join(f"{row['ratio']:.2f} times as fast with `{row['method']}`" for row in found)
     cog.outl(f"A batch is {ratios} if finished sequences are removed.")
     source("ragged")
 
@@ -358,7 +358,7 @@ def turns() -> None:
 
 def chat() -> None:
     rows = [[code(row["method"]), f"{row['ms']:.0f}", f"{row['ms_with_past']:.0f}"]
-            for row in results("chat")["first_token"]]  # fmt: skip
+            for row in results("chat")["rows"]]  # fmt: skip
     table(["second turn, first token", "without `past=`, ms", "with `past=`, ms"], rows)
     source("chat")
 
