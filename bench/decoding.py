@@ -89,7 +89,7 @@ from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.growth import Growth
-from heavypath.speculative.walking import DEPTH, Extent, measure_way
+from heavypath.speculative.walking import DEPTH, Extent, as_measured, walk
 
 REJECTION, PLAIN, TRANSFORMERS, MODEL = "rejection", "plain", "transformers", "model"
 CHAIN = 6  # nodes of a chain, whatever the trees have
@@ -351,7 +351,8 @@ def nodes(bench: Bench) -> Iterator[Row]:
         for way in ways_to_draft(temperature, "cpu", REJECTION):
             extent = Extent.of_trees(given.max_new_tokens, 2 * len(bench.prompts), source.levels)
             rows = [ids[0] for ids in bench.prompts]
-            measured.append(measure_way(forward, source, rows, way, Filters(temperature), extent, seed=1))
+            counts = walk(forward, source, rows, way, Filters(temperature), extent, seed=1)
+            measured.append(as_measured(way, Filters(temperature), counts))
         decoded = {}  # at temperature 0 methods differ in their trees alone
         for size in given.nodes:
             for name in [name for name in given.method if name != "autoregressive"]:

@@ -186,13 +186,6 @@ def _parts(sequences: int) -> Iterator[tuple[int, int]]:
         yield first, min(size, sequences - first)
 
 
-def measure_way(
-    target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
-) -> MeasuredAcceptance:
-    """The acceptance of one way to draft and verify under one sampling, counted by `walk`."""
-    return as_measured(way, filters, walk(target, draft, prompts, way, filters, extent, seed))
-
-
 def as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptance:
     """The counts as a profile has them."""
     return MeasuredAcceptance(

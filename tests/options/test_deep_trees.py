@@ -18,7 +18,7 @@ from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MethodGain, Profile
 from heavypath.speculative.trees.tails import DEPTH
 from heavypath.speculative.visits import jobs_of, measure_gains
-from heavypath.speculative.walking import NODES, Extent, as_measured, measure_way, walk
+from heavypath.speculative.walking import NODES, Extent, as_measured, walk
 
 # Chen et al. 2024, appendix E: Llama-3-70B-Instruct drafted for by Llama-3-8B-Instruct, CNN daily news.
 PUBLISHED = [
@@ -108,10 +108,9 @@ def test_a_profile_promises_what_greedy_decoding_brings():
     """Token by token: the ranks of a text tell each step of any tree."""
     target, draft = tiny_llama(1, vocab_size=12), tiny_llama(3, vocab_size=12, layers=1)
     forward, prompt = LlamaForward(target), torch.tensor([3, 1, 4])
-    entry = measure_way(
-        forward, as_draft(draft, forward, target), [prompt], way_of(METHODS["sequoia"], 0.0), Filters(0.0),
-        Extent.of_trees(60, 1, None), seed=0,
-    )  # fmt: skip
+    way, extent = way_of(METHODS["sequoia"], 0.0), Extent.of_trees(60, 1, None)
+    counted = walk(forward, as_draft(draft, forward, target), [prompt], way, Filters(0.0), extent, seed=0)
+    entry = as_measured(way, Filters(0.0), counted)
     for tree in (TokenTree.chain(3), TokenTree.k_ary(3, 2), TokenTree.independent(4, 1)):
         out = SpeculativeDecoder(target, draft, "top-k", tree=tree).generate(prompt[None], 60, temperature=0.0)
         steps, place = 0, 0

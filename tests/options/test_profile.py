@@ -32,7 +32,7 @@ from heavypath.speculative.profile import VERSION, Planned
 from heavypath.speculative.trees.counted import PRIOR
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.visits import sizes_worth_timing
-from heavypath.speculative.walking import LEAST_TOKENS, Extent, measure_way, measure_ways, walk
+from heavypath.speculative.walking import LEAST_TOKENS, Extent, as_measured, measure_ways, walk
 
 
 def counted_by(texts, depth, children):
@@ -109,10 +109,9 @@ def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
     """On a language where depth counts for nothing but which independent sequences are still alive."""
     target, draft = constant_llama([1.0, 0.2, -0.5, 0.0]), constant_llama([0.3, 0.9, -0.2, -1.0])
     forward, filters, way = LlamaForward(target), Filters(0.6), way_of(METHODS[method], 0.6)
-    entry = measure_way(
-        forward, as_draft(draft, forward, target), [torch.tensor([1, 2, 3])], way, filters,
-        Extent(tokens=40, sequences=200, depth=tree.depth, children=3), seed=3,
-    )  # fmt: skip
+    extent = Extent(tokens=40, sequences=200, depth=tree.depth, children=3)
+    counted = walk(forward, as_draft(draft, forward, target), [torch.tensor([1, 2, 3])], way, filters, extent, seed=3)
+    entry = as_measured(way, filters, counted)
     assert (entry.draw, entry.verification, entry.sequence_count, entry.filters) == (*way[:3], filters)
     assert entry.is_of(METHODS[method], 0.6)
     assert not entry.is_of(METHODS[method], 0.0)
