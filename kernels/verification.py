@@ -136,7 +136,13 @@ def verify_tree(
     """
     target_filters = Filters(temperature, top_k, top_p, min_p).check()
     draft_filters = target_filters.override(draft_temperature, draft_top_k, draft_top_p, draft_min_p).check("draft_")
-    _check_method(method, replacement)
+    if method not in VERIFICATION_METHODS:
+        raise ValueError(f"method must be one of {', '.join(VERIFICATION_METHODS)}, got {method!r}")
+    if replacement and method not in EITHER_DRAW:
+        raise ValueError(
+            f"replacement is for method {' or '.join(map(repr, EITHER_DRAW))}: {method!r} says by its name "
+            f"how children are drawn; leave it out, got replacement={replacement}"
+        )
     if temperature == 0 and method != "greedy":
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
     if method == "kseq" and draft_filters.temperature == 0:
@@ -190,16 +196,6 @@ def verify_unchecked(given: VerifyInputs) -> Verified:
     impl = choose_impl("verify_unchecked", "auto", given.nodes.tokens, native=True)
     draft_logits = given.draft_logits if given.method in DRAFT_AWARE else None
     return _IMPLEMENTATIONS[impl](given._replace(nodes=given.nodes.per_sequence(), draft_logits=draft_logits))
-
-
-def _check_method(method: str, replacement: bool) -> None:
-    if method not in VERIFICATION_METHODS:
-        raise ValueError(f"method must be one of {', '.join(VERIFICATION_METHODS)}, got {method!r}")
-    if replacement and method not in EITHER_DRAW:
-        raise ValueError(
-            f"replacement is for method {' or '.join(map(repr, EITHER_DRAW))}: {method!r} says by its name "
-            f"how children are drawn; leave it out, got replacement={replacement}"
-        )
 
 
 @np.errstate(all="ignore")

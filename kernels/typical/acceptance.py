@@ -64,7 +64,7 @@ class Typical(NamedTuple):
 
     @property
     def law_changed_by(self) -> str:
-        """What changes the law of the text, in words."""
+        """The change of the law of the text, in words."""
         return f"typical acceptance, epsilon {self.epsilon:g}, delta {self.delta:g}"
 
     def __call__(

@@ -64,8 +64,7 @@ class Verifier(Protocol):
 class Rules:
     """The rules by which a step draws and verifies.
 
-    draw:              "without_replacement", "with_replacement" or "top_k": children are successive draws without
-                       replacement, independent draws, or the draft's likeliest tokens
+    draw:              how children are drawn, see `Method`; "top_k" for a draft at temperature 0
     verification:      a `method` of `verify_tree`, or what `verifier` does: "typical" or "own"
     target_filters, draft_filters: how both models are sampled
     fill:              whether children are drawn uniformly once the draft's support is used up
