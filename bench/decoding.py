@@ -89,7 +89,7 @@ from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.growth import Growth
-from heavypath.speculative.walking import DEPTH, Extent, measure_way
+from heavypath.speculative.walking import DEPTH, Extent, as_measured, walk
 
 REJECTION, PLAIN, TRANSFORMERS, MODEL = "rejection", "plain", "transformers", "model"
 CHAIN = 6  # nodes of a chain, whatever the trees have
@@ -347,16 +347,17 @@ def nodes(bench: Bench) -> Iterator[Row]:
     forward = LlamaForward(bench.target, "target")
     source = as_draft(bench.draft, forward, bench.target)
     for temperature in given.temperature:
-        measured: dict[str, dict[int | None, MeasuredAcceptance]] = {}
+        measured: list[MeasuredAcceptance] = []
         for way in ways_to_draft(temperature, "cpu", REJECTION):
             extent = Extent.of_trees(given.max_new_tokens, 2 * len(bench.prompts), source.levels)
             rows = [ids[0] for ids in bench.prompts]
-            entry = measure_way(forward, source, rows, way, Filters(temperature), extent, seed=1)
-            measured.setdefault(way.kind, {})[way.sequence_count] = entry
+            counts = walk(forward, source, rows, way, Filters(temperature), extent, seed=1)
+            measured.append(as_measured(way, Filters(temperature), counts))
         decoded = {}  # at temperature 0 methods differ in their trees alone
         for size in given.nodes:
             for name in [name for name in given.method if name != "autoregressive"]:
-                own = measured[METHODS[name].kind(temperature)]
+                fitting = [entry for entry in measured if entry.is_of(METHODS[name], temperature)]
+                own = {entry.sequence_count: entry for entry in fitting}
                 for label, options, sequences in shapes(name, size, own):
                     tree = options.get("tree")
                     key = (tree or str(options), name if temperature > 0 or tree is None else "")

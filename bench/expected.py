@@ -46,8 +46,8 @@ def counted(pair: DemoPair, prompts: list[Tensor], given: Namespace) -> tuple[Me
     forward, rows = LlamaForward(pair.target, "target"), [prompt[0] for prompt in prompts]
     source, found = as_draft(pair.draft, forward, pair.target), ()
     for temperature in given.temperature:
-        kinds = dict.fromkeys(measured_row(method, None, "cpu").kind(temperature) for method in METHODS)
-        wanted = [(Way(kind, None), Filters(temperature)) for kind in kinds]
+        ways = dict.fromkeys(Way(*measured_row(method, None, "cpu").at(temperature), None) for method in METHODS)
+        wanted = [(way, Filters(temperature)) for way in ways]
         extent = Extent.of_trees(given.tokens, len(prompts) * texts_of(temperature, given), source.levels)
         found += measure_ways(forward, source, rows, wanted, extent, COUNTED, math.inf, print)
     return found

@@ -9,7 +9,6 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.verifying.rule import Rule
 
 
 class Nodes(NamedTuple):
@@ -45,8 +44,10 @@ class VerifyInputs(NamedTuple):
     """Drafted trees and all that decides about them.
 
     target_logits:  [B, N, V], the target's after each node
-    draft_logits:   [B, N, V], those that each node's children were drawn from, or `Laws`. None for a rule that does not
-                    ask for them, and for trees of a root alone
+    draft_logits:   [B, N, V], those that each node's children were drawn from, or `Laws`. None for a method that does
+                    not ask for them, and for trees of a root alone
+    method:         of `verify_tree`, or "typical" for typical acceptance
+    replacement:    whether siblings are independent draws; the names of some methods say so
     max_depth:      edges of the deepest path considered
     target_filters, draft_filters: what turns both into distributions
     noise:          its rows are [B, N]
@@ -55,11 +56,17 @@ class VerifyInputs(NamedTuple):
     nodes: Nodes
     target_logits: Tensor
     draft_logits: Tensor | Laws | None
-    rule: Rule
+    method: str
+    replacement: bool
     max_depth: int
     target_filters: Filters
     draft_filters: Filters
     noise: Noise
+
+    @property
+    def independent(self) -> bool:
+        """True if siblings are weighed as independent draws, so that those of equal token share their children."""
+        return self.replacement or self.method in ("with_replacement", "kseq")
 
 
 class Verified(NamedTuple):

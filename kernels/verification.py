@@ -65,12 +65,16 @@ from heavypath.kernels.verifying.drafted_tree import laid_out
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.laws import LOGARITHMS, decide_by_laws
 from heavypath.kernels.verifying.residual import Chain
-from heavypath.kernels.verifying.rule import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE, Rule
 from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.kernels.verifying.traversal_kernel import launch_traversal
 from heavypath.kernels.verifying.walk import launch_walk
 
-__all__ = ["DRAFT_AWARE", "VERIFICATION_METHODS", "Rule", "verify_tree", "verify_unchecked"]
+WHOLE_TREE = ("traversal", "held_traversal")  # methods that look at the whole tree, not at each node by itself
+EITHER_DRAW = ("held", *WHOLE_TREE)  # that take children drawn without replacement, or by `replacement` independently
+DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", *EITHER_DRAW)  # that need the draft's logits
+VERIFICATION_METHODS = (
+    "without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy", *EITHER_DRAW,
+)  # fmt: skip
 
 
 @operator
@@ -132,7 +136,13 @@ def verify_tree(
     """
     target_filters = Filters(temperature, top_k, top_p, min_p).check()
     draft_filters = target_filters.override(draft_temperature, draft_top_k, draft_top_p, draft_min_p).check("draft_")
-    rule = Rule(method, replacement).check()
+    if method not in VERIFICATION_METHODS:
+        raise ValueError(f"method must be one of {', '.join(VERIFICATION_METHODS)}, got {method!r}")
+    if replacement and method not in EITHER_DRAW:
+        raise ValueError(
+            f"replacement is for method {' or '.join(map(repr, EITHER_DRAW))}: {method!r} says by its name "
+            f"how children are drawn; leave it out, got replacement={replacement}"
+        )
     if temperature == 0 and method != "greedy":
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
     if method == "kseq" and draft_filters.temperature == 0:
@@ -168,7 +178,8 @@ def verify_tree(
         Nodes(tokens, parents, ranks),
         target_logits,
         draft_logits if laws is None or draft_logits is None else Laws(draft_logits, laws),
-        rule,
+        method,
+        replacement,
         depth,
         target_filters,
         draft_filters,
@@ -177,27 +188,14 @@ def verify_tree(
     return _IMPLEMENTATIONS[impl](given)
 
 
-def verify_unchecked(
-    nodes: Nodes,
-    target_logits: Tensor,
-    draft_logits: Tensor | Laws | None,
-    *,
-    rule: Rule,
-    max_depth: int,
-    target_filters: Filters,
-    draft_filters: Filters,
-    noise: Noise,
-) -> Verified:
-    """`verify_tree` without its checks, which cost a decoder on a CPU about 20% of its time.
+def verify_unchecked(given: VerifyInputs) -> Verified:
+    """`verify_tree` without its checks, which cost a decoder on a CPU about 20% of its time; impl is "auto".
 
-    draft_logits is None for a rule whose method is not in DRAFT_AWARE, and for trees of a root alone. The rest as in
-    `VerifyInputs`; impl is "auto".
+    parents and ranks may be of one tree; draft_logits may be there for a method that does not ask for them.
     """
-    impl = choose_impl("verify_unchecked", "auto", nodes.tokens, native=True)
-    given = VerifyInputs(
-        nodes.per_sequence(), target_logits, draft_logits, rule, max_depth, target_filters, draft_filters, noise
-    )
-    return _IMPLEMENTATIONS[impl](given)
+    impl = choose_impl("verify_unchecked", "auto", given.nodes.tokens, native=True)
+    draft_logits = given.draft_logits if given.method in DRAFT_AWARE else None
+    return _IMPLEMENTATIONS[impl](given._replace(nodes=given.nodes.per_sequence(), draft_logits=draft_logits))
 
 
 @np.errstate(all="ignore")
@@ -207,12 +205,12 @@ def _reference(given: VerifyInputs) -> Verified:
     rows = torch.arange(tokens.numel()).view_as(tokens) if noise.rows is None else noise.rows.cpu()
     ranks = sibling_order(parents) if ranks is None else ranks
     tossed = coins(int(noise.seed), rows.gather(1, parents.cpu().clamp(min=0)).numpy(), ranks.cpu().numpy())
-    walk = _traverse if given.rule.method in WHOLE_TREE else _walk_down
+    walk = _traverse if given.method in WHOLE_TREE else _walk_down
     ends: list[tuple[list[int], Any]] = [
         walk(_Sequence(given, number, tree, tossed[number].tolist(), rows[number].numpy()))
         for number, tree in enumerate(plain_trees(given.nodes))
     ]
-    if given.rule.method in DRAFT_AWARE:
+    if given.method in DRAFT_AWARE:
         return verified_by_draws(given, ends)
     return as_verified([path for path, _ in ends], np.array([token for _, token in ends]), given)
 
@@ -242,7 +240,7 @@ class _Sequence:
 
     def chosen(self, node: int) -> int:
         """The token that the target chooses after a node, where it does so before it looks at the children."""
-        row, method = used_row(self.given.target_logits, "target", self.number, node), self.given.rule.method
+        row, method = used_row(self.given.target_logits, "target", self.number, node), self.given.method
         keys = row - row.max()  # NaN in a row with NaN or +inf in it
         if method != "greedy":
             stream = Stream.DRAFT if method == "race" else Stream.TARGET
@@ -254,7 +252,10 @@ class _Sequence:
 def _traverse(sequence: _Sequence) -> tuple[list[int], np.ndarray]:
     """The path by traversal, and the weights of the tokens after it."""
     given, tree = sequence.given, sequence.tree
-    visits = in_post_order(tree, sequence.log_target, sequence.log_draft, given.rule, given.max_depth)
+    visits = in_post_order(
+        tree, sequence.log_target, sequence.log_draft, given.max_depth,
+        held=given.method == "held_traversal", independent=given.independent,
+    )  # fmt: skip
     node, _, left = next(visit for visit in visits if visit.node == 0 or sequence.coins[visit.node] < visit.ending)
     return sequence.end(node, left)
 
@@ -265,7 +266,7 @@ def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
     node, depth, reached = 0, 0, [0]  # the last accepted node, its depth, and it with its siblings of equal token
     while True:
         children = tree.below(reached) if depth < given.max_depth else []
-        if given.rule.method in DRAFT_AWARE:
+        if given.method in DRAFT_AWARE:
             child, left = _accepted(sequence, node, children)
             if child is None:
                 return sequence.end(node, left)
@@ -288,13 +289,13 @@ def _accepted(sequence: _Sequence, node: int, children: list[int]) -> tuple[int 
         laws = given.draft_logits.rows.expand_as(given.nodes.tokens)
         sources = laws[sequence.number].tolist()
     log_draft = sequence.log_draft(sources[children[0]])  # of equal siblings' children, the first one's
-    if given.rule.method == "kseq":
+    if given.method == "kseq":
         assert log_draft is not None
         thresholds, left = k_seq(log_target, log_draft, [tokens[child] for child in children])
         tried = zip(children, thresholds, strict=True)
         return next((child for child, most in tried if most is not None and tossed[child] < most), None), left
-    chain = Chain(log_target, log_draft, 1.0, given.rule.independent)
-    if given.rule.method == "held" and log_draft is not None:  # of point masses it is the same as rejection
+    chain = Chain(log_target, log_draft, 1.0, given.independent)
+    if given.method == "held" and log_draft is not None:  # of point masses it is the same as rejection
         held = chain.hold(children, tokens)
         ends = zip(accumulate(weight for _, weight in held), held, strict=True)
         return next((child for end, (child, _) in ends if tossed[children[0]] < end), None), chain.left
@@ -313,7 +314,7 @@ def _accepted(sequence: _Sequence, node: int, children: list[int]) -> tuple[int 
 
 def _launch(given: VerifyInputs) -> Verified:
     """As `_reference`, in two launches, and one for the filters of each side that has any."""
-    given, method = laid_out(given), given.rule.method
+    given, method = laid_out(given), given.method
     draft, (seed, rows) = given.draft_logits, given.noise
     if method in WHOLE_TREE and draft is not None:
         return launch_traversal(given)

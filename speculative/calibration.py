@@ -214,11 +214,14 @@ def _limit_of_streamed(target: Forward, limit: float | None, report: Report) -> 
 
 def ways_to_draft(temperature: float, device_type: str, verifier: str | None = None) -> list[Way]:
     """The ways of all methods at a temperature that keep the target's law, with a verifier where they take it."""
-    drafting = (name for name, row in METHODS.items() if name != "autoregressive" and row.is_lossless)
-    kinds = dict.fromkeys(measured_row(name, verifier, device_type).kind(temperature) for name in drafting)
-    return [
-        Way(kind, count) for kind in kinds for count in (SEQUENCE_COUNTS if kind.independent_sequences else (None,))
+    drafting = [name for name, row in METHODS.items() if name != "autoregressive" and row.is_lossless]
+    rows = [measured_row(name, verifier, device_type) for name in drafting]
+    ways = [
+        Way(*row.at(temperature), count)
+        for row in rows
+        for count in (SEQUENCE_COUNTS if row.independent_sequences else (None,))
     ]
+    return list(dict.fromkeys(ways))
 
 
 def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:

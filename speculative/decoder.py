@@ -9,6 +9,7 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -26,7 +27,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft
-from heavypath.speculative.method_rules import MethodRules
+from heavypath.speculative.method_rules import asked_row, draft_filters_of, rules_of
 from heavypath.speculative.methods import check_laws, default_verifier
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of, peers_of
@@ -72,9 +73,8 @@ class SpeculativeDecoder:
         check_options("SpeculativeDecoder", options, DecoderOptions)
         self.method, self.target, self._given_draft, self.verifier = method, target, draft, options.get("verifier")
         self.clock, self._remark = time.perf_counter, Remark()
-        self._rules = MethodRules(method, options)
-        row, own = self._rules.row, self._rules.own_verifier is not None
-        self.profile = checked_profile(method, row, options, is_own_verifier=own)
+        self._options, self._row = options, asked_row(method, options)
+        self.profile = checked_profile(method, self._row, options)
         self._target = forward_of(target, "target")
         self.runner = StepRunner(cuda_graphs=has_graphs(options.get("cuda_graphs"), self._target))
         self._draft: Draft | None = None
@@ -82,12 +82,13 @@ class SpeculativeDecoder:
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
-            check_laws(method, row, self._draft, own_verifier=own)
-        by_default = default_verifier(method, self._target.device.type, (self._draft or NO_DRAFT).laws)
-        row = self._rules.verified_by(by_default) if self.verifier is None else row
+            check_laws(method, self._row, self._draft)
+        if self.verifier is None:
+            by_default = default_verifier(method, self._target.device.type, (self._draft or NO_DRAFT).laws)
+            self._row = self._row.verified_by(by_default)
         if self.profile is not None:
-            self.profile.check(target, draft, method, row.verification)
-        self.trees = TreeSource(method, row, options, self.profile, self._target, self._draft, is_own_verifier=own)
+            self.profile.check(target, draft, method, self._row.verification)
+        self.trees = TreeSource(method, self._row, options, self.profile, self._target, self._draft)
         self._peers = peers_of(self._models, self._target.device)
 
     def __repr__(self) -> str:
@@ -185,7 +186,7 @@ class SpeculativeDecoder:
         self._notice_changes()
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, 1, 1.0, NOTHING))
-        filters = self._rules.draft_filters
+        filters = partial(draft_filters_of, self._options)
         return serve(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)
 
     def warm_up(
@@ -228,7 +229,7 @@ class SpeculativeDecoder:
 
     def _plan(self, request: Request) -> StepPlan:
         """The plan of all steps of a request; ValueError where the method cannot sample so."""
-        rules = self._rules.of(request, self._draft, self.profile)
+        rules = rules_of(self.method, self._row, self._options, request, self._draft, self.profile)
         tree, trees = self.trees.first(request.filters, len(request.prompt))
         if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")

@@ -7,12 +7,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from heavypath.kernels.filtering import Filters
-from heavypath.kernels.verifying.rule import Rule
+from heavypath.speculative.decoding.rules import OWN, Verifier
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree
@@ -50,37 +49,10 @@ DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
     },
 }
 LARGE = 64  # nodes of a tree
-# Typical acceptance changes the law of the text, whatever the draws.
-VERIFICATIONS = (*LOSSLESS_FOR, "typical")
+# Typical acceptance changes the law of the text, whatever the draws. Of a verifier of one's own nothing is known.
+VERIFICATIONS = (*LOSSLESS_FOR, "typical", OWN)
 # Options of SpeculativeDecoder, for some methods.
 OPTIONS = ("acceptance", "max_depth", "width", "branching", "threshold", "confidence")
-
-
-class Kind(NamedTuple):
-    """A way to draw and verify children at some temperature. Methods of one kind have the same acceptance.
-
-    draw:                  "without_replacement", "with_replacement" or "top_k", see `Method`
-    verification:          `method` of heavypath.kernels.verification.verify_tree, or "typical"
-    independent_sequences: whether the tree is a few sequences that are drawn independently, from the root on
-    """
-
-    draw: str
-    verification: str
-    independent_sequences: bool
-
-    @property
-    def replacement(self) -> bool:
-        """True if siblings are independent draws, so that several of them may carry the same token."""
-        return self.draw == "with_replacement"
-
-    @property
-    def rule(self) -> Rule:
-        """The rule of `verify_tree`; typical acceptance has none."""
-        return Rule.of_draws(self.verification, self.replacement)
-
-    def drawing_filters(self, draft_filters: Filters) -> Filters:
-        """The filters that children are drawn with. A draw at temperature 0 takes the draft's likeliest tokens."""
-        return draft_filters._replace(temperature=0.0) if self.draw == "top_k" else draft_filters
 
 
 @dataclass(frozen=True)
@@ -90,23 +62,26 @@ class Method:
     draw:         "without_replacement", "with_replacement" or "top_k": children are successive draws without
                   replacement, independent draws, or the draft's likeliest tokens
     verification: `method` of heavypath.kernels.verification.verify_tree; or "typical", typical acceptance, which
-                  changes the law of the text
+                  changes the law of the text; or "own", by `verifier`
     tree_of:      a function of a size, which gives a tree of at most so many nodes, or how trees of at most that size
                   grow. Its other parameters are the options of SpeculativeDecoder that the method has
     fill:         whether children are drawn uniformly once a draft model's support is used up
+    verifier:     what decides in the place of `verify_tree`: one's own, or the limits of typical acceptance, which a
+                  decoder puts here
 
     A row of one's own is one more entry: METHODS["mine"] = Method("without_replacement", "target_sample", tree_of).
     Raises ValueError for a word that is none of these, and for a verification that is not lossless for children so
-    drawn. Also for a parameter of tree_of that no option has the name of.
+    drawn. Also for a parameter of tree_of that no option has the name of, and for "own" without a verifier.
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
     verification: Literal[
         "without_replacement", "with_replacement", "kseq", "held", "traversal", "held_traversal", "race",
-        "target_sample", "typical",
+        "target_sample", "typical", "own",
     ]  # fmt: skip
     tree_of: Callable[..., TokenTree | Growth]
     fill: bool = False
+    verifier: Verifier | None = None
 
     def __post_init__(self) -> None:
         _check_word("draw", self.draw, DRAWS)
@@ -118,24 +93,23 @@ class Method:
             )
         if self.fill and self.draw != "without_replacement":
             raise ValueError(f"fill needs draw 'without_replacement', got {self.draw!r}")
+        if self.verification == OWN and self.verifier is None:
+            raise ValueError(f"verification {OWN!r} needs a verifier, got None")
         if not callable(self.tree_of):
             raise TypeError(f"tree_of must be a function of a size, got {type(self.tree_of).__name__}")
         for option in self.options:
             _check_word("a parameter of tree_of behind the size", option, OPTIONS)
 
-    def kind(self, temperature: float, draft_temperature: float | None = None) -> Kind:
-        """The kind of drawing and verifying where target and draft are sampled at these temperatures.
+    def at(self, temperature: float, draft_temperature: float | None = None) -> tuple[str, str]:
+        """The draw and the verification where target and draft are sampled at these temperatures, as `Rules` has them.
 
-        At temperature 0 every method draws the draft's likeliest tokens and follows the target's argmax. A draft at
-        temperature 0 gives its likeliest tokens to a target that samples, too. draft_temperature: default the target's.
+        At temperature 0 every method draws the draft's likeliest tokens and follows the target's argmax; a verifier of
+        one's own decides then, too. A draft at temperature 0 gives its likeliest tokens to a target that samples, too.
+        draft_temperature: default the target's.
         """
         greedy = temperature == 0
-        likeliest = greedy or draft_temperature == 0
-        return Kind(
-            draw="top_k" if likeliest else self.draw,
-            verification="greedy" if greedy else self.verification,
-            independent_sequences=self.independent_sequences,
-        )
+        draw = "top_k" if greedy or draft_temperature == 0 else self.draw
+        return draw, "greedy" if greedy and self.verification != OWN else self.verification
 
     @property
     def verifiers(self) -> tuple[str, ...]:
@@ -365,13 +339,13 @@ METHODS = {
 LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)
 
 
-def check_laws(method: str, row: Method, draft: Draft, *, own_verifier: bool) -> None:
+def check_laws(method: str, row: Method, draft: Draft) -> None:
     """Raise ValueError for a draft whose siblings have several distributions where these cannot be verified.
 
     row: of the method, verified as it will be
     """
     laws = draft.laws
-    if laws > 1 and own_verifier:
+    if laws > 1 and row.verification == OWN:
         raise ValueError(
             f"a verifier of your own is told one distribution after each node, and a Merge has {laws} after the root; "
             "leave the verifier out, or take Mixture for Merge"

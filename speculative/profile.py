@@ -34,7 +34,7 @@ from heavypath.speculative.costs.table import CostsByBatch
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.drafts.tempered import Tempered
 from heavypath.speculative.files.typed_json import parsed, typed
-from heavypath.speculative.methods import METHODS, Kind, Method, measured_row, row_of
+from heavypath.speculative.methods import METHODS, Method, measured_row, row_of
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.counted import PRIOR, CountedTexts
@@ -56,7 +56,7 @@ SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take
 class MeasuredAcceptance:
     """The counts of `calibration.walk` for one way to draw and verify, under one sampling.
 
-    draw, verification: as in `methods.Kind`
+    draw, verification: as `Method.at` gives them
     sequence_count:     the number of independent sequences; None for trees that may branch everywhere
     filters:            how target and draft were sampled
     accepted, reached:  as in `walking.Counts`; moments: the same of all depths together
@@ -76,10 +76,10 @@ class MeasuredAcceptance:
     moments_by_depth: list[list[list[float]]] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
 
-    @property
-    def kind(self) -> Kind:
-        """The kind of the methods that this is the acceptance of."""
-        return Kind(self.draw, self.verification, independent_sequences=self.sequence_count is not None)
+    def is_of(self, row: Method, temperature: float) -> bool:
+        """True if it is the acceptance of a method, and of all that draw and verify alike at this temperature."""
+        sequences = self.sequence_count is not None
+        return (self.draw, self.verification, sequences) == (*row.at(temperature), row.independent_sequences)
 
     def check(self) -> None:
         """Raise ValueError for counts that cannot be."""
@@ -319,8 +319,8 @@ class Profile:
         """
         if not row_of(method).is_lossless:
             raise ValueError(f"a profile measures methods that keep the target's law, got {method!r}")
-        kind = self.row(method).kind(filters.temperature)
-        fitting = [entry for entry in self.acceptance if entry.kind == kind]
+        row = self.row(method)
+        fitting = [entry for entry in self.acceptance if entry.is_of(row, filters.temperature)]
         if not fitting:
             given = f"{filters.temperature:g}"
             raise ValueError(

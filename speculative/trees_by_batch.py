@@ -20,6 +20,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoder_options import TreeOptions
 from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.engine import Watcher
+from heavypath.speculative.decoding.rules import OWN
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import Draft
@@ -46,19 +47,19 @@ class FollowBatch(Watcher):
         return plan if tree == plan.tree else replace(plan, tree=tree)
 
 
-def checked_profile(method: str, row: Method, options: Mapping[str, Any], *, is_own_verifier: bool) -> "Profile | None":
+def checked_profile(method: str, row: Method, options: Mapping[str, Any]) -> "Profile | None":
     """The profile that a decoder was given, or None; ValueError where the decoder cannot have one, or needs one.
 
     options: of the decoder
     """
     given, replan, others = options.get("profile"), options.get("replan", False), _given_trees(options)
-    if given is not None and not row.is_lossless:
-        raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
-    if given is not None and is_own_verifier:
+    if given is not None and row.verification == OWN:
         raise ValueError(
             "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
             "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
         )
+    if given is not None and not row.is_lossless:
+        raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
     if replan and given is None:
         raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
     if replan and method == "autoregressive":
@@ -89,11 +90,10 @@ class TreeSource:
 
     def __init__(
         self, method: str, row: Method, options: Mapping[str, Any], profile: "Profile | None", target: Forward,
-        draft: Draft | None, *, is_own_verifier: bool,
+        draft: Draft | None,
     ):  # fmt: skip
         """options: of the decoder; row: of the method; the profile fits the models."""
-        given = _given_trees(options)
-        self._row, self._is_own_verifier = row, is_own_verifier
+        self._row, given = row, _given_trees(options)
         self.tree: TokenTree | Growth | None = None
         self.tree_from, self._replan = "by the profile", options.get("replan", False)
         self._by_profile, self._estimated = None, None
@@ -115,8 +115,8 @@ class TreeSource:
 
     def ignored_by_texts(self, filters: Filters) -> bool:
         """True if a text is the same by all trees: where the target's likeliest tokens are taken, and by races."""
-        raced = self._row.kind(filters.temperature).verification == "race"
-        return not self._is_own_verifier and (filters.temperature == 0 or raced)
+        _, verification = self._row.at(filters.temperature)
+        return verification in ("greedy", "race")
 
     def _gain_of(self, filters: Filters) -> "Gain | None":
         """The object that has the draft rest where it does not pay; None where it is not to."""

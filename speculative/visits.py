@@ -25,10 +25,9 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.verification import verify_unchecked
-from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
@@ -216,10 +215,13 @@ def _clock_of_gpu() -> float:
 
 
 class Both:
-    """A `Verifier` that asks two rules, counts what each accepts, and does what the first one says."""
+    """A `Verifier` that asks a verification and rejection, counts what each accepts, and does what the first one says.
 
-    def __init__(self, rule: Rule, other: Rule):
-        self._rules = rule, other
+    draw, verification: as `Method.at` gives them
+    """
+
+    def __init__(self, draw: str, verification: str):
+        self._draw, self._verification = draw, verification
         self.accepted: list[Tensor] = []  # fp64 [2, B] of each step
 
     def __call__(
@@ -227,13 +229,12 @@ class Both:
         target_filters: Filters, draft_filters: Filters, noise: Noise,
     ) -> Verified:  # fmt: skip
         """See `Verifier`."""
-        found, other = (
-            verify_unchecked(
-                nodes, target_logits, draft_logits, rule=rule, max_depth=max_depth,
-                target_filters=target_filters, draft_filters=draft_filters, noise=noise,
-            )
-            for rule in self._rules
+        replacement = self._draw == "with_replacement"
+        given = VerifyInputs(
+            nodes, target_logits, draft_logits, self._verification, replacement, max_depth, target_filters,
+            draft_filters, noise,
         )  # fmt: skip
+        found, other = verify_unchecked(given), verify_unchecked(given._replace(method=self._draw))
         self.accepted.append(torch.stack([found.length, other.length]).double().cpu())
         return found
 
@@ -306,18 +307,20 @@ def jobs_of(
     target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: Sequence[str] = LOSSLESS_METHODS
 ) -> Iterator[GainJob]:
     """The jobs of the methods that may have a gain, under each sampling for which acceptance was counted."""
-    counted = {(entry.kind, entry.filters) for entry in profile.acceptance}
     for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
         for method in methods:
             row = profile.row(method)
-            kind = row.kind(filters.temperature)
-            if method == "autoregressive" or (kind, filters) not in counted:
+            counted = any(
+                entry.filters == filters and entry.is_of(row, filters.temperature) for entry in profile.acceptance
+            )
+            if method == "autoregressive" or not counted:
                 continue
+            draw, verification = row.at(filters.temperature)
             (planned, entry, _), tree = profile.plan(method, filters), profile.tree_for(method, filters)
-            as_counted = kind.verification not in VERIFIERS
+            as_counted = verification not in VERIFIERS
             if len(tree) == 1 or (as_counted and not tree.grows):
                 continue
-            both = None if tree.grows else Both(kind.rule, Rule.of_draws(kind.draw, kind.replacement))
+            both = None if tree.grows else Both(draw, verification)
             word = profile.verifier if profile.verifier in row.verifiers else None
             options: dict[str, Any] = {"verifier": both or word} if row.verifiers else {}
             decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)

@@ -28,14 +28,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.decoding.drafted import Reach, check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
+from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.tempered import TEMPERATURES, fitted
-from heavypath.speculative.methods import REJECTION, VERIFIERS, Kind
+from heavypath.speculative.methods import REJECTION, VERIFIERS
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.planning import greedy_tree
@@ -56,27 +58,29 @@ Report = Callable[[str], object]
 class Way(NamedTuple):
     """A way to draft and verify, whose acceptance is measured.
 
+    draw, verification: as `Method.at` gives them
     sequence_count: the number of independent sequences; None for trees that may branch everywhere
     temperatures:   by depth, that the draft's logits are divided by, see `drafts.tempered`; none for 1 at all depths
     """
 
-    kind: Kind
+    draw: str
+    verification: str
     sequence_count: int | None
     temperatures: tuple[float, ...] = ()
 
     @property
     def counted(self) -> "Way":
         """The way that is walked along for it: by rejection, where it is verified by one of its equals."""
-        by_rejection = self.kind.draw in REJECTION and self.kind.verification in VERIFIERS
-        return self._replace(kind=self.kind._replace(verification=self.kind.draw)) if by_rejection else self
+        by_rejection = self.draw in REJECTION and self.verification in VERIFIERS
+        return self._replace(verification=self.draw) if by_rejection else self
 
     def drawn_at(self, temperatures: tuple[float, ...]) -> "Way":
         """With these temperatures; without them where children are the likeliest ones at any."""
-        return self if self.kind.draw == "top_k" else self._replace(temperatures=temperatures)
+        return self if self.draw == "top_k" else self._replace(temperatures=temperatures)
 
     def __str__(self) -> str:
         sequences = "" if self.sequence_count is None else f", {self.sequence_count} sequences"
-        return f"drawn {self.kind.draw}, verified by {self.kind.verification}{sequences}".replace("_", " ")
+        return f"drawn {self.draw}, verified by {self.verification}{sequences}".replace("_", " ")
 
 
 class Extent(NamedTuple):
@@ -182,24 +186,17 @@ def _parts(sequences: int) -> Iterator[tuple[int, int]]:
         yield first, min(size, sequences - first)
 
 
-def measure_way(
-    target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
-) -> MeasuredAcceptance:
-    """The acceptance of one way to draft and verify under one sampling, counted by `walk`."""
-    return as_measured(way, filters, walk(target, draft, prompts, way, filters, extent, seed))
-
-
 def as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptance:
     """The counts as a profile has them."""
     return MeasuredAcceptance(
-        draw=way.kind.draw,
-        verification=way.kind.verification,
+        draw=way.draw,
+        verification=way.verification,
         sequence_count=way.sequence_count,
         filters=filters,
         accepted=counts.accepted.tolist(),
         reached=counts.reached.tolist(),
         moments=counts.moments.sum(0).tolist(),
-        moments_by_depth=counts.moments[:DEPTH, :GROWN].tolist() if way.kind.draw == "without_replacement" else [],
+        moments_by_depth=counts.moments[:DEPTH, :GROWN].tolist() if way.draw == "without_replacement" else [],
         temperatures=[*way.temperatures],
         texts=[" ".join(map(str, text)) for part in counts.ranks for text in part.tolist()],
     )
@@ -287,7 +284,8 @@ class _Walked:
     """The texts of one way, and what was counted on them."""
 
     def __init__(self, way: Way, filters: Filters, extent: Extent, vocab_size: int, seed: int, state: Sequences):
-        self._way, self._filters, self._depth, self._state, self._seed = way, filters, extent.depth, state, seed
+        self._way, self._rules = way, Rules(way.draw, way.verification, filters, filters)
+        self._depth, self._state, self._seed = extent.depth, state, seed
         self._children, device = min(way.sequence_count or extent.children, vocab_size), state.root.device
         self._table = None if extent.tree is None or way.sequence_count else children_of(extent.tree, device)
         self._node = torch.zeros_like(state.lengths)  # of the tree that is walked along
@@ -306,30 +304,31 @@ class _Walked:
     def go_on(self, after: Tensor, logits: Tensor) -> None:
         """Offer, decide, count, and append a token. after: the draft's logits [S, V]; logits: the target's [S, 1, V]"""
         state, way, depth, children, at = self._state, self._way, self._depth, self._children, self.at
-        drawing, noise = way.kind.drawing_filters(self._filters), root_rows(state.noise, state.lengths)
+        rules, noise, independent = self._rules, root_rows(state.noise, state.lengths), way.sequence_count is not None
         after = after * self._sharper[at][:, None] if way.temperatures else after
         drawn = gumbel_topk(
-            after, children, **drawing._asdict(), seed=self._seed, rows=noise, replacement=way.kind.replacement
-        )
+            after, children, **rules.drawing_filters._asdict(), seed=self._seed, rows=noise,
+            replacement=rules.replacement,
+        )  # fmt: skip
         check_distributions("draft", drawn.keys[:, None], state, 0)
         here_offered = (self._place < self._alive[:, None]) & (at < depth)[:, None]
         offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
-        verified = verify_tree(
-            offered, self._star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
-            **way.kind.rule._asdict(), max_depth=1, **self._filters._asdict(), draft_temperature=drawing.temperature,
-            seed=self._seed, rows=noise[:, None].expand(-1, children + 1),
+        verified = rules.verify(
+            Nodes(offered, self._star, None), logits.expand(-1, children + 1, -1),
+            after[:, None].expand(-1, children + 1, -1), max_depth=1,
+            noise=Noise(self._seed, noise[:, None].expand(-1, children + 1)),
         )  # fmt: skip
         child = verified.path[:, 1]
         hit = verified.length > 0
         token = offered.gather(1, child.clamp(min=0)[:, None])
-        counted = (child - 1).where(at == 0, 0) if way.kind.independent_sequences else child - 1
+        counted = (child - 1).where(at == 0, 0) if independent else child - 1
         self._reached += torch.bincount(at[at < depth], minlength=depth)
         places = torch.bincount((at * children + counted)[hit], minlength=self._accepted.numel())
         self._accepted += places.view_as(self._accepted)
         self._ranks.append((child - 1).where(hit, NONE).where(at < depth, UNKNOWN).to(torch.int16))
         seen = _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children))
         self._moments.index_add_(0, at[at < depth], seen[at < depth])
-        if way.kind.independent_sequences:
+        if independent:
             self._alive = (offered[:, 1:] == token).sum(1).where(hit, children)
         goes_on = hit
         if self._table is not None:

@@ -37,7 +37,7 @@ def verify(given: VerifyInputs, limits: tuple[float, float] = (0.0, 0.0)) -> Ver
 
     Raises ValueError for a row of logits that is used and has no finite maximum.
     """
-    (tokens, parents, ranks), noise, rule = given.nodes, given.noise, given.rule
+    (tokens, parents, ranks), noise = given.nodes, given.noise
     batch, count = tokens.shape
     log_epsilon, log_delta = limits
     if ranks is None:
@@ -53,7 +53,7 @@ def verify(given: VerifyInputs, limits: tuple[float, float] = (0.0, 0.0)) -> Ver
     path, length = torch.empty(batch, given.max_depth + 1, dtype=torch.long), torch.empty(batch, dtype=torch.long)
     next_token, bad = torch.empty_like(length), (c_int64 * 3)()
     call = _Verification(
-        batch, count, target.shape[-1], given.max_depth, _METHODS[rule.method], rule.independent, dense(tokens),
+        batch, count, target.shape[-1], given.max_depth, _METHODS[given.method], given.independent, dense(tokens),
         parents, ranks, rows, 0 if one_shape else count, laws, target, draft, target.stride(0),
         0 if draft is None else draft.stride(0), FiltersStruct.of(given.target_filters),
         FiltersStruct.of(given.draft_filters), log_epsilon, log_delta, seed_tensor(noise.seed),

@@ -38,11 +38,13 @@ from heavypath.kernels.nodes import (
 from heavypath.kernels.noise import Noise, check_seed
 from heavypath.kernels.typical.kernel import launch_typical
 from heavypath.kernels.verifying.distributions import log_weights, used_row, verified_by_draws
-from heavypath.kernels.verifying.rule import Rule
 
 
 class Typical(NamedTuple):
-    """The least probability of an accepted token: epsilon, or less where the target is unsure, by delta."""
+    """The least probability of an accepted token: epsilon, or less where the target is unsure, by delta.
+
+    It is a function, too: `accept_typical` by these limits without its checks, called as `Verifier` describes it.
+    """
 
     epsilon: float = 0.09
     delta: float = 0.3
@@ -59,6 +61,19 @@ class Typical(NamedTuple):
         """log2 of both."""
         epsilon, delta = (math.log2(value) if value > 0 else -math.inf for value in self)
         return epsilon, delta
+
+    @property
+    def law_changed_by(self) -> str:
+        """The change of the law of the text, in words."""
+        return f"typical acceptance, epsilon {self.epsilon:g}, delta {self.delta:g}"
+
+    def __call__(
+        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
+        target_filters: Filters, draft_filters: Filters, noise: Noise,
+    ) -> Verified:  # fmt: skip
+        """The accepted nodes. The draft is not asked, nor the ranks."""
+        impl = choose_impl("typical", "auto", nodes.tokens, native=True)
+        return _run(impl, nodes.per_sequence(), target_logits, self, max_depth, target_filters, noise)
 
 
 @operator
@@ -104,18 +119,10 @@ def accept_typical(
     return _run(impl, Nodes(tokens, parents, None), target_logits, typical, depth, filters, Noise(seed, rows))
 
 
-def typical_unchecked(
-    nodes: Nodes, target_logits: Tensor, *, typical: Typical, max_depth: int, filters: Filters, noise: Noise
-) -> Verified:
-    """`accept_typical` without its checks; impl is "auto". Ranks are not looked at."""
-    impl = choose_impl("typical_unchecked", "auto", nodes.tokens, native=True)
-    return _run(impl, nodes.per_sequence(), target_logits, typical, max_depth, filters, noise)
-
-
 def _run(
     impl: str, nodes: Nodes, logits: Tensor, typical: Typical, max_depth: int, filters: Filters, noise: Noise
 ) -> Verified:
-    given = VerifyInputs(nodes, logits, None, Rule("typical"), max_depth, filters, filters, noise)
+    given = VerifyInputs(nodes, logits, None, "typical", False, max_depth, filters, filters, noise)
     return {"triton": launch_typical, "native": verify, "torch": _reference}[impl](given, typical.logs)
 
 

@@ -230,11 +230,11 @@ class Decided(NamedTuple):
 
 
 def decide(given: VerifyInputs) -> Decided:
-    """Decide for every node of [B, N] at once which child it accepts, by a rule whose method is in DRAFT_AWARE.
+    """Decide for every node of [B, N] at once which child it accepts, by a method of DRAFT_AWARE.
 
     They are `laid_out`.
     """
-    (tokens, _, _), draft, rule = given.nodes, given.draft_logits, given.rule
+    (tokens, _, _), draft, method = given.nodes, given.draft_logits, given.method
     batch, count = tokens.shape
     device, vocab_size = tokens.device, given.target_logits.shape[-1]
     if count == 1:  # no children; and Triton 3.6 crashes on loads in a loop that a known node, 0, leaves without a turn
@@ -254,8 +254,8 @@ def decide(given: VerifyInputs) -> Decided:
             _decide_kernel, batch * count * chunks + helping, shared,
             choice_ptr=choice, left_out_ptr=left_out, facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, sums_ptr=sums,
             tickets_ptr=tickets(batch * count + counters(batch * count), device),
-            REPLACEMENT=rule.independent, HELD=rule.method == "held" and not point_masses, K_SEQ=rule.method == "kseq",
+            REPLACEMENT=given.independent, HELD=method == "held" and not point_masses, K_SEQ=method == "kseq",
             POINT_MASSES=point_masses, HAS_DRAFT=draft is not None, CHUNKS=chunks, PIECES=pieces, HELPERS=helping,
         )  # fmt: skip
-    leaves_out = point_masses or not rule.independent
+    leaves_out = point_masses or not given.independent
     return Decided(choice, left_out if leaves_out else None, facts, marks)

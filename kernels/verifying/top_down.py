@@ -27,11 +27,10 @@ from torch import Tensor
 from heavypath.kernels.filter_cuts import filter_cuts
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.verification import verify_unchecked
-from heavypath.kernels.verifying.rule import Rule
 
 # L [..., V] of log P and log Q [..., V], natural logarithms, and the children's tokens LongTensor[..., K]: in draw
 # order, -1 after the last one. Of a node without children, whose Q may be anything, L is not looked at.
@@ -76,16 +75,9 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
             inner = (children >= 0).any(-1, keepdim=True)
             _check(name, law, inner, log_target.shape)
             logits, filters = law.log().where(inner, log_target).float(), Filters()
-        return verify_unchecked(
-            nodes,
-            logits,
-            None,
-            rule=Rule("greedy" if greedy else "target_sample"),
-            max_depth=max_depth,
-            target_filters=filters,
-            draft_filters=draft_filters,
-            noise=noise,
-        )
+        method = "greedy" if greedy else "target_sample"
+        given = VerifyInputs(nodes, logits, None, method, False, max_depth, filters, draft_filters, noise)
+        return verify_unchecked(given)
 
     verify.__name__ = name
     return verify

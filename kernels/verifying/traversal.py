@@ -51,7 +51,6 @@ import numpy as np
 
 from heavypath.kernels.nodes import PlainTree
 from heavypath.kernels.verifying.residual import Chain
-from heavypath.kernels.verifying.rule import Rule
 
 
 class Visit(NamedTuple):
@@ -70,14 +69,17 @@ def in_post_order(
     tree: PlainTree,
     log_target: Callable[[int], np.ndarray],
     log_draft: Callable[[int], np.ndarray | None],
-    rule: Rule,
     max_depth: int,
+    *,
+    held: bool,
+    independent: bool,
 ) -> Iterator[Visit]:
     """All nodes that a walk meets if it ends at none before the root. It computes as far as it is asked.
 
     log_target, log_draft: log2 of a node's distribution up to a constant; None for point masses.
+    held: whether siblings are held; independent: whether they are independent draws
     """
-    shares = _held_shares if rule.method == "held_traversal" else _shares
+    shares = _held_shares if held else _shares
 
     def visit(equal: list[int], weight: float, depth: int) -> Iterator[Visit | Iterator]:
         """The first of siblings of equal context, after those who visit what is below them all."""
@@ -86,9 +88,9 @@ def in_post_order(
             yield Visit(equal[0], weight, None)
             return
         source = tree.parents[children[0]]  # of equal siblings, one that has children
-        chain = Chain(log_target(equal[0]), log_draft(source), weight, rule.independent)
+        chain = Chain(log_target(equal[0]), log_draft(source), weight, independent)
         for child, share in shares(chain, children, tree.tokens):
-            alike = tree.alike(children, tree.tokens[child]) if rule.independent else [child]
+            alike = tree.alike(children, tree.tokens[child]) if independent else [child]
             if child == alike[0]:
                 yield visit(alike, share, depth + 1)
         yield Visit(equal[0], chain.ending, chain.left)

@@ -316,12 +316,12 @@ def launch_traversal(given: VerifyInputs) -> Verified:
 
     They are `laid_out`, and N > 1.
     """
-    tokens, rule = given.nodes.tokens, given.rule
+    tokens = given.nodes.tokens
     batch, count = tokens.shape
     device, vocab_size, places = tokens.device, given.target_logits.shape[-1], batch * count
     point_masses = given.draft_filters.temperature == 0
     chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
-    leaves_out = point_masses or not rule.independent
+    leaves_out = point_masses or not given.independent
     sizes = [places, places, places * FACTS.value, places * TRAITS.value]
     choice, left_out, marks, traits = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     sizes = [places * size for size in (FACTS.value, STATES.value, 4 * chunks, pieces)]
@@ -338,8 +338,8 @@ def launch_traversal(given: VerifyInputs) -> Verified:
     with torch.cuda.device_of(tokens):
         launch(_normalize_kernel, places * chunks, shared, LEAVES_OUT=leaves_out, CHUNKS=chunks)
         launch(
-            _chains_kernel, helping, shared, sequences=batch, REPLACEMENT=rule.independent,
-            HELD=rule.method == "held_traversal", PIECES=pieces, HELPERS=helping,
+            _chains_kernel, helping, shared, sequences=batch, REPLACEMENT=given.independent,
+            HELD=given.method == "held_traversal", PIECES=pieces, HELPERS=helping,
         )  # fmt: skip
         launch(_choose_kernel, batch, shared, MERGES=not leaves_out, num_warps=4, maxnreg=None)
     return launch_walk(given, Decided(choice, left_out if leaves_out else None, facts, marks))

@@ -1,22 +1,21 @@
 """The rules of a step: how children are drawn, and by which rule they are accepted.
 
-`Verifier` is what decides. The built-in ones are the methods of `heavypath.kernels.verification.verify_tree`; a user's
-own one is any callable with the same arguments, and what it returns is checked here.
+What decides is a method of `heavypath.kernels.verification.verify_tree`, or a `Verifier` in its place.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Laws, Nodes, Verified
+from heavypath.kernels.nodes import Laws, Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
-from heavypath.kernels.verifying.rule import Rule
+from heavypath.kernels.verification import verify_unchecked
 from heavypath.speculative.drafts.changes import LogitChange
 
-OWN = "own"  # the name of a user's verification, beside the methods of `verify_tree`
+OWN = "own"  # the verification by a verifier of the user's own
+VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
 
 
 class Verifier(Protocol):
@@ -65,48 +64,55 @@ class Verifier(Protocol):
 class Rules:
     """The rules by which a step draws and verifies.
 
-    replacement:       whether children are independent draws; else they are successive draws without replacement
-    fill:              whether children are drawn uniformly once the draft's support is used up
-    verification:      the `method` of `verify_tree`, or the name of what `verifier` does
+    draw:              how children are drawn, see `Method`; "top_k" for a draft at temperature 0
+    verification:      a `method` of `verify_tree`, or what `verifier` does: "typical" or "own"
     target_filters, draft_filters: how both models are sampled
-    drawing_filters:   the draft's filters, but with temperature 0 where children are the draft's likeliest tokens
+    fill:              whether children are drawn uniformly once the draft's support is used up
     value_temperature: temperature of the probabilities by which growing trees choose their nodes, where the draft's
                        own temperature is 0
     changes:           what is done to logits before anything is drawn from them, or verified by them
-    verifier:          what verifies, where no method of `verify_tree` does
+    verifier:          what verifies in the place of `verify_tree`
     """
 
-    replacement: bool
-    fill: bool
+    draw: str
     verification: str
     target_filters: Filters
     draft_filters: Filters
-    drawing_filters: Filters
-    value_temperature: float
+    fill: bool = False
+    value_temperature: float = VALUE_TEMPERATURE
     changes: tuple[LogitChange, ...] = ()
     verifier: Verifier | None = None
+
+    @property
+    def replacement(self) -> bool:
+        """True if siblings are independent draws, so that several of them may carry the same token."""
+        return self.draw == "with_replacement"
+
+    @property
+    def drawing_filters(self) -> Filters:
+        """The filters that children are drawn with: at temperature 0 they are the draft's likeliest tokens."""
+        return self.draft_filters._replace(temperature=0.0) if self.draw == "top_k" else self.draft_filters
 
     @property
     def law_changed_by(self) -> str:
         """The reason why the text has another law than the target's, in words; "" for none."""
         return getattr(self.verifier, "law_changed_by", "")
 
-    @property
-    def rule(self) -> Rule:
-        """The rule of `verify_tree`, where it is one of its methods that verifies."""
-        return Rule.of_draws(self.verification, self.replacement)
-
     def verify(
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | Laws | None, max_depth: int, noise: Noise
     ) -> Verified:
         """The accepted nodes of trees that were drawn by these rules; arguments as of `Verifier`.
 
-        draft_logits may be `Laws` for the built-in verifiers.
+        draft_logits may be `Laws` for `verify_tree`.
         """
-        options: dict[str, Any] = {"target_filters": self.target_filters, "draft_filters": self.draft_filters}
-        options |= {"max_depth": max_depth, "noise": noise}
-        if self.verifier is not None:
-            assert not isinstance(draft_logits, Laws)
-            return self.verifier(nodes, target_logits, draft_logits, **options)
-        draft_logits = draft_logits if self.verification in DRAFT_AWARE else None
-        return verify_unchecked(nodes, target_logits, draft_logits, rule=self.rule, **options)
+        of_target, of_draft = self.target_filters, self.draft_filters
+        if self.verifier is None:
+            return verify_unchecked(VerifyInputs(
+                nodes, target_logits, draft_logits, self.verification, self.replacement, max_depth, of_target, of_draft,
+                noise,
+            ))  # fmt: skip
+        assert not isinstance(draft_logits, Laws)
+        return self.verifier(
+            nodes, target_logits, draft_logits, max_depth=max_depth, target_filters=of_target, draft_filters=of_draft,
+            noise=noise,
+        )  # fmt: skip

@@ -1,122 +1,84 @@
-"""Verifiers beside `verify_tree`: one of the user's own, checked, and typical acceptance."""
+"""Check a user's own verifier and its answers."""
 
 import inspect
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
-from heavypath.kernels.noise import Noise
-from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.models.host import host_can_read
 
 
-class OwnVerifier:
+def checked(verifier: Verifier) -> Verifier:
     """A user's own verifier, whose answers are checked: shapes always, and on a CPU that the path is one.
 
-    Raises TypeError for something that cannot be called so. Raises TypeError or ValueError for an answer that is none.
+    It is given logits in fp32, of whatever dtype the models are.
+
+    Raises TypeError for something that cannot be called so. What is returned raises TypeError or ValueError for an
+    answer that is none.
     """
-
-    def __init__(self, verifier: Verifier):
-        self.name = getattr(verifier, "__name__", type(verifier).__name__)
-        self._verifier = verifier
-        expected = (
-            "verifier must be None, for the method's own, a name, or a callable of your own as Verifier describes it"
+    name = getattr(verifier, "__name__", type(verifier).__name__)
+    if not callable(verifier) or isinstance(verifier, type):
+        given = f"the class {name}" if isinstance(verifier, type) else type(verifier).__name__
+        raise TypeError(
+            "verifier must be None, for the method's own, a name, or a callable of your own as Verifier describes it; "
+            f"got {given}"
         )
-        if not callable(verifier) or isinstance(verifier, type):
-            given = f"the class {self.name}" if isinstance(verifier, type) else type(verifier).__name__
-            raise TypeError(f"{expected}; got {given}")
-        names = [*inspect.signature(Verifier.__call__).parameters][1:]
-        try:
-            inspect.signature(verifier).bind(*names[:3], **dict.fromkeys(names[3:]))
-        except TypeError as error:
-            call = f"({', '.join(names[:3])}, *, {', '.join(names[3:])})"
-            raise TypeError(f"verifier {self.name!r} must be callable as {self.name}{call}: {error}") from None
+    names = [*inspect.signature(Verifier.__call__).parameters][1:]
+    try:
+        inspect.signature(verifier).bind(*names[:3], **dict.fromkeys(names[3:]))
+    except TypeError as error:
+        call = f"({', '.join(names[:3])}, *, {', '.join(names[3:])})"
+        raise TypeError(f"verifier {name!r} must be callable as {name}{call}: {error}") from None
 
-    def __call__(
-        self,
-        nodes: Nodes,
-        target_logits: Tensor,
-        draft_logits: Tensor | None,
-        *,
-        max_depth: int,
-        target_filters: Filters,
-        draft_filters: Filters,
-        noise: Noise,
+    def verify(
+        nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int, **options: Any
     ) -> Verified:
-        """The verifier's answer, given logits in fp32, of whatever dtype the models are."""
         nodes = nodes.per_sequence()
-        answer = self._verifier(
-            nodes,
-            target_logits.float(),
-            None if draft_logits is None else draft_logits.float(),
-            max_depth=max_depth,
-            target_filters=target_filters,
-            draft_filters=draft_filters,
-            noise=noise,
-        )
+        draft_logits = None if draft_logits is None else draft_logits.float()
+        answer = verifier(nodes, target_logits.float(), draft_logits, max_depth=max_depth, **options)
         if not isinstance(answer, tuple) or len(answer) != 3:
             raise TypeError(
-                f"verifier {self.name!r} must return Verified(path, length, next_token), got {type(answer).__name__}"
+                f"verifier {name!r} must return Verified(path, length, next_token), got {type(answer).__name__}"
             )
         path, length, next_token = answer
-        verified, batch = Verified(path, length, next_token), len(nodes.tokens)
+        verified, batch, device = Verified(path, length, next_token), len(nodes.tokens), nodes.tokens.device
         for field, value, shape in zip(
             Verified._fields, answer, ((batch, max_depth + 1), (batch,), (batch,)), strict=True
         ):
-            like = nodes.tokens.device
             if not isinstance(value, Tensor):
-                raise TypeError(f"verifier {self.name!r} must return tensors, got {field} {type(value).__name__}")
-            if value.shape != shape or value.dtype != torch.long or value.device != like:
+                raise TypeError(f"verifier {name!r} must return tensors, got {field} {type(value).__name__}")
+            if value.shape != shape or value.dtype != torch.long or value.device != device:
                 raise ValueError(
-                    f"verifier {self.name!r} must return {field} as a LongTensor {[*shape]} on {like}, "
+                    f"verifier {name!r} must return {field} as a LongTensor {[*shape]} on {device}, "
                     f"got {value.dtype} {[*value.shape]} on {value.device}"
                 )
-        if host_can_read(nodes.tokens.device):
-            self._check_values(nodes, verified, target_logits.shape[-1])
+        if host_can_read(device):
+            _check_values(name, nodes, verified, target_logits.shape[-1])
         return verified
 
-    def _check_values(self, nodes: Nodes, verified: Verified, vocab_size: int) -> None:
-        path, length, next_token = verified
-        place = torch.arange(path.shape[1])
-        above, node = path[:, :-1], path[:, 1:].clamp(min=0)
-        there = (node < nodes.tokens.shape[1]) & (length[:, None] >= place[1:])
-        node = node.where(there, 0)
-        drafted = (nodes.parents.gather(1, node) == above) & (nodes.tokens.gather(1, node) >= 0)
-        right = (path[:, 0] == 0) & ((path[:, 1:] >= 0) == there).all(1) & (drafted | ~there).all(1)
-        right &= (length >= 0) & (length < path.shape[1])
-        if not right.all():
-            slot = int(right.int().argmin())
-            raise ValueError(
-                f"verifier {self.name!r} must return paths of 0, then `length` drafted nodes from parent to child, "
-                f"then -1; got path {path[slot].tolist()} of length {int(length[slot])} in a tree with parents "
-                f"{nodes.parents[slot].tolist()} and tokens {nodes.tokens[slot].tolist()}"
-            )
-        if ((next_token < 0) | (next_token >= vocab_size)).any():
-            raise ValueError(
-                f"verifier {self.name!r} must return next_token in 0 .. {vocab_size - 1}, got {next_token.tolist()}"
-            )
+    return verify
 
 
-@dataclass(frozen=True)
-class TypicalVerifier:
-    """A `Verifier` that takes what the target finds likely enough."""
-
-    typical: Typical
-
-    @property
-    def law_changed_by(self) -> str:
-        """In words."""
-        return f"typical acceptance, epsilon {self.typical.epsilon:g}, delta {self.typical.delta:g}"
-
-    def __call__(
-        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
-        target_filters: Filters, draft_filters: Filters, noise: Noise,
-    ) -> Verified:  # fmt: skip
-        """See `Verifier`; the draft is not asked."""
-        return typical_unchecked(
-            nodes, target_logits, typical=self.typical, max_depth=max_depth, filters=target_filters, noise=noise
+def _check_values(name: str, nodes: Nodes, verified: Verified, vocab_size: int) -> None:
+    path, length, next_token = verified
+    place = torch.arange(path.shape[1])
+    above, node = path[:, :-1], path[:, 1:].clamp(min=0)
+    there = (node < nodes.tokens.shape[1]) & (length[:, None] >= place[1:])
+    node = node.where(there, 0)
+    drafted = (nodes.parents.gather(1, node) == above) & (nodes.tokens.gather(1, node) >= 0)
+    right = (path[:, 0] == 0) & ((path[:, 1:] >= 0) == there).all(1) & (drafted | ~there).all(1)
+    right &= (length >= 0) & (length < path.shape[1])
+    if not right.all():
+        slot = int(right.int().argmin())
+        raise ValueError(
+            f"verifier {name!r} must return paths of 0, then `length` drafted nodes from parent to child, "
+            f"then -1; got path {path[slot].tolist()} of length {int(length[slot])} in a tree with parents "
+            f"{nodes.parents[slot].tolist()} and tokens {nodes.tokens[slot].tolist()}"
+        )
+    if ((next_token < 0) | (next_token >= vocab_size)).any():
+        raise ValueError(
+            f"verifier {name!r} must return next_token in 0 .. {vocab_size - 1}, got {next_token.tolist()}"
         )

@@ -24,12 +24,11 @@ from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.nodes import PlainTree
 from heavypath.kernels.noise import coins
 from heavypath.kernels.typical.acceptance import Typical
+from heavypath.kernels.verification import DRAFT_AWARE, WHOLE_TREE
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import Chain
-from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.speculative.decoding.rules import OWN, Rules
-from heavypath.speculative.decoding.verifiers import TypicalVerifier
 
 # What may have become of a node:
 #
@@ -51,7 +50,7 @@ FATES = (
     "shorter", "beyond",
 )  # fmt: skip
 
-WITH_COINS = ("without_replacement", "with_replacement", "kseq", "held", *WHOLE_TREE)
+WITH_COINS = DRAFT_AWARE  # verifications that try a child against a coin
 
 
 class VerifiedTree(NamedTuple):
@@ -132,7 +131,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
             tossed = coins(seed, above, np.array([rank[child] for child in candidates]))
             q = log_draft[law[candidates[0]]] if rules.draft_filters.temperature > 0 else None
             held = rules.verification == "held" and q is not None
-            chain = _chain(log_target[node], q, rules.rule.independent)
+            chain = _chain(log_target[node], q, rules.replacement)
             if rules.verification == "kseq":
                 assert q is not None
                 bounds, _ = k_seq(log_target[node] / np.log(2), q / np.log(2), drawn)
@@ -156,8 +155,8 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
                 else:
                     fates[child] = "elder"
         elif rules.verification == "typical":
-            assert isinstance(rules.verifier, TypicalVerifier)
-            least = _least_typical(log_target[node], rules.verifier.typical)
+            assert isinstance(rules.verifier, Typical)
+            least = _least_typical(log_target[node], rules.verifier)
             for child in candidates:
                 threshold[child] = least
                 fates[child] = "shorter" if np.exp(log_target[node][token[child]]) > least else "unlikely"
@@ -264,7 +263,10 @@ def _traverse_again(
     draft = law_of(1) if rules.draft_filters.temperature > 0 else lambda _: None
     met: dict[tuple[int, ...], int] = {(): 0}
     with np.errstate(all="ignore"):
-        for node, ending, _ in in_post_order(PlainTree(token, parent, order), law_of(0), draft, rules.rule, len(token)):
+        for node, ending, _ in in_post_order(
+            PlainTree(token, parent, order), law_of(0), draft, len(token),
+            held=rules.verification == "held_traversal", independent=rules.replacement,
+        ):  # fmt: skip
             met[texts[node]] = node
             if node > 0:
                 coin[node], threshold[node] = tossed[node], ending

@@ -80,17 +80,14 @@ def serving_plan(plan: StepPlan) -> StepPlan:
     """The plan for sequences that are sampled each in its own way, of one for temperature 1 without filters.
 
     The filters are then those of the scores that `kernels.sequence_scores` makes of the logits: temperature 1, and
-    none; or temperature 0 for draws of the draft's likeliest tokens.
+    none.
 
     Children are not drawn uniformly where a draft's support is used up. A request's processors may leave tokens out on
     purpose, all of them after the end of a text, and there a node must stay absent.
     """
-    likeliest = plan.rules.drawing_filters.temperature == 0
-    drawing = Filters(temperature=0.0) if likeliest else Filters()
-    rules = replace(
-        plan.rules, target_filters=Filters(), draft_filters=Filters(), drawing_filters=drawing, fill=False,
-        changes=(*plan.rules.changes, OwnSettings()),
-    )  # fmt: skip
+    rules, plain = plan.rules, Filters()
+    changes = (*rules.changes, OwnSettings())
+    rules = replace(rules, target_filters=plain, draft_filters=plain, fill=False, changes=changes)
     return replace(plan, rules=rules)
 
 

@@ -52,8 +52,6 @@ DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0
 # For pairs that nobody measured: half DySpec's own, q, and half 1 / (k + 1), which knows the child's rank alone.
 DEFAULT_CONFIDENCE = Confidence(tuple(0.5 / (child + 1) for child in range(16)), (0.5,) * 16)
 
-VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
-
 
 @dataclass(frozen=True)
 class Growth:

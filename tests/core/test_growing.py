@@ -89,8 +89,7 @@ def grown(law, growth, filters=Filters(), seed=0, room=100):
     prompt = torch.zeros(1, 6, dtype=torch.long)
     told = {"new_tokens": room + 1, "stops": torch.tensor([]), "sequence_ids": state.member, "seed": seed}
     state.begin(prompt, torch.tensor([6]), **told)
-    drawing = filters._replace(temperature=0.0) if growth.by == "node" else filters
-    rules = Rules(False, False, "without_replacement", filters, filters, drawing, value_temperature=0.6)
+    rules = Rules("top_k" if growth.by == "node" else "without_replacement", "without_replacement", filters, filters)
     return draft, GrowingDrafter(growth, rules)(draft, object(), state, Reach(5, 1 + growth.depth), lambda phase: None)
 
 

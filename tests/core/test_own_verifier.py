@@ -1,12 +1,11 @@
 """A verifier of one's own replaces a method's: the same text by the same rule, and its answers are checked."""
 
-from functools import partial
-
 import pytest
 import torch
 from tiny_models import transformers_greedy
 
-from heavypath.kernels.verification import Rule, verify_unchecked
+from heavypath.kernels.nodes import VerifyInputs
+from heavypath.kernels.verification import verify_unchecked
 from heavypath.speculative import METHODS, Method, Profile, SpeculativeDecoder, TokenTree, Verified, read_trace
 from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.output.page import trace_page
@@ -32,10 +31,16 @@ def test_the_examples_verifier_gives_the_text_of_the_built_in_one(method, temper
 def test_a_verifier_gets_all_that_the_methods_own_one_needs(method, tiny_pair):
     """The built-in rule, handed in from outside: logits of both models, filters, noise and the depth."""
     row = METHODS[method]
-    rule, name = Rule(row.verification), "rejection" if row.verifiers else None
+    name = "rejection" if row.verifiers else None
+
+    def built_in(nodes, target_logits, draft_logits, *, max_depth, target_filters, draft_filters, noise):
+        how = row.verification, row.draw == "with_replacement"
+        filters = target_filters, draft_filters
+        return verify_unchecked(VerifyInputs(nodes, target_logits, draft_logits, *how, max_depth, *filters, noise))
+
     options = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 5, "seed": 6}
     shape = {"tree_size": 8, "draft_temperature": 1.3}
-    own = SpeculativeDecoder(*tiny_pair, method, verifier=partial(verify_unchecked, rule=rule), **shape)
+    own = SpeculativeDecoder(*tiny_pair, method, verifier=built_in, **shape)
     expected = SpeculativeDecoder(*tiny_pair, method, verifier=name, **shape).generate(PROMPT[None], **options)
     assert torch.equal(own.generate(PROMPT[None], **options).sequences, expected.sequences)
 
@@ -129,6 +134,7 @@ def misspelt(size, acceptence=None):
     (("top_k", "target_sample", misspelt), "a parameter of tree_of .* must be one of acceptance, .*, got 'acceptence'"),
     (("top_k", "held", TokenTree.chain), "'held' is lossless for children drawn without_replacement or with_replace"),
     (("top_k", "target_sample", misspelt, True), "fill needs draw 'without_replacement', got 'top_k'"),
+    (("top_k", "own", TokenTree.chain), "verification 'own' needs a verifier, got None"),
 ])  # fmt: skip
 def test_a_row_that_is_misspelt_or_not_lossless_is_refused(row, message):
     with pytest.raises(ValueError, match=message):
@@ -139,8 +145,8 @@ def test_rows_of_ones_own_decode(monkeypatch, tiny_pair):
     def two_chains(size, max_depth=3):
         return TokenTree.independent(2, min(max_depth, (size - 1) // 2))
 
-    for verification in ("target_sample", "held"):
-        monkeypatch.setitem(METHODS, "mine", Method("without_replacement", verification, two_chains))
+    for verification, verifier in (("target_sample", None), ("held", None), ("own", sample_the_target)):
+        monkeypatch.setitem(METHODS, "mine", Method("without_replacement", verification, two_chains, verifier=verifier))
         decoder = SpeculativeDecoder(*tiny_pair, "mine", tree_size=7, max_depth=2)
         assert len(decoder.tree) == 5
         greedy = transformers_greedy(tiny_pair[0], PROMPT[None], 20)

@@ -32,7 +32,7 @@ from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.recurrent import probe
 from heavypath.speculative.models.recurrent.cache import HybridCache
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
-from heavypath.speculative.walking import Extent, Way, walk
+from heavypath.speculative.walking import Extent, walk
 
 PROMPTS = ([3, 17, 4, 41, 6, 2, 22, 50, 3, 6, 11], [6, 29, 7], [9, 1, 12, 7, 4, 44])
 BATCH = left_padded([[*prompt] for prompt in PROMPTS])
@@ -373,7 +373,7 @@ def test_acceptance_is_measured_with_the_states_of_the_texts(kind):
     forward = forward_of(recurrent(kind, 5), "target")
     draft = as_draft(recurrent(kind, 5), forward, recurrent(kind, 5))
     prompts = [torch.tensor(prompt) for prompt in (*PROMPTS, [7])]
-    counts = walk(forward, draft, prompts, Way(REJECTION, None), Filters(1.0), Extent(12, 8, depth=3, children=2), 0)
+    counts = walk(forward, draft, prompts, REJECTION, Filters(1.0), Extent(12, 8, depth=3, children=2), 0)
     assert torch.equal(counts.accepted[:, 0], counts.reached)
     assert int(counts.reached.sum()) > 60
 

@@ -46,9 +46,9 @@ def test_without_a_verifier_a_method_has_that_of_the_kind_of_device(method, tiny
 
 def test_acceptance_is_counted_for_each_verifier():
     assert {"without_replacement", "with_replacement", "kseq"} <= {
-        way.kind.verification for way in ways_to_draft(1.0, "cuda")
+        way.verification for way in ways_to_draft(1.0, "cuda")
     }
-    held = {(way.kind.verification, way.kind.draw) for way in ways_to_draft(1.0, "cpu", "held")}
+    held = {(way.verification, way.draw) for way in ways_to_draft(1.0, "cpu", "held")}
     assert {name for name, _ in held} == {"held", "kseq", "race", "target_sample"}
     assert {draw for name, draw in held if name == "held"} == {"without_replacement", "with_replacement"}
 

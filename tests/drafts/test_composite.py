@@ -15,7 +15,7 @@ from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, Prompt
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.drafts.lookahead import LookaheadCache
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.walking import Extent, Way, walk
+from heavypath.speculative.walking import Extent, walk
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -98,7 +98,7 @@ def test_calibration_asks_each_part_at_its_own_depth(target):
     draft = Cascade([target, Bigrams(torch.full((7, 7), -torch.inf))], levels=[2, 2])
     forward, extent = forward_of(target, "target"), Extent(tokens=24, sequences=4)
     draft = as_draft(draft, forward, target)
-    counted = walk(forward, draft, [PROMPT[0]], Way(REJECTION, None), Filters(1.0), extent, seed=0)
+    counted = walk(forward, draft, [PROMPT[0]], REJECTION, Filters(1.0), extent, seed=0)
     accepted = counted.accepted.sum(1)
     assert torch.equal(counted.reached[:2], accepted[:2])
     assert counted.reached[2] > 0 == accepted[2]

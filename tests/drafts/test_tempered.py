@@ -9,7 +9,7 @@ from drafted_cases import small_draft
 from head_cases import VARIANTS, head_of
 from head_checkpoints import write
 from medusa_checkpoints import heads_of
-from profile_cases import counts, profile_of
+from profile_cases import counts, profile_of, way_of
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
@@ -42,7 +42,9 @@ def profile_with(target, draft, method, verifier="rejection", temperatures=DRAWN
     shape = {"accepted": [[500, 200, 100], [450, 150, 100]], "reached": 1000}
     moments = [[900.0, 450.0, 300.0, 450.0, 260.0], [500.0, 100.0, 40.0, 200.0, 50.0], [300.0, 60.0, 20.0, 90.0, 20.0]]
     by_depth = [[[part * row[0], *row[1:]] for row in moments] for part in (1.0, 1.5)]
-    entries = [replace(counts(**shape, temperature=each, kind=row.kind(each)), moments=moments) for each in (0.0, 1.0)]
+    entries = [
+        replace(counts(**shape, temperature=each, way=way_of(row, each)), moments=moments) for each in (0.0, 1.0)
+    ]
     entries[1] = replace(entries[1], temperatures=temperatures, moments_by_depth=by_depth)
     profile = profile_of(*entries, step={1: 0.01, 6: 0.01}, level=0.0)
     return replace(profile, target=describe(target), draft=describe(draft), verifier=verifier)

@@ -19,8 +19,7 @@ from typical_cases import Problem as Typical
 from typical_cases import random_problem as random_typical
 from verification_cases import PLAIN, Problem, random_problem
 
-from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS
-from heavypath.kernels.verifying.rule import WHOLE_TREE
+from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE
 from heavypath.speculative import TokenTree
 
 of_the_tool = pytest.mark.usefixtures("interpreter")

@@ -13,7 +13,7 @@ from verification_cases import TREES
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.typical.acceptance import Typical, accept_typical, typical_unchecked
+from heavypath.kernels.typical.acceptance import Typical, accept_typical
 from heavypath.speculative import TokenTree
 
 
@@ -76,9 +76,9 @@ def test_defaults_views_shallow_walks_and_seeds_in_memory_agree():
     wide[..., :7] = problem.target
     problem.target, problem.parents = wide[..., :7], problem.parents.expand(2, -1)
     assert problem.agrees()
-    unchecked = typical_unchecked(
-        Nodes(problem.tokens, problem.parents, None), problem.target, typical=problem.limits, max_depth=1,
-        filters=problem.filters, noise=Noise(4, problem.options["rows"]),
+    unchecked = problem.limits(
+        Nodes(problem.tokens, problem.parents, None), problem.target, None, max_depth=1,
+        target_filters=problem.filters, draft_filters=problem.filters, noise=Noise(4, problem.options["rows"]),
     )  # fmt: skip
     assert all(map(torch.equal, unchecked, problem.verified("torch")))
     seed = 2**32 + 1

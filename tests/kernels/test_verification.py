@@ -15,8 +15,7 @@ from verification_oracle import GROWTHS, Drawn, Filtered, Language, by_the_first
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import verify_tree
-from heavypath.kernels.verifying.rule import EITHER_DRAW
+from heavypath.kernels.verification import EITHER_DRAW, verify_tree
 
 PLAIN = Filters()
 RULES = {  # the oracle's verifier of a method, and whether children are independent draws

@@ -7,9 +7,8 @@ from kernel_cases import captured
 from verification_cases import DEVICE, PLAIN, TREES, Problem, random_problem
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
+from heavypath.kernels.verification import VERIFICATION_METHODS, WHOLE_TREE, verify_tree
 from heavypath.kernels.verifying import decision, distributions, traversal_kernel
-from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative.trees.tree import TokenTree
 
 SLOW = pytest.mark.slow

@@ -41,12 +41,12 @@ def from_the_target(*given):
     return accepted(*given)[0], None
 
 
-def no_draft_filters(*given, draft_filters, **named):
-    return verify(*given, draft_filters=Filters(), **named)
+def no_draft_filters(given):
+    return verify(given._replace(draft_filters=Filters()))
 
 
-def younger_first(nodes, *given, **named):
-    return verify(nodes._replace(ranks=1 - nodes.ranks), *given, **named)
+def younger_first(given):
+    return verify(given._replace(nodes=given.nodes._replace(ranks=1 - given.nodes.ranks)))
 
 
 def noise_of(stream):

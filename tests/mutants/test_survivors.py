@@ -18,7 +18,7 @@ from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.filtering import Filters, filtered_logprobs, scores
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import recorded
-from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.nodes import Nodes, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.sharing import counters, open_pass, take_chunk
@@ -28,7 +28,6 @@ from heavypath.kernels.trees.levels import CommonNodes, Trees, alike, place
 from heavypath.kernels.verification import verify_unchecked
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
-from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.decoding.noise_rows import node_rows
 
 LN2 = math.log(2)
@@ -215,7 +214,7 @@ def test_a_step_on_a_cpu_runs_compiled_code_where_there_is_some(name):
     }
     call = {
         "verify_unchecked": lambda: verify_unchecked(
-            Nodes(numbers, nodes, ranks), logits, None, rule=Rule("greedy"), **options
+            VerifyInputs(Nodes(numbers, nodes, ranks), logits, None, "greedy", False, **options)
         ),
         "place": lambda: place(trees, None, chosen, whole=True),
         "node_rows": lambda: node_rows(numbers[:, 0], numbers[:, 1:]),

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from profile_cases import REJECTION, constant_llama, counts, greedy_counts, profile_of
+from profile_cases import REJECTION, constant_llama, counts, greedy_counts, profile_of, way_of
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -18,7 +18,7 @@ from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MethodGain, Profile
 from heavypath.speculative.trees.tails import DEPTH
 from heavypath.speculative.visits import jobs_of, measure_gains
-from heavypath.speculative.walking import NODES, Extent, Way, as_measured, measure_way, walk
+from heavypath.speculative.walking import NODES, Extent, as_measured, walk
 
 # Chen et al. 2024, appendix E: Llama-3-70B-Instruct drafted for by Llama-3-8B-Instruct, CNN daily news.
 PUBLISHED = [
@@ -83,7 +83,7 @@ def test_a_walk_along_a_tree_counts_what_its_ranks_say():
     target = LlamaForward(constant_llama(P_LOGITS))
     draft, tree = as_draft(constant_llama(Q_LOGITS), target, None), TokenTree([-1, 0, 0, 1, 1, 3])
     extent = Extent(tokens=30, sequences=20, depth=tree.depth + 1, children=3, tree=tree)
-    found = walk(target, draft, [torch.tensor([1, 2])], Way(REJECTION, None), Filters(0.8), extent, seed=1)
+    found = walk(target, draft, [torch.tensor([1, 2])], REJECTION, Filters(0.8), extent, seed=1)
     child = {(int(p), int(r)): node for node, (p, r) in enumerate(zip(tree.parents, tree.ranks, strict=True)) if node}
     accepted, reached = torch.zeros_like(found.accepted), torch.zeros_like(found.reached)
     for text in found.ranks[0].tolist():
@@ -96,7 +96,7 @@ def test_a_walk_along_a_tree_counts_what_its_ranks_say():
             node = child.get((node, rank), 0)
     assert torch.equal(accepted, found.accepted)
     assert torch.equal(reached, found.reached)
-    entry = as_measured(Way(REJECTION, None), Filters(0.8), found)
+    entry = as_measured(REJECTION, Filters(0.8), found)
     entry.check()
     assert entry.counts.texts == found.ranks[0].tolist()
     assert entry.counts.tokens(tree) == pytest.approx(
@@ -108,10 +108,9 @@ def test_a_profile_promises_what_greedy_decoding_brings():
     """Token by token: the ranks of a text tell each step of any tree."""
     target, draft = tiny_llama(1, vocab_size=12), tiny_llama(3, vocab_size=12, layers=1)
     forward, prompt = LlamaForward(target), torch.tensor([3, 1, 4])
-    entry = measure_way(
-        forward, as_draft(draft, forward, target), [prompt], Way(METHODS["sequoia"].kind(0.0), None), Filters(0.0),
-        Extent.of_trees(60, 1, None), seed=0,
-    )  # fmt: skip
+    way, extent = way_of(METHODS["sequoia"], 0.0), Extent.of_trees(60, 1, None)
+    counted = walk(forward, as_draft(draft, forward, target), [prompt], way, Filters(0.0), extent, seed=0)
+    entry = as_measured(way, Filters(0.0), counted)
     for tree in (TokenTree.chain(3), TokenTree.k_ary(3, 2), TokenTree.independent(4, 1)):
         out = SpeculativeDecoder(target, draft, "top-k", tree=tree).generate(prompt[None], 60, temperature=0.0)
         steps, place = 0, 0
@@ -127,9 +126,9 @@ def test_a_profile_promises_what_greedy_decoding_brings():
 def test_the_gain_of_traversal_is_that_of_the_law(monkeypatch):
     """Of a chain it is block verification: node i is accepted with the chance w_i = min(1, w_{i-1} P / Q)."""
     p, q = (filtered_logprobs(torch.tensor([x]), Filters(1.0))[0].exp().tolist() for x in (P_LOGITS, Q_LOGITS))
-    kind = REJECTION._replace(verification="traversal")
+    way = REJECTION._replace(verification="traversal")
     profile = replace(
-        profile_of(counts([[600, 100]], kind=kind), step={1: 0.01, 4: 0.01}, level=0.0), verifier="traversal"
+        profile_of(counts([[600, 100]], way=way), step={1: 0.01, 4: 0.01}, level=0.0), verifier="traversal"
     )
     assert profile.plan("chain", Filters(1.0)).plan.tree == TokenTree.chain(3)
     exact = by_rejection = 0.0
@@ -156,8 +155,8 @@ def test_the_gain_of_traversal_is_that_of_the_law(monkeypatch):
 def test_gains_are_measured_within_the_positions_of_the_models(monkeypatch):
     """A tiny model has 64 positions: a prompt of 50 leaves 12 tokens before a step, and one of 62 none."""
     monkeypatch.setattr(visits, "ROUNDS_OF_GAINS", 1)
-    kind = REJECTION._replace(verification="traversal")
-    counted = counts([[600, 100]], kind=kind)
+    way = REJECTION._replace(verification="traversal")
+    counted = counts([[600, 100]], way=way)
     profile = replace(profile_of(counted, step={1: 0.01, 4: 0.01}, level=0.0), verifier="traversal")
     pair = tiny_llama(1, vocab_size=4), tiny_llama(3, vocab_size=4)
 

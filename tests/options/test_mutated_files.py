@@ -15,14 +15,13 @@ from block_checkpoints import variant as block_variant
 from head_checkpoints import TEXT, as_speculators, driven, official, settings, tiny_target, variant, write
 from medusa_checkpoints import published
 from medusa_checkpoints import write as write_medusa
-from profile_cases import counts, greedy_counts, profile_of
+from profile_cases import REJECTION, counts, greedy_counts, profile_of
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import Profile, SpeculativeDecoder, read_trace
 from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
-from heavypath.speculative.methods import Kind
 from heavypath.speculative.output.page import trace_page
 from heavypath.speculative.streaming.source import INDEX, places_in, places_of_folder
 
@@ -181,7 +180,7 @@ def profile(target, folder):
         counts([[700, 100], [600, 80]]), moments=[[100.0, 60.0, 40.0, 70.0, 45.0], [60.0, 10.0, 3.0, 12.0, 4.0]],
         moments_by_depth=[[[40.0, 10.0, 8.0, 10.0, 5.0]]], temperatures=[1.0, 0.5],
     )  # fmt: skip
-    race = Kind("gumbel", "race", independent_sequences=True)
+    race = REJECTION._replace(verification="race", sequence_count=2)
     path, known = folder / "profile.json", set()
     profile_of(first, greedy_counts([[80, 10]], [100]), counts([[80, 10]], 100, 1.0, race)).save(path)
 
@@ -189,7 +188,7 @@ def profile(target, folder):
         loaded = Profile.load(path)
         ways = product(("sequoia", "chain", "dyspec", "rsd-c", "ersd"), (0.0, 1.0), (1, 3))
         for method, heat, batch in ways if repr(loaded) not in known else ():
-            if any(entry.kind == loaded.row(method).kind(heat) for entry in loaded.acceptance):
+            if any(entry.is_of(loaded.row(method), heat) for entry in loaded.acceptance):
                 planned = loaded.plan(method, Filters(heat), batch)
                 assert planned.plan.speedup > 0
                 assert loaded.speedup_error(planned, batch) >= 0

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from profile_cases import KINDS, REJECTION, constant_llama, counts, greedy_counts, profile_of
+from profile_cases import REJECTION, WAYS, constant_llama, counts, greedy_counts, profile_of, way_of
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -32,7 +32,7 @@ from heavypath.speculative.profile import VERSION, Planned
 from heavypath.speculative.trees.counted import PRIOR
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.visits import sizes_worth_timing
-from heavypath.speculative.walking import LEAST_TOKENS, Extent, Way, measure_way, measure_ways, walk
+from heavypath.speculative.walking import LEAST_TOKENS, Extent, as_measured, measure_ways, walk
 
 
 def counted_by(texts, depth, children):
@@ -51,17 +51,16 @@ def counted_by(texts, depth, children):
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("kind", KINDS)
-def test_acceptance_on_a_walk_is_that_of_the_law(kind):
+@pytest.mark.parametrize("way", WAYS)
+def test_acceptance_on_a_walk_is_that_of_the_law(way):
     """Where no law depends on the text, every depth has the same acceptance, known for the first child or for all."""
-    draw, verification, _ = kind
-    kind = kind._replace(independent_sequences=False)
+    draw, verification, *_ = way
     target_logits, draft_logits, filters = [1.0, 0.2, -0.5, 0.0], [0.3, 0.9, -0.2, -1.0], Filters(0.8)
     target = LlamaForward(constant_llama(target_logits))
     draft = as_draft(constant_llama(draft_logits), target, None)
     tokens, sequences = 40, 100
     accepted, reached, moments, ranks = walk(
-        target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], Way(kind, None), filters,
+        target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], way._replace(sequence_count=None), filters,
         Extent(tokens, sequences, depth=3, children=3), seed=3,
     )  # fmt: skip
     assert torch.equal(moments[:, 0, 0], reached.double())
@@ -75,7 +74,7 @@ def test_acceptance_on_a_walk_is_that_of_the_law(kind):
         "race": (1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum(),
         "target_sample": p[q.argmax()] if draw == "top_k" else (p * q).sum(),
     }  # fmt: skip
-    independent = kind.replacement and verification == "target_sample"
+    independent = (draw, verification) == ("with_replacement", "target_sample")
     for depth in range(3):
         error = 5 / float(reached[depth]) ** 0.5
         share = accepted[depth].double() / reached[depth]
@@ -93,7 +92,7 @@ def test_a_draft_equal_to_the_target_is_accepted_at_every_depth():
     model = tiny_llama(1)
     target = LlamaForward(model)
     accepted, reached, *_ = walk(
-        target, as_draft(model, target, model), [torch.tensor([1, 2])], Way(REJECTION, None), Filters(1.0),
+        target, as_draft(model, target, model), [torch.tensor([1, 2])], REJECTION, Filters(1.0),
         Extent(tokens=9, sequences=4, depth=2, children=2), seed=0,
     )  # fmt: skip
     assert reached.tolist() == [12, 12]  # of nine tokens, every third is a bonus
@@ -109,13 +108,13 @@ def test_a_draft_equal_to_the_target_is_accepted_at_every_depth():
 def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
     """On a language where depth counts for nothing but which independent sequences are still alive."""
     target, draft = constant_llama([1.0, 0.2, -0.5, 0.0]), constant_llama([0.3, 0.9, -0.2, -1.0])
-    forward, filters, kind = LlamaForward(target), Filters(0.6), METHODS[method].kind(0.6)
-    entry = measure_way(
-        forward, as_draft(draft, forward, target), [torch.tensor([1, 2, 3])],
-        Way(kind, 3 if kind.independent_sequences else None), filters,
-        Extent(tokens=40, sequences=200, depth=tree.depth, children=3), seed=3,
-    )  # fmt: skip
-    assert (entry.kind, entry.filters) == (kind, filters)
+    forward, filters, way = LlamaForward(target), Filters(0.6), way_of(METHODS[method], 0.6)
+    extent = Extent(tokens=40, sequences=200, depth=tree.depth, children=3)
+    counted = walk(forward, as_draft(draft, forward, target), [torch.tensor([1, 2, 3])], way, filters, extent, seed=3)
+    entry = as_measured(way, filters, counted)
+    assert (entry.draw, entry.verification, entry.sequence_count, entry.filters) == (*way[:3], filters)
+    assert entry.is_of(METHODS[method], 0.6)
+    assert not entry.is_of(METHODS[method], 0.0)
     verifier = "rejection" if method == "specinfer" else None
     decoder = SpeculativeDecoder(target, draft, method, tree=tree, verifier=verifier)
     stats = decoder.generate(torch.tensor([[1, 2, 3]]).expand(200, -1), 40, temperature=0.6, seed=1).stats
@@ -132,9 +131,9 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     extent = {"sizes": (1, 8), "batch_sizes": (1, 3), "tokens": 5, "sequences": 3}
     profile = calibrate(target, draft, temperatures=temperatures, **extent, on_progress=lines.append)
     drafting = [method for method in LOSSLESS_METHODS if method != "autoregressive"]
-    kinds = {row_of(method, default_verifier(method, "cpu")).kind(0.9) for method in drafting}
-    trees = sum(not kind.independent_sequences for kind in kinds)
-    assert len(profile.acceptance) == 1 + len(SEQUENCE_COUNTS) + trees + (len(kinds) - trees) * len(SEQUENCE_COUNTS)
+    ways = {way_of(row_of(method, default_verifier(method, "cpu")), 0.9) for method in drafting}
+    trees = sum(way.sequence_count is None for way in ways)
+    assert len(profile.acceptance) == 1 + len(SEQUENCE_COUNTS) + trees + (len(ways) - trees) * len(SEQUENCE_COUNTS)
     assert profile.target_parameters == sum(weight.numel() for weight in target.parameters())
     assert profile.draft_parameters == draft_parameter_count(draft, target)
     for said in ("pass 1 of 3", "s left", "timing trees of 1 to 8 nodes, round 3, about ", "nodes for 3 sequences, "):
@@ -166,7 +165,7 @@ def test_texts_are_cut_off_where_the_time_is_over():
     for seconds, tokens in ((0.0, LEAST_TOKENS), (math.inf, 20)):
         extent = Extent(tokens=20, sequences=4, seconds=seconds)
         draft, prompts = as_draft(model, target, model), [torch.tensor([1, 2])]
-        counted = walk(target, draft, prompts, Way(REJECTION, None), Filters(1.0), extent, 0)
+        counted = walk(target, draft, prompts, REJECTION, Filters(1.0), extent, 0)
         assert [each.shape for each in counted.ranks] == [(4, tokens)]
         assert 0 < int(counted.reached.sum()) <= 4 * tokens
 
@@ -178,7 +177,7 @@ def test_passes_over_the_targets_own_texts_add_up_to_all_texts():
     assert [len(prompt) for prompt in prompts] == [6] * 6
     assert len({tuple(prompt.tolist()) for prompt in prompts}) == 6
     wanted = [(way, Filters(0.0)) for way in ways_to_draft(0.0, "cpu")]
-    extent, way = Extent(tokens=9, sequences=6), Way(METHODS["sequoia"].kind(0.0), None)
+    extent, way = Extent(tokens=9, sequences=6), way_of(METHODS["sequoia"], 0.0)
     entries = measure_ways(target, draft, prompts, wanted, extent, 3, math.inf, lines.append)
     (whole,) = [entry for entry in entries if entry.sequence_count is None]
     part = partial(walk, target, draft, way=way, filters=Filters(0.0), extent=Extent(9, 2))
@@ -280,7 +279,7 @@ def test_confidence_by_depth_is_drawn_to_that_of_all_depths_as_by_fifty_nodes():
 
 def test_plans_are_the_fastest_of_their_kind():
     acceptance = [[550, 150, 60], [500, 120, 70], [450, 100, 60]]
-    profile = profile_of(*(counts(acceptance, kind=kind) for kind in KINDS))
+    profile = profile_of(*(counts(acceptance, way=way) for way in WAYS))
     rates, costs = counts(acceptance).rates(), profile.costs.at(1).steps_of(range(1, 17))
 
     def speedup(tree):
@@ -291,7 +290,7 @@ def test_plans_are_the_fastest_of_their_kind():
     assert planned.speedup == pytest.approx(max(chains))
     assert planned.tree.depth == chains.index(max(chains))
     sequences = [TokenTree.independent(3, length) for length in (1, 2, 3)]
-    own = counts(acceptance, kind=METHODS["spectr"].kind(1.0)).rates()
+    own = counts(acceptance, way=way_of(METHODS["spectr"])).rates()
     gains = [expected_tokens(tree, own) / (costs[len(tree)] + 0.1 * tree.depth) for tree in sequences]
     assert profile.plan("spectr", Filters(1.0)).plan.speedup == pytest.approx(max(gains))
     best = profile.plan("sequoia", Filters(1.0)).plan

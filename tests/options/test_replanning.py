@@ -6,7 +6,7 @@ import pytest
 import torch
 from head_cases import head_of
 from played_steps import PADDING, PROMPTS, Tape
-from profile_cases import KINDS, counts, greedy_counts, profile_of
+from profile_cases import WAYS, counts, greedy_counts, profile_of
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
@@ -25,7 +25,7 @@ CHAIN, WIDE = TokenTree.chain(3), TokenTree.k_ary(3, 1)
 def profile(target=None, draft=None, accepted=ACCEPTED):
     """A made-up profile, of a pair if there is one."""
     greedy = [greedy_counts(accepted, [1000] * 4, count) for count in (None, 3)]
-    found = profile_of(*(counts(accepted, kind=kind) for kind in KINDS), *greedy, step=COSTS)
+    found = profile_of(*(counts(accepted, way=way) for way in WAYS), *greedy, step=COSTS)
     if target is None:
         return found
     return replace(found, target=describe(target), draft=describe(draft), verifier=None)

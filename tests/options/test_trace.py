@@ -14,8 +14,7 @@ from tree_cases import trees
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import Stream, coins, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import Rule, verify_tree
-from heavypath.kernels.verifying.rule import WHOLE_TREE
+from heavypath.kernels.verification import EITHER_DRAW, WHOLE_TREE, verify_tree
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.output import trace
@@ -61,7 +60,8 @@ def test_two_children_without_replacement_by_hand(wanted, fates, path):
 
 
 def rules_of(method, replacement, target_filters, draft_filters):
-    return Rules(replacement, False, method, target_filters, draft_filters, draft_filters, value_temperature=0.6)
+    draw = "with_replacement" if replacement else "without_replacement"
+    return Rules(draw, method, target_filters, draft_filters)
 
 
 class Case(NamedTuple):
@@ -99,7 +99,6 @@ class Case(NamedTuple):
 def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab_size=6):
     target_filters = Filters(0.0 if method == "greedy" else 0.7)
     draft_filters = Filters(draft_temperature, top_k)
-    rule = Rule.of_draws(method, replacement)
     rules = rules_of(method, replacement, target_filters, draft_filters)
     shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
     shapes = [tree for tree in (trees(14) | shapes).values() if len(tree) > 1 and tree.branching <= vocab_size]
@@ -129,7 +128,8 @@ def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab
         tokens[1, nodes - 1] = -1  # absent
         contexts[1][nodes - 1] = (*contexts[1][nodes - 1][:-1], -1)
         verified = verify_tree(
-            tokens, tree.parents, target, draft, **rule._asdict(), ranks=tree.ranks, seed=seed, rows=rows,
+            tokens, tree.parents, target, draft, method=method, replacement=replacement and method in EITHER_DRAW,
+            ranks=tree.ranks, seed=seed, rows=rows,
             **target_filters._asdict(), **{f"draft_{key}": value for key, value in draft_filters._asdict().items()},
         )  # fmt: skip
         for one in range(2):

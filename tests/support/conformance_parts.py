@@ -233,11 +233,10 @@ class Case:
         row, levels, children = measured_row(self.row["method"], verifier, "cpu"), len(ACCEPTED), len(ACCEPTED[0])
         entries = [
             MeasuredAcceptance(
-                kind.draw, kind.verification, children if kind.independent_sequences else None, Filters(temperature),
+                *row.at(temperature), children if row.independent_sequences else None, Filters(temperature),
                 ACCEPTED, [1000] * levels, [[0.0] * 5] * children,
             )
             for temperature in (0.0, 1.0)
-            for kind in [row.kind(temperature)]
         ]  # fmt: skip
         costs = {1: Costs({1: 0.01, 4: 0.012, 16: 0.02}, 0.001)}
         if self.row["tree"] == "by batch":

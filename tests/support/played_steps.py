@@ -17,7 +17,6 @@ from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step
-from heavypath.speculative.decoding.verifiers import TypicalVerifier
 
 KERNELS = (
     "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",
@@ -125,19 +124,10 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
 
     vocab_size: where the text is counted for `processing`
     """
-    kind, shape = METHODS[method].kind(filters.temperature), METHODS[method].tree_of(size)
-    limits = METHODS[method].typical(None, None)
-    rules = Rules(
-        replacement=kind.replacement,
-        fill=METHODS[method].fill,
-        verification=kind.verification,
-        target_filters=filters,
-        draft_filters=filters,
-        drawing_filters=kind.drawing_filters(filters),
-        value_temperature=0.6,
-        changes=() if processing is None else (processing,),
-        verifier=TypicalVerifier(limits) if kind.verification == "typical" else None,
-    )
+    (draw, verification), shape = METHODS[method].at(filters.temperature), METHODS[method].tree_of(size)
+    limits = METHODS[method].typical(None, None) if verification == "typical" else None
+    changes = () if processing is None else (processing,)
+    rules = Rules(draw, verification, filters, filters, METHODS[method].fill, changes=changes, verifier=limits)
     drafter = drafter_of(shape, shape.depth, draft, rules, torch.device("meta"))
     step = Step(target, draft, drafter, shape.branching, shape.depth, rules)
     caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)

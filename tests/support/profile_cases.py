@@ -6,8 +6,8 @@ from tiny_models import tiny_llama
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, Profile
 from heavypath.speculative.costs.table import Costs, CostsByBatch
-from heavypath.speculative.methods import Kind
 from heavypath.speculative.profile import MeasuredAcceptance
+from heavypath.speculative.walking import Way
 
 
 def constant_llama(logits):
@@ -23,19 +23,22 @@ def constant_llama(logits):
     return model
 
 
-REJECTION = Kind("without_replacement", "without_replacement", independent_sequences=False)
-KINDS = sorted(
-    {method.kind(1.0) for name, method in METHODS.items() if name != "autoregressive" and method.is_lossless}
+def way_of(row, temperature=1.0):
+    """The way of a method, with three sequences if they are independent."""
+    return Way(*row.at(temperature), 3 if row.independent_sequences else None)
+
+
+REJECTION = Way("without_replacement", "without_replacement", None)
+WAYS = sorted(
+    {way_of(method) for name, method in METHODS.items() if name != "autoregressive" and method.is_lossless}, key=str
 )
 
 
-def counts(accepted, reached=1000, temperature=1.0, kind=REJECTION):
+def counts(accepted, reached=1000, temperature=1.0, way=REJECTION):
     """What may have been counted, as many children being offered as there are columns."""
-    children = len(accepted[0])
     return MeasuredAcceptance(
-        draw=kind.draw, verification=kind.verification,
-        sequence_count=children if kind.independent_sequences else None, filters=Filters(temperature),
-        accepted=accepted, reached=[reached] * len(accepted), moments=[[0.0] * 5] * children,
+        draw=way.draw, verification=way.verification, sequence_count=way.sequence_count, filters=Filters(temperature),
+        accepted=accepted, reached=[reached] * len(accepted), moments=[[0.0] * 5] * len(accepted[0]),
     )  # fmt: skip
 
 

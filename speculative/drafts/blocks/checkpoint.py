@@ -35,34 +35,26 @@ _HARMLESS = re.compile(
 )
 
 
-def load_block(
-    path_or_name: str | Path,
-    target: PreTrainedModel,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    revision: str | None = None,
-    local_files_only: bool = False,
-) -> BlockHead:
+def load_block(path_or_name: str | Path, target: PreTrainedModel, *, dtype: torch.dtype | None = None) -> BlockHead:
     """A block draft for a target, in eval mode and without gradients; arguments as of `load_head`.
 
     Raises FileNotFoundError for missing files. Raises ValueError for a kind that is not supported, and for keys and
     tensors that do not fit the target, are missing, or are not known.
     """
-    files = find_files(path_or_name, revision, local_files_only)
+    files = find_files(path_or_name)
     settings = read_json(files.config, BlockSettings)
     try:
         head, tensors = _built(settings, read_tensors(files), target)
-        fill(head, tensors, dtype or target.dtype, torch.device(device or target.device))
+        fill(head, tensors, dtype or target.dtype, target.device)
     except ValueError as error:
         raise ValueError(f"the block draft {files.folder!r} cannot draft for this target: {error}") from error
     return head.requires_grad_(False).eval()
 
 
-def is_block(path_or_name: str | Path, revision: str | None = None) -> bool:
+def is_block(path_or_name: str | Path) -> bool:
     """True if a folder, or a model in the Hugging Face cache, is a block draft of any kind. Nothing is downloaded."""
     try:
-        files = find_files(path_or_name, revision, local_files_only=True)
+        files = find_files(path_or_name, local_files_only=True)
     except FileNotFoundError:
         return False
     return kind_of(read_json(files.config, KindSettings)) is not None

@@ -72,10 +72,10 @@ def load_head(
     return head.requires_grad_(False).eval()
 
 
-def is_head(path_or_name: str | Path, revision: str | None = None) -> bool:
+def is_head(path_or_name: str | Path) -> bool:
     """True if a folder, or a model in the Hugging Face cache, is an EAGLE head. Nothing is downloaded."""
     try:
-        files = find_files(path_or_name, revision, local_files_only=True)
+        files = find_files(path_or_name, local_files_only=True)
     except FileNotFoundError:
         return False
     settings = read_json(files.config, ModelSettings)

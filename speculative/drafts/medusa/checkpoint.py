@@ -22,21 +22,13 @@ from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
-def load_medusa(
-    path_or_name: str | Path,
-    target: PreTrainedModel,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    revision: str | None = None,
-    local_files_only: bool = False,
-) -> MedusaHeads:
+def load_medusa(path_or_name: str | Path, target: PreTrainedModel, *, dtype: torch.dtype | None = None) -> MedusaHeads:
     """Medusa heads for a target, in eval mode and without gradients; arguments as of `load_head`.
 
     Raises FileNotFoundError for missing files; ValueError for tensors that do not fit the target, are missing, or are
     not known.
     """
-    files = find_files(path_or_name, revision, local_files_only, WEIGHTS)
+    files = find_files(path_or_name, weights=WEIGHTS)
     tensors = read_tensors(files)
     text = target.config.get_text_config()
     try:
@@ -45,16 +37,16 @@ def load_medusa(
         _check(heads, tensors)
     except ValueError as error:
         raise ValueError(f"the Medusa heads {files.folder!r} cannot draft for this target: {error}") from error
-    heads = heads.to(dtype or target.dtype).to_empty(device=device or target.device).requires_grad_(False)
+    heads = heads.to(dtype or target.dtype).to_empty(device=target.device).requires_grad_(False)
     for name, place in _by_name(heads).items():
         place.copy_(tensors[name])
     return heads.eval()
 
 
-def is_medusa(path_or_name: str | Path, revision: str | None = None) -> bool:
+def is_medusa(path_or_name: str | Path) -> bool:
     """True if a folder, or a model in the Hugging Face cache, has Medusa heads. Nothing is downloaded."""
     try:
-        find_files(path_or_name, revision, local_files_only=True, weights=WEIGHTS)
+        find_files(path_or_name, local_files_only=True, weights=WEIGHTS)
     except FileNotFoundError:
         return False
     return True
