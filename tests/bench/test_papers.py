@@ -32,6 +32,7 @@ def test_tokens_per_forward_and_gains_with_their_errors_by_hand():
     assert batches.gain(stats([9, 6], [3, 3]), stats([6, 6], [3, 3])) == pytest.approx((0.25, 0.25))
 
 
+@pytest.mark.slow
 def test_trees_have_the_nodes_and_levels_of_their_groups_and_the_decoder_takes_them():
     """And DySpec's are the same by the paper's values, the draft's probabilities, and by measured chances."""
     target, labels, grown = tiny_llama(1, layers=1), {"rsd-1": set(), "rsd-2": set()}, {}

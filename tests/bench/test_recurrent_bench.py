@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from bench_scripts import script
 from kernel_cases import needs_compiler
 
 recurrent = script("recurrent")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_rules_are_timed_beside_a_state_for_each_node(tmp_path, capsys):
     path = tmp_path / "rows.json"

@@ -68,6 +68,7 @@ def test_ways_counted_in_the_same_passes_count_what_they_count_alone(demo_pair):
     assert len({tuple(found.ranks[0].flatten().tolist()) for found in together}) > 3, "ways differ"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_noise")
 def test_a_streamed_target_is_calibrated_in_few_passes_to_trees_of_a_hundred_nodes(demo_pair, slow):
     target, passes = slow
