@@ -40,6 +40,7 @@ import inspect
 import json
 import os
 import random
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +58,7 @@ import machine_code
 import torch
 import triton
 from compile_cases import CASES
-from machine_code import GPUS, LEAST_SHARED, Figures, compile_for, figures, kernel_name, sums_by_lane
+from machine_code import GPUS, LEAST_SHARED, Figures, compile_for, figures, kernel_name
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -270,6 +271,20 @@ def compile_cases(arch: int, names: Sequence[str]) -> dict[str, Kernels | str]:
             if fused := sums_by_lane(kernel.asm["ptx"]):
                 done[name] = f"{kernel.metadata.name}: lanes would have different sums, {fused[0]}"
     return done
+
+
+def sums_by_lane(ptx: str) -> list[str]:
+    """The additions of a reduction over lanes that a product is fused with: each lane would round another sum."""
+    said: set[str] = set()  # registers with what another lane has
+    found = []
+    for line in map(str.strip, ptx.splitlines()):
+        if shuffled := re.match(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", line):
+            said.add(shuffled[1])
+        elif (moved := re.match(r"mov\.b32\s+(%[rf]\d+),\s*(%[rf]\d+);", line)) and moved[2] in said:
+            said.add(moved[1])
+        elif (fused := re.match(r"fma\.rn\.f32\s+\S+\s*\S+\s*\S+\s*(%[rf]\d+);", line)) and fused[1] in said:
+            found.append(line)
+    return found
 
 
 def package_kernels() -> set[str]:

@@ -143,20 +143,6 @@ def figures(kernel: CompiledKernel, arch: int, seconds: float) -> Figures:
     )
 
 
-def sums_by_lane(ptx: str) -> list[str]:
-    """The additions of a reduction over lanes that a product is fused with: each lane would round another sum."""
-    said: set[str] = set()  # registers with what another lane has
-    found = []
-    for line in map(str.strip, ptx.splitlines()):
-        if shuffled := re.match(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", line):
-            said.add(shuffled[1])
-        elif (moved := re.match(r"mov\.b32\s+(%[rf]\d+),\s*(%[rf]\d+);", line)) and moved[2] in said:
-            said.add(moved[1])
-        elif (fused := re.match(r"fma\.rn\.f32\s+\S+\s*\S+\s*\S+\s*(%[rf]\d+);", line)) and fused[1] in said:
-            found.append(line)
-    return found
-
-
 def kernel_name(function: str) -> str:
     """What the report calls a kernel: the name of its function without underscores around it, and without "_kernel"."""
     return function.strip("_").removesuffix("_kernel")

@@ -129,8 +129,8 @@ def test_a_product_that_is_fused_with_a_sum_of_other_lanes_is_found():
     other = "shfl.sync.bfly.b32 \t%r7, %r6, 16, 31, -1;"
     fused, plain = "fma.rn.f32 \t%r9, %r2, %r3, %r8;", "add.f32 \t%r9, %r6, %r8;"
     lines = [f"\t{line}" for line in ("mul.f32 \t%r6, %r2, %r3;", other, "mov.b32 \t%r8, %r7;")]
-    assert machine_code.sums_by_lane("\n".join([*lines, fused])) == [fused]
-    assert machine_code.sums_by_lane("\n".join([*lines, plain, "fma.rn.f32 \t%r9, %r8, %r3, %r2;"])) == []
+    assert report.sums_by_lane("\n".join([*lines, fused])) == [fused]
+    assert report.sums_by_lane("\n".join([*lines, plain, "fma.rn.f32 \t%r9, %r8, %r3, %r2;"])) == []
 
 
 @pytest.mark.parametrize(("change", "fault"), [
