@@ -71,8 +71,12 @@ def kernels() -> None:
 
 
 def attention_function() -> None:
-    rows = [[f"{row['work']}, {row['threads']} thread{'s' * (row['threads'] > 1)}", f"{row['sdpa']:.0f}",
-             f"{row['heavypath']:.0f}", spread([row["ratio"], *row["quartiles"]])]
-            for row in results("dropin")["milliseconds"]]  # fmt: skip
+    found = results("dropin")
+    rows = []
+    for row in found["rows"]:
+        threads = row.get("threads", found["environment"].get("threads"))
+        times = (f"{row[name]:.0f}" for name in ("sdpa", "heavypath"))
+        work = f"{row['work']}, {threads} thread{'s' * (threads > 1)}"
+        rows.append([work, *times, spread([row["ratio"], *row["quartiles"]])])
     table(["work", "sdpa, ms", "heavypath, ms", "ratio"], rows)
     source("dropin")
