@@ -60,7 +60,7 @@ def _side(row_ptr, side_ptr):
 @triton.jit
 def _help_kernel(
     tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr, marks_ptr, sums_ptr, counters_ptr,
-    sides_ptr, rows, place, N, V, source, log_multiple, uniform, p_offset, COVERED: tl.constexpr, PIECES: tl.constexpr,
+    sides_ptr, rows, place, N, V, source, log_multiple, uniform, p_offset, PIECES: tl.constexpr,
 ):  # fmt: skip
     """A leader opens the pass of a node, and another program does all of it. sides_ptr: fp32 [2, 5]."""
     fact_ptr = facts_ptr + place * FACTS
@@ -74,13 +74,12 @@ def _help_kernel(
     help_at(
         counters_ptr, rows, place, take_chunk(counters_ptr, place), tokens_ptr, parents_ptr, target_ptr, draft_ptr,
         left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, 0, N * V, V, N * V, V, target[3], draft[3],
-        tl.arange(0, 16), True, COVERED, True, True, PIECES,
+        tl.arange(0, 16), True, True, True, PIECES,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("covered", [False, True])
 @pytest.mark.parametrize(("uniform", "p_offset"), [(1.0, 0.0), (-9.0, -0.5)], ids=["at first", "after a restart"])
-def test_a_program_that_helps_sums_what_the_formulas_say(uniform, p_offset, covered):
+def test_a_program_that_helps_sums_what_the_formulas_say(uniform, p_offset):
     """At node 1 of the second tree, of whose children the first is left out; filters cut among equal logits."""
     generator, (nodes, vocab, batch, node, source) = torch.Generator().manual_seed(1), (4, 3_000, 1, 1, 0)
     logits = torch.randint(-4, 4, (2, 2, nodes, vocab), generator=generator).float()
@@ -99,15 +98,15 @@ def test_a_program_that_helps_sums_what_the_formulas_say(uniform, p_offset, cove
     if uniform < 0:
         log_p[7], log_q = -math.inf, torch.tensor(uniform)
     p = (log_p - p_offset).exp2()
-    covers = p.minimum((log_q - 0.3).exp2())
-    expected = torch.stack([part.sum() for part in (covers if covered else p - covers).split(PIECE.value)])
+    uncovered = p - p.minimum((log_q - 0.3).exp2())
+    expected = torch.stack([part.sum() for part in uncovered.split(PIECE.value)])
     rows, place, pieces = 2 * nodes, batch * nodes + node, len(expected)
     facts, sums, sides = torch.zeros(rows, FACTS.value), torch.zeros(rows, pieces), torch.tensor(sides)
     left_out, marks, counting = (torch.zeros(many).int() for many in (rows, facts.numel(), counters(rows)))
     left_out[batch * nodes + 2] = 1
     given = [each.to(DEVICE) for each in (tokens, parents, *logits, left_out, facts, marks, sums, counting, sides)]
     more = rows, place, nodes, vocab, source, -0.3, uniform, p_offset
-    _help_kernel[(1,)](*given, *more, COVERED=covered, PIECES=pieces)
+    _help_kernel[(1,)](*given, *more, PIECES=pieces)
     torch.testing.assert_close(given[7][place].cpu().double(), expected, rtol=1e-5, atol=0)
     assert int(given[8][1 + rows + place]) == pieces
 

@@ -141,13 +141,17 @@ def _sum(tests: list[Measured]) -> float:
 
 
 def _link(link: Path, source: Path, changed: Path | None, text: str) -> None:
-    """A link to a file or folder; but the changed file is written there, and folders above it are made."""
+    """A link to a file or folder; but the changed file is written there, and folders above it are made.
+
+    Of these nothing that was compiled is linked: it could be taken for the changed file's.
+    """
     if source == changed:
         link.write_text(text)
     elif changed is not None and changed.is_relative_to(source):
         link.mkdir()
         for each in source.iterdir():
-            _link(link / each.name, each, changed, text)
+            if each.name != "__pycache__":
+                _link(link / each.name, each, changed, text)
     else:
         link.symlink_to(source)
 
