@@ -147,7 +147,7 @@ def sampled(case, decoder):
     """Texts LongTensor[N, 4] of the first prompt; fewer where each of them takes long."""
     row = case.row
     asked = row["grammar"] or row["processors"] != "none" or row["draft"] == "lookahead"
-    slow = row["draft"] in ("lookup", "retrieval", "recall", "mtp", "mixture", "merge", "cascade")
+    slow = row["draft"] in ("lookup", "p-eagle", "retrieval", "recall", "mtp", "mixture", "merge", "cascade")
     slow = (
         slow
         or row["target"] == "toy gpt2"
