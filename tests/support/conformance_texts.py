@@ -59,6 +59,9 @@ def texts(case, decoder, *, way=None, only=None, past=None):
         by_head = case.row["target"] in RECURRENT and case.row["draft"] in ("head", "p-eagle", "medusa", "block", "mtp")
         unsure = (decoder._draft or NO_DRAFT).unsure_rows(out.stats.depth)  # of a head more in deeper trees
         assert out.stats.reused_tokens > 0 or ids.shape[1] < unsure + 4 or by_head
+    for told, text in zip(streamers or [], found if streamers else [], strict=True):
+        assert told.tokens[len(told.tokens) - len(text) :] == text
+        assert told.ended
     return found
 
 
