@@ -56,16 +56,20 @@ def products() -> None:
 
 
 def kernels() -> None:
-    """The references on a CPU: how many times as fast as the usual way."""
+    """What PyTorch makes of the kernels' work on a CPU, and compiled code: how many times as fast as the usual way."""
     rows: list[Sequence[object]] = []
-    for name, kernel, peers in (
-        ("attention", "kernel_attention", ("sdpa, dense mask",)),
-        ("sampling", "kernel_sampling", ("softmax, noise, topk", "softmax, noise, sort")),
-        ("verification", "kernel_verification", ("loop", "lazy loop")),
+    for name, peers in (
+        ("attention", ("sdpa, dense mask",)),
+        ("sampling", ("softmax, noise, topk", "softmax, noise, sort")),
+        ("verification", ("loop, eager", "lazy loop, eager")),
     ):
+        times: dict[str, dict[str, float]] = {}
+        for facts in (each["extra_info"] for each in results(f"kernel_{name}")["benchmarks"]):
+            times.setdefault(facts["case"], {})[facts["way"]] = facts["microseconds"]
         for peer in peers:
-            ratios = sorted(row["ratio"][peer] for row in results(kernel)["rows"] if peer in row.get("ratio", {}))
-            rows.append([name, peer, f"{ratios[0]:.2f}", f"{ratios[len(ratios) // 2]:.2f}", f"{ratios[-1]:.2f}"])
+            ratios = sorted(each[peer] / each["heavypath"] for each in times.values() if peer in each)
+            usual = peer.removesuffix(", eager")
+            rows.append([name, usual, f"{ratios[0]:.2f}", f"{ratios[len(ratios) // 2]:.2f}", f"{ratios[-1]:.2f}"])
     table(["kernel", "beside", "least", "median", "most"], rows)
     source("kernel_attention", "kernel_sampling", "kernel_verification")
 
