@@ -149,8 +149,7 @@ def multiplying(dtype: str, outputs: int, columns: int, rows: int, **options) ->
     from heavypath.kernels.layers.few_rows import few_rows_product
 
     x, weight = (on_gpu(torch.empty(*shape, dtype=DTYPES[dtype])) for shape in ((rows, columns), (outputs, columns)))
-    added = on_gpu(torch.empty(rows, outputs, dtype=DTYPES[dtype])) if options.pop("added", False) else None
-    few_rows_product(x, weight, added=added, impl="triton", **options)
+    few_rows_product(x, weight, impl="triton", **options)
 
 
 def turning(dtype: str, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> None:
@@ -318,8 +317,8 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
     **cases(norming, "norm {} K{} added False", ("bf16", 4096, False)),
     **cases(gating, "gate {} F{}", ("bf16", 11008), ("fp16", 14336), ("fp32", 96)),
     **cases(multiplying, "product {} {}x{} {} rows", ("bf16", 12288, 4096, 64),
-            ("bf16", 4096, 4096, 64, {"added": True}), ("bf16", 22016, 4096, 64, {"gated": True}),
-            ("bf16", 4096, 11008, 128, {"added": True}), ("fp16", 32000, 4096, 16), ("bf16", 2304, 768, 32)),
+            ("bf16", 4096, 4096, 64), ("bf16", 22016, 4096, 64, {"gated": True}),
+            ("bf16", 4096, 11008, 128), ("fp16", 32000, 4096, 16), ("bf16", 2304, 768, 32)),
     **cases(turning, "rotary {} {}:{} D{}", ("bf16", 32, 32, 128), ("bf16", 12, 12, 64), ("fp16", 32, 8, 128),
             ("fp32", 4, 2, 24), ("fp32", 8, 8, 256), ("bf16", 32, 8, 128, {"normed": True})),
     **cases(recurring, "recurrent {} {} D{} {} nodes", ("delta", "bf16", 128, 64), ("delta", "fp32", 128, 64),

@@ -9,9 +9,10 @@ A step is a chain of kernels, each of which waits for the one before:
 
 `before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels. `now` is with
 joined products and fused kernels, as tests/kernels/test_layer_kernels.py and tests/core/test_step.py count them. `few
-rows` is with the products of kernels/layers/few_rows.py, silu behind one of them: the decoder does not take these until
-a GPU has shown where they are faster. The limit is the time to read the target's weights once, at a copy's bandwidth.
-`top_p` is the share of a step that cuts and draws take under top-p, of rows of 128,256 tokens, by predict_filters.py.
+rows` is with the products of kernels/layers/few_rows.py, silu behind one of them: the decoder takes these where
+kernels/layers/measured.py has them as faster on the GPU that it runs on. The limit is the time to read the target's
+weights once, at a copy's bandwidth. `top_p` is the share of a step that cuts and draws take under top-p, of rows of
+128,256 tokens, by predict_filters.py.
 
 Each constant is what we expect, the best and the worst that published measurements allow, and where these are from. The
 least and the most of a step have all constants at their best, or all at their worst, so they are wide.

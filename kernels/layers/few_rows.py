@@ -2,7 +2,6 @@
 
     y = x W'                            x: [R, K], W: [N, K], y: [R, N], R up to 128
     y = round(silu(g)) * u              gated: W = [G; U], g = round(x G'), u = round(x U'), y: [R, N / 2]
-    y = round(z + round(x W'))          added: z [R, N], the residual stream
 
 Every weight is read once. So weights are the operand with many rows, 64 of them a program, and x is the one with few.
 Tensor cores work as much as R needs, and no more. A weight of few outputs has too few programs to read at full speed.
@@ -12,6 +11,8 @@ up in their order.
 The cuts depend on the weight's shape alone, and each number's sum on the cuts. So a row has the same bits beside any
 other rows, whatever their number, which cuBLAS does not promise. In 16 bits sums are in fp32, and rounded where the
 modules of transformers round.
+
+The residual stream is not added here: the norm that follows reads it anyway, and adds for nothing.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -19,41 +20,39 @@ modules of transformers round.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
+from heavypath.kernels.layers.gated import silu_product
+from heavypath.kernels.layers.measured import is_faster
 from heavypath.kernels.layers.rounding import rounded
 from heavypath.kernels.tickets import is_last, tickets
 
-MOST_ROWS = 128
+MOST_ROWS, MOST_GATED = 128, 64
 BLOCK_N, BLOCK_K = 64, 128
 PROGRAMS = 264  # that run at once: two for each multiprocessor of an H100
 MOST_PARTS, LEAST_BLOCKS = 8, 4  # of a weight's columns, and blocks of them in a part
 
 
 @operator
-def few_rows_product(
-    x: Tensor, weight: Tensor, *, gated: bool = False, added: Tensor | None = None, impl: str = "auto"
-) -> Tensor:
+def few_rows_product(x: Tensor, weight: Tensor, *, gated: bool = False, impl: str = "auto") -> Tensor:
     """The product of rows by a weight, [R, N], or [R, N / 2] if gated.
 
-    x:      [R, K]; impl "triton" has R up to 128, K a multiple of 8, fp16 and bf16, and contiguous rows
+    x:      [R, K]; impl "triton" has R up to 128, or 64 if gated, K a multiple of 8, fp16 and bf16
     weight: [N, K] of the same dtype, contiguous
     gated:  the weight is that of a gate, and below it that of what is multiplied by silu(gate)
-    added:  [R, N], to be added; not with gated
 
+    On a GPU impl "auto" is the kernel where it was measured to be faster (`measured`), elsewhere PyTorch's product.
     Raises ValueError where the kernel does not take shapes or dtypes.
     """
-    if gated and (added is not None or len(weight) % 2):
-        raise ValueError(f"gated takes an even number of outputs and nothing added, got {len(weight)} outputs")
-    if choose_impl("few_rows_product", impl, x) == "triton":
-        return _launch(x, weight, gated, added)
+    if gated and len(weight) % 2:
+        raise ValueError(f"gated takes an even number of outputs, got {len(weight)}")
+    chosen = choose_impl("few_rows_product", impl, x)
+    if chosen == "triton" and (impl == "triton" or is_faster(x, weight, gated)):
+        return _launch(x, weight, gated)
     product = linear(x, weight)
-    if gated:
-        gate, up = product.chunk(2, -1)
-        return silu(gate) * up
-    return product if added is None else added + product
+    return silu_product(*product.chunk(2, -1), impl=impl) if gated else product
 
 
 @triton.jit
@@ -78,7 +77,6 @@ def _sum_of_parts(parts, output, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, ROW
 def _few_rows_kernel(
     x,  # [rows, COLUMNS]
     weight,  # [OUTPUTS, COLUMNS], or [2 * OUTPUTS, COLUMNS] if GATED
-    added,  # [rows, OUTPUTS] or None
     out,  # [rows, OUTPUTS]
     parts,  # fp32 [1, or 2 if GATED, PARTS, OUTPUTS, ROWS] if PARTS > 1
     tickets_ptr,  # [tiles of outputs]
@@ -127,8 +125,6 @@ def _few_rows_kernel(
         inside = there & (row < rows)[None, :]
         if GATED:
             sums = rounded(sums / (1.0 + tl.exp(-sums)), out, INTERPRETED) * rounded(ups, out, INTERPRETED)
-        if added is not None:
-            sums += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, rounded(sums, out, INTERPRETED), mask=inside)
 
 
@@ -146,21 +142,20 @@ def parts_of(outputs: int, columns: int) -> tuple[int, int]:
     return -(-blocks // each), each * BLOCK_K
 
 
-def _launch(x: Tensor, weight: Tensor, gated: bool, added: Tensor | None) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     """`few_rows_product` by the kernel."""
     rows, columns = x.shape
     outputs = len(weight) // 2 if gated else len(weight)
-    fits = x.dtype in (torch.float16, torch.bfloat16) and x.dtype == weight.dtype and rows <= MOST_ROWS
+    most = MOST_GATED if gated else MOST_ROWS
+    fits = x.dtype in (torch.float16, torch.bfloat16) and x.dtype == weight.dtype and rows <= most
     fits = fits and weight.shape[1] == columns and columns % 8 == 0 and weight.is_contiguous()
-    if added is not None:
-        fits = fits and (added.shape, added.dtype) == ((rows, outputs), x.dtype)
     if not fits:
-        got = [(str(each.dtype), [*each.shape]) for each in (x, weight, added) if each is not None]
+        got = [(str(each.dtype), [*each.shape]) for each in (x, weight)]
         raise ValueError(
-            f"impl 'triton' takes at most {MOST_ROWS} rows x [R, K] and a contiguous weight [N, K] of one dtype, "
-            f"float16 or bfloat16, with K a multiple of 8, and what is added [R, N]; got {got}"
+            f"impl 'triton' takes at most {most} rows x [R, K]{' if gated' * gated} and a contiguous weight [N, K] of "
+            f"one dtype, float16 or bfloat16, with K a multiple of 8; got {got}"
         )
-    x, added = x.contiguous(), None if added is None else added.contiguous()
+    x = x.contiguous()
     out = x.new_empty(rows, outputs)
     parts, part = parts_of(outputs, columns)
     tiles, padded = triton.cdiv(outputs, BLOCK_N), max(16, triton.next_power_of_2(rows))
@@ -169,9 +164,9 @@ def _launch(x: Tensor, weight: Tensor, gated: bool, added: Tensor | None) -> Ten
         return out
     with torch.cuda.device_of(x):
         _few_rows_kernel[(tiles, parts)](
-            x, weight, added, out, stored, tickets(tiles, x.device) if parts > 1 else None, rows,
+            x, weight, out, stored, tickets(tiles, x.device) if parts > 1 else None, rows,
             OUTPUTS=outputs, COLUMNS=columns, PARTS=parts, PART=part, GATED=gated, ROWS=padded,
-            BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, INTERPRETED=not x.is_cuda, num_warps=4, num_stages=3,
-            enable_fp_fusion=False,
+            BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, INTERPRETED=not x.is_cuda,
+            num_warps=8 if padded > 64 else 4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import Forward, parts_of
-from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published, with_a_layer_of_each_kind
+from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published
 from heavypath.speculative.ranks.peers import ALONE, Peers
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
         if not parts.are_usual(inner):
             raise ValueError("an early exit needs a target that is whole, or split by its own tensor-parallel plan")
         forward = LlamaForward(inner, name, layers)
-    elif is_as_published(inner, parts) and _is_a_llama(with_a_layer_of_each_kind(inner), name):
+    elif is_as_published(inner, parts) and _is_a_llama(inner, name):
         forward = LlamaForward(inner, name)
     else:
         from heavypath.speculative.models.by_transformers import transformers_forward
@@ -88,11 +88,12 @@ def check_alone(what: str, *models: Any) -> None:
 
 
 def _is_a_llama(model: PreTrainedModel, name: str) -> bool:
-    """True if `LlamaForward` gives the model's own logits."""
-    from heavypath.speculative.models.probe import gap
+    """True if `LlamaForward` gives the model's own logits, tried with one layer of each kind."""
+    from heavypath.speculative.models.probe import gap, with_a_layer_of_each_kind
 
-    forward = LlamaForward(model, name)
-    return gap(forward, model) <= tolerance_of(forward)
+    short = with_a_layer_of_each_kind(model)
+    forward = LlamaForward(short, name)
+    return gap(forward, short) <= tolerance_of(forward)
 
 
 def tolerance_of(forward: Forward) -> float:

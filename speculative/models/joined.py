@@ -19,16 +19,19 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.activations import ACT2FN
 
 from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.layers.gated import silu_product
 from heavypath.speculative.models.forward import is_plain
-from heavypath.speculative.models.linear import Products
+from heavypath.speculative.models.linear import Product, Products
 from heavypath.speculative.models.structure import has_hooks
 from heavypath.speculative.ranks.parts import local_of
 
 # What is joined now, by the identity of the first parameter: all forward passes of a model share it.
 _shared: weakref.WeakValueDictionary[int, "_Together"] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+_SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
 class Joining:
@@ -50,7 +53,7 @@ class Joining:
         if together is None:
             return None
         added = self._together(biases) if biases else None
-        return None if biases and added is None else _JoinedProducts(together, added)
+        return None if biases and added is None else JoinedProducts(together, added)
 
     def _together(self, parameters: Sequence[Tensor]) -> "_Together | None":
         first = parameters[0]
@@ -106,15 +109,41 @@ class _Together:
         return first.as_strided((sum(self.sizes), *first.shape[1:]), first.stride())
 
 
-class _JoinedProducts:
+class JoinedProducts:
     """The products of a [rows, K] with several weights, as views of one product."""
 
     def __init__(self, weights: _Together, biases: _Together | None):
-        self._weights, self._biases = weights, biases
+        from heavypath.kernels.layers.few_rows import few_rows_product  # for GPUs alone
+
+        self._weights, self._biases, self._multiply = weights, biases, few_rows_product
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
-        bias = None if self._biases is None else self._biases.rows()
-        return linear(hidden, self._weights.rows(), bias).split(self._weights.sizes, -1)
+        """[rows, n_i] of each weight."""
+        weight, biases = self._weights.rows(), self._biases
+        product = self._multiply(hidden, weight) if biases is None else linear(hidden, weight, biases.rows())
+        return product.split(self._weights.sizes, -1)
+
+    def gated(self, hidden: Tensor) -> Tensor:
+        """silu of the first product times the second one."""
+        if self._biases is None:
+            return self._multiply(hidden, self._weights.rows(), gated=True)
+        return silu_product(*self(hidden))
+
+
+def gated_by(activation: nn.Module, products: Products) -> Product:
+    """act(gate) * up, [R, F], of a perceptron's input [R, H]; products: those of gate and up.
+
+    With SiLU it is one kernel, or a part of the product's.
+    """
+    if isinstance(products, JoinedProducts) and is_silu(activation):
+        return products.gated
+    gated = silu_product if is_silu(activation) else lambda gate, up: activation(gate) * up
+    return lambda hidden: gated(*products(hidden))
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """True for SiLU by transformers' own module, without hooks."""
+    return type(activation) in _SILU and not has_hooks(activation)
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int]:

@@ -102,6 +102,10 @@ def each_alone(products: Sequence[Product]) -> Products:
 
 def as_it_lies(layer: Any) -> Product:
     """The product of one layer from its weight where that is."""
+    if is_linear(layer) and layer.weight.is_cuda and layer.bias is None:
+        from heavypath.kernels.layers.few_rows import few_rows_product  # for GPUs alone
+
+        return lambda hidden: few_rows_product(hidden, layer.weight)
     if not (are_plain([layer]) and layer.weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
         return layer
     multiply = torch.ops.mkldnn._linear_pointwise  # which torch.compile makes of a linear layer
@@ -122,17 +126,14 @@ class Packed:
 
 
 def are_plain(layers: Sequence[Any]) -> bool:
-    """True if the kernels can do the work of layers: linear ones of one type that they have, without hooks, on a
-    CPU."""
-    plain = all(
-        type(layer) is nn.Linear
-        and not has_hooks(layer)
-        and type(layer.weight) in (nn.Parameter, Tensor)  # torchao quantises the weight, not the module
-        and layer.weight.is_cpu
-        and layer.weight.dtype in TYPES
-        for layer in layers
-    )
+    """True if the kernels can do the work of layers: linear ones of one type that they have, on a CPU."""
+    plain = all(is_linear(layer) and layer.weight.is_cpu and layer.weight.dtype in TYPES for layer in layers)
     return plain and len({layer.weight.dtype for layer in layers}) == 1
+
+
+def is_linear(layer: Any) -> bool:
+    """True for a linear layer of PyTorch with a weight of its own kind, which torchao replaces, and without hooks."""
+    return type(layer) is nn.Linear and not has_hooks(layer) and type(layer.weight) in (nn.Parameter, Tensor)
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:

@@ -9,33 +9,29 @@ along. It also asks the host questions that a CUDA graph can't answer. This is t
 
 Keys and values are written to given rows of a cache that was allocated before, and attention follows the caller's mask.
 On a GPU a layer is nine launches, for any batch. They are sum and norm; q, k and v in one product (see `joined`);
-rotary and the cache's new rows. Then attention; o_proj; sum and norm; gate and up; act and product; down. On a CPU all
-of it is one call of compiled code (`native`), for which this module is the reference.
+rotary and the cache's new rows. Then attention; o_proj; sum and norm; gate and up; act and product, which may be a part
+of the launch before; down. On a CPU all of it is one call of compiled code (`native`), for which this is the reference.
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
-from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
-from heavypath.speculative.models.joined import Joining
+from heavypath.speculative.models.joined import Joining, gated_by
 from heavypath.speculative.models.layer_weights import streamed, weights_of
-from heavypath.speculative.models.linear import Linears, Product, Products, each_alone
+from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import has_hooks
 from heavypath.speculative.ranks.parts import Parts, local_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
 class _LlamaLayer:
@@ -55,7 +51,7 @@ class _LlamaLayer:
         self.head_dim: int = attention.head_dim
         windowed = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
-        self.gated = gated_of(mlp.act_fn)
+        self.activation = mlp.act_fn
         self.norm, self.mlp_norm = map(norm_of, (layer.input_layernorm, layer.post_attention_layernorm))
 
     @property
@@ -65,7 +61,8 @@ class _LlamaLayer:
 
     def look_up(self, one: Callable[[nn.Module], Product], together: Callable[[Sequence[nn.Module]], Products]) -> None:
         """Find the functions that PyTorch multiplies by."""
-        self.project, self.gate_and_up = together(self.projections), together(self.gates)
+        self.project = together(self.projections)
+        self.gated = gated_by(self.activation, together(self.gates))
         parts = self.parts
         self.mix, self.down = (parts.summed(layer, one(parts.of(layer))) for layer in (self.mixing, self.last))
 
@@ -92,34 +89,6 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
     home = f"transformers.models.{kind}.modeling_{kind}"
     own = all(type(module).__module__ == type(module).forward.__module__ == home for module in passed_by)
     return own and parts.are_usual(model)
-
-
-def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, over the same weights, with one layer of each kind that it has: what is right for that is for all.
-
-    Layers are of a kind that have the same modules, settings, and types and shapes of weights.
-    """
-    kinds: dict[tuple[Any, ...], nn.Module] = {}
-    inner: Any = copy(model.model)
-    for layer in inner.layers:
-        kinds.setdefault(_kind(layer), layer)
-    inner._modules = inner._modules | {"layers": nn.ModuleList(kinds.values())}
-    short = copy(model)
-    short._modules = short._modules | {"model": inner}
-    return short
-
-
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    modules = [
-        (name, type(module), *((key, value) for key, value in vars(module).items() if _is_setting(key, value)))
-        for name, module in layer.named_modules()
-    ]
-    weights = [(name, type(weight), weight.dtype, weight.shape) for name, weight in layer.named_parameters()]
-    return *modules, *weights
-
-
-def _is_setting(name: str, value: object) -> bool:
-    return name != "layer_idx" and isinstance(value, (bool, int, float, str, type(None)))
 
 
 class LlamaForward(Forward):
@@ -162,7 +131,7 @@ class LlamaForward(Forward):
         ends = Ends(model.get_input_embeddings().weight, self._norm, model.lm_head)
         self._native = native_pass(self._layers, [*model.parameters()], ends, linears, self.rope_limit)
         joining = Joining(model)
-        one, apart = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
+        one, apart = (linears.one, linears.together) if self._native is None else (as_it_lies, each_alone)
         for layer in self._layers:
             layer.look_up(one, lambda modules: joining.products(modules) or apart(modules))
         self._head = self.parts.joined(model.lm_head, one(self.parts.of(model.lm_head)))
@@ -228,7 +197,7 @@ class LlamaForward(Forward):
                     mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
                     mixed = layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
                     hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
-                    computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
+                    computed = layer.down(layer.gated(normed))
         if not needs_logits and (taps is None or self.layers not in taps.numbers):
             last = hidden.new_empty(0)
         else:
@@ -257,10 +226,6 @@ class LlamaForward(Forward):
     def _turns(self, positions: Tensor) -> Tensor:
         """The rotary table [N, 2, D] of LongTensor[N] as the positions of one text."""
         return turns_of(self.model.model.rotary_emb, positions, self.like)
-
-
-def _itself(layer: Any) -> Product:
-    return layer
 
 
 def _check_layers(layers: Sequence[int], count: int) -> None:
@@ -292,10 +257,3 @@ def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
 def norm_of(module: Any) -> Norm:
     """The settings of an RMS norm of transformers' Llama."""
     return Norm(module.weight, module.variance_epsilon)
-
-
-def gated_of(activation: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """act(gate) * up: in one launch for SiLU, which all models of these types were published with."""
-    if type(activation) in _SILU and not has_hooks(activation):
-        return silu_product
-    return lambda gate, up: activation(gate) * up

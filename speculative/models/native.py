@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.products import TYPES, NormStruct, WeightStruct
 from heavypath.kernels.native.recording import Arguments, dense, do, fields
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
+from heavypath.speculative.models.joined import is_silu
 from heavypath.speculative.models.linear import Linears, Packed, are_plain
 
 FEW_ROWS = 8  # from which on PyTorch's products of 16 bits are faster
@@ -180,7 +180,7 @@ def native_pass(
     every = [*(each for layer in layers for each in layer.linears), *filter(None, (ends.lm_head, ends.join))]
     one_type = len({(weight.dtype, weight.device) for weight in weights}) == 1 and weights[0].dtype in TYPES
     plain = all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
-    usual = all(layer.gated is silu_product for layer in layers) and ends.embedding.shape[1] > 0
+    usual = all(is_silu(layer.activation) for layer in layers) and ends.embedding.shape[1] > 0
     if not (linears.can_copy and one_type and plain and usual and are_plain(every)):
         return None
     return NativePass(layers, ends, linears, rope_limit)

@@ -5,8 +5,12 @@ it may not follow the mask, the positions and the cache that it is called with. 
 logits after its nodes are compared with those after the same tokens as plain texts, by the model's own forward pass.
 """
 
+from copy import copy
+from typing import Any
+
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import Forward, TreeMask
 
@@ -41,3 +45,31 @@ def gap(forward: Forward, model: nn.Module) -> float:
     distance = (logits[:, paths] - expected).square().mean(-1).sqrt()
     found = float((distance / expected.std(-1)).max())
     return found if forward.ranks is None else max(forward.ranks.told(found))  # for all to choose alike
+
+
+def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, over the same weights, with one layer of each kind that it has: what is right for that is for all.
+
+    Layers are of a kind that have the same modules, settings, and types and shapes of weights.
+    """
+    kinds: dict[tuple[Any, ...], nn.Module] = {}
+    inner: Any = copy(model.model)
+    for layer in inner.layers:
+        kinds.setdefault(_kind(layer), layer)
+    inner._modules = inner._modules | {"layers": nn.ModuleList(kinds.values())}
+    short = copy(model)
+    short._modules = short._modules | {"model": inner}
+    return short
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    modules = [
+        (name, type(module), *((key, value) for key, value in vars(module).items() if _is_setting(key, value)))
+        for name, module in layer.named_modules()
+    ]
+    weights = [(name, type(weight), weight.dtype, weight.shape) for name, weight in layer.named_parameters()]
+    return *modules, *weights
+
+
+def _is_setting(name: str, value: object) -> bool:
+    return name != "layer_idx" and isinstance(value, (bool, int, float, str, type(None)))

@@ -216,8 +216,8 @@ def test_what_others_use_is_not_moved():
         buffer.model.layers[0].mlp.get_submodule(name).weight.data = part
     for model, expected in ((tied, [(False, True), (False, True)]), (buffer, [(True, False), (True, True)])):
         places = [each.data_ptr() for each in flat]
-        layers = [(layer.project, layer.gate_and_up) for layer in LlamaForward(model)._layers]
-        assert [tuple(isinstance(one, joined._JoinedProducts) for one in layer) for layer in layers] == expected
+        layers = [(layer.project, getattr(layer.gated, "__self__", None)) for layer in LlamaForward(model)._layers]
+        assert [tuple(isinstance(one, joined.JoinedProducts) for one in layer) for layer in layers] == expected
         assert [each.data_ptr() for each in flat] == places
     del layers
     mlp = tiny_llama(3).model.layers[0].mlp

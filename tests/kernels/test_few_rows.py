@@ -2,77 +2,76 @@
 
 import pytest
 import torch
+from bench_scripts import script
 from devices import DEVICE, moved
 
-from heavypath.kernels.layers import few_rows
+from heavypath.kernels.layers import few_rows, measured
 from heavypath.kernels.layers.few_rows import BLOCK_K, LEAST_BLOCKS, PROGRAMS, few_rows_product, parts_of
 
 CUT = 2 * LEAST_BLOCKS * BLOCK_K + 8  # columns of two parts, the last block of which has eight
 
 
 def tensors(rows, outputs, columns, dtype, gated=False):
-    """Rows, a weight and what is added."""
-    x = torch.randn(rows, columns)
+    """Rows and a weight."""
     weight = torch.randn((2 if gated else 1) * outputs, columns) / columns**0.5
-    return x.to(dtype), weight.to(dtype), torch.randn(rows, outputs).to(dtype)
+    return torch.randn(rows, columns).to(dtype), weight.to(dtype)
 
 
-def by_kernel(x, weight, added=None, gated=False):
-    added = None if added is None else added.to(DEVICE)
-    return few_rows_product(x.to(DEVICE), weight.to(DEVICE), gated=gated, added=added, impl="triton").cpu()
+def by_kernel(x, weight, gated=False):
+    return few_rows_product(x.to(DEVICE), weight.to(DEVICE), gated=gated, impl="triton").cpu()
 
 
-def exact_product(x, weight, added, gated):
+def exact_product(x, weight, gated):
     product = x.double() @ weight.double().T
-    if gated:
-        gate, up = product.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
-    return product if added is None else added.double() + product
+    if not gated:
+        return product
+    gate, up = product.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
 
 
-@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("rows", "outputs", "columns", "dtype"), [
     (1, 40, 24, torch.bfloat16), (5, 70, CUT, torch.float16),
     *(pytest.param(rows, 200, 1536, dtype, marks=pytest.mark.slow)
-      for rows in (16, 17, 64, 128) for dtype in (torch.float16, torch.bfloat16)),
+      for rows in (16, 17, 64) for dtype in (torch.float16, torch.bfloat16)),
 ])  # fmt: skip
-def test_the_sums_are_as_near_as_pytorchs(rows, outputs, columns, dtype, kind):
-    x, weight, added = tensors(rows, outputs, columns, dtype, kind == "gated")
-    given = {"added": added if kind == "added" else None, "gated": kind == "gated"}
-    ours, plain = by_kernel(x, weight, **given), few_rows_product(x, weight, **given, impl="torch")
-    exact = exact_product(x, weight, **given)
+def test_the_sums_are_as_near_as_pytorchs(rows, outputs, columns, dtype, gated):
+    x, weight = tensors(rows, outputs, columns, dtype, gated)
+    ours, plain = by_kernel(x, weight, gated), few_rows_product(x, weight, gated=gated, impl="torch")
+    exact = exact_product(x, weight, gated)
     error, allowed = ((each.double() - exact).abs().max() for each in (ours, plain))
     assert error <= 2 * allowed + 1e-4, (error, allowed)
     assert ours.dtype == dtype
 
 
-def test_it_rounds_where_the_modules_round():
-    x, weight, added = tensors(3, 70, 64, torch.bfloat16, gated=True)
+@pytest.mark.parametrize("gated", [False, True])
+def test_it_rounds_where_the_modules_round(gated):
+    x, weight = tensors(3, 70, 64, torch.bfloat16, gated=True)
     x, weight = x.sign(), weight.sign()  # so that sums are exact in any order
-    for given in ({"gated": True}, {"added": torch.cat([added, added], 1)}, {}):
-        assert torch.equal(by_kernel(x, weight, **given), few_rows_product(x, weight, **given, impl="torch"))
+    assert torch.equal(by_kernel(x, weight, gated), few_rows_product(x, weight, gated=gated, impl="torch"))
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(gated):
-    x, weight, _ = tensors(20, 48, CUT, torch.bfloat16, gated)
-    alone, whole = by_kernel(x[:1], weight, gated=gated), by_kernel(x, weight, gated=gated)
-    assert torch.equal(alone, whole[:1])
+    x, weight = tensors(60 if gated else 100, 48, CUT, torch.bfloat16, gated)
+    whole = by_kernel(x, weight, gated)
+    for rows in (1, 20):
+        assert torch.equal(by_kernel(x[:rows], weight, gated), whole[:rows])
 
 
 def test_what_lies_behind_the_rows_and_the_columns_is_not_read():
-    x, weight, added = tensors(3, 40, 40, torch.float16)
+    x, weight = tensors(3, 40, 40, torch.float16)
     around = torch.full((9, 40), torch.nan, dtype=torch.float16)
     around[:3] = x
-    assert torch.equal(by_kernel(around[:3], weight, added), by_kernel(x, weight, added))
+    assert torch.equal(by_kernel(around[:3], weight), by_kernel(x, weight))
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_parts_are_added_up_in_any_schedule(gated, adversary):
-    x, weight, _ = tensors(2, 80, CUT, torch.float16, gated)
-    given = {"gated": gated, "impl": "triton"}
-    out = few_rows_product(x.to(DEVICE), weight.to(DEVICE), **given)
-    torch.testing.assert_close(out.cpu().double(), exact_product(x, weight, None, gated), atol=1e-2, rtol=1e-2)
+    x, weight = tensors(2, 80, CUT, torch.float16, gated)
+    torch.testing.assert_close(
+        by_kernel(x, weight, gated).double(), exact_product(x, weight, gated), atol=1e-2, rtol=1e-2
+    )
     adversary.met("_few_rows_kernel")
 
 
@@ -85,15 +84,53 @@ def test_every_column_is_in_a_part_and_multiprocessors_have_work(outputs, column
         assert parts * -(-outputs // few_rows.BLOCK_N) > 0.9 * PROGRAMS
 
 
+@pytest.mark.parametrize(("rows", "dtype", "gated", "device", "expected"), [
+    (33, torch.bfloat16, True, "known", True), (64, torch.float16, True, "known", True),
+    (32, torch.bfloat16, True, "known", False), (65, torch.bfloat16, True, "known", False),
+    (33, torch.float32, True, "known", False), (33, torch.bfloat16, False, "known", False),
+    (33, torch.bfloat16, True, "another", False),
+])  # fmt: skip
+def test_by_itself_it_takes_the_kernel_where_that_was_measured_to_be_faster(
+    rows, dtype, gated, device, expected, monkeypatch
+):
+    monkeypatch.setattr(measured, "FASTER", {"known": {(96, 64, True): (33, 64)}})
+    monkeypatch.setattr(measured, "_name", lambda _: device)
+    monkeypatch.setattr(few_rows, "choose_impl", lambda name, impl, x: "triton")
+    monkeypatch.setattr(few_rows, "_launch", lambda x, weight, gated: "the kernel")
+    monkeypatch.setattr(few_rows, "silu_product", lambda gate, up, impl: (gate, up))
+    x, weight = tensors(rows, 48, 64, dtype, gated=True)
+    assert (few_rows_product(x, weight, gated=gated) == "the kernel") == expected
+    assert not measured.is_faster(x, weight.T.contiguous().T, gated)
+
+
+def test_a_gpus_results_say_where_the_kernel_is_faster():
+    times = {  # rows: by cuBLAS, by the kernel
+        "96 x 64": {1: (2, 3), 16: (2, 3), 33: (3, 2), 64: (3, 2), 128: (3, 4)},
+        "96 x 64, gated": {1: (3, 2), 16: (2, 3), 33: (3, 2), 64: (3, 1)},
+        "32 x 64": {1: (1, 2), 16: (1, 1)},
+    }
+    results = [
+        {"extra_info": {
+            "device": "a GPU", "case": f"bfloat16, {weight}, {rows} rows", "way": way, "microseconds": microseconds
+        }}
+        for weight, of in times.items()
+        for rows, both in of.items()
+        for way, microseconds in zip(("linear", "few rows"), both, strict=True)
+    ]  # fmt: skip
+    found = script("bench_linear").faster(results)
+    assert found == {"a GPU": {(96, 64, False): (33, 64), (96, 64, True): (33, 64)}}
+
+
 def test_bad_input_is_refused():
-    x, weight, added = tensors(2, 16, 32, torch.float16)
-    for given, options in (
-        ((x.float(), weight.float()), {}), ((x, weight.bfloat16()), {}), ((x[:, :16], weight), {}),
-        ((x, weight.T.contiguous().T), {}), ((x.expand(2, 32).repeat(65, 1), weight), {}),
-        ((x, weight), {"added": added[:1]}),
+    x, weight = tensors(2, 16, 32, torch.float16)
+    for given in (
+        (x.float(), weight.float()), (x, weight.bfloat16()), (x[:, :16], weight), (x, weight.T.contiguous().T),
+        (x.expand(2, 32).repeat(65, 1), weight), (x[:, :12].contiguous(), weight[:, :12].contiguous()),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="impl 'triton' takes at most 128 rows"):
-            few_rows_product(*moved(given, DEVICE), impl="triton", **moved(options, DEVICE))
-    with pytest.raises(ValueError, match="gated takes an even number of outputs and nothing added, got 16"):
-        few_rows_product(x, weight, gated=True, added=added)
+            few_rows_product(*moved(given, DEVICE), impl="triton")
+    with pytest.raises(ValueError, match=r"at most 64 rows x \[R, K\] if gated"):
+        few_rows_product(x[:1].expand(65, 32).to(DEVICE), weight.to(DEVICE), gated=True, impl="triton")
+    with pytest.raises(ValueError, match="gated takes an even number of outputs, got 15"):
+        few_rows_product(x, weight[:15], gated=True)
     assert few_rows_product(x[:0].to(DEVICE), weight.to(DEVICE), impl="triton").shape == (0, 16)

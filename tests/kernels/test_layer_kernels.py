@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from triton.runtime.interpreter import GridExecutor
 
+from heavypath.kernels.layers import few_rows
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
@@ -21,7 +22,14 @@ from heavypath.speculative.models.llama import LlamaForward
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="takes tensors of the host to the kernels")
-LAYER_KERNELS = ("layers.rms_norm", "layers.rotary", "layers.gated", "attention.prepared", "tree_attention")
+LAYER_KERNELS = (
+    "layers.rms_norm",
+    "layers.rotary",
+    "layers.gated",
+    "layers.few_rows",
+    "attention.prepared",
+    "tree_attention",
+)
 
 
 def poisoned(*shape, dtype):
@@ -248,3 +256,21 @@ def test_a_layer_is_nine_launches(name, monkeypatch):
         with torch.inference_mode():
             one, two = (launches_of(forward, batch, nodes, monkeypatch) for forward in forwards)
         assert len(two) - len(one) == 9 + (name == "another activation, yarn"), two
+
+
+@interpreted
+def test_products_that_were_measured_to_be_faster_are_the_kernels(monkeypatch):
+    """Queries, keys and values, and gate and up with silu, which is a launch less for a layer."""
+    models = [model_of("odd sizes", torch.bfloat16, head_dim=24, hidden_size=48, num_hidden_layers=2) for _ in "abc"]
+    plain = LlamaForward(models[0])
+    plain._native = None
+    expected = passed(plain, [6, 3], True)
+    take_kernels(monkeypatch)
+    monkeypatch.setattr(few_rows, "is_faster", lambda x, weight, gated: True)
+    found = passed(LlamaForward(models[0]), [6, 3], True)
+    forwards = [on_meta(model, layers) for model, layers in zip(models[1:], ([0], None), strict=True)]
+    with torch.inference_mode():
+        one, two = (launches_of(forward, 1, 32, monkeypatch) for forward in forwards)
+    assert (len(two) - len(one), two.count("_few_rows_kernel")) == (8, 4)
+    monkeypatch.undo()
+    assert_as_near(found, expected, passed(LlamaForward(models[0].double()), [6, 3], True), 2)

@@ -22,7 +22,7 @@ from heavypath.speculative.models.forward import (
     as_logits,
 )
 from heavypath.speculative.models.joined import Joining
-from heavypath.speculative.models.linear import Linears, Product, are_plain, each_alone
+from heavypath.speculative.models.linear import Linears, are_plain, as_it_lies, each_alone
 from heavypath.speculative.models.llama import norm_of, turns_of
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import has_hooks
@@ -72,7 +72,7 @@ class HeadDraft(EntriesDraft):
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self.native = self._compiled()
-        one, together = (linears.one, linears.together) if self.native is None else (_itself, each_alone)
+        one, together = (linears.one, linears.together) if self.native is None else (as_it_lies, each_alone)
         joining = Joining(head)
         for layer in self._layers:
             layer.look_up(one, lambda modules: joining.products(modules) or together(modules))
@@ -202,7 +202,3 @@ class HeadDraft(EntriesDraft):
     def _rotary_table(self, positions: int) -> Tensor:
         every = torch.arange(positions, device=self.device)
         return turns_of(self.head.rotary_emb, every, self.head.fc.weight)
-
-
-def _itself(layer: Any) -> Product:
-    return layer

@@ -9,8 +9,9 @@ from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.drafts.heads.config import TappedConfig
 from heavypath.speculative.models.forward import Attend, Forward
+from heavypath.speculative.models.joined import gated_by
 from heavypath.speculative.models.linear import Product, Products
-from heavypath.speculative.models.llama import gated_of, norm_of
+from heavypath.speculative.models.llama import norm_of
 
 
 class LayerFunctions:
@@ -25,7 +26,7 @@ class LayerFunctions:
         self.norm, self.mlp_norm = norm_if_any(layer, "input_layernorm"), norm_of(layer.post_attention_layernorm)
         query_norm, key_norm = (norm_if_any(attention, name) for name in ("q_norm", "k_norm"))
         self.head_norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm)
-        self.gated, self.head_dim, self.scaling = gated_of(mlp.act_fn), attention.head_dim, attention.head_dim**-0.5
+        self.activation, self.head_dim, self.scaling = mlp.act_fn, attention.head_dim, attention.head_dim**-0.5
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -34,7 +35,8 @@ class LayerFunctions:
 
     def look_up(self, one: Callable[[Any], Product], together: Callable[[Sequence[Any]], Products]) -> None:
         """Find the functions that PyTorch multiplies by."""
-        self._project, self._gate_and_up = together(self.projections), together(self.gates)
+        self._project = together(self.projections)
+        self._gated = gated_by(self.activation, together(self.gates))
         self._mix, self._down = one(self.mixing), one(self.last)
 
     def attention(
@@ -57,7 +59,7 @@ class LayerFunctions:
 
     def mlp(self, normed: Tensor) -> Tensor:
         """The perceptron's output, [R, H] of [R, H]."""
-        return self._down(self.gated(*self._gate_and_up(normed)))
+        return self._down(self._gated(normed))
 
 
 def norm_if_any(module: Any, name: str) -> Norm | None:

@@ -29,10 +29,10 @@ from heavypath.kernels.recurrent.delta import tree_delta
 from heavypath.kernels.recurrent.totals import GateWeights
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Attend, Taps, TreeMask, as_logits
-from heavypath.speculative.models.joined import Joining
+from heavypath.speculative.models.joined import Joining, gated_by
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.linear import Linears, Product, Products
-from heavypath.speculative.models.llama import gated_of, norm_of
+from heavypath.speculative.models.llama import norm_of
 from heavypath.speculative.models.recurrent.cache import HybridCache
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
 from heavypath.speculative.models.structure import has_hooks
@@ -79,7 +79,7 @@ class QwenForward(RecurrentForward):
             if taps is not None and index in taps.numbers:
                 states[index] = hidden
             hidden, normed = _norm(hidden, layer.mixed(normed, nodes), layer.mlp_norm)
-            computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
+            computed = layer.down(layer.gated(normed))
         cache.end_of_pass()
         if not needs_logits and (taps is None or self.layers not in taps.numbers):
             last = hidden.new_empty(0)
@@ -121,8 +121,8 @@ class _Layer:
     def __init__(self, layer: Any, one: Callable[[Any], Product], together: Callable[[Sequence[nn.Module]], Products]):
         mlp = layer.mlp
         self.norm, self.mlp_norm = _centred(layer.input_layernorm), _centred(layer.post_attention_layernorm)
-        self.gate_and_up, self.down = together([mlp.gate_proj, mlp.up_proj]), one(mlp.down_proj)
-        self.gated = gated_of(mlp.act_fn)
+        self.gated = gated_by(mlp.act_fn, together([mlp.gate_proj, mlp.up_proj]))
+        self.down = one(mlp.down_proj)
         if hasattr(layer, "linear_attn"):
             own = self._own = layer.linear_attn
             self.mixed = self._by_delta_rule
