@@ -8,6 +8,8 @@ import copy
 
 import pytest
 import torch
+from block_checkpoints import random_block
+from head_cases import head_of
 from tiny_models import tiny_llama
 
 from heavypath.speculative import SpeculativeDecoder
@@ -58,6 +60,29 @@ def test_torchao_quantised_before_and_after(kind, pair):
     for made in (decoder, SpeculativeDecoder(model, draft), SpeculativeDecoder(model, model, "dyspec")):
         assert_same_but_for_rounding(model, text(made), expected)
     assert not torch.equal(before, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize("kind", ["model", "head", "block"])
+def test_a_draft_that_torchao_quantised_changes_no_text(kind, config):
+    quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    target = tiny_llama(1, vocab_size=31, hidden_size=64, intermediate_size=128)
+    make = {
+        "model": lambda: copy.deepcopy(target),
+        "head": lambda: head_of(target),
+        "block": lambda: random_block(target),
+    }
+    draft, plain = make[kind](), SpeculativeDecoder(target, method="autoregressive")
+    quantization.quantize_(draft, getattr(quantization, config)())
+    out = SpeculativeDecoder(target, draft, tree_size=6).generate(PROMPTS, 12, eos_token_id=None)
+    assert torch.equal(out.sequences, text(plain))
+    assert out.stats.tokens_per_step > 2 or kind != "model", "a copy of the target in 8 bits agrees with it"
+    sampled = [
+        decoder.generate(PROMPTS, 24, temperature=0.8, seed=5, eos_token_id=None).sequences
+        for decoder in (SpeculativeDecoder(target, draft, "ersd"), plain)
+    ]
+    assert torch.equal(*sampled)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -91,7 +91,7 @@ class BlockHeadDraft(TappedDraft):
 
     def new_cache(self, batch: int, rows: int) -> BlockCache:
         """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and a block after them."""
-        rotary, config, like, term = self._rotary, self.config, self.head.fc.weight, self.head.term
+        rotary, config, like, term = self._rotary, self.config, self._norm.weight, self.head.term
         rows += config.block_size
         if rows > len(rotary):
             self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
@@ -250,7 +250,7 @@ class BlockHeadDraft(TappedDraft):
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
         every = torch.arange(positions, device=self.device)
-        return turns_of(self.head.rotary_emb, every, self.head.fc.weight)
+        return turns_of(self.head.rotary_emb, every, self._norm.weight)
 
 
 def place_of(feed: Feed, depths: int) -> tuple[Any, Any]:

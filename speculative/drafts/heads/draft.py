@@ -130,7 +130,7 @@ class HeadDraft(EntriesDraft):
             layers=config.layers,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            like=self.head.fc.weight,
+            like=self._layers[0].mlp_norm.weight,
             rotary=rotary,
         )
 
@@ -201,4 +201,4 @@ class HeadDraft(EntriesDraft):
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
         every = torch.arange(positions, device=self.device)
-        return turns_of(self.head.rotary_emb, every, self.head.fc.weight)
+        return turns_of(self.head.rotary_emb, every, self._layers[0].mlp_norm.weight)
