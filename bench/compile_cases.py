@@ -148,8 +148,13 @@ def gating(dtype: str, columns: int) -> None:
 def multiplying(dtype: str, outputs: int, columns: int, rows: int, **options) -> None:
     from heavypath.kernels.layers.few_rows import few_rows_product
 
-    x, weight = (on_gpu(torch.empty(*shape, dtype=DTYPES[dtype])) for shape in ((rows, columns), (outputs, columns)))
-    few_rows_product(x, weight, impl="triton", **options)
+    in_fp8 = options.pop("fp8", False)
+    if in_fp8 and torch.cuda.get_device_capability() < (8, 9):
+        return  # which has no fp8
+    x = on_gpu(torch.empty(rows, columns, dtype=DTYPES[dtype]))
+    weight = on_gpu(torch.empty(outputs, columns, dtype=torch.float8_e4m3fn if in_fp8 else x.dtype))
+    scale = on_gpu(torch.empty(outputs)) if in_fp8 else None
+    few_rows_product(x, weight, scale=scale, impl="triton", **options)
 
 
 def turning(dtype: str, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> None:
@@ -318,7 +323,8 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
     **cases(gating, "gate {} F{}", ("bf16", 11008), ("fp16", 14336), ("fp32", 96)),
     **cases(multiplying, "product {} {}x{} {} rows", ("bf16", 12288, 4096, 64),
             ("bf16", 4096, 4096, 64), ("bf16", 22016, 4096, 64, {"gated": True}),
-            ("bf16", 4096, 11008, 128), ("fp16", 32000, 4096, 16), ("bf16", 2304, 768, 32)),
+            ("bf16", 4096, 11008, 128), ("fp16", 32000, 4096, 16), ("bf16", 2304, 768, 32),
+            ("bf16", 32000, 4096, 16, {"fp8": True}), ("fp16", 4096, 14336, 64, {"fp8": True})),
     **cases(turning, "rotary {} {}:{} D{}", ("bf16", 32, 32, 128), ("bf16", 12, 12, 64), ("fp16", 32, 8, 128),
             ("fp32", 4, 2, 24), ("fp32", 8, 8, 256), ("bf16", 32, 8, 128, {"normed": True})),
     **cases(recurring, "recurrent {} {} D{} {} nodes", ("delta", "bf16", 128, 64), ("delta", "fp32", 128, 64),

@@ -2,6 +2,7 @@
 
     y = x W'                            x: [R, K], W: [N, K], y: [R, N], R up to 128
     y = round(silu(g)) * u              gated: W = [G; U], g = round(x G'), u = round(x U'), y: [R, N / 2]
+    y = (x F') s                        W = diag(s) F with F in fp8, s: [N]
 
 Every weight is read once. So weights are the operand with many rows, 64 of them a program, and x is the one with few.
 Tensor cores work as much as R needs, and no more. A weight of few outputs has too few programs to read at full speed.
@@ -29,30 +30,47 @@ from heavypath.kernels.layers.measured import is_faster
 from heavypath.kernels.layers.rounding import rounded
 from heavypath.kernels.tickets import is_last, tickets
 
-MOST_ROWS, MOST_GATED = 128, 64
+MOST_ROWS, FEWER, FP8 = 128, 64, torch.float8_e4m3fn  # FEWER: rows, with a gate or a scale
 BLOCK_N, BLOCK_K = 64, 128
 PROGRAMS = 264  # that run at once: two for each multiprocessor of an H100
 MOST_PARTS, LEAST_BLOCKS = 8, 4  # of a weight's columns, and blocks of them in a part
 
 
 @operator
-def few_rows_product(x: Tensor, weight: Tensor, *, gated: bool = False, impl: str = "auto") -> Tensor:
+def few_rows_product(
+    x: Tensor, weight: Tensor, *, scale: Tensor | None = None, gated: bool = False, impl: str = "auto"
+) -> Tensor:
     """The product of rows by a weight, [R, N], or [R, N / 2] if gated.
 
-    x:      [R, K]; impl "triton" has R up to 128, or 64 if gated, K a multiple of 8, fp16 and bf16
-    weight: [N, K] of the same dtype, contiguous
+    x:      [R, K]; impl "triton" has R up to 128, or 64 if gated or in fp8, K a multiple of 8, or 16, fp16 and bf16
+    weight: [N, K] of the same dtype, contiguous; or of float8_e4m3fn, with
+    scale:  [N] of fp32, what the rows of the weight are to be multiplied by; not with gated
     gated:  the weight is that of a gate, and below it that of what is multiplied by silu(gate)
 
-    On a GPU impl "auto" is the kernel where it was measured to be faster (`measured`), elsewhere PyTorch's product.
-    Raises ValueError where the kernel does not take shapes or dtypes.
+    On a GPU impl "auto" is the kernel where it was measured to be faster (`measured`), and for fp8, which PyTorch first
+    writes in x's dtype. Elsewhere it is PyTorch's product. Raises ValueError where the kernel does not take shapes or
+    dtypes.
     """
-    if gated and len(weight) % 2:
-        raise ValueError(f"gated takes an even number of outputs, got {len(weight)}")
+    if gated and (scale is not None or len(weight) % 2):
+        raise ValueError(f"gated takes an even number of outputs and no scale, got {len(weight)} outputs")
     chosen = choose_impl("few_rows_product", impl, x)
-    if chosen == "triton" and (impl == "triton" or is_faster(x, weight, gated)):
-        return _launch(x, weight, gated)
+    if chosen == "triton" and (impl == "triton" or _pays(x, weight, scale, gated)):
+        return _launch(x, weight, scale, gated)
+    if scale is not None:
+        weight = (weight.float() * scale[:, None]).to(x.dtype)
     product = linear(x, weight)
     return silu_product(*product.chunk(2, -1), impl=impl) if gated else product
+
+
+def _pays(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> bool:
+    """True if the kernel is taken without being asked for."""
+    if scale is None:
+        return is_faster(x, weight, gated)
+    return x.dtype.itemsize == 2 and len(x) <= FEWER and weight.shape[1] % 16 == 0 and _has_fp8(x)
+
+
+def _has_fp8(x: Tensor) -> bool:
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 @triton.jit
@@ -77,6 +95,7 @@ def _sum_of_parts(parts, output, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, ROW
 def _few_rows_kernel(
     x,  # [rows, COLUMNS]
     weight,  # [OUTPUTS, COLUMNS], or [2 * OUTPUTS, COLUMNS] if GATED
+    scale,  # fp32 [OUTPUTS] of a weight in fp8, or None
     out,  # [rows, OUTPUTS]
     parts,  # fp32 [1, or 2 if GATED, PARTS, OUTPUTS, ROWS] if PARTS > 1
     tickets_ptr,  # [tiles of outputs]
@@ -103,6 +122,8 @@ def _few_rows_kernel(
         of_weight, of_x = there & (column < end)[None, :], (row < rows)[None, :] & (column < end)[:, None]
         w = tl.load(weight + column[None, :], mask=of_weight, other=0.0)
         given = tl.load(x + column[:, None], mask=of_x, other=0.0)
+        if scale is not None:
+            w = w.to(x.dtype.element_ty)
         if INTERPRETED:  # whose products of bfloat16 are wrong
             w, given = w.to(tl.float32), given.to(tl.float32)
         sums = tl.dot(w, given, sums)
@@ -120,6 +141,8 @@ def _few_rows_kernel(
             sums = _sum_of_parts(parts, output, OUTPUTS, PARTS, ROWS)
             if GATED:
                 ups = _sum_of_parts(parts + PARTS * OUTPUTS * ROWS, output, OUTPUTS, PARTS, ROWS)
+        if scale is not None:
+            sums *= tl.load(scale + output, mask=output < OUTPUTS, other=0.0)[:, None]
         sums = rounded(sums, out, INTERPRETED)
         at = row.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
         inside = there & (row < rows)[None, :]
@@ -142,29 +165,36 @@ def parts_of(outputs: int, columns: int) -> tuple[int, int]:
     return -(-blocks // each), each * BLOCK_K
 
 
-def _launch(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> Tensor:
     """`few_rows_product` by the kernel."""
     rows, columns = x.shape
     outputs = len(weight) // 2 if gated else len(weight)
-    most = MOST_GATED if gated else MOST_ROWS
-    fits = x.dtype in (torch.float16, torch.bfloat16) and x.dtype == weight.dtype and rows <= most
-    fits = fits and weight.shape[1] == columns and columns % 8 == 0 and weight.is_contiguous()
+    most = FEWER if gated or scale is not None else MOST_ROWS
+    fits = x.dtype in (torch.float16, torch.bfloat16) and rows <= most and weight.shape[1] == columns
+    fits = fits and columns * weight.dtype.itemsize % 16 == 0 and weight.is_contiguous()
+    if scale is None:
+        fits = fits and x.dtype == weight.dtype
+    else:
+        fits = fits and (weight.dtype, scale.dtype) == (FP8, torch.float32) and scale.shape == (outputs,)
     if not fits:
-        got = [(str(each.dtype), [*each.shape]) for each in (x, weight)]
+        got = [(str(each.dtype), [*each.shape]) for each in (x, weight, scale) if each is not None]
         raise ValueError(
-            f"impl 'triton' takes at most {most} rows x [R, K]{' if gated' * gated} and a contiguous weight [N, K] of "
-            f"one dtype, float16 or bfloat16, with K a multiple of 8; got {got}"
+            f"impl 'triton' takes at most {MOST_ROWS} rows x [R, K], {FEWER} if gated or in fp8, and a contiguous "
+            "weight [N, K] of one dtype, float16 or bfloat16, with K a multiple of 8, or of float8_e4m3fn, with a "
+            f"scale [N] of float32 and K a multiple of 16; got {got}"
         )
-    x = x.contiguous()
+    x, scale = x.contiguous(), None if scale is None else scale.contiguous()
     out = x.new_empty(rows, outputs)
     parts, part = parts_of(outputs, columns)
     tiles, padded = triton.cdiv(outputs, BLOCK_N), max(16, triton.next_power_of_2(rows))
+    if scale is not None:
+        padded = FEWER  # which gives loads of 16 bytes
     stored = x.new_empty(parts * len(weight) * padded, dtype=torch.float32) if parts > 1 else None
     if rows == 0:
         return out
     with torch.cuda.device_of(x):
         _few_rows_kernel[(tiles, parts)](
-            x, weight, out, stored, tickets(tiles, x.device) if parts > 1 else None, rows,
+            x, weight, scale, out, stored, tickets(tiles, x.device) if parts > 1 else None, rows,
             OUTPUTS=outputs, COLUMNS=columns, PARTS=parts, PART=part, GATED=gated, ROWS=padded,
             BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, INTERPRETED=not x.is_cuda,
             num_warps=8 if padded > 64 else 4, num_stages=3, enable_fp_fusion=False,

@@ -131,10 +131,7 @@ class JoinedProducts:
 
 
 def gated_by(activation: nn.Module, products: Products) -> Product:
-    """act(gate) * up, [R, F], of a perceptron's input [R, H]; products: those of gate and up.
-
-    With SiLU it is one kernel, or a part of the product's.
-    """
+    """act(gate) * up, [R, F], of a perceptron's input [R, H]; products: of gate and up, SiLU in one if it can be."""
     if isinstance(products, JoinedProducts) and is_silu(activation):
         return products.gated
     gated = silu_product if is_silu(activation) else lambda gate, up: activation(gate) * up

@@ -102,10 +102,10 @@ def each_alone(products: Sequence[Product]) -> Products:
 
 def as_it_lies(layer: Any) -> Product:
     """The product of one layer from its weight where that is."""
-    if is_linear(layer) and layer.weight.is_cuda and layer.bias is None:
-        from heavypath.kernels.layers.few_rows import few_rows_product  # for GPUs alone
+    if is_linear(layer, "Float8Tensor") and layer.weight.is_cuda and layer.bias is None:
+        from heavypath.speculative.models.gpu_product import product_of
 
-        return lambda hidden: few_rows_product(hidden, layer.weight)
+        return product_of(layer)
     if not (are_plain([layer]) and layer.weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
         return layer
     multiply = torch.ops.mkldnn._linear_pointwise  # which torch.compile makes of a linear layer
@@ -131,9 +131,10 @@ def are_plain(layers: Sequence[Any]) -> bool:
     return plain and len({layer.weight.dtype for layer in layers}) == 1
 
 
-def is_linear(layer: Any) -> bool:
-    """True for a linear layer of PyTorch with a weight of its own kind, which torchao replaces, and without hooks."""
-    return type(layer) is nn.Linear and not has_hooks(layer) and type(layer.weight) in (nn.Parameter, Tensor)
+def is_linear(layer: Any, *others: str) -> bool:
+    """True for a linear layer of PyTorch without hooks, whose weight is plain, or of torchao's class of such a name."""
+    usual = type(layer) is nn.Linear and not has_hooks(layer)
+    return usual and (type(layer.weight) in (nn.Parameter, Tensor) or type(layer.weight).__name__ in others)
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:

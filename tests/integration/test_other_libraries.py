@@ -12,7 +12,9 @@ from block_checkpoints import random_block
 from head_cases import head_of
 from tiny_models import tiny_llama
 
+from heavypath.kernels.layers import few_rows
 from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.models.linear import as_it_lies
 
 PROMPTS = torch.tensor([[3, 1, 4, 1], [2, 6, 5, 3]])
 
@@ -83,6 +85,20 @@ def test_a_draft_that_torchao_quantised_changes_no_text(kind, config):
         for decoder in (SpeculativeDecoder(target, draft, "ersd"), plain)
     ]
     assert torch.equal(*sampled)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fp8_weights_of_torchao_are_multiplied_by_the_kernel_on_a_gpu(monkeypatch):
+    quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    layer, x = torch.nn.Linear(64, 48, bias=False).bfloat16(), torch.randn(3, 64).bfloat16()
+    quantization.quantize_(layer, quantization.Float8WeightOnlyConfig())
+    expected, given = layer(x), []
+    monkeypatch.setattr(type(layer.weight), "is_cuda", True, raising=False)
+    monkeypatch.setattr(
+        few_rows, "linear", lambda x, weight: given.append(weight) or torch.nn.functional.linear(x, weight)
+    )
+    torch.testing.assert_close(as_it_lies(layer)(x), expected)
+    assert type(given.pop()) is torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore")

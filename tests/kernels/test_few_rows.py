@@ -6,7 +6,7 @@ from bench_scripts import script
 from devices import DEVICE, moved
 
 from heavypath.kernels.layers import few_rows, measured
-from heavypath.kernels.layers.few_rows import BLOCK_K, LEAST_BLOCKS, PROGRAMS, few_rows_product, parts_of
+from heavypath.kernels.layers.few_rows import BLOCK_K, FP8, LEAST_BLOCKS, PROGRAMS, few_rows_product, parts_of
 
 CUT = 2 * LEAST_BLOCKS * BLOCK_K + 8  # columns of two parts, the last block of which has eight
 
@@ -66,6 +66,25 @@ def test_what_lies_behind_the_rows_and_the_columns_is_not_read():
     assert torch.equal(by_kernel(around[:3], weight), by_kernel(x, weight))
 
 
+def in_fp8(weight):
+    """A weight [N, K] in fp8, and the scale of its rows."""
+    scale = weight.float().abs().amax(1) / torch.finfo(FP8).max
+    return (weight / scale[:, None]).to(FP8), scale
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.bfloat16), (64, torch.float16)])
+def test_a_weight_in_fp8_is_multiplied_exactly_and_scaled_at_the_end(rows, dtype):
+    x, weight = tensors(rows, 70, CUT + 8, dtype)
+    every = torch.arange(256, dtype=torch.uint8)
+    packed, scale = in_fp8(weight)
+    packed[1, :256] = torch.where(every % 128 == 127, 0, every).view(FP8)  # all numbers that there are
+    out = few_rows_product(x.to(DEVICE), packed.to(DEVICE), scale=scale.to(DEVICE), impl="triton").cpu()
+    exact = x.double() @ packed.double().T * scale.double()
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=2**-8 if dtype == torch.bfloat16 else 2**-10)
+    plain = few_rows_product(x, packed, scale=scale, impl="torch")
+    torch.testing.assert_close(plain.double(), exact, atol=0.1, rtol=0.05)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_parts_are_added_up_in_any_schedule(gated, adversary):
     x, weight = tensors(2, 80, CUT, torch.float16, gated)
@@ -96,7 +115,7 @@ def test_by_itself_it_takes_the_kernel_where_that_was_measured_to_be_faster(
     monkeypatch.setattr(measured, "FASTER", {"known": {(96, 64, True): (33, 64)}})
     monkeypatch.setattr(measured, "_name", lambda _: device)
     monkeypatch.setattr(few_rows, "choose_impl", lambda name, impl, x: "triton")
-    monkeypatch.setattr(few_rows, "_launch", lambda x, weight, gated: "the kernel")
+    monkeypatch.setattr(few_rows, "_launch", lambda *_: "the kernel")
     monkeypatch.setattr(few_rows, "silu_product", lambda gate, up, impl: (gate, up))
     x, weight = tensors(rows, 48, 64, dtype, gated=True)
     assert (few_rows_product(x, weight, gated=gated) == "the kernel") == expected
@@ -129,8 +148,14 @@ def test_bad_input_is_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match="impl 'triton' takes at most 128 rows"):
             few_rows_product(*moved(given, DEVICE), impl="triton")
-    with pytest.raises(ValueError, match=r"at most 64 rows x \[R, K\] if gated"):
-        few_rows_product(x[:1].expand(65, 32).to(DEVICE), weight.to(DEVICE), gated=True, impl="triton")
-    with pytest.raises(ValueError, match="gated takes an even number of outputs, got 15"):
+    packed, scale = in_fp8(weight)
+    for given, options in (
+        ((x[:1].expand(65, 32), weight), {"gated": True}), ((x[:1].expand(65, 32), packed), {"scale": scale}),
+        ((x, packed), {}), ((x, packed), {"scale": scale[:1]}), ((x, packed), {"scale": scale.double()}),
+        ((x, weight), {"scale": scale}), ((x[:, :24], packed[:, :24].contiguous()), {"scale": scale}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"at most 128 rows x \[R, K\], 64 if gated or in fp8"):
+            few_rows_product(*moved(given, DEVICE), impl="triton", **moved(options, DEVICE))
+    with pytest.raises(ValueError, match="gated takes an even number of outputs and no scale, got 15"):
         few_rows_product(x, weight[:15], gated=True)
     assert few_rows_product(x[:0].to(DEVICE), weight.to(DEVICE), impl="triton").shape == (0, 16)

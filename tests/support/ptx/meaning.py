@@ -174,6 +174,8 @@ def _conversion(given: Instruction, flush: bool) -> Meaning:
     """From one type to another; two numbers of fp32 may become two halves side by side."""
     if "tf32" in given.modifiers:
         return Meaning("b32", ("f32",), "to_tf32(a)", flush=flush)
+    if "e4m3x2" in given.modifiers:  # to f16x2, exactly
+        return Meaning("b32", ("b16",), "(u32)to_f16(from_e4m3(a >> 8)).bits << 16 | to_f16(from_e4m3(a)).bits")
     to, source = [one for one in given.modifiers if one in BITS]
     if to in PAIRS:
         half = PAIRS[to]

@@ -67,16 +67,17 @@ class _Scopes:
         kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text, re.DOTALL).groups()
         for name in names.split(","):
             self.made += 1
-            own = name.strip().partition("<")[0]  # %r<8> declares %r0 to %r7, or so
-            self.open[-1][own] = (own if len(self.open) == 1 else f"{own}@{self.made}", BITS[kind])
+            own, several, _ = name.strip().partition("<")  # %r<8> declares %r0 to %r7, and no %r
+            self.open[-1][own + several] = (own if len(self.open) == 1 else f"{own}@{self.made}:", BITS[kind])
 
     def find(self, name: str) -> tuple[str, int] | None:
         """The full name and the bits of a register; None if it is no register."""
         for scope in reversed(self.open):
-            for own in (name, name.rstrip("0123456789")):
-                if own in scope:
-                    full, bits = scope[own]
-                    return full + name.removeprefix(own), bits
+            if name in scope:
+                return scope[name]
+            if (own := name.rstrip("0123456789")) + "<" in scope:
+                full, bits = scope[own + "<"]
+                return full + name.removeprefix(own), bits
         return None
 
 

@@ -63,6 +63,12 @@ static inline f16 to_f16(f64 x) {
   if (x != x) return {0x7FFF};
   return {__builtin_bit_cast(u16, (_Float16)odd(x))};
 }
+static inline f64 from_e4m3(u32 x) {  // the lowest 8 bits; there is no infinity
+  const int exponent = x >> 3 & 15, fraction = x & 7;
+  if ((x & 127) == 127) return NAN;
+  const f64 size = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+  return x & 128 ? -size : size;
+}
 
 // A GPU has one NaN.
 static inline f32 canonical(f32 x) { return x != x ? __builtin_bit_cast(f32, 0x7FFFFFFFu) : x; }
