@@ -69,7 +69,6 @@ class GrowingDrafter:
         growth, rules = self.growth, self.rules
         batch, device = len(state.root), state.root.device
         can_trim = reach.trims and host_can_read(device)
-        filters = rules.draft_filters if growth.by == "beam" else rules.drawing_filters
         first_rows = root_rows(state.noise, state.lengths)
         roots = Roots(state.root, state.lengths, first_rows, state.left)
         slots = Slots.room_for(batch, growth.slots, device)
@@ -80,7 +79,7 @@ class GrowingDrafter:
             after = draft(feed, cache)[:, -level.size :]  # [B, n, V]
             lap("draft")
             most = min(growth.width, after.shape[-1])
-            drawn = gumbel_topk(after, most, **filters._asdict(), seed=state.seed, rows=noise_rows)
+            drawn = gumbel_topk(after, most, **rules.drawing_filters._asdict(), seed=state.seed, rows=noise_rows)
             check_distributions("draft", drawn.keys, state, level.depth)
             level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, level.depth, device))
             logits.append(after)
@@ -123,7 +122,7 @@ def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device
 
 def _policy(growth: Growth, rules: Rules, depth: int, device: torch.device) -> Policy:
     """The way in which slots below nodes of a depth are chosen."""
-    noisy = (rules.draft_filters if growth.by == "beam" else rules.drawing_filters).temperature > 0
+    noisy = rules.drawing_filters.temperature > 0
     lines = None if growth.confidence is None or not noisy else growth.confidence.lines(growth.width, device)
     return Policy(
         by=growth.by,

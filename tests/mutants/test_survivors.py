@@ -11,8 +11,9 @@ import triton.language as tl
 from attention_cases import DEVICE, inputs, random_tree
 from triton import knobs
 
+from heavypath.kernels import sampling
 from heavypath.kernels.attention import variant
-from heavypath.kernels.attention.launch import Layouts, TensorLayout, plan_launch
+from heavypath.kernels.attention.launch import Layouts, TensorLayout, in_place, plan_launch
 from heavypath.kernels.attention.masks import PackedAncestors, pack_ancestors
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.filtering import Filters, filtered_logprobs, scores
@@ -20,15 +21,17 @@ from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import recorded
 from heavypath.kernels.nodes import Nodes, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
-from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
+from heavypath.kernels.sampling import TopK, draw_unchecked, gumbel_topk, stochastic_beam
 from heavypath.kernels.sharing import counters, open_pass, take_chunk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
-from heavypath.kernels.trees.levels import CommonNodes, Trees, alike, place
+from heavypath.kernels.trees.levels import CommonNodes, Fed, Trees, alike, place
 from heavypath.kernels.verification import verify_unchecked
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
+from heavypath.speculative.decoding.drafted import Drafted, given_to_target
 from heavypath.speculative.decoding.noise_rows import node_rows
+from heavypath.speculative.drafts.draft import ExtraNodes
 
 LN2 = math.log(2)
 
@@ -250,3 +253,35 @@ def test_a_stream_is_told_unless_a_profiler_wants_to_know_of_launches(monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(knobs.runtime, hook, print)
             assert variant.current_stream(3) is None
+
+
+def test_nodes_that_a_draft_adds_come_after_those_of_each_sequences_own_tree():
+    fed = Fed(*(torch.zeros(2, 3, dtype=torch.long) for _ in Fed._fields))
+    drafted = Drafted(
+        fed.tokens, fed.tokens, fed.tokens, fed.tokens, torch.tensor([[3, 2, 3], [3, 3, 3]]), fed, None, None
+    )
+    extra = ExtraNodes(torch.ones(2, 4, dtype=torch.long), torch.arange(1, 5), torch.full((4,), 4), lambda *_: None)
+    given = given_to_target(drafted, extra, torch.tensor([10, 20]))
+    assert given.cache_rows[:, 3:].tolist() == [[13, 14, 15, 16], [23, 24, 25, 26]]
+    assert given.subtree_end.tolist() == [[7, 2, 3, 7, 7, 7, 7], [7, 3, 3, 7, 7, 7, 7]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes tensors of the host to the kernels")
+def test_a_step_on_a_gpu_draws_with_and_without_replacement(monkeypatch):
+    logits, noise = torch.randn(3, 300), Noise(torch.tensor(7), torch.tensor([4, 9, 2]))
+    monkeypatch.setattr(sampling, "choose_impl", lambda *_, **__: "triton")
+    monkeypatch.setattr("heavypath.kernels.nucleus.choose_impl", lambda *_, **__: "triton", raising=False)
+    for replacement in (False, True):
+        options = {"filters": Filters(0.7, top_p=0.9), "noise": noise, "replacement": replacement}
+        found = draw_unchecked(logits, 4, **options).tokens
+        assert torch.equal(found, TopK(*sampling._draw("torch", logits, 4, uniform_fill=False, **options)).tokens)
+
+
+def test_attention_reads_tensors_where_they_are_unless_it_cannot():
+    whole = torch.zeros(2, 3, 5, 34)
+    for tensor, is_read in (
+        (whole[..., :32].contiguous(), True), (whole[..., :16].contiguous()[..., ::2], False), (whole, False),
+        (whole.flatten()[1 : 1 + 2 * 3 * 5 * 32].view(2, 3, 5, 32), False),
+    ):  # fmt: skip
+        assert (in_place(tensor) is tensor) == is_read
+        assert torch.equal(in_place(tensor), tensor)

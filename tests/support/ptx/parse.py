@@ -104,9 +104,15 @@ def parse(ptx: str) -> Program:
             scopes.declare(found["text"].strip())
         elif not found["text"].startswith("."):
             program.instructions.append(_instruction(found["text"].strip(), scopes, program.registers))
-        elif not found["text"].startswith(".pragma"):
+        elif not found["text"].startswith(".pragma") and not _is_unused(found["text"], text):
             raise ValueError(f"unknown PTX directive: {found['text'].strip()[:80]}")
     raise ValueError("the braces of a PTX kernel do not close")
+
+
+def _is_unused(directive: str, text: str) -> bool:
+    """True for local memory that is declared and nothing more, as LLVM leaves it behind."""
+    name = re.fullmatch(r"\.local\s.*?(\w+)\[\d+\]", directive.strip(), re.DOTALL)
+    return name is not None and text.count(name[1]) == 1
 
 
 def _instruction(text: str, scopes: _Scopes, registers: dict[str, int]) -> Instruction:
