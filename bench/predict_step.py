@@ -11,8 +11,8 @@ A step is a chain of kernels, each of which waits for the one before:
 joined products and fused kernels, as tests/kernels/test_layer_kernels.py and tests/core/test_step.py count them. `few
 rows` is with the products of kernels/layers/few_rows.py, silu behind one of them: the decoder takes these where
 kernels/layers/measured.py has them as faster on the GPU that it runs on. The limit is the time to read the target's
-weights once, at a copy's bandwidth. `top_p` is the share of a step that cuts and draws take under top-p, of rows of
-128,256 tokens, by predict_filters.py.
+weights once, at a copy's bandwidth. `fp8 draft` is that with a draft whose weights torchao left in fp8. `top_p` is the
+share of a step that cuts and draws take under top-p, of rows of 128,256 tokens, by predict_filters.py.
 
 Each constant is what we expect, the best and the worst that published measurements allow, and where these are from. The
 least and the most of a step have all constants at their best, or all at their worst, so they are wide.
@@ -76,6 +76,7 @@ class Kernels(NamedTuple):
     target_ends: int
     draft_ends: int
     step: int
+    draft_bytes: int = 2  # of a draft's weight
 
 
 BYTES = 2  # of a weight
@@ -90,6 +91,7 @@ WAYS = {
     "before": Kernels(False, False, 13, 3, 7, 78),
     "now": Kernels(True, False, 4, 2, 3, 23),
     "few rows": Kernels(True, True, 3, 2, 3, 23),
+    "fp8 draft": Kernels(True, True, 3, 2, 3, 23, 1),
 }
 
 # Bytes in a second of a large copy.
@@ -137,9 +139,11 @@ def share(size: float, own: bool = False) -> Known:
     return next(found for most, found in (OWN_SHARES if own else SHARES) if size <= most)
 
 
-def pass_seconds(model: Model, kernels: Kernels, ends: int, bandwidth: Known, pick: Pick) -> dict[str, float]:
-    """A forward pass over few tokens, by what it spends its time on."""
-    products = model.layers * model.layer(joined=kernels.joined) + [model.head]
+def pass_seconds(
+    model: Model, kernels: Kernels, ends: int, bandwidth: Known, pick: Pick, nbytes: int = BYTES
+) -> dict[str, float]:
+    """A forward pass over few tokens, by what it spends its time on. nbytes: of a weight."""
+    products = [size * nbytes // BYTES for size in [*model.layers * model.layer(joined=kernels.joined), model.head]]
     reading = sum(size / (pick(bandwidth) * pick(share(size, kernels.own_products))) for size in products)
     return {
         "reading weights": reading,
@@ -152,7 +156,9 @@ def pass_seconds(model: Model, kernels: Kernels, ends: int, bandwidth: Known, pi
 def step_seconds(models: tuple[Model, Model], kernels: Kernels, bandwidth: Known, pick: Pick) -> dict[str, float]:
     """A step of a target and a draft, by what it spends its time on."""
     target = pass_seconds(models[0], kernels, kernels.target_ends, bandwidth, pick)
-    draft = pass_seconds(models[1], kernels, kernels.draft_ends, bandwidth, pick)
+    nbytes = kernels.draft_bytes
+    own = kernels if nbytes == BYTES else kernels._replace(joined=False, others=kernels.others + 1)  # each by itself
+    draft = pass_seconds(models[1], own, own.draft_ends, bandwidth, pick, nbytes)
     parts = {f"target: {name}": seconds for name, seconds in target.items()}
     parts |= {f"draft: {name}": LEVELS * seconds for name, seconds in draft.items()}
     return parts | {

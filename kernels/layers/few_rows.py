@@ -42,7 +42,7 @@ def few_rows_product(
 ) -> Tensor:
     """The product of rows by a weight, [R, N], or [R, N / 2] if gated.
 
-    x:      [R, K]; impl "triton" has R up to 128, or 64 if gated or in fp8, K a multiple of 8, or 16, fp16 and bf16
+    x:      [R, K]; impl "triton" has fp16 and bf16, R up to 128, or 64 if gated or by fp8, and K a multiple of 8, or 16
     weight: [N, K] of the same dtype, contiguous; or of float8_e4m3fn, with
     scale:  [N] of fp32, what the rows of the weight are to be multiplied by; not with gated
     gated:  the weight is that of a gate, and below it that of what is multiplied by silu(gate)
