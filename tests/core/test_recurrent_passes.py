@@ -51,6 +51,30 @@ def test_a_sequence_that_has_ended_stays_as_it_is(kind):
             lengths = lengths + torch.tensor(moved)
 
 
+@pytest.mark.parametrize("kind", FOUR)
+def test_texts_that_a_service_keeps_have_their_rows_and_states(kind):
+    """The state behind a text, and the one behind its prompt; and their bytes are counted."""
+    forward = RecurrentForward(recurrent(kind))
+    with torch.inference_mode():
+        cache, lengths = begun(forward, [5, 3, 7])
+        over_tree(forward, cache, lengths)
+        cache.advance(torch.tensor([[0, 1, 3]] * 3), torch.tensor([3, 2, 1]))
+        parts = (*cache.states.tensors(), *cache.prompts.tensors(), cache.keys[:, :, :9], cache.values[:, :, :9])
+        kept = cache.trimmed(slice(0, 2), 9)
+        assert kept.nbytes == cache.trimmed_bytes(slice(0, 2), 9) == sum(part[:2].nbytes for part in parts)
+        whole = (*cache.states.tensors(), *cache.prompts.tensors(), cache.keys, cache.values)
+        assert cache.nbytes == sum(part.nbytes for part in whole)
+        for most, length in ((8, 8), (7, 5), (4, 0)):
+            other, _ = begun(forward, [9, 9])
+            other.reads_to(torch.tensor([most, most]))
+            assert other.take(1, kept, 0, 9) == length
+            source = {8: cache.states, 5: cache.prompts, 0: None}[length]
+            for states in (other.states, other.prompts) if source else ():
+                for own, expected in zip(states.tensors(), source.tensors(), strict=True):
+                    assert torch.equal(own[1], expected[0])
+            assert torch.equal(other.keys[1, :, :length], cache.keys[0, :, :length]) or not length
+
+
 @pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=[] if kind == "granitemoehybrid" else pytest.mark.slow) for kind in RECURRENT
 ])  # fmt: skip

@@ -27,6 +27,51 @@ from mutants import Mutant, chosen, mutants  # noqa: E402
 
 EQUIVALENT = {  # mutants by their keys, and why no test can find them
     (
+        "kernels/recurrent/acceptance.py", "_launch",
+        "if any(size < 16 or size & (size - 1) for size in (key_columns, columns)):",
+        "if any(size < 16 or size & (size - 2) for size in (key_columns, columns)):", 0,
+    ): "from 16 on both are 0 for powers of two alone",
+    (
+        "kernels/recurrent/blocks_kernel.py", "_product",
+        'return tl.dot(one, other, out, input_precision="ieee")',
+        "return tl.dot(one, other, out)", 0,
+    ): "the interpreter has no tf32; the PTX emulator has",
+    (
+        "kernels/recurrent/blocks_kernel.py", "_rows",
+        "loaded = tl.load(pointer, mask=inside, other=0.0)",
+        "loaded = tl.load(pointer, mask=inside)", 0,
+    ): "the interpreter puts 0 there; the PTX emulator puts anything",
+    (
+        "kernels/recurrent/convolution.py", "_launch",
+        "inputs = inputs if inputs.stride(2) == 1 else inputs.contiguous()",
+        "inputs = inputs if inputs.stride(2) == 0 else inputs.contiguous()", 0,
+    ): "a copy more, which changes nothing",
+    (
+        "kernels/recurrent/pairs.py", "launch_pairs",
+        "of_keys, of_queries = torch.empty(2, batch, heads, nodes, nodes, dtype=torch.float32, device=key.device)",
+        "of_keys, of_queries = torch.empty(2, heads, batch, nodes, nodes, dtype=torch.float32, device=key.device)", 0,
+    ): "only addresses are passed on",
+    (
+        "kernels/recurrent/paths.py", "Paths.outside",
+        "above = number.where(seen, nodes).sort(-1).values.clamp(max=nodes - 1)",
+        "above = number.where(seen, nodes).sort(-1).values.clamp(max=nodes + 1)", 0,
+    ): "behind the counted ones anything may be",
+    (
+        "kernels/recurrent/paths.py", "Paths.windows",
+        "above_root = torch.arange(taps, device=device) - self.mask.sum(-1, keepdim=True)",
+        "above_root = torch.arange(taps) - self.mask.sum(-1, keepdim=True)", 0,
+    ): "the same on a CPU",
+    (
+        "kernels/recurrent/totals.py", "path_totals",
+        'if (impl != "auto" or not before) and choose_impl("path_totals", impl, gates) == "triton":',
+        'if (impl != "auto" or before) and choose_impl("path_totals", impl, gates) == "triton":', 0,
+    ): "a choice that only a GPU makes",
+    (
+        "speculative/models/recurrent/nodes.py", "States.tensors",
+        "return [self.position, *(one.flatten(2) for one in self.recurrent.values()), *self.convolved.values()]",
+        "return [self.position, *(one.flatten(3) for one in self.recurrent.values()), *self.convolved.values()]", 0,
+    ): "their shapes do not matter",
+    (
         "kernels/sampling_kernel.py", "open_groups",
         "octet = tl.reshape(tl.where(opened[:, None] >= 0, octet, V // 8 + 1), [OPENED * TILES])",
         "octet = tl.reshape(tl.where(opened[:, None] >= 0, octet, V // 8 + 2), [OPENED * TILES])", 0,
