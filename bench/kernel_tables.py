@@ -56,7 +56,7 @@ def products() -> None:
 
 
 def kernels() -> None:
-    """What PyTorch makes of the kernels' work on a CPU, and compiled code: how many times as fast as the usual way."""
+    """What a CPU runs in place of the kernels: how many times as fast as the usual way."""
     rows: list[Sequence[object]] = []
     for name, peers in (
         ("attention", ("sdpa, dense mask",)),

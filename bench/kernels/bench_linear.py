@@ -67,10 +67,8 @@ class Case(NamedTuple):
 
 CASES = (
     [
-        Case(weight, rows, torch.bfloat16, gated=gated)
-        for weight in ON_A_GPU
-        for gated in (False, True)[: 1 + (weight in GATES)]
-        for rows in (1, 16, 33, 64, 128)[: 4 if gated else 5]
+        *(Case(weight, rows, torch.bfloat16) for weight in ON_A_GPU for rows in (1, 16, 33, 64, 128)),
+        *(Case(weight, rows, torch.bfloat16, gated=True) for weight in GATES for rows in (1, 16, 33, 64)),
     ]
     if DEVICE == "cuda"
     else [

@@ -42,14 +42,14 @@ def few_rows_product(
 ) -> Tensor:
     """The product of rows by a weight, [R, N], or [R, N / 2] if gated.
 
-    x:      [R, K]; impl "triton" has fp16 and bf16, R up to 128, or 64 if gated or by fp8, and K a multiple of 8, or 16
-    weight: [N, K] of the same dtype, contiguous; or of float8_e4m3fn, with
-    scale:  [N] of fp32, what the rows of the weight are to be multiplied by; not with gated
+    x:      [R, K]; impl "triton" has fp16 and bf16, R up to 128, and K a multiple of 8
+    weight: [N, K] of the same dtype, contiguous; or of float8_e4m3fn
+    scale:  [N] of fp32, by which the rows of a weight in fp8 are multiplied; not with gated
     gated:  the weight is that of a gate, and below it that of what is multiplied by silu(gate)
 
-    On a GPU impl "auto" is the kernel where it was measured to be faster (`measured`), and for fp8, which PyTorch first
-    writes in x's dtype. Elsewhere it is PyTorch's product. Raises ValueError where the kernel does not take shapes or
-    dtypes.
+    Gated or in fp8 the kernel has R up to 64, and in fp8 K a multiple of 16. On a GPU impl "auto" is the kernel for
+    fp8, and where it was measured to be faster (`measured`). Elsewhere it is PyTorch's product, for which a weight in
+    fp8 is first written in x's dtype. Raises ValueError where the kernel does not take shapes or dtypes.
     """
     if gated and (scale is not None or len(weight) % 2):
         raise ValueError(f"gated takes an even number of outputs and no scale, got {len(weight)} outputs")
@@ -57,7 +57,7 @@ def few_rows_product(
     if chosen == "triton" and (impl == "triton" or _pays(x, weight, scale, gated)):
         return _launch(x, weight, scale, gated)
     if scale is not None:
-        weight = (weight.float() * scale[:, None]).to(x.dtype)
+        weight = weight.to(x.dtype).mul_(scale[:, None])
     product = linear(x, weight)
     return silu_product(*product.chunk(2, -1), impl=impl) if gated else product
 
@@ -186,9 +186,8 @@ def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> Ten
     x, scale = x.contiguous(), None if scale is None else scale.contiguous()
     out = x.new_empty(rows, outputs)
     parts, part = parts_of(outputs, columns)
-    tiles, padded = triton.cdiv(outputs, BLOCK_N), max(16, triton.next_power_of_2(rows))
-    if scale is not None:
-        padded = FEWER  # which gives loads of 16 bytes
+    # In fp8 fewer rows would be loaded by 8 bytes at a time.
+    tiles, padded = triton.cdiv(outputs, BLOCK_N), max(16 if scale is None else FEWER, triton.next_power_of_2(rows))
     stored = x.new_empty(parts * len(weight) * padded, dtype=torch.float32) if parts > 1 else None
     if rows == 0:
         return out

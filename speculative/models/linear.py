@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 
 class Linears:
-    """The products of a model's linear layers, as functions. On a GPU, and without a compiler, its own modules.
+    """The products of a model's linear layers, as functions. On a GPU by `gpu_product`, without a compiler its modules.
 
     can_copy: whether there are kernels for the copies, and memory
     """

@@ -120,9 +120,6 @@ def code_of(form: Form, name: str) -> str:
         value = f"ftz({value})" if each.flush and result == "f32" else value
         value = f"canonical({value})" if result in ("f32", "f64") else value
         body = f"{loads()} D[i] = raw<u{width}>({value});"
-    if head.endswith("(o[0]);"):
-        body = body.replace("d[i] =", "D[i] =")
-        head = head.replace("auto d", "auto D")
     text = f"{pointers}{head} EACH(mask, {body}) {tail}"
     return f'extern "C" void {name}(Registers& r, const s64* o, u32 mask) {{ {text} }}'
 
