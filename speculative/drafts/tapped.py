@@ -57,8 +57,8 @@ class TappedDraft(Draft, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return next(self.model.parameters()).dtype
+        """The type of the weights that nobody quantised to integers."""
+        return next(one.dtype for one in self.model.parameters() if one.is_floating_point())
 
     @property
     def target_lm_head(self) -> Any:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from heavypath.speculative.streaming.source import Place, places_in
 
+CONVERTED = 20  # at most this part of the bytes stays in memory since it is saved in another type
+
 
 class Offloaded(NamedTuple):
     """A tensor that a module does not have: what accelerate calls it, where it looks for it, and where it computes."""
@@ -34,9 +36,14 @@ class Offloaded(NamedTuple):
         """True if it is one of these."""
         return self.key in self.in_memory
 
+    @property
+    def own(self) -> Tensor:
+        """What the module has in its place, without memory."""
+        return getattr(self.module, self.name)
+
     def value(self) -> Tensor:
-        """The tensor, from wherever it lies."""
-        return self.weights[self.key]
+        """The tensor, from wherever it lies, in the type that the model has it in."""
+        return self.weights[self.key].to(self.own.dtype)
 
 
 def with_index(device: Any) -> torch.device:
@@ -87,14 +94,14 @@ def device_of(tensors: list[Offloaded]) -> torch.device:
 
 def check_plain(tensor: Offloaded) -> None:
     """Raise ValueError for a tensor that a stream cannot bring."""
-    own = getattr(tensor.module, tensor.name)
-    if isinstance(own, nn.Parameter) and type(own) is not nn.Parameter:
-        raise ValueError(f"{tensor.key} is a {type(own).__name__}, which is no plain tensor and cannot be streamed")
+    if isinstance(tensor.own, nn.Parameter) and type(tensor.own) is not nn.Parameter:
+        kind = type(tensor.own).__name__
+        raise ValueError(f"{tensor.key} is a {kind}, which is no plain tensor and cannot be streamed")
 
 
 def place_of(tensor: Offloaded, headers: dict[str, dict[str, Place]]) -> Place:
-    """The place of a tensor, by accelerate's index. Raises ValueError if it would have to be converted."""
-    facts, own = tensor.weights.index[tensor.key], getattr(tensor.module, tensor.name)
+    """The place of a tensor, by accelerate's index. Raises ValueError for one of another shape than the model's."""
+    facts = tensor.weights.index[tensor.key]
     path = facts.get("safetensors_file")
     if path is None:
         path = f"{tensor.weights.save_folder}/{tensor.key}.dat"
@@ -103,17 +110,27 @@ def place_of(tensor: Offloaded, headers: dict[str, dict[str, Place]]) -> Place:
         if path not in headers:
             headers[path] = places_in(path)
         place = headers[path][facts.get("weight_name", tensor.key)]
-    if (place.dtype, place.shape) != (own.dtype, (*own.shape,)):
-        raise ValueError(
-            f"{tensor.key} is saved as {place.dtype} {[*place.shape]}, the model has it as {own.dtype} {[*own.shape]}; "
-            'weights are streamed as they are: load the model with dtype="auto"'
-        )
+    if place.shape != (*tensor.own.shape,):
+        shapes = f"{[*place.shape]}, the model has it as {[*tensor.own.shape]}"
+        raise ValueError(f"{tensor.key} is saved as {shapes}; the files are of another model")
     return place
+
+
+def check_converted(converted: list[Offloaded], tensors: list[Offloaded]) -> None:
+    """Raise ValueError unless those saved in another type than the model has them in are few of all offloaded tensors.
+
+    transformers keeps some in float32, routers of experts for one. These stay in memory: a stream converts nothing.
+    """
+    if CONVERTED * sum(one.own.nbytes for one in converted) > sum(one.own.nbytes for one in tensors):
+        raise ValueError(
+            f"{converted[0].key} and {len(converted) - 1} other tensors are not saved in the type that the model has "
+            f'them in, {converted[0].own.dtype}; weights are streamed as they are: load the model with dtype="auto"'
+        )
 
 
 def put(tensor: Offloaded, value: Tensor, of_id: dict[int, nn.Parameter]) -> None:
     """Give a module a tensor that it lacks."""
-    own = getattr(tensor.module, tensor.name)
+    own = tensor.own
     if isinstance(own, nn.Parameter):
         made = of_id.setdefault(id(own), nn.Parameter(value, requires_grad=False))
         of_id[id(made)] = made

@@ -30,6 +30,7 @@ class PlacedModel(NamedTuple):
     body:    the module that calls the layers
     tensors: all that are not there
     places:  by the number of each layer that lacks some: where those that are in files lie
+    numbers: by the name of each tensor that a stream brings: the number of its layer
     """
 
     model: PreTrainedModel
@@ -37,6 +38,7 @@ class PlacedModel(NamedTuple):
     layers: nn.ModuleList
     tensors: list[Offloaded]
     places: dict[int, dict[str, Place]]
+    numbers: dict[str, int]
     device: torch.device
 
 
@@ -46,12 +48,11 @@ def stream_to_gpu(
 ) -> DeviceStream | None:
     """As `stream_layers`, whose arguments these are, for a model on a GPU."""
     detach_hooks(parts.model)
-    number_of = {id(module): index for index, layer in enumerate(parts.layers) for module in layer.modules()}
     lacking: dict[int, list[Offloaded]] = {number: [] for number in sorted(parts.places)}
     of_id: dict[int, nn.Parameter] = {}  # tied parameters stay one
     for tensor in parts.tensors:
-        if id(tensor.module) in number_of:
-            lacking[number_of[id(tensor.module)]].append(tensor)
+        if tensor.key in parts.numbers:
+            lacking[parts.numbers[tensor.key]].append(tensor)
         else:
             put(tensor, tensor.value().to(parts.device), of_id)
     sizes = {number: Packing(_facts(parts.places[number], tensors)).nbytes for number, tensors in lacking.items()}
@@ -122,7 +123,7 @@ def _taken(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tens
     """The same, and the model has the tensors no longer."""
     taken = _facts(places, tensors)
     for one in tensors:
-        own = getattr(one.module, one.name)
+        own = one.own
         if own.device.type == "cpu":
             own.data = own.new_empty(0)
     return taken

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from heavypath.speculative.models.forward_of import PREPARATIONS
 from heavypath.speculative.models.layer_weights import LayerWeights, WeightStream, stream_of
 from heavypath.speculative.streaming.accelerate_hooks import (
+    Offloaded,
+    check_converted,
     check_plain,
     detach_hooks,
     device_of,
@@ -51,8 +53,8 @@ def stream_layers(
     Returns None, and the model is as any other, where a GPU has memory for all of it.
 
     Raises ValueError for a model that is not offloaded, or to several devices, and for weights that have to be
-    converted when they are read. Also for layers or memory that do not fit the model. Raises RuntimeError for memory
-    that cannot be pinned.
+    converted when they are read; the few that transformers keeps in float32 stay in memory. Also for layers or memory
+    that do not fit the model. Raises RuntimeError for memory that cannot be pinned.
     """
     tensors = [*offloaded(model)]
     if not tensors:
@@ -64,40 +66,51 @@ def stream_layers(
     if device.type == "cpu" and host_memory != 0:
         raise ValueError(f"host_memory is for a model on a GPU, got {host_memory!r} for one on the CPU; give memory")
     name, layers = layers_in(model)
-    number_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
+    layer_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
     headers: dict[str, dict[str, Place]] = {}
     sources: dict[int, dict[str, Place]] = {}
+    numbers: dict[str, int] = {}
+    converted: list[Offloaded] = []
     for tensor in tensors:
         check_plain(tensor)
-        index = number_of.get(id(tensor.module))
-        if index is not None:
-            places = sources.setdefault(index, {})
-            if not tensor.is_in_memory:
-                places[tensor.key] = place_of(tensor, headers)
+        index = layer_of.get(id(tensor.module))
+        if index is None:
+            continue
+        places = sources.setdefault(index, {})
+        if not tensor.is_in_memory:
+            place = place_of(tensor, headers)
+            if place.dtype != tensor.own.dtype:
+                converted.append(tensor)
+                continue
+            places[tensor.key] = place
+        numbers[tensor.key] = index
+    check_converted(converted, tensors)
     if not sources:
         raise ValueError(f'no layer of {name} is offloaded; put some on "disk", or leave out the device_map')
     missing = {*resident} - {*range(len(layers))}
     if missing:
         raise ValueError(f"resident layers must be within 0 .. {len(layers) - 1}, got {sorted(missing)}")
     if device.type == "cuda":
-        parts = PlacedModel(model, model.get_submodule(name.rpartition(".")[0]), layers, tensors, sources, device)
+        body = model.get_submodule(name.rpartition(".")[0])
+        parts = PlacedModel(model, body, layers, tensors, sources, numbers, device)
         return stream_to_gpu(parts, memory, resident, host_memory)
 
     detach_hooks(model)
     of_id: dict[int, nn.Parameter] = {}  # tied parameters stay one
     for tensor in tensors:
-        if id(tensor.module) not in number_of:
+        if tensor.key not in numbers:
             put(tensor, tensor.value(), of_id)
     _read_from_files(model)
-    numbers, sizes = sorted(sources), [Layout(sources[index]).nbytes for index in sorted(sources)]
+    lacking = sorted(sources)
+    sizes = [Layout(sources[index]).nbytes for index in lacking]
     others = sum({id(one): one.nbytes for one in model.parameters() if one.device.type != "meta"}.values())
-    wanted = [numbers.index(index) for index in sorted({*resident}) if index in sources]
+    wanted = [lacking.index(index) for index in sorted({*resident}) if index in sources]
     stay = wanted if memory is None else resident_layers(sizes, bytes_of(memory) - others, wanted, others)
-    stream = LayerStream([sources[index] for index in numbers], stay)
-    for order, index in enumerate(numbers):
+    stream = LayerStream([sources[index] for index in lacking], stay)
+    for order, index in enumerate(lacking):
         views = stream.tensors(order)
         for tensor in tensors:
-            if number_of.get(id(tensor.module)) == index:
+            if numbers.get(tensor.key) == index:
                 put(tensor, views[tensor.key], of_id)
         LayerWeights(stream, order).hook(layers[index])
     logger.info(

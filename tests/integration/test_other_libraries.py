@@ -64,11 +64,38 @@ def test_torchao_quantised_before_and_after(kind, pair):
     assert not torch.equal(before, expected)
 
 
+def by_torchao(name):
+    def quantise(model):
+        quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+        quantization.quantize_(model, getattr(quantization, name)())
+
+    return quantise
+
+
+def in_4_bits(model):
+    """By bitsandbytes, as `BitsAndBytesConfig(load_in_4bit=True)` does it."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for module in [*model.modules()]:
+        for name, plain in [*module.named_children()]:
+            if type(plain) is torch.nn.Linear and name != "lm_head":
+                quantised = bitsandbytes.nn.Linear4bit(
+                    plain.in_features, plain.out_features, plain.bias is not None, torch.float32, quant_type="nf4"
+                )
+                quantised.load_state_dict(plain.state_dict())
+                setattr(module, name, quantised.to("cpu"))
+
+
+QUANTISERS = {
+    "int8": by_torchao("Int8WeightOnlyConfig"),
+    "fp8": by_torchao("Float8WeightOnlyConfig"),
+    "4 bits": in_4_bits,
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize("quantised", QUANTISERS)
 @pytest.mark.parametrize("kind", ["model", "head", "block"])
-def test_a_draft_that_torchao_quantised_changes_no_text(kind, config):
-    quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+def test_a_quantised_draft_changes_no_text(kind, quantised):
     target = tiny_llama(1, vocab_size=31, hidden_size=64, intermediate_size=128)
     make = {
         "model": lambda: copy.deepcopy(target),
@@ -76,10 +103,10 @@ def test_a_draft_that_torchao_quantised_changes_no_text(kind, config):
         "block": lambda: random_block(target),
     }
     draft, plain = make[kind](), SpeculativeDecoder(target, method="autoregressive")
-    quantization.quantize_(draft, getattr(quantization, config)())
+    QUANTISERS[quantised](draft)
     out = SpeculativeDecoder(target, draft, tree_size=6).generate(PROMPTS, 12, eos_token_id=None)
     assert torch.equal(out.sequences, text(plain))
-    assert out.stats.tokens_per_step > 2 or kind != "model", "a copy of the target in 8 bits agrees with it"
+    assert out.stats.tokens_per_step > 2 or kind != "model", "a quantised copy of the target agrees with it"
     sampled = [
         decoder.generate(PROMPTS, 24, temperature=0.8, seed=5, eos_token_id=None).sequences
         for decoder in (SpeculativeDecoder(target, draft, "ersd"), plain)

@@ -23,6 +23,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from accelerate import disk_offload
+from families import tiny
 from gpu_hardware import H100
 from in_time import PATIENCE, in_time
 from safetensors.torch import load_file, save_file
@@ -52,6 +53,7 @@ from heavypath.speculative.tree_choice import default_tree
 
 pytestmark = [pytest.mark.timeout(3 * PATIENCE), pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")]
 NEW = 8  # tokens of a text
+SOME = torch.tensor([[3, 1, 4, 1, 6, 3, 1]])
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
@@ -585,11 +587,23 @@ def test_too_little_memory_is_refused_with_the_least_that_would_do(folder):
         load_streamed(folder, bytes_of(least) - 2_000_000)
 
 
+def test_weights_that_transformers_keeps_in_float32_stay_in_memory(tmp_path):
+    tiny("ernie4_5_moe", num_hidden_layers=4).bfloat16().save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    target = load_streamed(tmp_path, sum(one.nbytes for one in whole.parameters()) * 9 // 10, offload_folder=tmp_path)
+    texts = [SpeculativeDecoder(each, PromptLookup()).generate(SOME, 8).sequences for each in (whole, target)]
+    assert torch.equal(*texts)
+    assert stream_of(target).counts().bytes_read > 0
+    gates = [layer.mlp.gate.weight for layer in target.model.layers[1:]]
+    assert {(one.dtype, one.device.type) for one in gates} == {(torch.float32, "cpu")}
+
+
 def test_weights_that_would_have_to_be_converted_are_refused(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map=on_disk(8), offload_folder=tmp_path
     )
-    with pytest.raises(ValueError, match=r"saved as torch.float32 .* as torch.bfloat16.*load the model with dtype"):
+    message = r"not saved in the type .* has them in, torch.bfloat16; .*: load the model with dtype"
+    with pytest.raises(ValueError, match=message):
         SpeculativeDecoder(model, PromptLookup())
 
 

@@ -74,7 +74,7 @@ class MtpDraft(EntriesDraft):
         own, width = self.target.new_cache(1, 1).keys, self.config.hidden_size
         heads, columns = own.shape[1] // self.target.layers, own.shape[3]
         return HeadCache(
-            batch, rows, (width, width), layers=1, kv_heads=heads, head_dim=columns, like=self._layer.eh_proj.weight
+            batch, rows, (width, width), layers=1, kv_heads=heads, head_dim=columns, like=self._layer.enorm.weight
         )
 
     def run(
@@ -89,20 +89,15 @@ class MtpDraft(EntriesDraft):
         """See `EntriesDraft`. An entry has the position of its own token."""
         within = ((rows if positions is None else positions) + 1).clamp(max=self.max_positions - 1)
         embedded = self._embedded(tokens)
-        arguments: dict[str, Any] = {"attention_mask": None}
+        attention_mask, arguments = None, {}
         if self._layer.config._attn_implementation == NAME:
             attend = mask.attention(self.dtype, {None})[None]
             arguments["tree_attend"] = lambda query, key, value, scale, window: attend(query, key, value, scale)
         else:
-            arguments["attention_mask"] = mask.biases(self.dtype, {None})[None].expand(len(tokens), -1, -1, -1)
-        return self._layer(
-            embedded,
-            features,
-            position_embeddings=self._rotary(embedded, within),
-            position_ids=within,
-            past_key_values=cache.at(rows, mask.visible_rows),
-            **arguments,
-        )
+            attention_mask = mask.biases(self.dtype, {None})[None].expand(len(tokens), -1, -1, -1)
+        # By place: transformers 5.24 has another name for the cache.
+        angles, kept = self._rotary(embedded, within), cache.at(rows, mask.visible_rows)
+        return self._layer(embedded, features, angles, attention_mask, within, kept, **arguments)
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         """The target's last hidden state."""
