@@ -7,6 +7,11 @@ capture that is only tried out has a pool of its own.
 All captures of a process on a device are on one stream. torch has 32 streams and gives them out in turn, so a new one
 for each workspace would soon be one that somebody else uses meanwhile.
 
+But torch knows the memory that cuBLAS works in by the stream. The first capture takes it, from its own pool, and later
+ones use it, whatever their pool. From version 2.12 on torch lets it go with any graph that was captured on the stream
+(pytorch#193402). The graphs of one workspace would then work in memory that went with another's. Therefore torch is
+made to forget it where a capture is into another pool than the one before: each pool's graphs work in its own.
+
 torch.cuda.graph is not used, for three reasons. It empties torch's caches of memory before each capture, which takes
 longer than the capture. Its stream belongs to the device that was current when it was first used. And it does not leave
 that stream where a capture fails.
@@ -22,6 +27,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.tickets import counters_for, new_counters
@@ -38,6 +44,7 @@ Result = TypeVar("Result")
 
 _capturing = threading.Lock()  # one capture may be underway in a process
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # to capture on; a graph is replayed on any stream
+_pools: dict[torch.device, Any] = {}  # that the last capture on each stream was into
 
 
 class Pool:
@@ -85,13 +92,32 @@ class Graph(Generic[Result]):
             stream, pool = _stream_for(self._device), self._pool.handle()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), counters_for(self._counters):
+                if _pools.setdefault(self._device, pool) != pool:
+                    _capture_nothing(self._counters)
+                _pools[self._device] = pool
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     result = function()
                 finally:
-                    _end(graph, self._device, pool)
+                    self._end(graph, pool)
         self._pool.keeps(graph)
         self._graph, self.result, self.fails = graph, result, False
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture. Raises RuntimeError for one that CUDA has broken, and leaves nothing underway.
+
+        Before version 2.13 torch would go on as if it were. Its allocator would refuse to empty its caches, as it does
+        where memory is short. A later one says that it has ended the capture already. And its generator would refuse
+        random numbers to everybody until another capture comes to its end.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, pool)
+            with suppress(RuntimeError):
+                _capture_nothing(self._counters)
+            raise
 
     def replay(self) -> None:
         """Launch what was captured."""
@@ -201,15 +227,15 @@ def _stream_for(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """End a capture. Raises RuntimeError for one that CUDA has broken, and leaves nothing underway.
+def _capture_nothing(counters: Tensor) -> None:
+    """Capture a graph on the current stream and drop it: torch then lets go what it keeps for captures on the stream.
 
-    Before version 2.13 torch's allocator would go on as if it were: it would refuse to empty its caches, as it does
-    where memory is short. A later one says that it has ended the capture already.
+    counters: of which one is set to the zero that it is; a graph of no work at all would have torch warn of it
     """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
     try:
+        counters[:1].zero_()
+    finally:
         graph.capture_end()
-    except RuntimeError:
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-        raise
+    graph.reset()

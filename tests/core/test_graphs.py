@@ -205,7 +205,7 @@ def test_on_a_cpu_warming_up_leaves_the_text_as_it_is():
 
 
 @pytest.mark.parametrize("first", [lambda: 1 / 0, lambda: torch.ones(1).item()], ids=["in Python", "by CUDA"])
-def test_a_capture_that_fails_leaves_the_others_and_torchs_allocator(first, as_on_a_gpu):
+def test_a_capture_that_fails_leaves_the_others_and_torchs_allocator_and_generator(first, as_on_a_gpu):
     """Whether it is the first one of its workspace or another graph is there."""
     as_on_a_gpu()
     graphs = Graphs(CPU)
@@ -214,6 +214,7 @@ def test_a_capture_that_fails_leaves_the_others_and_torchs_allocator(first, as_o
             graphs.of(number).capture(first)
         assert (graphs.of(number).fails, graphs.of(number).is_captured, Tape.underway) == (True, False, None)
         torch.cuda.empty_cache()
+        Tape.pools.draw()
         graphs.of(number).capture(lambda: torch.ones(1))
         assert (graphs.of(number).fails, graphs.of(number).is_captured) == (False, True)
     graphs.try_out(lambda: torch.ones(1))
@@ -230,6 +231,22 @@ def test_graphs_of_a_workspace_share_a_pool_for_as_long_as_there_are_some(as_on_
         graphs.of(number).capture(lambda: torch.ones(1))
     assert len({graphs.of(number)._graph.pool for number in range(3, MOST + 3)}) == 1
     assert Tape.pools.made == 1
+
+
+def test_graphs_stay_when_those_of_another_workspace_go(as_on_a_gpu):
+    """torch knows what cuBLAS works in by the stream, and lets it go with any graph that was captured there."""
+    as_on_a_gpu()
+    first, others = Graphs(CPU), [Graphs(CPU) for _ in range(2)]
+    for graphs in (first, *others, *others):
+        for step in range(2):
+            graphs.of(step).capture(lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+    others[0].try_out(lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+    del first, graphs
+    gc.collect()
+    for graphs in others:
+        for step in range(2):
+            graphs.of(step).replay()
+            assert graphs.of(step).result.tolist() == [[2, 2], [2, 2]]
 
 
 def test_nobody_is_given_the_stream_that_is_captured_on_however_many_workspaces_there_are(as_on_a_gpu):

@@ -163,6 +163,30 @@ def test_a_broken_capture_stays_underway_until_the_allocator_is_told(pools):
         pools.end(0, pool)
 
 
+def test_behind_a_broken_capture_there_are_no_random_numbers_until_another_one_ends(pools):
+    captured(lambda graph: torch.ones(1))
+    pools.draw()
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured(lambda graph: torch.ones(1).item())
+    with pytest.raises(RuntimeError, match="Offset increment outside graph capture"):
+        pools.draw()
+    captured(lambda graph: torch.ones(1))
+    pools.draw()
+
+
+def test_products_of_a_stream_work_in_the_memory_of_its_first_capture_until_a_graph_goes(pools):
+    def product(graph):
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+    one, other = (captured(product)[0] for _ in range(2))
+    sums, _ = captured(lambda graph: torch.ones(2).sum())
+    del one
+    sums.replay()
+    with pytest.raises(AssertionError, match="products work in memory that is gone"):
+        other.replay()
+    captured(product)[0].replay()
+
+
 def test_streams_are_given_out_in_turn():
     first = Stream()
     assert first not in [Stream() for _ in range(STREAMS - 1)]

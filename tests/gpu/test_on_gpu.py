@@ -4,6 +4,7 @@ On a GPU that is only played (tests/support/stand_in_gpu.py) the same tests run 
 not wait for a machine that has one.
 """
 
+import gc
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
@@ -40,7 +41,7 @@ from heavypath.speculative import (
     new_block,
     new_head,
 )
-from heavypath.speculative.decoding.graphs import Graph
+from heavypath.speculative.decoding.graphs import Graph, Graphs
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +290,25 @@ def test_two_decoders_in_turn_and_two_threads_write_their_own_texts(pair):
 
     for out, right in zip(in_time(partial(write, 0), partial(write, 1), seconds=300), expected, strict=True):
         assert_alike(out, right)
+
+
+def test_a_decoder_writes_its_text_when_another_one_has_gone(pair):
+    """All graphs are captured on one stream, by which torch knows the memory that cuBLAS works in."""
+    options = {"max_new_tokens": size(48, 2), "temperature": 0.8, "eos_token_id": None, "seed": 2}
+    first, second = (Captured(*pair, method, tree_size=size(8, 2), cuda_graphs=True) for method in ("sequoia", "ersd"))
+    _, expected = (decoder.generate(prompts(1, 9), **options) for decoder in (first, second))
+    del first
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert_alike(second.generate(prompts(1, 9), **options), expected)
+
+
+def test_a_capture_that_fails_leaves_torchs_random_numbers():
+    one = torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError):
+        Graphs(one.device).of("what asks the host").capture(one.item)
+    torch.randn(1, device="cuda")
+    torch.cuda.empty_cache()
 
 
 def test_served_texts_are_those_of_each_prompt_alone(pair):

@@ -12,6 +12,9 @@ As on a GPU:
   torch's c10/cuda/CUDACachingAllocator.cpp).
 - A capture that is broken stays underway for torch's allocator, as before torch 2.13: until that is told, it empties no
   caches and takes no other capture into that pool.
+- Nor does torch's generator give anybody random numbers behind it, until another capture comes to its end.
+- cuBLAS works in memory that torch knows by thread and stream. A capture takes it from its own pool if there is none.
+  A graph that goes has torch let go all of it on its stream, as from torch 2.12 on; other graphs still work there.
 - torch has 32 streams of a device and gives them out in turn.
 """
 
@@ -34,6 +37,14 @@ ASKING = {
     aten._unique2.default, aten.repeat_interleave.Tensor,
     aten.item.default, aten.is_nonzero.default,  # in inference mode, which does not take them apart
 }  # fmt: skip
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default, aten.matmul.default}
+
+
+@dataclass(eq=False)
+class Scratch:
+    """Memory that cuBLAS works in, out of a pool."""
+
+    pool: object
 
 
 class Pools:
@@ -41,6 +52,24 @@ class Pools:
 
     def __init__(self):
         self.made, self.uses, self.underway = 0, {}, []
+        self.scratches: dict[tuple[int, int], Scratch] = {}  # by thread and stream
+        self.random_is_captured = False
+
+    def scratch(self, stream, pool) -> Scratch:
+        """What cuBLAS works in for a capture into a pool."""
+        return self.scratches.setdefault((threading.get_ident(), stream.cuda_stream), Scratch(pool))
+
+    def forget_scratches(self, stream):
+        """What torch does where a graph goes that was captured on a stream."""
+        self.scratches = {key: each for key, each in self.scratches.items() if key[1] != stream.cuda_stream}
+
+    def is_there(self, scratch: Scratch) -> bool:
+        return self.uses.get(scratch.pool, 0) > 0 or scratch in self.scratches.values()
+
+    def draw(self):
+        """A random number of the GPU's generator."""
+        if self.random_is_captured:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
     def handle(self):
         self.made += 1
@@ -200,6 +229,7 @@ class PlayedGraph(TorchDispatchMode):
         self._made: dict[int, torch.dtype] = {}  # memory that the capture made, and of which type
         self._on_gpu: set[int] = set()
         self._memory: dict[int, StorageWeakRef] = {}  # once captured
+        self._scratches: set[Scratch] = set()
 
     # What a kind of graph knows better: `run`, which launches a kernel, `is_there`, whether a tensor is on the GPU (an
     # operation's own intermediate ones need not be known), and these two.
@@ -216,6 +246,7 @@ class PlayedGraph(TorchDispatchMode):
         assert PlayedGraph.underway is None, "one capture may be underway in a process"
         self.pool = self.pools.handle() if pool is None else pool
         self.pools.begin(self.pool)
+        self.pools.random_is_captured = True
         self.stream, self.thread, self.broken = current_stream(), threading.get_ident(), False
         PlayedGraph.underway = self
         PlayedGraph.captures += 1
@@ -228,11 +259,13 @@ class PlayedGraph(TorchDispatchMode):
         if self.broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.pools.end(0, self.pool)
+        self.pools.random_is_captured = False
         self.is_captured = True
 
     def replay(self):
         assert self.is_captured, "Called CUDAGraph::replay without a preceding successful capture."
         refuse_while_capturing()
+        assert all(map(self.pools.is_there, self._scratches)), "a graph's products work in memory that is gone"
         PlayedGraph.replays += 1
         memory: dict[int, torch.UntypedStorage] = {}  # that the graph makes
         with torch.inference_mode():
@@ -250,6 +283,7 @@ class PlayedGraph(TorchDispatchMode):
     def reset(self):
         if self.is_captured:
             self.is_captured = False
+            self.pools.forget_scratches(self.stream)
             self.pools.release(self.pool)
         self.notes.clear()
 
@@ -270,6 +304,8 @@ class PlayedGraph(TorchDispatchMode):
         there = [tensor for tensor in given if self._is_there(tensor)]
         if there and (function in ASKING or _has_mask(function, args)):
             self.refuse()
+        if there and function in PRODUCTS:
+            self._scratches.add(self.pools.scratch(self.stream, self.pool))
         if function is aten.lift_fresh.default:
             self.check_copy(None, args[0])
         elif function is aten.copy_.default:

@@ -93,7 +93,8 @@ def as_on_a_gpu(monkeypatch, interpreter):
             monkeypatch.setattr(torch.cuda, name, part)
         monkeypatch.setattr("heavypath.kernels.cache_compaction._check_rows", lambda *rows: None)  # of CPU tensors
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: PlayedGraph.pools.end(*given))
-        monkeypatch.setattr("heavypath.speculative.decoding.graphs._streams", {})
+        for known in ("_streams", "_pools"):
+            monkeypatch.setattr(f"heavypath.speculative.decoding.graphs.{known}", {})
         PlayedGraph.pools, PlayedGraph.replays = Pools(), 0
 
     return apply
