@@ -4,9 +4,10 @@ import pytest
 import torch
 from llama_cases import MODELS, made, sharpened
 
+from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.kernels.native.library import library
 from heavypath.speculative.models import linear, llama
-from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.forward import PREFILL_CHUNK, STREAMED_CHUNK, TreeMask
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -55,3 +56,8 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name, way):
         path = tree.mask()[node].nonzero()[:, 0]
         expected = model(torch.cat([prompts, tokens[:, path]], 1)).logits[:, -1]
         torch.testing.assert_close(logits[:, node], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_pieces_of_a_prompt_are_smaller_than_attention_on_a_gpu_takes():
+    """One token may go with a piece of a long text, see `as_long`."""
+    assert max(PREFILL_CHUNK, STREAMED_CHUNK["cuda"]) < MAX_NODES
