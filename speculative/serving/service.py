@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, Unpack
@@ -110,10 +110,14 @@ class Service:
         """
         self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
         self.limits, self._device = limits, plan.target.device
-        self._in_device = nullcontext if host_can_read(self._device) else lambda: torch.cuda.device(self._device)
+        on_host = host_can_read(self._device)
+        self._in_device = nullcontext if on_host else lambda: torch.cuda.device(self._device)
+        self._beside = None if on_host else torch.cuda.Stream(self._device, priority=-1)  # before steps
         with torch.inference_mode(), self._in_device():
             plan = serving_plan(plan)
             self._slots = ServiceSlots(plan, tree_of, limits, seed, cuda_graphs=cuda_graphs)
+            if not on_host:
+                torch.cuda.current_stream().synchronize()  # which need not be that of the service's thread
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
@@ -168,30 +172,32 @@ class Service:
             name, self._names = (self._names, self._names + 1) if seed is None else (seed, self._names)
         if not isinstance(name, int) or not 0 <= name < MAX_SEQUENCES:
             raise ValueError(f"seed must be None or in 0 .. {MAX_SEQUENCES - 1}, got {seed!r}")
-        request = self._checked(
-            Prompts(prompt[None].to(self._device), sequence_ids=torch.tensor([name], device=self._device)),
-            max_new_tokens,
-            temperature,
-            options,
-            seed=self._seed,
-            processors_always=True,
-        )
-        if len(prompt) + request.max_new_tokens > self.limits.max_tokens:
-            raise ValueError(
-                f"prompt and new tokens must be at most {self.limits.max_tokens} tokens, which a slot has room for, "
-                f"got {len(prompt)} and {max_new_tokens}"
+        with self._apart(prompt):
+            request = self._checked(
+                Prompts(prompt[None].to(self._device), sequence_ids=torch.tensor([name], device=self._device)),
+                max_new_tokens,
+                temperature,
+                options,
+                seed=self._seed,
+                processors_always=True,
             )
-        now = time.monotonic()
-        arrival = Arrival(
-            request,
-            self._draft_filters(request.filters),
-            clock=time.monotonic,
-            deadline=None if deadline is None else now + deadline,
-            client=client,
-            group=group,
-            logprobs=_likeliest("logprobs", logprobs),
-            prompt_logprobs=_likeliest("prompt_logprobs", prompt_logprobs),
-        )
+            if len(prompt) + request.max_new_tokens > self.limits.max_tokens:
+                raise ValueError(
+                    f"prompt and new tokens must be at most {self.limits.max_tokens} tokens, which a slot has room "
+                    f"for, got {len(prompt)} and {max_new_tokens}"
+                )
+            now = time.monotonic()
+            arrival = Arrival(
+                request,
+                self._draft_filters(request.filters),
+                clock=time.monotonic,
+                deadline=None if deadline is None else now + deadline,
+                client=client,
+                group=group,
+                logprobs=_likeliest("logprobs", logprobs),
+                prompt_logprobs=_likeliest("prompt_logprobs", prompt_logprobs),
+            )
+        self._lend(request)
         try:
             self._arrivals.put(arrival)
         except QueueFull:
@@ -199,6 +205,28 @@ class Service:
             raise
         self._count(submitted=1, prompt_tokens=arrival.prompt_length)
         return Completion(arrival.progress, self._arrivals.wake)
+
+    @contextmanager
+    def _apart(self, prompt: Tensor) -> Iterator[None]:
+        """A block that looks at a request's tensors, which are done when it ends; prompt: LongTensor[T] from outside.
+
+        A look at a tensor on a GPU waits for all that its stream was given before. In most streams these are steps, so
+        requests have one of their own.
+        """
+        if self._beside is None:
+            yield
+            return
+        if prompt.is_cuda:
+            self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            yield
+        self._beside.synchronize()
+
+    def _lend(self, request: Request) -> None:
+        """Have the memory of a request's tensors stay until the stream of the steps has done with it."""
+        if self._beside is not None:
+            for tensor in (request.prompt, request.input_ids, request.lengths, request.sequence_ids, request.stops):
+                tensor.record_stream(torch.cuda.default_stream(self._device))
 
     @property
     def vocab_size(self) -> int:

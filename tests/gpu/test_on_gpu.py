@@ -333,6 +333,19 @@ def test_served_texts_are_those_of_each_prompt_alone(pair):
                 assert done.tokens == alone.sequences[0, len(prompt) :].tolist()
 
 
+@pytest.mark.skipif(MINIATURE, reason="nothing is busy where a GPU is played")
+def test_a_service_takes_a_request_while_the_gpu_is_busy(pair):
+    decoder = SpeculativeDecoder(*pair, "ersd", tree_size=6)
+    with decoder.serve(slots=2, max_tokens=64, prefill_tokens=16) as service:
+        service.submit([1, 2, 3], 4, eos_token_id=None).result(300)
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(4_000_000_000)  # cycles, of which there are two billion a second
+        busy.record()
+        completions = [service.submit([1, 2, 3], 4, eos_token_id=None) for _ in range(4)]
+        assert not busy.query()
+        assert [completion.result(300).reason for completion in completions] == ["length"] * 4
+
+
 @pytest.fixture
 def done(monkeypatch):
     """What is done with graphs: what is captured and what is replayed, by the name."""

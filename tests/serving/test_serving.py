@@ -11,6 +11,7 @@ import pytest
 import torch
 from head_cases import head_of
 from own_drafts import Bigrams
+from played_graphs import Stream
 from played_steps import Tape
 from processed_texts import odd_behind_even
 from serving_cases import VOCAB, alone, generated, held, tiny_llama
@@ -341,3 +342,20 @@ def test_steps_done_by_rote_bring_the_same_texts(method, slots, as_on_a_gpu):
     with decoder.serve(slots=slots, max_tokens=8, prefill_tokens=2) as service:
         assert served(service, wanted) == expected
     assert Tape.replays >= 2
+
+
+def test_a_request_is_looked_at_on_another_stream_than_the_steps_are_on(as_on_a_gpu, monkeypatch):
+    """On a GPU each look waits for all that its stream was given before; a server's event loop would wait with it."""
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(shorter_llama(1, layers=1, num_attention_heads=1), method="autoregressive")
+    streams, tolist = {}, torch.Tensor.tolist
+
+    def watched(tensor):
+        streams.setdefault(threading.current_thread(), set()).add(torch.cuda.current_stream())
+        return tolist(tensor)
+
+    with decoder.serve(slots=1, max_tokens=8) as service:
+        monkeypatch.setattr(torch.Tensor, "tolist", watched)
+        assert len(service.submit([1, 2, 1], 2, temperature=0.9, eos_token_id=None).result(60).tokens) == 2
+    mine, steps = streams.pop(threading.main_thread()), streams.pop(service._thread)
+    assert (mine, steps) == ({service._beside}, {Stream(number=0)})

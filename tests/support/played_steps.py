@@ -67,6 +67,7 @@ CUDA = {
     "Stream": Stream,
     "stream": on_stream,
     "current_stream": current_stream,
+    "default_stream": lambda device=None: Stream(number=0),
     "device": nullcontext,
     "graph_pool_handle": lambda: PlayedGraph.pools.handle(),
     "empty_cache": lambda: PlayedGraph.pools.empty_cache(),
@@ -92,6 +93,7 @@ def as_on_a_gpu(monkeypatch, interpreter):
         for name, part in CUDA.items():
             monkeypatch.setattr(torch.cuda, name, part)
         monkeypatch.setattr("heavypath.kernels.cache_compaction._check_rows", lambda *rows: None)  # of CPU tensors
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: PlayedGraph.pools.end(*given))
         for known in ("_streams", "_pools"):
             monkeypatch.setattr(f"heavypath.speculative.decoding.graphs.{known}", {})

@@ -408,6 +408,7 @@ def install(arch: int = 90, running: Callable[[], Callable[..., None]] = interpr
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name} any more"
         setattr(torch.cuda, name, part)
     torch._C._cuda_endAllocateToPool = PlayedGraph.pools.end
+    torch.Tensor.record_stream = lambda tensor, stream: None
     torch.Generator = Generator
     torch.compile = compiling_without_placing(torch.compile)
     threading.Thread.run = placed(threading.Thread.run)
