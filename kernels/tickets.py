@@ -7,8 +7,8 @@ ever waits for another.
 Counters live in one buffer for each GPU and stream, which is zeroed when it is made. The launches on one stream follow
 each other, whatever threads they are from, and each finds and leaves zeros. Counts that go on from one launch to the
 next have counters of their own (see `traversal_kernel`). A CUDA graph has its own counters, so that it may be replayed
-on any stream and beside any other graph. The caller who captures it gives them by `counters_for`, since a buffer that
-is zero once stays so. Otherwise the graph sets some in its own memory to zero before each kernel.
+on any stream. The caller who captures it gives them by `counters_for`, since a buffer that is zero once stays so.
+Otherwise the graph sets some in its own memory to zero before each kernel, and so does an operator of PyTorch.
 """
 
 # pyright: reportCallIssue=false
@@ -33,16 +33,16 @@ def new_counters(device: torch.device | str) -> Tensor:
 
 
 @contextmanager
-def counters_for(counters: Tensor) -> Iterator[None]:
+def counters_for(counters: Tensor | tuple[()]) -> Iterator[None]:
     """Give int32 counters, which are zero, to the launches that this thread captures in the block, on one stream.
 
-    They must be there for as long as the graph is. A launch that needs more of them has its own.
+    They must be there for as long as the graph is. A launch that needs more of them has its own, captured or not.
     """
-    _given.counters = counters
+    before, _given.counters = getattr(_given, "counters", None), counters
     try:
         yield
     finally:
-        del _given.counters
+        _given.counters = before
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
@@ -50,8 +50,8 @@ def tickets(count: int, device: torch.device) -> Tensor:
     index = device.index
     if index is None:  # a CPU; in the interpreter an exception may end a kernel and leave its counters at any value
         return torch.zeros(count, dtype=torch.int32)
-    if torch.cuda.is_current_stream_capturing():
-        given = getattr(_given, "counters", None)
+    given = getattr(_given, "counters", None)
+    if given is not None or torch.cuda.is_current_stream_capturing():
         if given is not None and len(given) >= count:
             return given
         return torch.zeros(count, dtype=torch.int32, device=device)

@@ -8,7 +8,9 @@ results are put together again:
     Tensor, int, float, bool, str   itself
 
 Compilers assume that results share memory neither with arguments nor with each other, and are laid out as they were
-told, here contiguously. The operator copies results for which that does not hold.
+told, here contiguously. The operator copies results for which that does not hold. Nor may anything be kept but results:
+torch.compile runs operators in the memory of a CUDA graph that it is about to capture. So launches count their tickets
+in memory of their own.
 """
 
 import inspect
@@ -18,6 +20,8 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+
+from heavypath.kernels.tickets import counters_for
 
 LIBRARY = torch.library.Library("heavypath", "FRAGMENT")
 _SCHEMAS = {
@@ -151,7 +155,7 @@ class Operator:
         taken = ", ".join(leaf.schema(marks.get(leaf.name, "")) for leaf in leaves)
         made = ", ".join("Tensor" for _ in range(_count(self._returns)))
         LIBRARY.define(f"{name}({taken}) -> ({made})", tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, counters_for(())(run), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{LIBRARY.ns}::{name}", pretend, lib=LIBRARY)
         self.overload: Any = getattr(getattr(torch.ops, LIBRARY.ns), name).default
 

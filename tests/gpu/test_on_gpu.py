@@ -118,6 +118,17 @@ def test_a_graph_attends_at_any_length_in_parts(heads):
             torch.testing.assert_close(out[b].float(), expected, atol=size(2e-2, 1e-4), rtol=0)
 
 
+@pytest.mark.skipif(MINIATURE, reason="nothing is compiled for a GPU that is played")
+def test_transformers_compiles_its_steps_with_our_attention_into_cuda_graphs():
+    """As it does with a static cache. The rows are enough for several parts, whose programs count tickets."""
+    model = tiny_llama(1, hidden_size=64, vocab_size=50, max_position_embeddings=1024).cuda()
+    given = prompts(1, 600)
+    options = {"attention_mask": torch.ones_like(given), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(given, **options)
+    model.set_attn_implementation("heavypath")
+    assert torch.equal(model.generate(given, cache_implementation="static", **options), expected)
+
+
 def test_a_graph_commits_what_was_verified_when_it_is_replayed():
     from heavypath.kernels.commit import State, commit
     from heavypath.kernels.nodes import Nodes, Verified

@@ -12,6 +12,7 @@ from kernel_cases import same
 from heavypath.kernels import tickets as module
 from heavypath.kernels.filter_cuts import filter_cuts
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.operators.definition import Operator
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tickets import counters_for, tickets
 from heavypath.kernels.tree_attention import tree_attention
@@ -63,6 +64,21 @@ def test_what_is_captured_has_the_counters_that_it_was_given(cuda):
     assert tickets(3, GPU) is not given
     cuda.captures = False
     assert tickets(3, GPU) is eager
+
+
+def test_an_operator_keeps_no_counters(cuda):
+    """torch.compile runs it in memory of a graph that is to be captured, and refuses what stays there."""
+    drawn = []
+
+    def draws_tickets(x: torch.Tensor) -> torch.Tensor:
+        drawn.extend(tickets(3, GPU) for _ in range(2))
+        return x.clone()
+
+    operator = Operator(draws_tickets, torch.empty_like, is_fresh=True)
+    operator((torch.ones(1),), {})
+    assert drawn[0] is not drawn[1]
+    assert module.buffers == {}
+    assert tickets(3, GPU) is tickets(3, GPU)
 
 
 def test_a_step_that_is_captured_sets_no_counters_to_zero(cuda, as_on_a_gpu):
