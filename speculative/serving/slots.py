@@ -218,7 +218,8 @@ class ServiceSlots:
             self._workspace.receive(slot, self._workspace, len(self.running) - 1, self._cache_rows(last))
             self.running[slot] = last
         self.running.pop()
-        self._state.numbers[[StateField.LEFT, StateField.LENGTHS], len(self.running)] = 0
+        for field in (StateField.LEFT, StateField.LENGTHS):  # one by one: a GPU would wait for a list of them
+            self._state.numbers[field, len(self.running)] = 0
         self._rows.append(member.row)
 
     def step(self) -> list[tuple[Member, Reason | Exception]]:
