@@ -31,6 +31,7 @@ from heavypath.speculative.method_rules import asked_row, draft_filters_of, rule
 from heavypath.speculative.methods import check_laws, default_verifier
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of, peers_of
+from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.options import NOTHING, GenerateOptions, SamplingOptions, check_options, request_of
 from heavypath.speculative.output.remark import Remark, in_words
@@ -168,7 +169,8 @@ class SpeculativeDecoder:
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
         self.runner.kept.append(cache)
         (self._draft or NO_DRAFT).learn(request.prompt, request.lengths, new, stats.tokens_of)
-        drafting = self._draft if min(map(len, plan.trees)) > 1 else None
+        tells_phases = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
+        drafting = self._draft if tells_phases and min(map(len, plan.trees)) > 1 else None
         self._remark(stats, drafting, self.trees.expected_gain(stats, plan.tree))
         return Generation(
             sequences=torch.cat([input_ids, new], 1),

@@ -24,9 +24,7 @@ from heavypath.speculative.models.structure import structure_of, weight_versions
 from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
-# The same for a model whose weights are read anew for each chunk: with as many its products are hidden by that on a CPU
-# (N* of `costs.simulation`: 240 with a disk in fp32). On a GPU (3700 with PCIe) attention takes fewer than 2,048.
-STREAMED_CHUNK = {"cpu": 2048, "cuda": 1984}
+STREAMED_CHUNK = {"cpu": 2048, "cuda": 1984}  # where all weights are read for each; a GPU's attention takes no 2,048
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
 T = TypeVar("T")

@@ -1,6 +1,7 @@
 """What is around CUDA graphs: devices, streams, threads, failures, lifetimes, warming up. `test_step` plays CUDA."""
 
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -175,6 +176,18 @@ def test_after_warming_up_nothing_is_captured_or_allocated(batch, new, as_on_a_g
     monkeypatch.setattr(Tape, "capture_begin", lambda *args, **kwargs: pytest.fail("captured"))
     assert torch.equal(decoder.generate(PROMPTS[:batch], new, **options).sequences, expected.sequences)
     assert decoder.runner.idle is workspace
+
+
+def test_launches_that_take_the_host_long_do_not_say_that_a_draft_does_not_pay(as_on_a_gpu, caplog, monkeypatch):
+    """Without graphs, on a GPU: nobody waits for it between phases, and the first ones compile kernels."""
+    monkeypatch.setattr("heavypath.speculative.decoding.statistics.ENOUGH_STEPS", 2)
+    as_on_a_gpu()
+    clock = itertools.count()
+    for graphs in (True, False):
+        decoder = SpeculativeDecoder(gpt2(), Bigrams(torch.randn(7, 7)), tree_size=3, cuda_graphs=graphs)
+        decoder.clock = lambda: float(next(clock))
+        assert decoder.generate(ONE, 6, temperature=0.8, eos_token_id=None).stats.steps > 1
+    assert "does not pay" not in caplog.text
 
 
 def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(as_on_a_gpu, monkeypatch):
