@@ -178,7 +178,7 @@ def _best_heads(offers_ptr, there, n, K, W, lane, place, BEAM: tl.constexpr):
         picked = tl.where(place == i, pick, picked)
         best = tl.where(place == i, most, best)
         parent, then = (pick // K, pick % K + 1) if BEAM else (pick % n, pick // n + 1)
-        following = tl.load(offers_ptr + parent * K + then, mask=then < K, other=none)
+        following = tl.load(offers_ptr + parent * K + then, mask=(then < K) & (most > none), other=none)  # if any left
         head = tl.where(lane == parent, following, head)
         rank = tl.where(lane == parent, then, rank)
     if BEAM:

@@ -165,6 +165,15 @@ def test_of_a_single_token_the_draft_is_sure():
     grown("triton", 1, 1, "normal", (1, 1, 2, 1))
 
 
+@pytest.mark.parametrize("impl", ["triton", NATIVE])
+def test_a_beam_that_is_wider_than_all_that_can_be_drawn_has_each_child_once(impl):
+    for shape in ((1, 6, 3, 2), (2, 12, 2, 3)):
+        slots, _, level = grown(impl, 2, 9, "normal", shape)
+        for parents, tokens in zip(slots.parents[:, : level.end].tolist(), slots.tokens.tolist(), strict=True):
+            children = [(parent, token) for parent, token in zip(parents, tokens, strict=False) if token >= 0]
+            assert len(children) == len({*children})
+
+
 @pytest.mark.few(5)
 @needs_compiler
 @pytest.mark.parametrize("policy", range(len(POLICIES)))
