@@ -140,7 +140,7 @@ def normalized(
         if FILTERED:
             x = filtered(x, token, cut, end)
         largest = tl.maximum(largest, tl.max(x))
-        total = outside * tl.exp2((outside_largest - largest) * scale)
+        total = outside * tl.exp2((outside_largest - largest) * scale) + tl.sum(tl.where(x != x, x, 0.0))  # or NaN
         out = tl.min(tl.where(left_out, token, V))
         while out < V:  # so that a token of several children counts once
             total += tl.exp2((tl.max(tl.where(left_out & (token == out), x, float("-inf"))) - largest) * scale)

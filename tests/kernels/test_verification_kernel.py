@@ -7,7 +7,7 @@ from kernel_cases import captured
 from verification_cases import DEVICE, PLAIN, TREES, Problem, random_problem
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.verification import VERIFICATION_METHODS, WHOLE_TREE, verify_tree
+from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE, verify_tree
 from heavypath.kernels.verifying import decision, distributions, traversal_kernel
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -102,6 +102,15 @@ def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
     assert int(verified.next_token[0]) >= 0
     assert verified.next_token[1:].tolist() == [-1] * 3
     assert verified.length[1:].tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+@pytest.mark.parametrize("method", DRAFT_AWARE)
+def test_a_row_whose_only_nan_is_a_childs_is_flagged_by_the_kernels(method, side):
+    problem = Problem(TokenTree.chain(1), method, batch=1, seed=2)
+    getattr(problem, side)[0, 0, problem.tokens[0, 1]] = torch.nan
+    verified = problem.verified("triton")
+    assert (verified.length.tolist(), verified.next_token.tolist()) == ([0], [-1])
 
 
 @pytest.mark.gpu
