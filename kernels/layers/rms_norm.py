@@ -106,7 +106,7 @@ def _launch(hidden: Tensor, added: Tensor | None, norm: Norm, centred: bool) -> 
     at_once = max(1, 512 // block)
     with torch.cuda.device_of(hidden):
         _rms_norm_kernel[(triton.cdiv(rows, at_once),)](
-            hidden, added, norm.weight, total, normed, rows, norm.epsilon,
+            hidden, added, norm.weight.contiguous(), total, normed, rows, norm.epsilon,
             COLUMNS=columns, ROWS=at_once, BLOCK=block, CENTRED=centred, INTERPRETED=not hidden.is_cuda,
             num_warps=min(32, max(4, block // 512)), enable_fp_fusion=False,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl, operator
+from heavypath.kernels.implementation import choose_impl, in_rows, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rms_norm import Norm, normalized
 from heavypath.kernels.layers.rounding import rounded
@@ -190,6 +190,9 @@ def _launch(
 ) -> Tensor:
     """`rotate_and_store` by the kernel."""
     _check(projected, turns, keys, values, cache_rows)
+    for weight, _ in norms or ():
+        if weight.shape != projected.query.shape[3:] or weight.stride(0) != 1:
+            raise ValueError(f"the weights of norms must be contiguous [D], got {weight.shape}, {weight.stride()}")
     query, key, value = map(_by_token, projected)
     cos, sin, positions = turns
     if positions is None:
@@ -203,8 +206,7 @@ def _launch(
     with torch.cuda.device_of(query):
         _rotary_kernel[(triton.cdiv(tokens * heads, at_once) + triton.cdiv(tokens * kv_heads, at_once),)](
             query, key, value, cos, sin, None if positions is None else positions.contiguous(), keys, values, out,
-            cache_rows,
-            query_weight, key_weight, query_epsilon, key_epsilon,
+            cache_rows, query_weight, key_weight, query_epsilon, key_epsilon,
             tokens, nodes, query.stride(0), key.stride(0), value.stride(0), cos.stride(0),
             keys.stride(0), keys.stride(1), keys.stride(2), cache_rows.stride(0), cache_rows.stride(1),
             QUERY_HEADS=heads, KEY_HEADS=kv_heads, HALF=head_dim // 2, HEADS=at_once, BLOCK=block,
@@ -226,19 +228,17 @@ def _check(projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cac
             raise ValueError(f"{name} must be {query.dtype} {[*shape]}, got {each.dtype} {[*each.shape]}")
     for name, each in (("cache_rows", cache_rows), ("positions", turns.positions)):
         if each is not None and (each.shape != (batch, nodes) or each.dtype != torch.long):
-            got = f"{each.dtype} {[*each.shape]}"
-            raise ValueError(f"{name} must be a LongTensor {[batch, nodes]}, got {got}")
+            raise ValueError(f"{name} must be a LongTensor {[batch, nodes]}, got {each.dtype} {[*each.shape]}")
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16) or head_dim % 2:
         got = f"{query.dtype} and heads of {head_dim}"
         raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, and heads of even size; got {got}")
-    if turns.cos.stride() != turns.sin.stride():
-        raise ValueError(f"cos and sin must have equal strides, got {turns.cos.stride()} and {turns.sin.stride()}")
-    if keys.stride() != values.stride() or keys.stride(3) != 1:
-        got = f"{[*keys.stride()]} and {[*values.stride()]}"
-        raise ValueError(f"keys and values must have equal strides and contiguous columns, got strides {got}")
+    for names, one, other in (("cos and sin", turns.cos, turns.sin), ("keys and values", keys, values)):
+        if one.stride() != other.stride() or one.stride(-1) != 1:
+            got = f"{[*one.stride()]} and {[*other.stride()]}"
+            raise ValueError(f"{names} must have equal strides and contiguous columns, got strides {got}")
 
 
 def _by_token(states: Tensor) -> Tensor:
     """The same [B, N, H, D] as [B * N, H, D], whose heads and columns are contiguous."""
-    flat = states.flatten(0, 1)
-    return flat if flat.stride()[1:] == (flat.shape[2], 1) or flat.shape[1] == 1 else flat.contiguous()
+    flat = in_rows(states.flatten(0, 1))
+    return flat if flat.shape[1] == 1 or flat.stride(1) == flat.shape[2] else flat.contiguous()

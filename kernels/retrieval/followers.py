@@ -29,6 +29,7 @@ from torch import Tensor
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.retrieval.corpus import SortedCorpus
+from heavypath.kernels.retrieval.ranges import check_kernel_takes
 
 PRIOR = tl.constexpr(256.0)  # a, in occurrences in the corpus
 IN_TEXT = tl.constexpr(64)  # b
@@ -57,7 +58,8 @@ def follower_logprobs(
     keys, values:   LongTensor[B, 2, rows, M], see `ranges`
     vocab_size:     V, above every token of corpus and texts
 
-    impl "triton" is one launch and three of PyTorch, without host synchronisation; "torch" computes in NumPy.
+    impl "triton" is one launch and three of PyTorch, without host synchronisation; "torch" computes in NumPy. The
+    kernel raises ValueError for keys and values whose rows do not lie side by side.
     """
     if choose_impl("follower_logprobs", impl, keys) == "triton":
         return _launch(corpus, cache_rows, prefix_lengths, keys, values, vocab_size)
@@ -208,6 +210,7 @@ def _launch(
     corpus: SortedCorpus, cache_rows: Tensor, prefix_lengths: Tensor, keys: Tensor, values: Tensor, vocab_size: int
 ) -> Tensor:
     """As `_reference`."""
+    check_kernel_takes(keys, values)
     (batch, count), longest = cache_rows.shape, keys.shape[-1]
     sums = torch.zeros(batch, count, 1 + vocab_size, dtype=torch.int32, device=keys.device)
     with torch.cuda.device_of(keys):

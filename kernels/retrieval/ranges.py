@@ -76,6 +76,8 @@ def append_tokens(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: T
     keys, values: LongTensor[B, 2, rows, M], whose last dimension is contiguous
 
     impl "triton" is one launch without host synchronisation; "torch" computes in NumPy.
+
+    Raises ValueError where the kernel does not take the strides of keys and values.
     """
     if choose_impl("append_tokens", impl, keys) == "triton":
         _launch(corpus, nodes, keys, values)
@@ -176,8 +178,16 @@ def _append_kernel(
     tl.store(values_ptr + row * M + k, own, mask=texts)
 
 
+def check_kernel_takes(keys: Tensor, values: Tensor) -> None:
+    """Raise ValueError unless keys and values [B, 2, rows, M] have equal strides, and rows that lie side by side."""
+    if keys.stride() != values.stride() or keys.stride()[2:] != (keys.shape[3], 1):
+        got = f"{keys.stride()} and {values.stride()} of {[*keys.shape]}"
+        raise ValueError(f"impl 'triton' takes keys and values of equal strides with rows side by side, got {got}")
+
+
 def _launch(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor) -> None:
     """As `_reference`."""
+    check_kernel_takes(keys, values)
     batch, count = nodes.tokens.shape
     longest = keys.shape[-1]
     with torch.cuda.device_of(keys):

@@ -184,6 +184,34 @@ def test_what_does_not_fit_is_refused(change, message):
         rotate_and_store(Projected(query, key, value), Turns(cos, sin), keys, values, rows, impl="triton")
 
 
+def test_numbers_that_lie_apart_are_read_where_they_are():
+    """Of a single head, too, whose distance from the next one means nothing."""
+    query, key, value = torch.randn(3, 2, 3, 1, 16)[..., ::2].unbind()
+    cos, sin = torch.randn(2, 2, 3, 1, 8)
+    weight = torch.rand(16)[::2]
+    found = []
+    for impl, device in (("triton", DEVICE), ("torch", "cpu")):
+        keys, values = torch.zeros(2, 2, 1, 3, 8, device=device)
+        rows = torch.arange(3, device=device).expand(2, 3)
+        given = [each.to(device) for each in (query, key, value)], [each.to(device) for each in (cos, sin)]
+        out = rotate_and_store(Projected(*given[0]), Turns(*given[1]), keys, values, rows, impl=impl)
+        _, normed = add_rms_norm(given[0][0][:, 0, 0], None, Norm(weight.to(device), 1e-5), impl=impl)
+        found.append([each.cpu() for each in (out, keys, values, normed)])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_tables_and_norms_that_do_not_fit_are_refused():
+    three, cache = [torch.zeros(1, 2, 1, 8, device=DEVICE)] * 3, torch.zeros(1, 1, 4, 8, device=DEVICE)
+    rows, table = torch.zeros(1, 2, dtype=torch.long, device=DEVICE), torch.zeros(9, 8, 2, device=DEVICE)
+    with pytest.raises(ValueError, match=r"cos and sin must .* contiguous columns, got strides \[16, 2\]"):
+        rotate_and_store(Projected(*three), Turns(*table.unbind(2), rows), cache, cache.clone(), rows, impl="triton")
+    for weight in (torch.zeros(16, device=DEVICE), torch.zeros(16, device=DEVICE)[::2]):
+        norms = HeadNorms(Norm(weight, 1e-5), Norm(weight, 1e-5))
+        with pytest.raises(ValueError, match=r"weights of norms must be contiguous \[D\]"):
+            rotate_and_store(Projected(*three), Turns(*three[:2]), cache, cache.clone(), rows, norms, impl="triton")
+
+
 def test_rows_that_do_not_fit_are_refused():
     three, four = torch.zeros(2, 3, device=DEVICE), torch.zeros(2, 4, device=DEVICE)
     with pytest.raises(ValueError, match=r"a weight \[K\]; got .*\[2, 3\].*\[4\]"):

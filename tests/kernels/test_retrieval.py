@@ -137,6 +137,17 @@ def test_both_implementations_give_the_same_numbers(seed, length):
         assert torch.allclose(ours.double(), theirs.double(), atol=1e-6, rtol=0)
 
 
+def test_the_kernels_refuse_rows_that_do_not_lie_side_by_side():
+    kept, nodes = sorted_on_device([[1, 2, 1]], 2), Appended(*torch.zeros(3, 1, 1, dtype=torch.long, device=DEVICE))
+    keys = torch.zeros(1, 2, 4, 3, dtype=torch.long, device=DEVICE)[..., :2]
+    with pytest.raises(ValueError, match=r"rows side by side, got \(24, 12, 3, 1\)"):
+        append_tokens(kept, nodes, keys, keys.clone(), impl="triton")
+    with pytest.raises(ValueError, match="equal strides"):
+        follower_logprobs(
+            kept, nodes.cache_rows, nodes.tokens[0], keys.contiguous(), keys, vocab_size=VOCAB, impl="triton"
+        )
+
+
 def test_followers_are_right_in_any_schedule(adversary):
     test_both_implementations_give_the_same_numbers(adversary.seed, 60)
     test_of_many_occurrences_some_are_taken_evenly("triton")
