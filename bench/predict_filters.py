@@ -14,7 +14,7 @@ where the candidates decide. So does `step`, which sums what a step takes of fiv
 and of the cuts of both models' rows, by which a tree of 64 nodes is verified.
 """
 
-from math import ceil
+from math import ceil, log
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ def passes_of(row: np.ndarray, filters: str, hidden: int) -> list[float]:
         guess = largest + np.log((1 - float(number)) * weights.sum() / every)
     else:
         chunks = [row[start : start + CHUNK.value].max() for start in range(0, every, CHUNK.value)]
-        guess = largest - 2 * (largest - min(chunks))
+        guess = largest - 2 * max(largest - min(chunks), 8 * log(2))
     keys, place = _keys(row, hidden), np.arange(THRESHOLDS.value)
     low, high, passes = _keys(np.finfo(np.float32).min, hidden), _keys(largest, hidden) + 1, []
     even = np.maximum(place - 1, 0) / (THRESHOLDS.value - 2)

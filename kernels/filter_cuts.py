@@ -10,7 +10,7 @@ No row is sorted. Logits are taken as integers in their order, called keys, with
 cut is searched among these. Each pass sums a row's tokens (their weights exp(score), or ones for top-k) above each of
 some thresholds at once. The window between two neighbouring thresholds is left. The first thresholds are evenly spaced
 numbers below the largest logit, where the cut most likely is, later ones evenly spaced keys. In bf16 three
-passes are usual, and six at most.
+passes are usual, and seven at most.
 
 The programs of a launch share each pass (see `sharing`). The terms of a sum, and their order, depend on the row alone.
 """
@@ -52,7 +52,7 @@ from heavypath.kernels.tickets import is_last, tickets
 LANES = tl.constexpr(128)  # threads of a program; each holds eight neighbouring tokens of a tile
 TILES = tl.constexpr(4)
 CHUNK = tl.constexpr(4 * 8 * 128)  # tokens
-THRESHOLDS = tl.constexpr(8)  # of a pass
+THRESHOLDS, PASS = tl.constexpr(8), tl.constexpr(12)  # of a pass, and the numbers that it is kept in, in whole vectors
 _BRANCHES = tl.constexpr(256)  # of the search for min-p's cut, which looks at no row
 
 
@@ -109,7 +109,7 @@ def _reaching(x, weight, thresholds_ptr):
 
 # A launch's memory for a row's passes:
 #     memory = (counters_ptr, rows, passes_ptr, sums_ptr)
-# passes_ptr, fp32 [rows, 2 + THRESHOLDS], has the largest logit, the factor that makes (logit - largest) an exponent of
+# passes_ptr, fp32 [rows, PASS], has the largest logit, the factor that makes (logit - largest) an exponent of
 # 2, and the thresholds of each row's present pass, the least one first. sums_ptr, fp32 [rows, CHUNKS, THRESHOLDS], has
 # its results.
 
@@ -118,7 +118,7 @@ def _reaching(x, weight, thresholds_ptr):
 def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
     """Sum the chunks of a row's open pass that this program gets."""
     counters_ptr, rows, passes_ptr, sums_ptr = memory
-    passes_ptr += row * (2 + THRESHOLDS)
+    passes_ptr += row * PASS
     sums_ptr += row.to(tl.int64) * CHUNKS * THRESHOLDS
     count = tl.full([], 0, tl.int32)
     chunk = take_chunk(counters_ptr, row)
@@ -162,7 +162,7 @@ def sums_of_pass(memory, row, row_ptr, V, thresholds, largest, scale, CHUNKS: tl
     """Each chunk's sums over the tokens that reach each threshold, [CHUNKS or a few more, THRESHOLDS]."""
     counters_ptr, rows, passes_ptr, sums_ptr = memory
     place = tl.arange(0, THRESHOLDS)
-    pass_ptr = passes_ptr + row * (2 + THRESHOLDS)
+    pass_ptr = passes_ptr + row * PASS
     tl.store(pass_ptr, largest)
     tl.store(pass_ptr + 1, scale)
     tl.store(pass_ptr + 2 + place, thresholds)
@@ -277,9 +277,9 @@ def _lead(
         needed = tl.full([], 0.0, tl.float32)  # of the tokens at the cut; 0: all
         if HAS_TOP_K:  # noqa: SIM102, what is compiled, and what runs
             if top_k < V:
-                # The chunks' largest logits are some of the row's largest; the cut is somewhere below them.
-                spread = largest - tl.min(tl.where(chunk < CHUNKS, parts, largest))
-                guess = tl.maximum(largest - 2 * spread, LOWEST)
+                # The largest logits of chunks are some of the row's largest, but for chunks of -inf alone.
+                spread = largest - tl.min(tl.where(parts > LOWEST, parts, largest))
+                guess = tl.maximum(largest - 2 * tl.maximum(spread, 8 / scale), LOWEST)
                 low, _, _, _ = _search(
                     memory, row, row_ptr, V, low, guess, largest, 0.0, top_k.to(tl.float32), 0.0, CHUNKS, HIDDEN
                 )
@@ -307,7 +307,7 @@ def _lead(
     return cut, end, tl.where(total >= 0, largest, float("nan"))
 
 
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "log_min_p"])
+@triton.jit(do_not_specialize=["N", "temperature", "top_k", "top_p", "log_min_p", "helping"])
 def _cuts_kernel(
     logits_ptr,  # [B, N, V]
     cut_ptr,  # [B, N]
@@ -318,11 +318,11 @@ def _cuts_kernel(
     passes_ptr,
     sums_ptr,
     tickets_ptr,  # [B, N], and behind them the counters of `sharing`
-    N, V, batch_stride, row_stride, settings_stride, temperature, top_k, top_p, log_min_p,
+    N, V, batch_stride, row_stride, settings_stride, temperature, top_k, top_p, log_min_p, helping,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BY_SEQUENCE: tl.constexpr, HIDDEN: tl.constexpr,
-    CHUNKS: tl.constexpr, HELPERS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.num_programs(0) - HELPERS) // CHUNKS
+    rows = (tl.num_programs(0) - helping) // CHUNKS
     memory = (tickets_ptr + rows, rows, passes_ptr, sums_ptr)
     program = tl.program_id(0)
     if program < rows * CHUNKS:
@@ -352,10 +352,10 @@ def _cuts_kernel(
             tl.store(end_ptr + row, end)
             if BY_SEQUENCE:
                 tl.store(largest_ptr + row, largest_of_row)
-            leave(tickets_ptr + rows, rows, HELPERS)
-    else:
+            leave(tickets_ptr + rows, rows, helping)
+    elif HAS_TOP_K or HAS_TOP_P:
         help_rows(memory, program - rows * CHUNKS, logits_ptr, N, batch_stride, row_stride, V, CHUNKS)
-        leave(tickets_ptr + rows, rows, HELPERS)
+        leave(tickets_ptr + rows, rows, helping)
 
 
 def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
@@ -395,8 +395,8 @@ def _launched(
     largest = cuts.cut if settings is None else torch.empty_like(cuts.cut)
     if rows == 0:
         return cuts, largest
-    sizes = [rows * 2 * chunks, rows * (2 + THRESHOLDS.value), rows * chunks * THRESHOLDS.value]
-    parts, passes, sums = torch.empty(sum(sizes), device=device).split(sizes)
+    sizes = [rows * chunks * THRESHOLDS.value, rows * PASS.value, rows * 2 * chunks]  # each begins where a vector may
+    sums, passes, parts = torch.empty(sum(sizes), device=device).split(sizes)
     by_k, by_p = settings is not None or top_k < vocab_size, settings is not None or top_p < 1
     helping = min(4 * helpers(device), rows * chunks) if by_k or by_p else 0  # min-p's cut takes no pass
     with torch.cuda.device_of(logits):
@@ -406,8 +406,8 @@ def _launched(
             tickets_ptr=tickets(rows + counters(rows), device), N=count, V=vocab_size,
             batch_stride=logits.stride(0), row_stride=logits.stride(1),
             settings_stride=0 if settings is None else settings.stride(0),
-            temperature=temperature, top_k=top_k, top_p=top_p, log_min_p=log_min_p,
+            temperature=temperature, top_k=top_k, top_p=top_p, log_min_p=log_min_p, helping=helping,
             HAS_TOP_K=by_k, HAS_TOP_P=by_p, BY_SEQUENCE=settings is not None, HIDDEN=HIDDEN_BITS[logits.dtype],
-            CHUNKS=chunks, HELPERS=helping, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
+            CHUNKS=chunks, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
     return cuts, largest

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from heavypath.kernels.filter_cuts import CHUNK as TOKENS_OF_PASS
 from heavypath.kernels.filter_cuts import (
+    PASS,
     THRESHOLDS,
     end_of_ties,
     help_rows,
@@ -112,7 +113,7 @@ def _search(
     return drawn, decided, low, needed_ties(weight, above, reached, enough)
 
 
-@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature", "top_p"])
+@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature", "top_p", "helping"])
 def _nucleus_kernel(
     logits_ptr,  # [R, V]
     rows_ptr,  # [R] if HAS_ROWS
@@ -124,24 +125,23 @@ def _nucleus_kernel(
     passes_ptr,  # of `filter_cuts`, as sums_ptr
     sums_ptr,
     tickets_ptr,  # [R], and behind them the counters of `sharing`
-    V, row_stride, K, seed_ptr, seed_low, seed_high, temperature, top_p,
+    V, row_stride, K, seed_ptr, seed_low, seed_high, temperature, top_p, helping,
     STREAM: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     FILL: tl.constexpr,
     HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
     PASS_CHUNKS: tl.constexpr,
-    HELPERS: tl.constexpr,
     PLACES: tl.constexpr,  # candidates
     OPENED: tl.constexpr,  # groups that are opened at a time
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.num_programs(0) - HELPERS) // CHUNKS
+    rows = (tl.num_programs(0) - helping) // CHUNKS
     memory = (tickets_ptr + rows, rows, passes_ptr, sums_ptr)
     program = tl.program_id(0)
     if program >= rows * CHUNKS:
         help_rows(memory, program - rows * CHUNKS, logits_ptr, rows, 0, row_stride, V, PASS_CHUNKS)
-        leave(tickets_ptr + rows, rows, HELPERS)
+        leave(tickets_ptr + rows, rows, helping)
         return
     row, chunk = program // CHUNKS, program % CHUNKS
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -179,7 +179,7 @@ def _nucleus_kernel(
             best, row_ptr, noise_row, row, tokens_ptr, keys_ptr, logprobs_ptr, largest, total, V, K, seed_low,
             seed_high, temperature, cut, end, True, FILL, PLACES,
         )  # fmt: skip
-        leave(tickets_ptr + rows, rows, HELPERS)
+        leave(tickets_ptr + rows, rows, helping)
 
 
 def launch_tokens(
@@ -194,9 +194,9 @@ def launch_tokens(
     tokens = torch.empty(count, k, dtype=torch.long, device=device)
     keys, logprobs = torch.empty(count, k, device=device), torch.empty(count, k, device=device)
     chunks, in_pass = (triton.cdiv(vocab_size, size.value) for size in (CHUNK, TOKENS_OF_PASS))
-    sizes = [chunks * LANES.value, 2 * chunks, 2 + THRESHOLDS.value, in_pass * THRESHOLDS.value]
+    sizes = [chunks * LANES.value, in_pass * THRESHOLDS.value, PASS.value, 2 * chunks]  # as in `filter_cuts`
     memory = torch.empty(count * sum(sizes), device=device).split([count * size for size in sizes])
-    bounds, parts, passes, sums = memory
+    bounds, sums, passes, parts = memory
     places = max(8, triton.next_power_of_2(2 * k))
     helping = min(4 * helpers(device), count * in_pass)
     with torch.cuda.device_of(logits):
@@ -204,9 +204,9 @@ def launch_tokens(
             logits, None if noise.rows is None else noise.rows.contiguous(), tokens, keys, logprobs,
             bounds, parts, passes, sums,
             tickets(count + counters(count), device), vocab_size, logits.stride(0), k, **seed_arguments(noise.seed),
-            temperature=raised(filters.temperature), top_p=float(filters.top_p or 1.0),
+            temperature=raised(filters.temperature), top_p=float(filters.top_p or 1.0), helping=helping,
             STREAM=int(stream), HAS_ROWS=noise.rows is not None, FILL=uniform_fill, HIDDEN=HIDDEN_BITS[logits.dtype],
-            CHUNKS=chunks, PASS_CHUNKS=in_pass, HELPERS=helping, PLACES=places, OPENED=min(16, places),
+            CHUNKS=chunks, PASS_CHUNKS=in_pass, PLACES=places, OPENED=min(16, places),
             INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
     return tokens, keys, logprobs

@@ -113,6 +113,17 @@ def test_the_cuts_are_right_in_any_schedule(adversary, filters):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls are counted in the interpreter")
+def test_a_row_of_which_a_grammar_leaves_a_few_tokens_takes_no_more_passes_than_others(monkeypatch):
+    made, opened = [], module.open_pass
+    monkeypatch.setattr(module, "open_pass", lambda *given: made.append(given) or opened(*given))
+    logits = torch.full((1, 3 * CHUNK.value), -torch.inf).bfloat16()
+    logits[0, :900] = 3 * torch.randn(900)
+    kept = kept_by(logits, Filters(top_k=20))
+    assert (kept == kept_by_reference(logits, Filters(top_k=20))).all()
+    assert len(made) <= 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls are counted in the interpreter")
 def test_the_prediction_counts_the_passes_that_the_search_takes(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
     predicted = importlib.import_module("predict_filters")

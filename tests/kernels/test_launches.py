@@ -84,6 +84,46 @@ assert 50 < searched < len(launched) / 3
 """
 
 
+# Filters and draws of several numbers of rows, as above; three helpers stand for a GPU's.
+ROWS_OF_ONE_VARIANT = """
+import sys
+sys.path.insert(0, BENCH)
+import torch
+from machine_code import all_on_gpu, compile_for
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+from heavypath.kernels.filter_cuts import filter_cuts
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.noise import Noise, Stream
+from heavypath.kernels.nucleus import launch_tokens
+
+made = []
+
+def compile_nothing(function, key, signature, device, *_):
+    kernel = object.__new__(CompiledKernel)
+    kernel.module = kernel.function = kernel.packed_metadata = None
+    function.device_caches[device][0][key] = kernel
+    made.append(function.fn.__name__)
+    return kernel
+
+compile_for(90, None)
+CompiledKernel.run = property(lambda kernel: lambda *arguments: None)
+CompiledKernel.launch_metadata = lambda *_: None
+JITFunction._do_compile = compile_nothing
+with all_on_gpu():
+    for rows in (1, 2, 3, 5, 16):
+        filter_cuts(torch.zeros(1, rows, 64), Filters(top_p=0.9))
+        launch_tokens(torch.zeros(rows, 64), 1, Filters(top_p=0.9), noise=Noise(0, None), stream=Stream.DRAFT)
+assert sorted(made) == ["_cuts_kernel", "_nucleus_kernel"], made
+"""
+
+
+@pytest.mark.integration
+def test_filters_of_any_number_of_rows_are_one_variant():
+    done = python("-c", ROWS_OF_ONE_VARIANT.replace("BENCH", repr(str(BENCH))))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.integration
 def test_the_variant_that_is_launched_is_the_one_that_triton_would_find():
     done = python("-c", SAME_VARIANT.replace("BENCH", repr(str(BENCH))))
