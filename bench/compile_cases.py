@@ -196,7 +196,7 @@ def recurring(kind: str, dtype: str, columns: int, nodes: int, *, projected: boo
     state = on_gpu(torch.empty(2, heads, 128, columns))
     inputs, weight = (on_gpu(torch.empty(*size, channels, dtype=DTYPES[dtype])) for size in ((2, nodes), (4,)))
     bias = None if kind == "delta" else weight[0]
-    tree_conv(inputs, state, weight.T, bias, paths.windows(4), impl="triton")
+    tree_conv(inputs, on_gpu(torch.empty(2, 3, channels)), weight.T, bias, paths.windows(4), impl="triton")
     parts = inputs.split([key_heads * 128, key_heads * 128, heads * columns], -1)
     query, key, value = (
         on_gpu(part.unflatten(-1, (-1, size))) for part, size in zip(parts, (128, 128, columns), strict=True)

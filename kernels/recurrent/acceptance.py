@@ -29,6 +29,8 @@ def accept_state(
     count: LongTensor[B], 0 where a state is to stay
     normalised: whether keys count by their directions, as in delta rules
     impl:  see `implementation`
+
+    Raises ValueError where the kernel does not take shapes, strides or types.
     """
     columns = state.shape[2:]
     plain = all(size >= 16 and size & (size - 1) == 0 for size in columns)
@@ -120,6 +122,14 @@ def _launch(state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, normali
             f"impl 'triton' takes key and value columns that are powers of two, 16 or more, got {key_columns} and "
             f"{columns}; take impl 'torch'"
         )
+    nodes = update.shape[1]
+    gates = (heads, key_columns) if totals.dim() == 4 else (heads,)
+    for name, each, shape in (
+        ("keys", key, (batch, nodes, key.shape[2], key_columns)), ("values", update, (batch, nodes, heads, columns)),
+        ("totals", totals, (batch, nodes, *gates)), ("path", path, (batch, path.shape[1])), ("count", count, (batch,)),
+    ):  # fmt: skip
+        if each.shape != shape or (name == "keys" and heads % shape[2]):
+            raise ValueError(f"{name} must be {[*shape]} beside a state {[*state.shape]}, got {[*each.shape]}")
     if key.stride(3) != 1 or key.stride(2) != key_columns:
         key = key.contiguous()
     exact, wide = key.dtype == torch.float32, min(32, columns)

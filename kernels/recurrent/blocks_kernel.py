@@ -210,7 +210,7 @@ def launch_blocks(
     """
     batch, nodes, heads, columns = value.shape
     key_heads, key_columns = key.shape[2:]
-    if state.dtype != torch.float32 or not state[0].is_contiguous():
+    if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError(f"impl 'triton' takes contiguous states in float32, got {state.dtype} {[*state.stride()]}")
     if key_columns % 16 or columns % 16 or key_columns & (key_columns - 1) or columns & (columns - 1):
         raise ValueError(

@@ -26,6 +26,8 @@ def tree_conv(
 
     inputs: [B, M, C], of all nodes so far; state: [B, K - 1, C]; weight: [C, K]; bias: [C]
     window: LongTensor[B, Q, K], columns of [state | inputs]; impl: see `implementation`
+
+    Raises ValueError where the kernel does not take shapes.
     """
     if choose_impl("tree_conv", impl, inputs) == "triton":
         return _launch(inputs, state, weight, bias, window)
@@ -87,11 +89,18 @@ def _convolution_kernel(
 def _launch(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor) -> Tensor:
     """`tree_conv` by the kernel."""
     (batch, queries, taps), channels = window.shape, inputs.shape[2]
+    expected = {"state": (state, (batch, taps - 1, channels)), "weight": (weight, (channels, taps))}
+    expected |= {"inputs": (inputs, (batch, inputs.shape[1], channels))}
+    expected |= {} if bias is None else {"bias": (bias, (channels,))}
+    for name, (each, shape) in expected.items():
+        if each.shape != shape:
+            raise ValueError(f"{name} must be {[*shape]} beside a window {[*window.shape]}, got {[*each.shape]}")
     inputs = inputs if inputs.stride(2) == 1 else inputs.contiguous()
     out = torch.empty(batch, queries, channels, dtype=weight.dtype, device=inputs.device)
     with torch.cuda.device_of(inputs):
         _convolution_kernel[(triton.cdiv(channels, _CHANNELS), triton.cdiv(queries, _NODES), batch)](
-            inputs, state.contiguous(), weight.contiguous(), bias, window.contiguous(), out,
+            inputs, state.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(),
+            window.contiguous(), out,
             queries, inputs.shape[1], channels, inputs.stride(0), inputs.stride(1),
             TAPS=taps, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -41,7 +41,9 @@ def tree_delta(
     value: [B, Q, H, Dv]; gate, beta: [B, Q, H]; with `weights` what these are made of, see `totals`
     state: fp32 [B, H, Dk, Dv], before the tree; in fp64 all is computed in fp64
     paths: of the Q nodes; above: the nodes that were given before them
-    impl:  see `implementation`; "triton" takes trees in one pass. Others go through "torch" by "auto"
+    impl:  see `implementation`; "triton" takes trees in one pass. Others go through "torch" by "auto" on a GPU
+
+    Raises ValueError where a kernel does not take shapes, strides or types.
     """
     found = by_kernel("tree_delta", impl, (query, key, value, gate, beta), state, paths, above, weights)
     if found is not None:

@@ -13,7 +13,7 @@ from heavypath.kernels.recurrent.acceptance import accept_state
 from heavypath.kernels.recurrent.convolution import accept_conv, tree_conv
 from heavypath.kernels.recurrent.delta import tree_delta
 from heavypath.kernels.recurrent.kda import tree_kda
-from heavypath.kernels.recurrent.paths import Paths
+from heavypath.kernels.recurrent.paths import KeptNodes, Paths
 from heavypath.kernels.recurrent.ssd import tree_ssd
 from heavypath.kernels.recurrent.totals import GateWeights, path_totals, totals_of_projected
 
@@ -344,6 +344,54 @@ def test_recurrent_layers_are_right_in_any_schedule(adversary):
     agree("kda", torch.float32, 20, 0.4, columns=16, values=16)
     agree("delta", torch.bfloat16, 20, 0.4, columns=16, values=16, projected=True)
     adversary.met("_blocks_kernel", "_pairs_kernel", "_totals_kernel", "_accept_kernel", "_convolution_kernel")
+
+
+@pytest.mark.parametrize("impl", ["triton", pytest.param("native", marks=needs_compiler)])
+@pytest.mark.parametrize(("name", "shape"), [
+    ("query", (2, 4, 2, 32)), ("key", (2, 4, 3, 16)), ("value", (2, 3, 2, 16)), ("gate", (2, 4, 1)),
+    ("beta", (2, 3, 2)), ("state", (1, 2, 16, 16)), ("mask", (2, 3, 3)),
+])  # fmt: skip
+def test_shapes_that_do_not_fit_are_refused_and_not_read(name, shape, impl):
+    device = "cpu" if impl == "native" else DEVICE
+    shapes = {
+        "query": (2, 4, 2, 16),
+        "key": (2, 4, 2, 16),
+        "value": (2, 4, 2, 16),
+        "gate": (2, 4, 2),
+        "beta": (2, 4, 2),
+    }
+    shapes |= {"state": (2, 2, 16, 16), "mask": (2, 4, 4)}
+    *inputs, state, mask = (torch.zeros(each, device=device) for each in (shapes | {name: shape}).values())
+    with pytest.raises(ValueError, match=r"\w+ must be \["):
+        tree_delta(*inputs, state, Paths(mask.bool()), impl=impl)
+
+
+def test_states_that_lie_apart_are_refused_by_the_kernel():
+    inputs, _ = draw("delta", 2, 4, 1.0)
+    states = torch.zeros(4, 2, 16, 16, device=DEVICE)[::2]
+    paths = Paths(torch.ones(2, 4, 4, dtype=torch.bool, device=DEVICE))
+    given = [each.float() for each in moved(inputs, DEVICE)]
+    given[2] = given[2].repeat(1, 1, 1, 2)
+    with pytest.raises(ValueError, match="contiguous states"):
+        tree_delta(*given, states, paths, impl="triton")
+
+
+@pytest.mark.parametrize("change", [{"weight": (6, 3)}, {"weight": (5, 4)}, {"state": (1, 3, 6)}, {"bias": (1,)}])
+def test_a_convolution_refuses_shapes_that_do_not_fit(change):
+    shapes = {"inputs": (2, 5, 6), "state": (2, 3, 6), "weight": (6, 4), "bias": (6,)} | change
+    given = [torch.zeros(shape, device=DEVICE) for shape in shapes.values()]
+    with pytest.raises(ValueError, match=r"\w+ must be \[.* beside a window \[2, 5, 4\]"):
+        tree_conv(*given, torch.zeros(2, 5, 4, dtype=torch.long, device=DEVICE), impl="triton")
+
+
+def test_a_state_is_not_moved_by_what_does_not_fit_it():
+    state, path = torch.zeros(2, 2, 16, 16, device=DEVICE), torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
+    kept = KeptNodes(*(torch.zeros(2, 4, 2, *columns, device=DEVICE) for columns in ((16,), (16,), ())))
+    for wrong in (kept._replace(values=kept.values[:1]), kept._replace(totals=kept.totals[..., :1])):
+        with pytest.raises(ValueError, match=r"(values|totals) must be \["):
+            accept_state(state, wrong, path, path[:, 0], normalised=True, impl="triton")
+    with pytest.raises(ValueError, match=r"count must be \[2\]"):
+        accept_state(state, kept, path, path[:1, 0], normalised=True, impl="triton")
 
 
 def test_what_the_kernels_do_not_take_is_refused():
