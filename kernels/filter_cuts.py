@@ -359,7 +359,7 @@ def _cuts_kernel(
 
 
 def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
-    """The cuts of filters in rows of logits [B, N, V], contiguous in V: cuts of [B * N]; None if they keep everything.
+    """The cuts of filters in rows of logits [B, N, V]: cuts of [B * N]; None if they keep everything.
 
     temperature > 0.
     """
@@ -374,7 +374,7 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
 
 
 def cuts_by_sequence(logits: Tensor, settings: Tensor) -> tuple[Cuts, Tensor]:
-    """The cuts of each sequence's own filters in its rows of logits [B, N, V], contiguous in V: cuts of [B * N].
+    """The cuts of each sequence's own filters in its rows of logits [B, N, V]: cuts of [B * N].
 
     settings: fp64 [B, 4], temperature, top_k, top_p and min_p, as `sequence_scores` has them. Temperature 0 keeps the
               largest logit alone, the first of equal ones. They are read when the kernel runs
@@ -389,8 +389,8 @@ def _launched(
 ) -> tuple[Cuts, Tensor]:
     """The cuts and the largest logits of all rows; settings take the place of the four numbers."""
     batch, count, vocab_size = logits.shape
-    rows, device = batch * count, logits.device
-    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    logits, rows = logits if logits.stride(2) == 1 else logits.contiguous(), batch * count
+    device, chunks = logits.device, triton.cdiv(vocab_size, CHUNK.value)
     cuts = Cuts(torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device))
     largest = cuts.cut if settings is None else torch.empty_like(cuts.cut)
     if rows == 0:

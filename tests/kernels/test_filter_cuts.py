@@ -100,9 +100,10 @@ def test_a_row_without_a_distribution_has_no_cut():
 
 def test_rows_may_lie_apart_and_in_several_trees():
     whole = torch.randn(2, 5, 50).bfloat16().to(DEVICE)
-    apart, filters = whole[:, 1:3, :41], Filters(0.9, top_p=0.8)
-    for view, copied in zip(filter_cuts(apart, filters), filter_cuts(apart.contiguous(), filters), strict=True):
-        assert torch.equal(view, copied)
+    filters = Filters(0.9, top_p=0.8)
+    for apart in (whole[:, 1:3, :41], whole[..., ::3], whole.mT):
+        for view, copied in zip(filter_cuts(apart, filters), filter_cuts(apart.contiguous(), filters), strict=True):
+            assert torch.equal(view, copied)
 
 
 @pytest.mark.parametrize("filters", [Filters(top_k=3), Filters(0.8, 9, 0.8, 0.01)], ids=str)
