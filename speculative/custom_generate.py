@@ -73,7 +73,7 @@ _FILTERS: dict[type, int] = {
     TopKLogitsWarper: 1,
     TopPLogitsWarper: 2,
     MinPLogitsWarper: 3,
-    LogitNormalization: 4,  # changes no probability
+    LogitNormalization: 4,  # changes no probability; `answer` does it where scores are asked for
 }
 
 
@@ -181,6 +181,11 @@ class GenerateCall:
     ) -> "Tensor | SpeculativeOutput":
         """The answer of transformers' generate for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
+            if scores is not None and self.logits_processor and type(self.logits_processor[-1]) is LogitNormalization:
+                scores = tuple(
+                    each.log_softmax(-1).where((stats.tokens_of > place)[:, None].to(each.device), 0)
+                    for place, each in enumerate(scores)
+                )
             fields: dict[str, Any] = {"scores": scores, "logits": logits, CACHE_NAME: cache, "stats": stats}
             return SpeculativeOutput(sequences=sequences, **fields)  # pyright: ignore[reportArgumentType]
         return sequences

@@ -286,6 +286,7 @@ def test_a_model_on_several_devices_or_offloaded_is_refused(tiny_pair, monkeypat
 
 @pytest.mark.parametrize(("method", "settings"), [
     ("autoregressive", {}), ("sequoia", {}), ("dyspec", {"repetition_penalty": 1.3, "min_new_tokens": 4}),
+    ("sequoia", {"renormalize_logits": True}),
 ])  # fmt: skip
 def test_scores_and_logits_are_those_of_generate(method, settings, tiny_pair):
     ids = torch.tensor([[1, 2, 3], [0, 5, 6]])
