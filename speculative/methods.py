@@ -179,7 +179,7 @@ def _root(size: int) -> TokenTree:
 
 def _chain(size: int, threshold: float = 0.0) -> TokenTree | Growth:
     """A chain. With a threshold it may end early, so it is grown, one node on each level."""
-    return Growth("slot", size, 1, size - 1, threshold) if threshold > 0 else TokenTree.chain(size - 1)
+    return TokenTree.chain(size - 1) if threshold == 0 else Growth("slot", size, 1, size - 1, threshold)
 
 
 def _sequences(size: int, width: int = 3) -> TokenTree:
@@ -196,10 +196,14 @@ def _default_depth(size: int) -> int:
 
 def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int | None = None) -> TokenTree:
     """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance."""
-    from heavypath.speculative.trees.planning import greedy_tree, sequoia_tree
+    from heavypath.speculative.trees.planning import Rates, greedy_tree, sequoia_tree
 
-    levels = max_depth if max_depth is not None else _default_depth(size) if acceptance is None else size - 1
-    plan, rates = sequoia_tree, torch.as_tensor(DEFAULT_ACCEPTANCE if acceptance is None else acceptance)
+    usual = _default_depth(size) if acceptance is None else size - 1
+    levels = usual if max_depth is None else min(max_depth, size - 1)
+    plan, rates = sequoia_tree, torch.as_tensor(DEFAULT_ACCEPTANCE)
+    if acceptance is not None:
+        Rates.of(acceptance)
+        rates = torch.as_tensor(acceptance)
     if acceptance is None and size > LARGE:
         from heavypath.speculative.trees.tails import of_any_pair
 
@@ -276,7 +280,7 @@ def _grown(
     confidence: Confidence | None,
 ) -> Growth:
     """A level may have half of the nodes where no width is given: wider ones are rare, and cost the draft's time."""
-    depth = _default_depth(size) if max_depth is None else max_depth
+    depth = _default_depth(size) if max_depth is None else min(max_depth, size - 1)
     if width is None:
         half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (MAX_SLOTS - 1) // max(1, depth)
         width = min(half, fits)

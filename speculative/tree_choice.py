@@ -180,6 +180,8 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     Raises TypeError or ValueError for options that the method does not have, or that do not fit each other or the
     draft.
     """
+    from heavypath.speculative.trees.checks import check_given, check_numbers
+
     options, tree = dict(given), given.get("tree")
     if tree is None:
         nodes = options.pop("tree_size", size)
@@ -192,6 +194,7 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
             if name not in METHODS[method].options:
                 has = ", ".join(METHODS[method].options) or "none but tree_size"
                 raise ValueError(f"method {method!r} has no option {name!r}; it has {has}")
+        check_numbers(options)
         if "branching" in options and len(given) > 1:
             others = ", ".join(name for name in given if name != "branching")
             raise ValueError(f"branching says all of the tree's shape; leave out {others}")
@@ -200,7 +203,7 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
             limited = "max_depth" in METHODS[method].options
             tree = METHODS[method].tree_of(nodes, **options, max_depth=levels) if limited else top(tree, levels)
     else:
-        _check_given(method, tree, [name for name in options if name != "tree"])
+        check_given(method, METHODS[method].tree_of(8), tree, [name for name in options if name != "tree"])
     if levels is not None and tree.depth > levels:
         what = f"max_depth {options['max_depth']}" if "max_depth" in options else f"a tree of {tree.depth} levels"
         raise ValueError(
@@ -219,19 +222,6 @@ def top(tree: TokenTree | Growth, levels: int | None) -> TokenTree | Growth:
     if isinstance(tree, TokenTree):
         return tree.truncated(levels)[0]
     return replace(tree, depth=levels, size=min(tree.size, 1 + levels * tree.width))
-
-
-def _check_given(method: str, tree: object, others: list[str]) -> None:
-    """Raise TypeError or ValueError if a method cannot have this tree, or other options say something about it."""
-    if not isinstance(tree, TokenTree):
-        raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
-    if others:
-        raise ValueError(f"tree says all of the tree's shape; leave out {', '.join(others)}")
-    usual = METHODS[method].tree_of(8)
-    if isinstance(usual, Growth):
-        raise ValueError(f"method {method!r} grows its trees; give it tree_size, not tree")
-    if len(usual) == 1 < len(tree):
-        raise ValueError(f"method {method!r} drafts nothing, got a tree of {len(tree)} nodes")
 
 
 def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> "Plan":
