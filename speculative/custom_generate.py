@@ -19,6 +19,7 @@ whole text as input_ids.
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,9 +98,12 @@ class _OneByOne:
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output of generate, with the statistics of the decoder."""
+    """transformers' output of generate, with the statistics of the decoder. A copy of it has no cache."""
 
     stats: Statistics | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(SpeculativeOutput, **{name: self[name] for name in self if name != CACHE_NAME}), ()
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,10 @@ class SpeculativeDecoder:
     def __repr__(self) -> str:
         return in_words(self, self._given_draft)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For the modules copy and pickle: the models, the method and the options, of which a decoder is made anew."""
+        return partial(type(self), **self._options), (self.target, self._given_draft, self.method)
+
     @property
     def _models(self) -> list[Any]:
         """The forward passes of a step."""

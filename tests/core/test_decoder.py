@@ -1,5 +1,8 @@
 """SpeculativeDecoder: the target's own text on both devices, where it ends, its statistics; and what it refuses."""
 
+import pickle
+from copy import deepcopy
+
 import pytest
 import torch
 from families import tiny
@@ -59,6 +62,17 @@ def test_a_decoder_says_what_it_is(tiny_pair):
     assert "draft=PromptLookup, method='dyspec', tree=9 nodes" in repr(
         SpeculativeDecoder(target, PromptLookup(), "dyspec", tree_size=9, width=2, max_depth=4)
     )
+
+
+def test_a_decoder_can_be_copied_and_sent_to_another_process(tiny_pair):
+    prompt = torch.tensor([[3, 1, 4]])
+    for draft in (tiny_pair[1], EarlyExit(1), PromptLookup()):
+        decoder = SpeculativeDecoder(tiny_pair[0], draft, "dyspec", tree_size=7, verifier="rejection")
+        out = decoder.generate(prompt, 12, temperature=0.9, seed=3)  # what steps use is made by the first of them
+        for other in (deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+            assert repr(other) == repr(decoder)
+            assert other.target is not decoder.target
+            assert torch.equal(other.generate(prompt, 12, temperature=0.9, seed=3).sequences, out.sequences)
 
 
 def test_statistics_add_up(demo_pair):

@@ -1,6 +1,7 @@
 """`model.generate(..., custom_generate=decoder)` is `model.generate(...)`, and what a decoder survives."""
 
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest.mock import Mock
@@ -97,6 +98,9 @@ def test_a_dictionary_of_sequences_with_statistics_is_returned_on_demand(decoder
     assert out.stats.new_tokens == out["stats"].new_tokens == 8
     assert out.scores is out.logits is None
     assert torch.equal(out.sequences, expected.sequences)
+    for same in (copy.deepcopy(out), pickle.loads(pickle.dumps(out))):
+        assert [*same] == ["sequences", "stats"]
+        assert torch.equal(same.sequences, out.sequences)
 
 
 def test_a_streamer_hears_what_generate_would_tell_it(decoder):
