@@ -150,6 +150,16 @@ def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):
     assert replaced.trees.by_batch(Filters(0.0), 64).trees == (CHAIN,)
 
 
+def test_a_tree_may_be_replaced_by_one_in_any_order_of_nodes(tiny_pair):
+    prompt = torch.tensor([[3, 1, 4]])
+    by_level = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
+    given, replaced = SpeculativeDecoder(*tiny_pair, tree=by_level), SpeculativeDecoder(*tiny_pair)
+    replaced.tree = by_level
+    outs = [each.generate(prompt, 20, temperature=0.9) for each in (given, replaced)]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert outs[1].stats.tree == "6 nodes, 3 levels, set later"
+
+
 def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
     """The figures are those of docs/results.md: five nodes alone, two for two to four, plain decoding beyond."""
     target, draft, _ = demo_pair
