@@ -120,7 +120,8 @@ class SpeculativeDecoder:
 
     @tree.setter
     def tree(self, tree: TokenTree | Growth) -> None:
-        self.trees.tree, self.trees.tree_from = tree if tree.grows else tree.reordered("heavy_path")[0], "set later"
+        self.trees.tree_from = "set later"
+        self.trees.tree = tree if tree.grows else tree.reordered("heavy_path")[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def tree_for(self, filters: Filters, batch: int = 1) -> TokenTree | Growth:
         """The tree that so many sequences begin with, or how trees grow, where the target is sampled so."""

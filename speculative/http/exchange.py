@@ -113,6 +113,7 @@ class Exchange:
         self._texts: list[_ChoiceText] = []
         try:
             for prompt, length in zip(asked.prompts, lengths, strict=True):
+                _check_tokens(prompt, options.get("min_new_tokens", 0), length, served.service.vocab_size)
                 found = _processors(request, asked.grammar, len(prompt.tokens), served.service.vocab_size)
                 processors = {"logits_processor": found} if found else {}
                 for index in range(request.texts):
@@ -339,6 +340,15 @@ def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
         message = f"there is room for {limits.max_tokens} tokens of prompt and answer, and {have}"
         raise Refusal(400, message, param="max_tokens" if asked else None, code="context_length_exceeded")
     return room if asked is None else max(1, asked)
+
+
+def _check_tokens(prompt: Prompt, least: int, most: int, vocab_size: int) -> None:
+    """Refuse by the client's names what the service would refuse by its own."""
+    if (largest := max(prompt.tokens)) >= vocab_size:
+        raise Refusal(400, f"prompt: expected tokens of at most {vocab_size - 1}, got {largest}", param="prompt")
+    if least > most:
+        message = f"min_tokens: expected at most as many as max_tokens, which is {most}, got {least}"
+        raise Refusal(400, message, param="min_tokens")
 
 
 def _seconds_for_one(service: Service) -> int:
