@@ -97,7 +97,8 @@ class SpeculativeDecoder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For the modules copy and pickle: the models, the method and the options, of which a decoder is made anew."""
-        return partial(type(self), **self._options), (self.target, self._given_draft, self.method)
+        later = {"tree": self.tree} if self.trees.tree_from == "set later" else {}
+        return partial(type(self), **self._options), (self.target, self._given_draft, self.method), (None, later)
 
     @property
     def _models(self) -> list[Any]:

@@ -46,7 +46,8 @@ def _check_shapes(
     inputs: tuple[Tensor, ...], state: Tensor, paths: Paths, above: KeptNodes | None, weights: GateWeights | None
 ) -> None:
     batch, heads, key_columns, columns = state.shape
-    named = dict(zip(("query", "key", "value", "gate", "beta"), inputs, strict=False))
+    named: dict[str, Tensor] = {}
+    named |= zip(("query", "key", "value", "gate", "beta"), inputs, strict=False)
     key_heads = named["key"].shape[2] if named["key"].dim() == 4 else 0
     by_column = named["gate"].dim() == 4  # then a key head serves one value head
     if key_heads == 0 or heads % key_heads or (by_column and key_heads != heads):

@@ -70,9 +70,15 @@ def test_a_decoder_can_be_copied_and_sent_to_another_process(tiny_pair):
         decoder = SpeculativeDecoder(tiny_pair[0], draft, "dyspec", tree_size=7, verifier="rejection")
         out = decoder.generate(prompt, 12, temperature=0.9, seed=3)  # what steps use is made by the first of them
         for other in (deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
-            assert repr(other) == repr(decoder)
+            assert (repr(other), other.tree) == (repr(decoder), decoder.tree)
             assert other.target is not decoder.target
             assert torch.equal(other.generate(prompt, 12, temperature=0.9, seed=3).sequences, out.sequences)
+
+
+def test_a_copy_has_the_tree_that_was_set_later(tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair)
+    decoder.tree = TokenTree.chain(2)
+    assert deepcopy(decoder).tree == pickle.loads(pickle.dumps(decoder)).tree == TokenTree.chain(2)
 
 
 def test_statistics_add_up(demo_pair):
