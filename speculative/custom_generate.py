@@ -55,7 +55,7 @@ _UNSUPPORTED = UNSERVED | {
     "assistant_early_exit": (None,),
     "use_mtp": (None, False),
     "use_cache": (None, True),
-    "cache_implementation": (None,),
+    "cache_implementation": (None, "dynamic"),
     "prefill_chunk_size": (None,),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
