@@ -124,6 +124,18 @@ class Observer(Watched):
         return stepped
 
 
+class Counted(Watched):
+    """Counts the steps that are run, of which the last one of a text may do nothing on a GPU, see `decoding.engine`."""
+
+    def __init__(self, decoder: SpeculativeDecoder):
+        super().__init__(decoder)
+        self.steps = 0
+
+    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
+        self.steps += 1
+        return self.runner.run(plan, workspace, **where)
+
+
 class Bench:
     """The pair, the prompts, and how they are timed."""
 
@@ -242,12 +254,15 @@ class Bench:
 
     def speculative(self, decoder: SpeculativeDecoder, sampling: dict[str, Any], new_tokens: int) -> Writer:
         """By a decoder; and a text of one token beside each, so that the difference is of steps alone."""
+        counted = Counted(decoder)
 
         def write(given: Tensor) -> Text:
             generate = partial(decoder.generate, given, eos_token_id=None, **sampling)
+            before = counted.steps
             short, _ = timed(lambda: generate(1), self.clock)
+            of_short = counted.steps - before
             seconds, out = timed(lambda: generate(new_tokens), self.clock)
-            further = int(out.stats.steps_of.max()) - 1
+            further = counted.steps - before - 2 * of_short
             each = (seconds - short) / further if further else None
             return Text(out.sequences, out.stats.new_tokens, out.stats.tokens_per_step, seconds, each)
 

@@ -1,7 +1,7 @@
 """The engine of `generate` and `serve`: it runs a step, and says what became of each sequence in it.
 
-On a GPU the host learns what a step did while the next one is under way. So one more step may run after the end; what
-it did is discarded.
+On a GPU the host learns what a step did while the next one is under way. So one more step may run after the end, where
+the host could not know that it was one; what it did is discarded.
 """
 
 from collections.abc import Sequence
@@ -94,20 +94,25 @@ class Engine(Generic[Who]):
         self.runner, self.workspace, numbers = runner, workspace, workspace.state.numbers
         self.on_host = host_can_read(numbers.device)
         self._snapshots = Snapshots[Sequence[Who]]([numbers, *looked_at], late=not waits and not self.on_host)
+        self._stepped: Stepped
 
     def step(
-        self, plan: StepPlan, who: Sequence[Who], *, slots: int, levels: int, longest: int, lap: Lap
+        self, plan: StepPlan, who: Sequence[Who], *, slots: int, levels: int, longest: int, lap: Lap, ends: bool = False
     ) -> Outcome[Who] | None:
         """Run a step, as `StepRunner.run` does; what came of it, or of the one before, None where there was none.
 
-        who: is in the first slots
+        who: is in the first slots; ends: whether a step ends all texts. If one is under way, it does, and none is run
         """
-        stepped = self.runner.run(plan, self.workspace, slots=slots, levels=levels, longest=longest, lap=lap)
-        taken = self._snapshots.take(who)
+        if ends and self._snapshots.taken:
+            taken = self._snapshots.next()
+        else:
+            self._stepped = self.runner.run(plan, self.workspace, slots=slots, levels=levels, longest=longest, lap=lap)
+            taken = self._snapshots.take(who)
         if taken is None:
             return None
         (numbers, *looked), who = taken
-        return Outcome(who, [SlotNumbers._make(row) for row in numbers[:, : len(who)].T.tolist()], looked, stepped)
+        rows = [SlotNumbers._make(row) for row in numbers[:, : len(who)].T.tolist()]
+        return Outcome(who, rows, looked, self._stepped)
 
 
 class Snapshots(Generic[What]):
@@ -119,7 +124,7 @@ class Snapshots(Generic[What]):
 
     def __init__(self, tensors: list[Tensor], late: bool):
         self._tensors, self._late = tensors, late
-        self._taken: list[tuple[list[Tensor], torch.cuda.Event, What]] = []
+        self.taken: list[tuple[list[Tensor], torch.cuda.Event, What]] = []  # that nobody has seen
         self._free = [[_on_host(tensor) for tensor in tensors] for _ in range(2 * late)]
 
     def take(self, what: What) -> tuple[list[Tensor], What] | None:
@@ -133,10 +138,12 @@ class Snapshots(Generic[What]):
         for copy, tensor in zip(copies, self._tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         event.record()
-        self._taken.append((copies, event, what))
-        if len(self._taken) < 2:
-            return None
-        copies, event, what = self._taken.pop(0)
+        self.taken.append((copies, event, what))
+        return None if len(self.taken) < 2 else self.next()
+
+    def next(self) -> tuple[list[Tensor], What]:
+        """The first copies that nobody has seen, as of `take`; waits for them."""
+        copies, event, what = self.taken.pop(0)
         event.synchronize()
         self._free.append(copies)
         return copies, what

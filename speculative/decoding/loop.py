@@ -52,7 +52,8 @@ def decode(
             watcher.before(state)
         peers.tell()
         outcome = engine.step(
-            plan, members[:], slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap
+            plan, members[:], slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap,
+            ends=most_left == 1,
         )  # fmt: skip
         if outcome is None:
             continue
@@ -77,7 +78,8 @@ def decode(
             break
         longest, most_left = max(row.lengths for row in outcome.rows), max(row.left for row in rows.values())
         running = batch - len(ended)
-        close_up(workspace, members, ended, running if engine.on_host else 1 << (running - 1).bit_length())
+        slots = running if engine.on_host else 1 << (running - 1).bit_length()
+        close_up(workspace, members, ended, slots, longest + 2 * (plan.depth + 1))  # a step may be under way
         for watcher, copy in zip(watchers, looked, strict=True):
             before, plan = plan, watcher.replanned(plan, seen, len(members), copy)
             if plan.tree != before.tree:
@@ -95,14 +97,14 @@ def decode(
     return new.where((column < tokens_of[:, None]).to(new.device), request.pad)
 
 
-def close_up(workspace: Workspace, members: list[int], ended: Container[int], slots: int) -> None:
-    """Move the sequences that go on into the first `slots` slots; `members` then says who is in these."""
+def close_up(workspace: Workspace, members: list[int], ended: Container[int], slots: int, rows: int) -> None:
+    """Move the sequences that go on, of at most `rows` rows, into the first slots; `members` says who is in these."""
     if slots < len(members):
         logger.debug("the batch closes up from %d slots to %d", len(members), slots)
     free = [slot for slot, member in enumerate(members[:slots]) if member in ended]
     for slot in range(slots, len(members)):
         if members[slot] not in ended:
             destination = free.pop(0)
-            workspace.swap(slot, destination)  # what has ended keeps its cache rows, for a later text
+            workspace.swap(slot, destination, rows)  # what has ended keeps its cache rows, for a later text
             members[destination] = members[slot]
     del members[slots:]

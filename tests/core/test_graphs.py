@@ -13,7 +13,7 @@ import torch
 from in_time import in_time
 from own_drafts import Bigrams
 from played_graphs import STREAMS, Event, Stream
-from played_steps import PROMPTS, Tape
+from played_steps import PADDING, PROMPTS, Tape
 from tiny_models import small_llama, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -21,6 +21,7 @@ from heavypath.kernels import cache_compaction
 from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder
 from heavypath.speculative.decoding.engine import Snapshots
 from heavypath.speculative.decoding.graphs import MOST, Graphs
+from heavypath.speculative.decoding.workspace import Workspace
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs have tests of their own")
 ONE = PROMPTS[:1]
@@ -176,6 +177,41 @@ def test_after_warming_up_nothing_is_captured_or_allocated(batch, new, as_on_a_g
     monkeypatch.setattr(Tape, "capture_begin", lambda *args, **kwargs: pytest.fail("captured"))
     assert torch.equal(decoder.generate(PROMPTS[:batch], new, **options).sequences, expected.sequences)
     assert decoder.runner.idle is workspace
+
+
+@pytest.mark.parametrize(("new", "batch"), [(1, 1), (4, 3)])
+def test_no_step_is_launched_behind_the_one_that_must_be_the_last(new, batch, as_on_a_gpu, monkeypatch):
+    """Though the host is a step behind: of plain decoding it knows which step writes the last token."""
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(gpt2(), None, "autoregressive")
+    run, runs = decoder.runner.run, []
+
+    def counted(plan, workspace, **where):
+        runs.append(where["slots"])
+        return run(plan, workspace, **where)
+
+    monkeypatch.setattr(decoder.runner, "run", counted)
+    out = decoder.generate(PROMPTS[:batch], new, temperature=0.8, eos_token_id=None)
+    assert runs == [batch] * new
+    assert out.stats.steps_of.tolist() == [new] * batch
+
+
+def test_a_batch_closes_up_without_moving_rows_that_no_text_has(as_on_a_gpu, monkeypatch):
+    pair, swap, moved = (small_llama(1), small_llama(2)), Workspace.swap, []
+    options = {"attention_mask": PADDING, "max_new_tokens": 9, "temperature": 1.0, "eos_token_id": 2, "seed": 5}
+    expected = SpeculativeDecoder(*pair, tree_size=2).generate(PROMPTS, **options)
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(*pair, tree_size=2)
+
+    def watched(workspace, one, other, rows=None):
+        moved.append((rows, workspace.size.cache_rows, int(workspace.state.lengths.max())))
+        swap(workspace, one, other, rows)
+
+    monkeypatch.setattr(Workspace, "swap", watched)
+    out = decoder.generate(PROMPTS, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert moved
+    assert all(longest <= rows < 40 < have for rows, have, longest in moved)
 
 
 def test_launches_that_take_the_host_long_do_not_say_that_a_draft_does_not_pay(as_on_a_gpu, caplog, monkeypatch):
