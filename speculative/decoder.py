@@ -221,6 +221,10 @@ class SpeculativeDecoder:
         request = self._request(prompts, max_new_tokens, temperature, options)
         plan = self._plan(request)
         with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
+            if self.runner.cuda_graphs:
+                from heavypath.speculative.decoding.graphs import compile_prompts
+
+                compile_prompts(request, plan, workspace)
             workspace.begin(request, plan)
             tree_of = self.trees.of_slots(request.filters, batch_size)
             self.runner.warm_up(plan, workspace, batch_size, prompt_tokens + max_new_tokens, tree_of)

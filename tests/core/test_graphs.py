@@ -226,8 +226,9 @@ def test_launches_that_take_the_host_long_do_not_say_that_a_draft_does_not_pay(a
     assert "does not pay" not in caplog.text
 
 
-def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(as_on_a_gpu, monkeypatch):
-    """So that what it launches before is compiled side by side."""
+@pytest.mark.parametrize("warms_up", [True, False])
+def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(warms_up, as_on_a_gpu, monkeypatch):
+    """So that what it launches before is compiled side by side, at the first step of a workspace at the latest."""
     as_on_a_gpu()
     cache_compaction._table.cache_clear()  # which may know the same addresses
     launch, names = Tape.launch, {}
@@ -238,10 +239,28 @@ def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(as_on_a_
 
     monkeypatch.setattr(Tape, "launch", watch)
     decoder = SpeculativeDecoder(small_llama(1), PromptLookup(), tree_size=2)
-    decoder.warm_up(prompt_tokens=2, max_new_tokens=2, temperature=0.8)
+    if warms_up:
+        decoder.warm_up(prompt_tokens=2, max_new_tokens=2, temperature=0.8)
+    decoder.generate(ONE[:, :2], 8, temperature=0.8, eos_token_id=None)
     tried_out, captured = names.values()
     assert tried_out == captured[: len(tried_out)]
     assert captured[len(tried_out)] == "_compact_kernel"
+
+
+@pytest.mark.parametrize(("tokens", "pieces"), [(1, [0]), (2, [1, 1]), (6, [1, 2, 4, 5]), (9, [1, 2, 4, 8, 8])])
+def test_warming_up_reads_prompts_of_each_power_of_two(tokens, pieces, as_on_a_gpu, monkeypatch):
+    """Attention to pieces of other lengths is compiled for these: a text must not wait for that."""
+    as_on_a_gpu()
+    begin, begun = Workspace.begin, []
+
+    def noted(workspace, request, plan):
+        begun.append(request.prompt.shape[1] - 1)
+        assert request.lengths.tolist() == [request.prompt.shape[1]]
+        return begin(workspace, request, plan)
+
+    monkeypatch.setattr(Workspace, "begin", noted)
+    SpeculativeDecoder(small_llama(1), None, "autoregressive").warm_up(prompt_tokens=tokens, max_new_tokens=1)
+    assert begun == [*pieces, tokens - 1]
 
 
 def test_on_a_cpu_warming_up_leaves_the_text_as_it_is():
