@@ -24,6 +24,7 @@ from heavypath.speculative.models.structure import structure_of, weight_versions
 from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
+PREFILL_ROWS = 8192  # of all prompts, on a GPU, whose attention needs no mask: few rows leave multiprocessors idle
 STREAMED_CHUNK = {"cpu": 2048, "cuda": 1984}  # where all weights are read for each; a GPU's attention takes no 2,048
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
@@ -259,7 +260,7 @@ class Forward(ABC):
         first = torch.tensor(starts[0] if one_mask else starts, device=tokens.device)  # [] or [B]
         limit = self.rope_limit
         is_long = limit is not None and min(starts) + width >= limit
-        most = PREFILL_CHUNK if self.stream is None else STREAMED_CHUNK[tokens.device.type]
+        most = chunk_of(batch, tokens.device) if self.stream is None else STREAMED_CHUNK[tokens.device.type]
         for begin in range(0, width, most):
             end = min(begin + most, width)
             rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
@@ -279,6 +280,12 @@ class Forward(ABC):
         if self.rope_limit is None:
             return positions
         return positions.where(prefix_length[:, None] >= self.rope_limit, positions.clamp(max=self.rope_limit - 1))
+
+
+def chunk_of(batch: int, device: torch.device) -> int:
+    """The tokens of each of so many prompts that go through a model at once."""
+    of_gpu = max(PREFILL_CHUNK, min(PREFILL_ROWS // batch, STREAMED_CHUNK["cuda"]))
+    return PREFILL_CHUNK if device.type == "cpu" else of_gpu
 
 
 def as_long(tokens: Tensor, rows: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from llama_cases import MODELS, made, sharpened
 from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.kernels.native.library import library
 from heavypath.speculative.models import linear, llama
-from heavypath.speculative.models.forward import PREFILL_CHUNK, STREAMED_CHUNK, TreeMask
+from heavypath.speculative.models.forward import STREAMED_CHUNK, TreeMask, chunk_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -60,4 +60,6 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name, way):
 
 def test_pieces_of_a_prompt_are_smaller_than_attention_on_a_gpu_takes():
     """One token may go with a piece of a long text, see `as_long`."""
-    assert max(PREFILL_CHUNK, STREAMED_CHUNK["cuda"]) < MAX_NODES
+    assert STREAMED_CHUNK["cuda"] < MAX_NODES
+    assert [chunk_of(batch, torch.device("cuda")) for batch in (1, 4, 8, 16, 64)] == [1984, 1984, 1024, 512, 512]
+    assert chunk_of(1, torch.device("cpu")) == 512

@@ -277,8 +277,8 @@ def test_a_second_larger_prompt_and_one_beyond_a_chunk_of_the_prefill(method, pa
     """The memory of the first text is too small for the others."""
     if MINIATURE and method != "sequoia":
         pytest.skip("too slow in miniature")
-    if MINIATURE:
-        monkeypatch.setattr("heavypath.speculative.models.forward.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("heavypath.speculative.models.forward.PREFILL_CHUNK", size(512, 7))
+    monkeypatch.setattr("heavypath.speculative.models.forward.PREFILL_ROWS", 1)
     graphs, eager = with_and_without_graphs(pair, method, tree_size=size(8, 3))
     for length in size((20, 200, 600, 30), (3, 20)):
         options = {"max_new_tokens": size(24, 5), "temperature": 0.7, "eos_token_id": None, "seed": length}
