@@ -171,9 +171,8 @@ class SpeculativeDecoder:
             stats.lap("prefill")
             watchers += self.trees.changing(plan, request.filters, len(input_ids))
             new = decode(request, plan, self.runner, workspace, stats=stats, watchers=watchers)
-            cache = workspace.finish(request, plan)
+            cache = self.runner.keep(workspace, request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
-        self.runner.kept.append(cache)
         (self._draft or NO_DRAFT).learn(request.prompt, request.lengths, new, stats.tokens_of)
         tells_phases = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
         drafting = self._draft if tells_phases and min(map(len, plan.trees)) > 1 else None

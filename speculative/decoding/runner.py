@@ -76,6 +76,26 @@ class StepRunner:
         self.kept.clear()  # outside of the handler, whose traceback holds a part of what was allocated
         return Workspace(plan, size, launcher)
 
+    def keep(self, workspace: Workspace, request: Request, plan: StepPlan) -> TextCache:
+        """Keep the texts of a request that has been decoded; where memory is short, those kept before give theirs.
+
+        If that is not enough, what is kept has no rows: the text has been written, and is not to be lost.
+        """
+        if len(self.kept) == KEPT:
+            self.kept.popleft()  # before memory is taken for another one
+        try:
+            cache = workspace.finish(request, plan)
+        except torch.OutOfMemoryError:
+            cache = None
+        if cache is None:
+            self.kept.clear()
+            try:
+                cache = workspace.finish(request, plan)
+            except torch.OutOfMemoryError:
+                cache = workspace.finish(request, plan, 0)
+        self.kept.append(cache)
+        return cache
+
     def run(self, plan: StepPlan, workspace: Workspace, *, slots: int, levels: int, longest: int, lap: Lap) -> Stepped:
         """Run one step of the sequences in the first `slots` slots.
 

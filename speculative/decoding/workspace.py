@@ -261,8 +261,8 @@ class Workspace:
         prompts = request.lengths.cpu()[numbers[StateField.MEMBER]]
         return numbers[StateField.LENGTHS].minimum(prompts + numbers[StateField.PRODUCED])
 
-    def finish(self, request: Request, plan: StepPlan) -> TextCache:
-        """The texts of a request that has been decoded, with their cache rows.
+    def finish(self, request: Request, plan: StepPlan, rows: int | None = None) -> TextCache:
+        """The texts of a request that has been decoded, or so many tokens of them, with their cache rows.
 
         Where another generation will use the same memory, the rows are copied.
         """
@@ -270,7 +270,7 @@ class Workspace:
         numbers = self.state.numbers[:, : len(request.prompt)].cpu()
         slots = numbers[StateField.MEMBER].argsort()
         lengths = self._text_lengths(request, numbers)[slots]
-        texts = self._texts(request)[:, : int(lengths.max())].cpu()
+        texts = self._texts(request)[:, : int(lengths.max()) if rows is None else rows].cpu()
         texts = texts.where(torch.arange(texts.shape[1]) < lengths[:, None], -1)
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
         for part, cache in [] if draft is None or self.draft_cache is None else draft.parts(self.draft_cache):

@@ -238,6 +238,29 @@ def test_texts_kept_for_later_give_way_where_memory_is_short(tiny_pair, monkeypa
     assert len(decoder.runner.kept) == 1
 
 
+@pytest.mark.parametrize("room", ["for one text", "for none"])
+def test_a_text_is_not_lost_where_there_is_no_memory_to_keep_it(room, tiny_pair, monkeypatch):
+    """It has been written, and its rows only spare a later text the time to compute them."""
+    decoder = SpeculativeDecoder(*tiny_pair)
+    expected, _ = (decoder.generate(IDS, 4).sequences for _ in range(2))
+    copied = Workspace._kept
+
+    def short(self, cache, texts):
+        if texts.shape[1] and (room == "for none" or decoder.runner.kept):
+            raise torch.OutOfMemoryError("no room")
+        return copied(self, cache, texts)
+
+    monkeypatch.setattr(Workspace, "_kept", short)
+    out = decoder.generate(IDS, 4)
+    assert torch.equal(out.sequences, expected)
+    assert len(decoder.runner.kept) == 1
+    assert (len(out.cache.tokens[0]) > 0) == (room == "for one text")
+    text = torch.cat([out.sequences, IDS[:, :2]], 1)
+    further = decoder.generate(text, 3, past=out.cache)
+    assert torch.equal(further.sequences, SpeculativeDecoder(*tiny_pair).generate(text, 3).sequences)
+    assert (further.stats.reused_tokens > 0) == (room == "for one text")
+
+
 def test_transformers_generate_returns_and_takes_a_past(tiny_pair, computed):
     target, _ = tiny_pair
     decoder = SpeculativeDecoder(*tiny_pair)
