@@ -8,6 +8,7 @@ from block_checkpoints import LAWS, block_of
 from drafted_cases import assert_drafts_as_said, assert_later_turns_agree, law_of, said_by, small_draft, steps_of
 from head_cases import VARIANTS, entries_over, head_of
 from medusa_checkpoints import heads_of, oracle
+from played_steps import Launches
 from tiny_models import tiny_llama, transformers_greedy
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -164,3 +165,13 @@ def test_acceptance_at_a_depth_is_that_of_a_draft_which_reads_itself(kind, targe
         if kind in LAWS:  # the others keep their own entries there
             for now, then in zip((cache.keys, cache.values), before, strict=True):
                 assert torch.equal(now[:, :, :7], then[:, :, :7])
+
+
+@pytest.mark.parametrize("columns", [(), (3,)])
+@torch.inference_mode()
+def test_rows_of_each_sequence_are_read_by_one_launch(columns):
+    field, rows, launches = torch.randn(2, 5, *columns), torch.tensor([[4, 0, 0], [1, 2, 3]]), Launches()
+    with launches:
+        read = head_module._rows_of(field, rows)
+    assert torch.equal(read, torch.stack([field[0, rows[0]], field[1, rows[1]]]))
+    assert launches.names == ["gather.default"]
