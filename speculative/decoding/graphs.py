@@ -22,9 +22,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -34,12 +33,8 @@ from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.tickets import counters_for, new_counters
 from heavypath.speculative.decoding.drafted import Lap, no_lap
 from heavypath.speculative.decoding.launching import Launch, Launcher
-from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
-
-if TYPE_CHECKING:  # which has a launcher of these graphs
-    from heavypath.speculative.decoding.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +175,7 @@ class CudaGraphs(Launcher):
         with ranks, whose first collective makes their connections.
         """
         self._is_prepared = True
-        if not _is_ours(step):
+        if not is_ours(step):
             return
         with uncompiled_launches() as compilations:
             self.graphs.try_out(partial(launch, no_lap))
@@ -224,23 +219,7 @@ class CudaGraphs(Launcher):
             self._warned.add(reason)
 
 
-def compile_prompts(request: Request, plan: StepPlan, workspace: "Workspace") -> None:
-    """Compile side by side what prompts of any length launch, up to those of a request.
-
-    Attention has a variant for every power of two or so of a piece's tokens. Launches that would compile are left out,
-    so what is in the workspace afterwards means nothing. Where `prepare` does nothing, nothing is done.
-    """
-    if not _is_ours(plan):
-        return
-    most = request.prompt.shape[1] - 1
-    with uncompiled_launches() as compilations:
-        for tokens in (*(1 << power for power in range(most.bit_length())), most):
-            prompt = request.prompt[:, : tokens + 1]
-            workspace.begin(replace(request, prompt=prompt, lengths=torch.full_like(prompt[:, 0], tokens + 1)), plan)
-    compile_all(compilations, plan.target.device)
-
-
-def _is_ours(what: Step | StepPlan) -> bool:
+def is_ours(what: Step | StepPlan) -> bool:
     """True if one process calls the package's code alone, so that nothing of what is launched need be run."""
     foreign = (what.draft or NO_DRAFT).foreign or any(model.is_foreign for model in _models(what))
     return what.peers.is_alone and not foreign

@@ -5,14 +5,13 @@ A benchmark that wants to look at each step can put its own object with these me
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 
 import torch
 
-from heavypath.speculative.decoding.drafted import Lap, no_lap
-from heavypath.speculative.decoding.drafters import Shape
+from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.launching import Launcher, Recordings
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
@@ -35,7 +34,7 @@ class StepRunner:
         self.idle: Workspace | None = None  # kept for the next generation
         self._warned = set[str]()  # why steps cannot be captured
         self._of_thread, self._lock = threading.local(), threading.Lock()
-        self._step = lru_cache(MOST_STEPS)(new_step)
+        self.step = lru_cache(MOST_STEPS)(new_step)
 
     @property
     def kept(self) -> deque[TextCache]:
@@ -83,18 +82,12 @@ class StepRunner:
         """
         if len(self.kept) == KEPT:
             self.kept.popleft()  # before memory is taken for another one
-        try:
-            cache = workspace.finish(request, plan)
-        except torch.OutOfMemoryError:
-            cache = None
-        if cache is None:
+        for rows in (None, None, 0):
+            with suppress(torch.OutOfMemoryError):
+                self.kept.append(workspace.finish(request, plan, rows))
+                break
             self.kept.clear()
-            try:
-                cache = workspace.finish(request, plan)
-            except torch.OutOfMemoryError:
-                cache = workspace.finish(request, plan, 0)
-        self.kept.append(cache)
-        return cache
+        return self.kept[-1]
 
     def run(self, plan: StepPlan, workspace: Workspace, *, slots: int, levels: int, longest: int, lap: Lap) -> Stepped:
         """Run one step of the sequences in the first `slots` slots.
@@ -105,26 +98,9 @@ class StepRunner:
         depth, visible = plan.tree.depth, workspace.most_visible(plan)
         if host_can_read(plan.target.device):  # elsewhere the host does not know the lengths, and one step serves all
             depth, visible = min(depth, levels), longest
-        step = self._step(plan, depth)
+        step = self.step(plan, depth)
         launch = partial(step, *workspace.first(slots), visible)
         if workspace.changes:  # which ask the host
             return launch(lap, workspace.changes)
         again = depth == plan.tree.depth  # a tree is cut once, near the end of a text
         return workspace.launcher.run(step, slots, launch, lap, again=again)
-
-    def warm_up(
-        self, plan: StepPlan, workspace: Workspace, batch: int, longest: int, tree_of: Callable[[int], Shape] | None
-    ) -> None:
-        """Run each step that a batch may take, twice: a step is run once before it is captured.
-
-        longest: as of `run`; tree_of: the tree of so many sequences, beside the root; None for any of the plan's
-        """
-        sizes = [batch, *(1 << power for power in reversed(range((batch - 1).bit_length())))]
-        for each in plan.each():
-            own = [size for size in sizes if tree_of is None or len(each.tree) == 1 or tree_of(size) == each.tree]
-            if own:
-                step = self._step(each, each.tree.depth)
-                launch = partial(step, *workspace.first(own[0]), workspace.most_visible(each))
-                workspace.launcher.prepare(step, launch)
-            for slots in own * 2:
-                self.run(each, workspace, slots=slots, levels=each.tree.depth, longest=longest, lap=no_lap)

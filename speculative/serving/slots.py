@@ -160,7 +160,9 @@ class ServiceSlots:
         models = (plan.target, *(plan.draft or NO_DRAFT).models)
         self._limits = [model.rope_limit for model in models if model.is_foreign and model.rope_limit is not None]
         if cuda_graphs:
-            self._runner.warm_up(plan, self._workspace, count, max_tokens, tree_of)
+            from heavypath.speculative.decoding.warming import warm_up_steps
+
+            warm_up_steps(self._runner, plan, self._workspace, count, max_tokens, tree_of)
 
     def may_join(self, client: Hashable, waiting: Collection[Hashable], entering: Sequence[Arrival] = ()) -> bool:
         """True if a client may have one more slot; waiting: the clients who wait for any; entering: who join soon."""

@@ -38,7 +38,7 @@ class Offloaded(NamedTuple):
 
     @property
     def own(self) -> Tensor:
-        """What the module has in its place, without memory."""
+        """The tensor without memory that the module has in its place."""
         return getattr(self.module, self.name)
 
     def value(self) -> Tensor:

@@ -299,8 +299,9 @@ def on_played_gpu(model, order):
     """The layers of a model on the CPU as streamed to a GPU which is that, too; all of its writing goes to `order`."""
     cpu_offload(model, execution_device=CPU)
     name, layers = layers_in(model)
-    parts = PlacedModel(model, model.get_submodule(name.rpartition(".")[0]), layers, [*offloaded(model)],
-                  {number: {} for number in range(len(layers))}, CPU)  # fmt: skip
+    body, tensors = model.get_submodule(name.rpartition(".")[0]), [*offloaded(model)]
+    numbers = {tensor.key: int(tensor.key.split(".")[2]) for tensor in tensors if ".layers." in tensor.key}
+    parts = PlacedModel(model, body, layers, tensors, {number: {} for number in range(len(layers))}, numbers, CPU)
     stream = stream_to_gpu(parts, None, (0,), 0)
     observe(order, stream)
     return stream
