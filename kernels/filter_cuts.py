@@ -391,12 +391,12 @@ def _launched(
     batch, count, vocab_size = logits.shape
     logits, rows = logits if logits.stride(2) == 1 else logits.contiguous(), batch * count
     device, chunks = logits.device, triton.cdiv(vocab_size, CHUNK.value)
-    cuts = Cuts(torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device))
+    cuts = Cuts(*(torch.empty(rows, dtype=kind, device=device) for kind in (torch.float32, torch.int32)))
     largest = cuts.cut if settings is None else torch.empty_like(cuts.cut)
     if rows == 0:
         return cuts, largest
     sizes = [rows * chunks * THRESHOLDS.value, rows * PASS.value, rows * 2 * chunks]  # each begins where a vector may
-    sums, passes, parts = torch.empty(sum(sizes), device=device).split(sizes)
+    sums, passes, parts = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     by_k, by_p = settings is not None or top_k < vocab_size, settings is not None or top_p < 1
     helping = min(4 * helpers(device), rows * chunks) if by_k or by_p else 0  # min-p's cut takes no pass
     with torch.cuda.device_of(logits):

@@ -192,11 +192,11 @@ def launch_tokens(
     if not (by_p_alone and aligned) or filters.temperature == 0 or k > MOST or count == 0:
         return launch_topk(logits, k, filters, noise=noise, stream=stream, uniform_fill=uniform_fill)
     tokens = torch.empty(count, k, dtype=torch.long, device=device)
-    keys, logprobs = torch.empty(count, k, device=device), torch.empty(count, k, device=device)
+    keys, logprobs = (torch.empty(count, k, dtype=torch.float32, device=device) for _ in range(2))
     chunks, in_pass = (triton.cdiv(vocab_size, size.value) for size in (CHUNK, TOKENS_OF_PASS))
     sizes = [chunks * LANES.value, in_pass * THRESHOLDS.value, PASS.value, 2 * chunks]  # as in `filter_cuts`
-    memory = torch.empty(count * sum(sizes), device=device).split([count * size for size in sizes])
-    bounds, sums, passes, parts = memory
+    memory = torch.empty(count * sum(sizes), dtype=torch.float32, device=device)
+    bounds, sums, passes, parts = memory.split([count * size for size in sizes])
     places = max(8, triton.next_power_of_2(2 * k))
     helping = min(4 * helpers(device), count * in_pass)
     with torch.cuda.device_of(logits):

@@ -282,14 +282,14 @@ def launch_topk(
     draws = k if replacement and noisy else 1
     programs, places = count * draws, k // draws
     tokens = torch.empty(count, k, dtype=torch.long, device=device)
-    keys, logprobs = torch.empty(count, k, device=device), torch.empty(count, k, device=device)
+    keys, logprobs = (torch.empty(count, k, dtype=torch.float32, device=device) for _ in range(2))
     if programs == 0:
         return tokens, keys, logprobs
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     chunks = triton.cdiv(vocab_size, CHUNK.value)
     cuts = filter_cuts(logits[None], filters) if noisy else None
-    bounds = torch.empty(programs, chunks, LANES.value, device=device)
-    parts = torch.empty(programs, 2, chunks, device=device)
+    bounds = torch.empty(programs, chunks, LANES.value, dtype=torch.float32, device=device)
+    parts = torch.empty(programs, 2, chunks, dtype=torch.float32, device=device)
     block = triton.next_power_of_2(places)
     with torch.cuda.device_of(logits):
         _gumbel_topk_kernel[(programs * chunks,)](

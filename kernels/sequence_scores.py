@@ -99,7 +99,7 @@ def _on_gpu(logits: Tensor, settings: Tensor) -> Tensor:
     """The scores by two launches: where each row is cut off, and what is left of it."""
     batch, count, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    scores = torch.empty(logits.shape, device=logits.device)
+    scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if scores.numel() == 0:
         return scores
     cuts, largest = cuts_by_sequence(logits, settings)

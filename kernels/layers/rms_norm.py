@@ -64,7 +64,7 @@ def normalized(hidden: Tensor, norm: Norm) -> Tensor:
 def _scalar(value: float) -> Tensor:
     """The number as a tensor, which takes longer to make than to add."""
     with torch.inference_mode(False):
-        return torch.full((), value, device="cpu")
+        return torch.full((), value, dtype=torch.float32, device="cpu")
 
 
 @triton.jit(do_not_specialize=["rows"])

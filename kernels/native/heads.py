@@ -135,7 +135,7 @@ def keep(
         batch, nodes, len(taps), width, features.shape[2], addressof(places), addressof(structures),
         tokens=dense(tokens), cache_rows=dense(cache_rows), features=features, features_step=features.stride(0),
         text=text, text_step=0 if text is None else text.stride(0),
-        scratch=torch.empty(batch * nodes * len(taps) * width),
+        scratch=torch.empty(batch * nodes * len(taps) * width, dtype=torch.float32),
         threads=thread_count(0 if fc is None else fc.weight.nbytes),
     )  # fmt: skip
     call.joined.take(joined)
@@ -165,7 +165,8 @@ def medusa(weights: MedusaWeights, states: Tensor, lengths: Tensor, heads: int, 
     call = _Medusa(
         batch, heads, len(layers), width, vocab, addressof(structures), len(layers[0]) if layers else 0,
         addressof(lm_heads), int(len(lm_heads) > 1), dense(lengths), states, states.stride(0), logits, logits.stride(0),
-        torch.empty(2 * heads * batch * width), thread_count(read + weights.lm_heads[0].weight.nbytes),
+        torch.empty(2 * heads * batch * width, dtype=torch.float32),
+        thread_count(read + weights.lm_heads[0].weight.nbytes),
     )  # fmt: skip
     call.kept += weights, structures, lm_heads
     launch(f"medusa_{TYPES[states.dtype]}", call)

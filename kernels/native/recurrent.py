@@ -28,7 +28,7 @@ def tree_rule(
     if above is not None:
         totals[:, :before] = above.totals
     earlier = (None, None) if above is None else (dense(above.keys.float()), dense(above.values))
-    out, update = torch.empty(2, batch, nodes, heads, columns).unbind()
+    out, update = torch.empty(2, batch, nodes, heads, columns, dtype=torch.float32).unbind()
     call = _TreeRule(
         batch, nodes, before, heads, key.shape[2], key.shape[3], columns, gates, bool(rest), query, key, earlier[0],
         value, earlier[1], rest[0] if rest else None, gate, totals, dense(paths.mask), dense(state), out, update,

@@ -54,7 +54,7 @@ def draw(
         logits = dense(logits)
     rows, vocab = logits.shape
     tokens = torch.empty(rows, k, dtype=torch.long)
-    keys, logprobs = torch.empty(2, rows, k).unbind()
+    keys, logprobs = torch.empty(2, rows, k, dtype=torch.float32).unbind()
     call = _Draw(
         logits, logits.stride(0), rows, vocab, k, FiltersStruct.of(filters), seed_tensor(noise.seed),
         None if noise.rows is None else dense(noise.rows), replacement, uniform_fill, tokens, keys, logprobs,
@@ -69,7 +69,7 @@ def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
     logits = logits.detach().float()
     if logits.stride(2) != 1:
         logits = dense(logits)
-    scores = torch.empty(logits.shape)
+    scores = torch.empty(logits.shape, dtype=torch.float32)
     call = _SequenceScores(
         logits, *logits.shape, logits.stride(0), logits.stride(1), settings, settings.stride(0), scores, thread_count()
     )

@@ -324,7 +324,7 @@ def _sums(logits: Tensor, temperature: float) -> Tensor:
     """Each row's chunks' sums, fp32 [B * n, chunks, 3], of logits [B, n, V]."""
     batch, nodes, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, _CHUNK.value)
-    sums = torch.empty(batch * nodes, chunks, _SUMS.value, device=logits.device)
+    sums = torch.empty(batch * nodes, chunks, _SUMS.value, dtype=torch.float32, device=logits.device)
     _sums_kernel[(batch * nodes * chunks,)](
         logits_ptr=logits, sums_ptr=sums, nodes=nodes, V=vocab_size,
         batch_stride=logits.stride(0), row_stride=logits.stride(1), temperature=temperature,

@@ -162,7 +162,7 @@ def launch_typical(given: VerifyInputs, limits: tuple[float, float]) -> Verified
     batch, count = tokens.shape
     device, vocab_size = tokens.device, target.shape[-1]
     chunks = triton.cdiv(vocab_size, CHUNK.value)
-    numbers = torch.empty(batch * count * (1 + 3 * chunks), device=device)
+    numbers = torch.empty(batch * count * (1 + 3 * chunks), dtype=torch.float32, device=device)
     weights, parts = numbers.split([batch * count, batch * count * 3 * chunks])
     path = torch.empty(batch, max_depth + 1, dtype=torch.long, device=device)
     length, last = torch.zeros(2, batch, dtype=torch.long, device=device)  # rows that are read even if nothing is run

@@ -244,9 +244,9 @@ def decide(given: VerifyInputs) -> Decided:
     passes = draft is not None and not point_masses
     helping = helpers(device) if passes else 0
     ints = torch.empty(batch * count * (2 + FACTS.value), dtype=torch.int32, device=device)
-    numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks + pieces), device=device)
+    sizes = [batch * count * size for size in (FACTS.value, 4 * chunks, pieces)]
+    facts, parts, sums = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     choice, left_out, marks = ints.split([batch * count, batch * count, batch * count * FACTS.value])
-    facts, parts, sums = numbers.split([batch * count * size for size in (FACTS.value, 4 * chunks, pieces)])
     given = given._replace(draft_logits=draft)
     shared = tree_arguments(given) | cut_arguments(given, both=passes)
     with torch.cuda.device_of(tokens):

@@ -214,8 +214,8 @@ def decide_by_laws(given: VerifyInputs) -> tuple[Decided, Tensor]:
     choice, marks = torch.empty(batch * count * (1 + FACTS.value), dtype=torch.int32, device=device).split(
         [batch * count, batch * count * FACTS.value]
     )
-    facts = torch.empty(batch * count * FACTS.value, device=device)
-    taken = torch.empty(given.target_logits.shape, device=device)
+    facts = torch.empty(batch * count * FACTS.value, dtype=torch.float32, device=device)
+    taken = torch.empty(given.target_logits.shape, dtype=torch.float32, device=device)
     with torch.cuda.device_of(tokens):
         launch(
             _laws_kernel, batch * count, tree_arguments(given) | cut_arguments(given),

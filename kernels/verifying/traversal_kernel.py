@@ -325,7 +325,7 @@ def launch_traversal(given: VerifyInputs) -> Verified:
     sizes = [places, places, places * FACTS.value, places * TRAITS.value]
     choice, left_out, marks, traits = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     sizes = [places * size for size in (FACTS.value, STATES.value, 4 * chunks, pieces)]
-    facts, states, parts, sums = torch.empty(sum(sizes), device=device).split(sizes)
+    facts, states, parts, sums = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     helping = helpers(device)
     # Not those of `tickets`, which all threads share on a stream: these are not zero between the first two launches.
     counting = torch.zeros(places + counters(places), dtype=torch.int32, device=device)

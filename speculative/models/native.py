@@ -161,7 +161,7 @@ class NativePass:
                 places[number] = tap.data_ptr()
             call.taps = addressof(places)
             call.kept += places, tapped
-        scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)))
+        scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)), dtype=torch.float32)
         call.scratch, call.logits = scratch.data_ptr(), logits.data_ptr() if needs_logits else None
         call.kept += self, scratch, logits
         do(partial(getattr(lib, f"llama_{TYPES[self._dtype]}"), byref(self._model), byref(call)), call)

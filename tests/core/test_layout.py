@@ -222,6 +222,18 @@ def test_no_call_hides_its_arguments_in_a_tuple():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_memory_of_kernels_has_a_type():
+    """Without one torch gives it the default type, which users set, and kernels take the memory for fp32."""
+    found = []
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.empty", "torch.zeros", "torch.ones"):
+                typed = any(keyword.arg in ("dtype", None) for keyword in node.keywords)
+                if name.startswith("heavypath.kernels.") and not typed:
+                    found.append(f"{name}:{node.lineno}")
+    assert not found
+
+
 def test_few_functions_stand_between_generate_and_the_targets_first_operation(demo_pair, monkeypatch):
     target, draft, tokenizer = demo_pair
     decoder = SpeculativeDecoder(target, draft, "sequoia")

@@ -314,6 +314,21 @@ def test_a_decoder_writes_its_text_when_another_one_has_gone(pair):
     assert_alike(second.generate(prompts(1, 9), **options), expected)
 
 
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "spectr"])
+def test_the_default_type_of_torch_changes_no_text(method, pair, request):
+    """Users set it, and the kernels' own memory is fp32 all the same."""
+    if MINIATURE:
+        pytest.skip("too slow in miniature")
+    options = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "eos_token_id": None, "seed": 2}
+    given, new = prompts(size(2, 1), 9), size(48, 3)
+    eager = SpeculativeDecoder(*pair, method, tree_size=size(12, 3), cuda_graphs=False)
+    expected = eager.generate(given, new, **options)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
+    for decoder in with_and_without_graphs(pair, method, tree_size=size(12, 3)):
+        assert_alike(decoder.generate(given, new, **options), expected)
+
+
 def test_a_capture_that_fails_leaves_torchs_random_numbers():
     one = torch.ones(1, device="cuda")
     with pytest.raises(RuntimeError):

@@ -1,5 +1,6 @@
 """Public functions as operators of PyTorch: what compilers are told of them is true, and they change no result."""
 
+import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from typing import NamedTuple
@@ -231,6 +232,25 @@ def test_a_llama_with_trees_is_one_graph_and_is_exported():
     exported = torch.export.export(model, given)
     assert_same(exported.module()(*given), expected)
     assert [str(node.target) for node in exported.graph.nodes].count("heavypath.tree_attention.default") == 1
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64])
+def default(request):
+    """A type that torch gives to floating-point tensors of which nobody says one."""
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_default_type_of_torch_changes_no_bit(name, impl, default):
+    call = CASES[name]
+    if "impl" in inspect.signature(call.function).parameters:
+        call = call._replace(named={**call.named, "impl": impl})
+    expected = did(call.function, there(call))
+    torch.set_default_dtype(default)
+    torch.testing.assert_close(did(call.function, there(call)), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_an_operator_does_not_have_is_named():

@@ -78,7 +78,9 @@ class BlockHeadDraft(TappedDraft):
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._rotary = self._rotary_table(1)
         sharper = [1 / each for each in head.temperatures]
-        self._sharper = torch.tensor([*sharper, 1.0], device=self.device) if sharper else None  # [D + 1]
+        self._sharper = None  # [D + 1]
+        if sharper:
+            self._sharper = torch.tensor([*sharper, 1.0], dtype=torch.float32, device=self.device)
 
     def is_current(self) -> bool:
         """True if the draft's modules are the same, and copies of its weights are still up to date."""
