@@ -116,8 +116,8 @@ def plain_trees(nodes: Nodes) -> list[PlainTree]:
 def as_verified(paths: list[list[int]], next_tokens: np.ndarray, given: VerifyInputs) -> Verified:
     """`Verified` of each sequence's path from the root, and the token after it."""
     path = [[*nodes, *[-1] * (given.max_depth + 1 - len(nodes))] for nodes in paths]
-    fields = torch.tensor(path), torch.tensor([len(nodes) - 1 for nodes in paths]), torch.from_numpy(next_tokens)
-    return Verified(*(field.to(given.nodes.tokens.device) for field in fields))
+    path, length = (torch.tensor(each, device=given.nodes.tokens.device) for each in (path, [*map(len, paths)]))
+    return Verified(path, length - 1, torch.from_numpy(next_tokens).to(path.device))
 
 
 def per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:

@@ -49,7 +49,7 @@ def tickets(count: int, device: torch.device) -> Tensor:
     """At least `count` int32 counters that are zero; the kernel that draws tickets from them leaves them at zero."""
     index = device.index
     if index is None:  # a CPU; in the interpreter an exception may end a kernel and leave its counters at any value
-        return torch.zeros(count, dtype=torch.int32)
+        return torch.zeros(count, dtype=torch.int32, device="cpu")
     given = getattr(_given, "counters", None)
     if given is not None or torch.cuda.is_current_stream_capturing():
         if given is not None and len(given) >= count:

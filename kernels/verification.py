@@ -202,7 +202,7 @@ def verify_unchecked(given: VerifyInputs) -> Verified:
 def _reference(given: VerifyInputs) -> Verified:
     """Verify one tree after the other, by the formulas."""
     (tokens, parents, ranks), noise = given.nodes, given.noise
-    rows = torch.arange(tokens.numel()).view_as(tokens) if noise.rows is None else noise.rows.cpu()
+    rows = torch.arange(tokens.numel(), device="cpu").view_as(tokens) if noise.rows is None else noise.rows.cpu()
     ranks = sibling_order(parents) if ranks is None else ranks
     tossed = coins(int(noise.seed), rows.gather(1, parents.cpu().clamp(min=0)).numpy(), ranks.cpu().numpy())
     walk = _traverse if given.method in WHOLE_TREE else _walk_down

@@ -206,7 +206,7 @@ class GenerateCall:
 
 
 def _drawn_seed() -> int:
-    return int(torch.randint(2**63 - 1, ()))
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _unsupported(what: str, why: str) -> ValueError:

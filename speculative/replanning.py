@@ -153,10 +153,10 @@ class Replanner(Watcher):
         self._nodes, self._has = _together([shape.planned for shape in self._shapes])
         batches = self._shapes[0].costs
         self._costs = {batch: np.array([shape.costs[batch] for shape in self._shapes]) for batch in batches}
-        self._expected = torch.zeros(plan.depth, plan.branching, dtype=torch.float64)
+        self._expected = torch.zeros(plan.depth, plan.branching, dtype=torch.float64, device="cpu")
         rows, children = (min(pair) for pair in zip(self._expected.shape, shapes.rates.shape, strict=True))
         self._expected[:rows, :children] = _shares(shapes.rates)[:rows, :children]
-        self._before = torch.zeros(2, *self._expected.shape, dtype=torch.float64)
+        self._before = torch.zeros(2, *self._expected.shape, dtype=torch.float64, device="cpu")
         self._counts = torch.zeros_like(self._before)
 
     def looks_at(self, state: Sequences) -> Tensor:

@@ -34,8 +34,8 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
     end = above.first + parents
     assert end + count <= slots.tokens.shape[1]
     lines = None if policy.by == "beam" or policy.lines is None else dense(policy.lines)
-    mask = torch.empty(batch, count, end + count, dtype=torch.bool)
-    fed = torch.empty(5, batch, count, dtype=torch.long)
+    mask = torch.empty(batch, count, end + count, dtype=torch.bool, device="cpu")
+    fed = torch.empty(5, batch, count, dtype=torch.long, device="cpu")
     mask_above = above.mask if above.mask.stride(2) == 1 else dense(above.mask)
     rows = {}
     if lines is not None or (policy.by != "beam" and not policy.noisy):
@@ -60,7 +60,7 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool) -> tuple[Tensor, ...]:
     """The tensors of an `Assembled`, followed by those of its `Fed`."""
     batch, stride = slots.tokens.shape
-    out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long)
+    out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long, device="cpu")
     call = _Assembly(
         batch, stride, last.end, last.first, trims, nodes, 0, slots.parents, slots.ranks, slots.depths, slots.tokens,
         slots.values, dense(roots.lengths), dense(roots.noise_rows), out,

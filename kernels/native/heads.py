@@ -81,9 +81,12 @@ def root_entries(root: Tensor, lengths: Tensor, drafted: Tensor | None, most: in
     """
     features, outputs, text, known = kept
     batch, size = len(root), features.element_size()
-    tokens, rows = torch.empty(2, batch * most, dtype=torch.long).unbind()
-    prefix, present = torch.empty(batch, dtype=torch.long), torch.empty(1, dtype=torch.long)
-    mask, given = torch.empty(batch, most, most, dtype=torch.bool), features.new_empty(batch, most, features.shape[2])
+    tokens, rows = torch.empty(2, batch * most, dtype=torch.long, device="cpu").unbind()
+    prefix, present = tokens.new_empty(batch), tokens.new_empty(1)
+    mask, given = (
+        tokens.new_empty(batch, most, most, dtype=torch.bool),
+        features.new_empty(batch, most, features.shape[2]),
+    )
     call = _RootEntries(
         batch, most, features.shape[1], size * features.shape[2], dense(root), dense(lengths),
         None if drafted is None else dense(drafted), known, text, features, outputs,
@@ -102,8 +105,8 @@ def node_entries(nodes: tuple[Tensor, Tensor, Tensor], lengths: Tensor, outputs:
     """
     positions, cache_rows, parent_rows = map(dense, nodes)
     (batch, count), size = positions.shape, outputs.element_size()
-    rows, places = torch.empty(2, batch, count, dtype=torch.long).unbind()
-    prefix, given = torch.empty(batch, dtype=torch.long), outputs.new_empty(batch, count, outputs.shape[2])
+    rows, places = torch.empty(2, batch, count, dtype=torch.long, device="cpu").unbind()
+    prefix, given = rows.new_empty(batch), outputs.new_empty(batch, count, outputs.shape[2])
     call = _NodeEntries(
         batch, count, size * outputs.shape[2], dense(lengths), cache_rows, positions, parent_rows, outputs,
         size * outputs.stride(0), prefix, rows, places, given,
@@ -135,7 +138,7 @@ def keep(
         batch, nodes, len(taps), width, features.shape[2], addressof(places), addressof(structures),
         tokens=dense(tokens), cache_rows=dense(cache_rows), features=features, features_step=features.stride(0),
         text=text, text_step=0 if text is None else text.stride(0),
-        scratch=torch.empty(batch * nodes * len(taps) * width, dtype=torch.float32),
+        scratch=torch.empty(batch * nodes * len(taps) * width, dtype=torch.float32, device="cpu"),
         threads=thread_count(0 if fc is None else fc.weight.nbytes),
     )  # fmt: skip
     call.joined.take(joined)
@@ -165,7 +168,7 @@ def medusa(weights: MedusaWeights, states: Tensor, lengths: Tensor, heads: int, 
     call = _Medusa(
         batch, heads, len(layers), width, vocab, addressof(structures), len(layers[0]) if layers else 0,
         addressof(lm_heads), int(len(lm_heads) > 1), dense(lengths), states, states.stride(0), logits, logits.stride(0),
-        torch.empty(2 * heads * batch * width, dtype=torch.float32),
+        torch.empty(2 * heads * batch * width, dtype=torch.float32, device="cpu"),
         thread_count(read + weights.lm_heads[0].weight.nbytes),
     )  # fmt: skip
     call.kept += weights, structures, lm_heads

@@ -24,11 +24,11 @@ def tree_rule(
     """
     query, key, value, gate, *rest = (dense(each.float()) for each in inputs)
     (batch, nodes, heads, columns), before, gates = value.shape, paths.before, gate[0, 0, 0].numel()
-    totals = torch.empty(batch, before + nodes, *gate.shape[2:], dtype=torch.float64)
+    totals = torch.empty(batch, before + nodes, *gate.shape[2:], dtype=torch.float64, device="cpu")
     if above is not None:
         totals[:, :before] = above.totals
     earlier = (None, None) if above is None else (dense(above.keys.float()), dense(above.values))
-    out, update = torch.empty(2, batch, nodes, heads, columns, dtype=torch.float32).unbind()
+    out, update = torch.empty(2, batch, nodes, heads, columns, dtype=torch.float32, device="cpu").unbind()
     call = _TreeRule(
         batch, nodes, before, heads, key.shape[2], key.shape[3], columns, gates, bool(rest), query, key, earlier[0],
         value, earlier[1], rest[0] if rest else None, gate, totals, dense(paths.mask), dense(state), out, update,

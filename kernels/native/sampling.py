@@ -37,7 +37,7 @@ class _SequenceScores(Arguments):
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
     """A seed as the LongTensor [] that kernels read; an integer is taken modulo 2**64."""
-    return seed if isinstance(seed, Tensor) else torch.tensor(seed - (seed + (1 << 63) >> 64 << 64))
+    return seed if isinstance(seed, Tensor) else torch.tensor(seed - (seed + (1 << 63) >> 64 << 64), device="cpu")
 
 
 def below_infinity(values: Tensor) -> bool:
@@ -53,8 +53,8 @@ def draw(
     if logits.stride(1) != 1:
         logits = dense(logits)
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, k, dtype=torch.long)
-    keys, logprobs = torch.empty(2, rows, k, dtype=torch.float32).unbind()
+    tokens = torch.empty(rows, k, dtype=torch.long, device="cpu")
+    keys, logprobs = torch.empty(2, rows, k, dtype=torch.float32, device="cpu").unbind()
     call = _Draw(
         logits, logits.stride(0), rows, vocab, k, FiltersStruct.of(filters), seed_tensor(noise.seed),
         None if noise.rows is None else dense(noise.rows), replacement, uniform_fill, tokens, keys, logprobs,
@@ -69,7 +69,7 @@ def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
     logits = logits.detach().float()
     if logits.stride(2) != 1:
         logits = dense(logits)
-    scores = torch.empty(logits.shape, dtype=torch.float32)
+    scores = torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     call = _SequenceScores(
         logits, *logits.shape, logits.stride(0), logits.stride(1), settings, settings.stride(0), scores, thread_count()
     )

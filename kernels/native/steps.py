@@ -54,8 +54,8 @@ class _Commit(Arguments):
 def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens, cache rows and parents' rows of a step's first two nodes, LongTensor[B, 2] each, and their mask."""
     batch = len(root)
-    tokens, cache_rows, parent_rows = torch.empty(3, batch, 2, dtype=torch.long).unbind()
-    mask = torch.empty(batch, 2, nodes, dtype=torch.bool)
+    tokens, cache_rows, parent_rows = torch.empty(3, batch, 2, dtype=torch.long, device="cpu").unbind()
+    mask = torch.empty(batch, 2, nodes, dtype=torch.bool, device="cpu")
     launch("first_nodes", _First(batch, nodes, previous, root, lengths, tokens, cache_rows, parent_rows, mask))
     return tokens, cache_rows, parent_rows, mask
 
@@ -75,7 +75,7 @@ def place(
     batch, nodes = tokens.shape
     drawn_tokens, child, draw = drawn or (None, None, None)
     node, parent, depth = given
-    out = torch.empty(5, batch, node.shape[0], dtype=torch.long)
+    out = torch.empty(5, batch, node.shape[0], dtype=torch.long, device="cpu")
     noise_rows = noise_rows if noise_rows.stride(1) == 1 else dense(noise_rows)
     call = _Place(
         batch, nodes, node.shape[0], 0 if child is None else child.shape[0],
@@ -89,7 +89,7 @@ def place(
 def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """The first node of a level with the same text, LongTensor[B, n]; tokens and texts as of `Trees`."""
     node, parent, _ = given
-    first = torch.empty(len(tokens), node.shape[0], dtype=torch.long)
+    first = torch.empty(len(tokens), node.shape[0], dtype=torch.long, device="cpu")
     launch("alike", _Alike(*tokens.shape, node.shape[0], tokens, texts, node, parent, first))
     return first
 
@@ -97,7 +97,7 @@ def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -
 def numbered(base: Tensor, places: Tensor, step: int) -> Tensor:
     """base[:, None] + step * places, LongTensor[B, n]; base LongTensor[B], places LongTensor[n] or [B, n]."""
     places = dense(places)
-    out = torch.empty(len(base), places.shape[-1], dtype=torch.long)
+    out = torch.empty(len(base), places.shape[-1], dtype=torch.long, device="cpu")
     place_step = places.shape[-1] if places.dim() > 1 else 0
     launch("number", _Numbering(*out.shape, step, place_step, dense(base), places, out))
     return out

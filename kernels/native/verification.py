@@ -45,12 +45,12 @@ def verify(given: VerifyInputs, limits: tuple[float, float] = (0.0, 0.0)) -> Ver
     one_shape = parents.dim() == ranks.dim() == 1 or parents.stride(0) == ranks.stride(0) == 0
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
     parents, ranks = (dense(each if one_shape else each.expand(batch, -1)) for each in shaped)
-    rows = torch.arange(batch * count) if noise.rows is None else dense(noise.rows)
+    rows = torch.arange(batch * count, device="cpu") if noise.rows is None else dense(noise.rows)
     target, draft, laws = _readable(given.target_logits), given.draft_logits, None
     if isinstance(draft, Laws):
         draft, laws = draft.logits, dense(draft.rows.expand(batch, -1))
     draft = None if draft is None else _readable(draft)
-    path, length = torch.empty(batch, given.max_depth + 1, dtype=torch.long), torch.empty(batch, dtype=torch.long)
+    path, length = tokens.new_empty(batch, given.max_depth + 1), tokens.new_empty(batch)
     next_token, bad = torch.empty_like(length), (c_int64 * 3)()
     call = _Verification(
         batch, count, target.shape[-1], given.max_depth, _METHODS[given.method], given.independent, dense(tokens),

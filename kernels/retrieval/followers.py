@@ -36,7 +36,6 @@ IN_TEXT = tl.constexpr(64)  # b
 MOST = tl.constexpr(256)  # R, a power of two
 _LEAST = tl.constexpr(2.0**-10)
 _UNIT = tl.constexpr(2.0**30)
-_ONE_UNIT = torch.tensor(2.0**-30, dtype=torch.float32, device="cpu")  # a number would make the default type
 _NEVER = [0] * 64
 _SAMPLE = np.arange(MOST.value)
 
@@ -220,4 +219,5 @@ def _launch(
             count, keys.stride(0), keys.stride(1), vocab_size,
             M=longest, LANES=triton.next_power_of_2(longest), BLOCK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return (sums[..., 1:] * _ONE_UNIT).log_()
+    unit = torch.tensor(2.0**-30, dtype=torch.float32, device="cpu")  # a number would make torch's default type
+    return (sums[..., 1:] * unit).log_()

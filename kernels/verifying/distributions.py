@@ -61,8 +61,8 @@ def best_tokens(keys: np.ndarray) -> np.ndarray:
 def verified_by_draws(given: VerifyInputs, ends: list[tuple[list[int], np.ndarray]]) -> Verified:
     """The answer for each sequence's path, and the weights [V] that the token after it is drawn by."""
     (seed, rows), count = given.noise, given.nodes.tokens.shape[1]
-    last = torch.tensor([path[-1] for path, _ in ends])[:, None]
-    row = last + torch.arange(0, len(ends) * count, count)[:, None] if rows is None else rows.cpu().gather(1, last)
+    last = torch.tensor([path[-1] for path, _ in ends], device="cpu")[:, None]
+    row = last + count * torch.arange(len(ends), device="cpu")[:, None] if rows is None else rows.cpu().gather(1, last)
     keys = np.log(np.stack([weights for _, weights in ends]).astype(np.float64))
     keys += gumbels(int(seed), Stream.TARGET, row[:, 0].numpy(), keys.shape[1])
     return as_verified([path for path, _ in ends], best_tokens(keys), given)

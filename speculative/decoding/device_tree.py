@@ -71,10 +71,10 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, drafts: int 
         children = (tree.depths == level + 1).nonzero()[:, 0]
         nodes, parent = tree.parents[children].unique(return_inverse=True)
         laws, law, draw = nodes, parent, tree.ranks[children]
-        picked = draft[nodes] * len(nodes) + torch.arange(len(nodes))
+        picked = draft[nodes] * len(nodes) + torch.arange(len(nodes), device="cpu")
         if level == 0:
-            laws, picked = torch.cat([nodes, size + torch.arange(further)]), torch.arange(drafts)
-            law, draw = draw % drafts, draw // drafts
+            laws = torch.cat([nodes, size + torch.arange(further, device="cpu")])
+            law, draw, picked = draw % drafts, draw // drafts, torch.arange(drafts, device="cpu")
         most_children = int(draw.max()) + 1
         levels.append(
             TreeLevel(
@@ -92,7 +92,7 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, drafts: int 
         every=CommonNodes(torch.arange(size, device=device), tree.parents.to(device), tree.depths.to(device)),
         ranks=tree.ranks.to(device),
         subtree_end=tree.subtree_end.to(device),
-        whole_numbers=torch.cat([whole_numbers, len(whole) + torch.arange(further)]).to(device),
+        whole_numbers=torch.cat([whole_numbers, len(whole) + torch.arange(further, device="cpu")]).to(device),
         levels=tuple(levels),
         laws=laws.to(device) if further else None,
     )

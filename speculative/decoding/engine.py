@@ -151,4 +151,4 @@ class Snapshots(Generic[What]):
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Memory for a copy of a tensor, which a GPU can write to by itself."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")

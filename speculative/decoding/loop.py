@@ -89,11 +89,11 @@ def decode(
 
     peers.end()
     tokens_of, steps_of, nodes_of = torch.tensor(
-        [(ended[member].produced, ended[member].steps, ended[member].nodes) for member in range(batch)]
+        [(ended[member].produced, ended[member].steps, ended[member].nodes) for member in range(batch)], device="cpu"
     ).unbind(1)
     stats.end(state.counts, tokens_of.clone(), steps_of.clone(), int(nodes_of.sum()))
     new = state.output[:batch, : int(tokens_of.max())]
-    column = torch.arange(new.shape[1])
+    column = torch.arange(new.shape[1], device="cpu")
     return new.where((column < tokens_of[:, None]).to(new.device), request.pad)
 
 

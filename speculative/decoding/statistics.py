@@ -62,8 +62,8 @@ class Statistics:
     prefill_tokens: int = 0
     reused_tokens: int = 0
     streaming: StreamCounts | None = None
-    steps_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
-    tokens_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
+    steps_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"), repr=False)
+    tokens_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"), repr=False)
     offered: Tensor = field(init=False, repr=False)
     accepted: Tensor = field(init=False, repr=False)
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
@@ -72,7 +72,7 @@ class Statistics:
 
     def __post_init__(self, stream: WeightStream | None) -> None:
         self._stream, self.streaming = stream, None if stream is None else stream.counts()
-        self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long)
+        self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long, device="cpu")
         self.accepted = torch.zeros_like(self.offered)
         self._last = self.begin = self.clock() if self.begin is None else self.begin
 

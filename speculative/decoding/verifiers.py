@@ -64,7 +64,7 @@ def checked(verifier: Verifier) -> Verifier:
 
 def _check_values(name: str, nodes: Nodes, verified: Verified, vocab_size: int) -> None:
     path, length, next_token = verified
-    place = torch.arange(path.shape[1])
+    place = torch.arange(path.shape[1], device="cpu")
     above, node = path[:, :-1], path[:, 1:].clamp(min=0)
     there = (node < nodes.tokens.shape[1]) & (length[:, None] >= place[1:])
     node = node.where(there, 0)

@@ -271,7 +271,7 @@ class Workspace:
         slots = numbers[StateField.MEMBER].argsort()
         lengths = self._text_lengths(request, numbers)[slots]
         texts = self._texts(request)[:, : int(lengths.max()) if rows is None else rows].cpu()
-        texts = texts.where(torch.arange(texts.shape[1]) < lengths[:, None], -1)
+        texts = texts.where(torch.arange(texts.shape[1], device="cpu") < lengths[:, None], -1)
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
         for part, cache in [] if draft is None or self.draft_cache is None else draft.parts(self.draft_cache):
             if draft is not None and part.forward is not None:

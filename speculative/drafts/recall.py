@@ -51,7 +51,8 @@ class Recall(Draftable):
         self._texts = deque[np.ndarray]()
         self._kept = self._sorted = self._waiting = 0  # tokens, with one between texts
         self._corpus = SortedCorpus(
-            torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), _LAST, dtype=torch.long)
+            torch.zeros(tokens, dtype=torch.int32, device="cpu"),
+            torch.full((tokens,), _LAST, dtype=torch.long, device="cpu"),
         )
         self._copies: WeakValueDictionary[torch.device, LearningCopy] = WeakValueDictionary()
 
@@ -81,7 +82,7 @@ class Recall(Draftable):
     def _sort(self) -> SortedCorpus:
         """All texts, in as many entries as may be kept, so that shapes stay: those left over come after all steps."""
         followers, steps = sort_corpus(self._texts, self.max_ngram)
-        size, all_steps = len(steps), torch.full((self.tokens,), _LAST, dtype=torch.long)
+        size, all_steps = len(steps), torch.full((self.tokens,), _LAST, dtype=torch.long, device="cpu")
         all_steps[:size] = steps // size * self.tokens + steps % size
         return SortedCorpus(torch.cat([followers, followers.new_zeros(self.tokens - size)]), all_steps)
 

@@ -86,7 +86,7 @@ class Vocabularies:
                 found[index] = [other]
         most = max(map(len, found))
         padded = [[nothing] * (most - len(each)) + each for each in found]
-        return torch.tensor(padded), torch.tensor([*map(len, found)])
+        return torch.tensor(padded, device="cpu"), torch.tensor([*map(len, found)], device="cpu")
 
 
 def _spelling(text: bytes, spelt: dict[bytes, int], longest: int) -> Iterator[int]:

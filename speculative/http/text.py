@@ -35,7 +35,7 @@ class StoppedText:
         self._arrived: list[str] = []
         self._held = ""
         self._stream = TextStream(tokenizer, self._arrived.append, skip_special_tokens=not special)
-        self._stream.put(torch.tensor(prompt))
+        self._stream.put(torch.tensor(prompt, device="cpu"))
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that is certain by new tokens, and was not before."""
@@ -45,7 +45,7 @@ class StoppedText:
                 break
             self.tokens += 1
             if token not in self._silent:
-                self._stream.put(torch.tensor([token]))
+                self._stream.put(torch.tensor([token], device="cpu"))
             text += self._certain()
         return text
 

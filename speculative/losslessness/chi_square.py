@@ -45,7 +45,7 @@ def chi_square_p_value(counts: Tensor, law: Tensor) -> float:
         return 1.0  # there is one cell
     counts, expected = (cells.bincount(weights) for weights in (counts, law * counts.sum()))
     statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+    return float(torch.special.gammaincc(statistic.new_tensor((len(counts) - 1) / 2), statistic / 2))
 
 
 def detectable_total_variation(

@@ -54,9 +54,11 @@ def joint_law(
     if getattr(model, "training", False):
         raise ValueError("model is in training mode, where dropout changes its law: call model.eval() first")
 
-    contexts, law = prompt[None], torch.ones(1, dtype=torch.float64)
-    ended = torch.zeros(1, dtype=torch.bool)
-    ends = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else [*(eos_token_id or ())], dtype=torch.long)
+    contexts, law = prompt[None], torch.ones(1, dtype=torch.float64, device="cpu")
+    ended = torch.zeros(1, dtype=torch.bool, device="cpu")
+    ends = torch.tensor(
+        [eos_token_id] if isinstance(eos_token_id, int) else [*(eos_token_id or ())], dtype=torch.long, device="cpu"
+    )
     vocab_size = 0
     for _ in range(length):
         logits = torch.cat([
@@ -75,7 +77,7 @@ def joint_law(
         if len(ends):
             step = one_hot(ends[0], vocab_size).double().where(ended[:, None], step)
         law = (law[:, None] * step).flatten()
-        new = torch.arange(vocab_size).repeat(len(contexts))
+        new = torch.arange(vocab_size, device="cpu").repeat(len(contexts))
         ended = ended.repeat_interleave(vocab_size) | torch.isin(new, ends)
         contexts = torch.cat([contexts.repeat_interleave(vocab_size, 0), new[:, None].to(prompt.device)], 1)
     return law.view([vocab_size] * length)

@@ -145,7 +145,7 @@ class NativePass:
         shape = seen if ends is None else ends[..., None, :]
         assert shape is not None
         given, wanted, outputs, present = states or GivenStates(None, nodes)
-        logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype)
+        logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype, device="cpu")
         call = _Call(
             batch, nodes, present, dense(tokens), dense(positions), dense(cache_rows), rotary, rotary.shape[-3],
             self._rope_limit, keys, values, keys.shape[2], keys.stride(0), layer_bytes // keys.itemsize, keys.stride(1),
@@ -161,7 +161,7 @@ class NativePass:
                 places[number] = tap.data_ptr()
             call.taps = addressof(places)
             call.kept += places, tapped
-        scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)), dtype=torch.float32)
+        scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)), dtype=torch.float32, device="cpu")
         call.scratch, call.logits = scratch.data_ptr(), logits.data_ptr() if needs_logits else None
         call.kept += self, scratch, logits
         do(partial(getattr(lib, f"llama_{TYPES[self._dtype]}"), byref(self._model), byref(call)), call)

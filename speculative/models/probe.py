@@ -25,7 +25,7 @@ def gap(forward: Forward, model: nn.Module) -> float:
     """
     device, vocab_size = forward.device, forward.vocab_size
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
-    prefix, nodes = torch.randint(vocab_size, (2, 11), generator=noise).to(device).split([3, 8], 1)
+    prefix, nodes = torch.randint(vocab_size, (2, 11), generator=noise, device="cpu").to(device).split([3, 8], 1)
     lengths, depths, ends, paths = (  # a chain of six nodes, and below its root two more, in rows far after it
         torch.tensor(numbers, device=device)
         for numbers in ([3, 2], [0, 1, 2, 3, 4, 5, 1, 2], [8, 6, 6, 6, 6, 6, 8, 8], [[0, 1, 2], [0, 6, 7]])

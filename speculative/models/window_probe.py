@@ -39,7 +39,7 @@ def check_windows(forward: Forward, limit: float) -> None:
 def _gap(forward: Forward, window: int) -> float:
     """The distance between both forward passes' logits at the window's edge, in standard deviations."""
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
-    nodes = torch.randint(forward.vocab_size, (1, _NODES), generator=noise).to(forward.device)
+    nodes = torch.randint(forward.vocab_size, (1, _NODES), generator=noise, device="cpu").to(forward.device)
     positions = torch.arange(_NODES, device=forward.device)[None]
     cache, rows = _edge_cache(forward, window, noise), positions + window
     visible_rows = window + _NODES
@@ -67,7 +67,7 @@ def _edge_cache(forward: Forward, window: int, noise: torch.Generator) -> KeyVal
         rotary=usual.rotary,
     )
     edge = cache.values[:, :, : min(window, _NODES + 1)]
-    signs = torch.randint(2, edge.shape, generator=noise) * 2 - 1
+    signs = torch.randint(2, edge.shape, generator=noise, device="cpu") * 2 - 1
     edge.copy_(signs.to(edge) * min(window, _LARGEST))
     return cache
 

@@ -123,7 +123,7 @@ class Recorder:
         if tokenizer is not None:
             for prompt, pieces in zip(self._prompts(), self._pieces, strict=True):
                 self._streams.append(TextStream(tokenizer, pieces.append))
-                self._streams[-1].put(torch.tensor(prompt))
+                self._streams[-1].put(torch.tensor(prompt, device="cpu"))
 
     def header(self, method: str, target: Forward, draft: Draft | None) -> None:
         """Write the first line."""
@@ -210,7 +210,7 @@ class Recorder:
         """The text that a token adds. A character of several tokens comes with the last of them."""
         pieces = self._pieces[sequence]
         pieces.clear()
-        self._streams[sequence].put(torch.tensor([token]))
+        self._streams[sequence].put(torch.tensor([token], device="cpu"))
         if not "".join(pieces):  # a special token, which the stream leaves out, or a part of a character
             own = self._text([token])
             return "" if UNFINISHED in own else own

@@ -64,7 +64,7 @@ class ProcessedDraft(Draft):
         self.laws = draft.laws  # a Merge gives the logits of each draft, one after the other
         self._paths: list[dict[int, Path | None]] = []  # of each sequence, by the numbers of nodes
         self._columns: dict[int, int] = {}  # of nodes of the level above, in its logits
-        self._above = torch.empty(0)
+        self._above = torch.empty(0, device="cpu")
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """The logits [B, n, V] after the nodes of a level, processed, fp32; of the first feed after the root alone.

@@ -30,7 +30,7 @@ class TokenBias:
     """Adds to the logits of some tokens. bias: by their numbers."""
 
     def __init__(self, bias: Mapping[int, float]):
-        self._tokens, self._bias = torch.tensor([*bias]), torch.tensor([*bias.values()])
+        self._tokens, self._bias = torch.tensor([*bias], device="cpu"), torch.tensor([*bias.values()], device="cpu")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [R, V] with the bias."""

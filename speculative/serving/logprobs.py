@@ -40,7 +40,7 @@ class ReadLogits(LogitChange):
     """Keeps the target's logits along the accepted paths of one step, and changes nothing: the first of the changes."""
 
     def __init__(self) -> None:
-        self._logits = self._path = torch.empty(0)
+        self._logits = self._path = torch.empty(0, device="cpu")
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
         """The same logits."""

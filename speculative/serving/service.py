@@ -161,7 +161,7 @@ class Service:
         check_options("submit", options, RequestOptions, "max_new_tokens", "temperature")
         if prompt_logprobs is not None and self._slots.plan.target.state_bytes:
             raise ValueError("prompt_logprobs read a prompt twice, which a target with recurrent layers cannot do")
-        prompt = torch.as_tensor(input_ids)
+        prompt = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids, device="cpu")
         prompt = prompt if len(input_ids) else prompt.long()  # a list of nothing has no type
         if prompt.dim() != 1 or prompt.dtype != torch.long:
             given = f"{prompt.dtype} {[*prompt.shape]}"
@@ -386,8 +386,8 @@ class Service:
         if isinstance(outcome, Exception):
             logger.warning("a request has failed: %s", outcome)
         elif (draft := self._slots.plan.draft) is not None and arrival.tokens:
-            request, new = arrival.request, torch.tensor([arrival.tokens])
-            draft.learn(request.prompt, request.lengths, new, torch.tensor([len(arrival.tokens)]))
+            request, new = arrival.request, torch.tensor([arrival.tokens], device="cpu")
+            draft.learn(request.prompt, request.lengths, new, torch.tensor([len(arrival.tokens)], device="cpu"))
 
     def _count(self, **more: float) -> None:
         with self._lock:

@@ -115,7 +115,7 @@ def _with_tokens(head: Head, target: PreTrainedModel, tokens: Tensor | None) -> 
         lm_head: Any = target.get_output_embeddings()
         head.lm_head.weight.data.copy_(lm_head.weight.detach()[tokens.to(lm_head.weight.device)])
         if head.d2t is not None:
-            head.d2t.copy_(tokens - torch.arange(len(tokens)))
+            head.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
     return head.to(target.device)
 
 
@@ -124,7 +124,7 @@ def most_frequent(documents: Sequence[Document], count: int, vocab_size: int) ->
     if not 0 < count <= vocab_size:
         raise ValueError(f"a draft's vocabulary must have 1 .. {vocab_size} tokens, the target's, got {count}")
     check_tokens(documents, vocab_size)
-    counts = torch.zeros(vocab_size, dtype=torch.long)
+    counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
     for document in documents:
         for tokens in document:
             counts += torch.bincount(tokens, minlength=vocab_size)

@@ -116,4 +116,4 @@ def _of_conversation(messages: list[Any], tokenizer: PreTrainedTokenizerBase, pl
 
 
 def _tokens(ids: Any) -> Tensor:
-    return torch.tensor(ids, dtype=torch.int32)
+    return torch.tensor(ids, dtype=torch.int32, device="cpu")

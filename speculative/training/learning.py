@@ -97,7 +97,7 @@ def measure_agreement(
             found[:, depth] += both * len(part) * hidden.shape[1] / outputs[depth].shape[1]
         return found
 
-    overlaps, same = sum(parts.run(rows, sums), torch.zeros(())) / len(rows)
+    overlaps, same = sum(parts.run(rows, sums), torch.zeros((), device="cpu")) / len(rows)
     return overlaps, same
 
 

@@ -37,7 +37,7 @@ def write_texts(
         said = f"of more than {room} positions with {new_tokens} new tokens"
         say(f"left out {len(prompts) - len(fitting)} of {len(prompts)} prompts {said}")
     parts = RowsAtATime(ROWS_AT_ONCE, "lower the length of rows", say)
-    groups = torch.arange(len(fitting)).split(ROWS_AT_ONCE)
+    groups = torch.arange(len(fitting), device="cpu").split(ROWS_AT_ONCE)
     progress = TrainingProgress(len(groups), ROWS_AT_ONCE * new_tokens, say)
     written: list[Tensor] = []
     for number, group in enumerate(groups):
@@ -61,7 +61,9 @@ def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The prompts and their mask, LongTensor[R, T] each, padded on the left."""
     width = max(map(len, prompts))
     ids = torch.stack([pad(prompt.long(), (width - len(prompt), 0)) for prompt in prompts])
-    mask = torch.stack([pad(torch.ones(len(prompt), dtype=torch.long), (width - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack(
+        [pad(torch.ones(len(prompt), dtype=torch.long, device="cpu"), (width - len(prompt), 0)) for prompt in prompts]
+    )
     return ids, mask
 
 
@@ -69,7 +71,7 @@ def _texts(sequences: Tensor, prompts: list[Tensor], config: GenerationConfig | 
     """The texts without padding, int32 [n], of padded prompts and what follows them, LongTensor[R, T + new]."""
     width = max(map(len, prompts))
     ends = None if config is None else config.eos_token_id
-    ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
+    ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device="cpu").flatten()
     unended = (torch.isin(sequences[:, width:], ends).cumsum(1) == 0).sum(1)
     sizes = (width + unended + 1).clamp(max=sequences.shape[1])
     found = zip(sequences, prompts, sizes.tolist(), strict=True)

@@ -41,13 +41,13 @@ def make_rows(documents: list[Document], settings: RowSettings, write: Write) ->
     total = sum(len(document.tokens) for document in documents)
     longest = max(length, min(int(LONGEST_SHARE * total), LONGEST_ROWS * length))
     sections = [section for document in documents for section in _sections(document, longest)]
-    sizes = torch.tensor([len(section.tokens) or length for section in sections])
+    sizes = torch.tensor([len(section.tokens) or length for section in sections], device="cpu")
     wanted = min(max(settings.held_out * float(sizes.sum()), length), MOST_HELD_OUT * length)
-    order = torch.randperm(len(sections), generator=generator)
+    order = torch.randperm(len(sections), generator=generator, device="cpu")
     before = sizes[order].cumsum(0) - sizes[order]
-    is_held_out = torch.zeros(len(sections), dtype=torch.bool)
+    is_held_out = torch.zeros(len(sections), dtype=torch.bool, device="cpu")
     is_held_out[order[before < wanted]] = True
-    is_written = torch.rand(len(sections), generator=generator) < settings.written
+    is_written = torch.rand(len(sections), generator=generator, device="cpu") < settings.written
     sides = []
     for held_out in (False, True):
         texts, prompts = [], []
@@ -59,7 +59,7 @@ def make_rows(documents: list[Document], settings: RowSettings, write: Write) ->
             else:
                 texts.append(section.tokens)
         texts += write(prompts) if prompts else []
-        tokens = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int32)
+        tokens = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int32, device="cpu")
         sides.append(tokens[: len(tokens) // length * length].view(-1, length))
     if not all(map(len, sides)):
         raise ValueError(
@@ -73,7 +73,7 @@ def batches_of(rows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
     """Endless batches [size, L] of rows [R, L], R >= size; every epoch orders the rows anew."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(len(rows), generator=generator)
+        order = torch.randperm(len(rows), generator=generator, device="cpu")
         for chosen in order[: len(rows) // size * size].split(size):
             yield rows[chosen]
 

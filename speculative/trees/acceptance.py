@@ -50,7 +50,7 @@ def measure_acceptance(
     if not 1 <= children <= vocabulary:
         raise ValueError(f"expected children in 1 .. {vocabulary} (the vocabulary), got {children}")
 
-    total = torch.zeros(children, dtype=torch.float64)
+    total = torch.zeros(children, dtype=torch.float64, device="cpu")
     positions = 0
     rows_at_once = max(1, ELEMENTS_PER_CHUNK // vocabulary)
     sequences = max(1, ELEMENTS_PER_FORWARD // (input_ids.shape[1] * vocabulary))

@@ -87,7 +87,7 @@ def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
         excess = float((outcomes * surprise**2).sum()) / entropy
         if size * entropy >= excess:
             renewal = (math.log(size * entropy + 1 - excess) + excess) / entropy
-    orders = 1 + torch.cat([torch.zeros(1), torch.logspace(-4, 3, 281)]).double()
+    orders = 1 + torch.cat([torch.zeros(1, device="cpu"), torch.logspace(-4, 3, 281, device="cpu")]).double()
     sums = 1 - (law[:, None] ** orders).sum(0)
     orders, sums = orders[sums > TINY], sums[sums > TINY]
     if len(orders):
@@ -103,7 +103,7 @@ def _merged_bound(law: Tensor, size: int) -> float:
         used = 1 + int(greedy_tree(law, size).ranks.max())
     kept = law[:used]
     rest = max(0.0, 1 - float(kept.sum()))
-    parts = torch.logspace(0, 8, 400, dtype=torch.float64).round().unique()
+    parts = torch.logspace(0, 8, 400, dtype=torch.float64, device="cpu").round().unique()
     entropy = float(torch.special.entr(kept).sum()) + rest * (parts / max(rest, TINY)).log()
     bounds = (size * (used + parts - 1) + 1).log() / entropy
     return float(bounds[entropy > TINY].min()) if (entropy > TINY).any() else math.inf
@@ -111,7 +111,7 @@ def _merged_bound(law: Tensor, size: int) -> float:
 
 def acceptance_law(acceptance: Sequence[float] | Tensor) -> tuple[Tensor, float]:
     """The positive entries of an acceptance vector in fp64, and what they lack to a sum of 1."""
-    law = torch.as_tensor(acceptance, dtype=torch.float64)
+    law = torch.as_tensor(acceptance, dtype=torch.float64, device="cpu")
     if law.ndim != 1 or not len(law):
         raise ValueError(f"acceptance must be [child], the same at every depth, got shape {tuple(law.shape)}")
     total = float(law.sum())

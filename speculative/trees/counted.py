@@ -94,6 +94,6 @@ def _error_by_counts(tree: TokenTree, rates: Tensor, reached: Sequence[int]) -> 
         if depth < len(rates) and rank < rates.shape[1]:
             gains[depth, rank] += below[last[node]] - below[node - 1]
     squares = torch.where(rates > 0, gains**2 / rates.clamp(min=1e-12), 0.0).sum(1)
-    counted = torch.full((len(rates),), float(sum(reached)), dtype=torch.float64)
-    counted[: len(reached)] = torch.tensor(reached, dtype=torch.float64)
+    counted = torch.full((len(rates),), float(sum(reached)), dtype=torch.float64, device="cpu")
+    counted[: len(reached)] = torch.tensor(reached, dtype=torch.float64, device="cpu")
     return math.sqrt(float(((squares - gains.sum(1) ** 2).clamp(min=0) / counted.clamp(min=1)).sum()))

@@ -41,9 +41,9 @@ class Confidence:
 
         kept: dict[tuple[int, torch.device], Tensor] = self.__dict__["_lines"]
         if (children, device) not in kept:
-            every = [torch.tensor([each.base, each.slope], dtype=torch.float64) for each in (self, *self.deeper)]
-            lines = [each[:, torch.arange(children).clamp(max=each.shape[1] - 1)] for each in every]
-            kept[children, device] = torch.stack(lines).to(device)
+            pairs = [(each.base, each.slope) for each in (self, *self.deeper)]
+            lines = [[[line[min(k, len(line) - 1)] for k in range(children)] for line in pair] for pair in pairs]
+            kept[children, device] = torch.tensor(lines, dtype=torch.float64, device=device)
         return kept[children, device]
 
 

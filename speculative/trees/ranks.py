@@ -28,8 +28,8 @@ def children_of(tree: TokenTree, device: "torch.device | str" = "cpu") -> "Tenso
     """LongTensor[N, J]: child j of each node, 0 where there is none; J is at least 1."""
     import torch
 
-    table = torch.zeros(len(tree), max(1, int(tree.ranks.max()) + 1), dtype=torch.long)
-    table[tree.parents[1:].long(), tree.ranks[1:].long()] = torch.arange(1, len(tree))
+    table = torch.zeros(len(tree), max(1, int(tree.ranks.max()) + 1), dtype=torch.long, device="cpu")
+    table[tree.parents[1:].long(), tree.ranks[1:].long()] = torch.arange(1, len(tree), device="cpu")
     return table.to(device)
 
 

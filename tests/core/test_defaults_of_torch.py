@@ -7,7 +7,7 @@ from head_cases import head_of
 from recurrent_families import recurrent
 from tiny_models import assert_alike, tiny_llama
 
-from heavypath.speculative import METHODS, Mixture, PromptLookup, Retrieval, SpeculativeDecoder
+from heavypath.speculative import METHODS, Lookahead, Mixture, PromptLookup, Retrieval, SpeculativeDecoder
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 2, 6, 5]])
 OPTIONS = {"max_new_tokens": 9, "temperature": 0.8, "top_p": 0.9, "eos_token_id": None, "seed": 3}
@@ -15,13 +15,17 @@ DRAFTS = {
     "head": lambda target, folder: head_of(target),
     "block": lambda target, folder: block_of(target, folder, block=4, term="gated"),
     "texts": lambda target, folder: Mixture([PromptLookup(), Retrieval([[3, 1, 4, 1, 5, 2, 6]])]),
+    "lookahead": lambda target, folder: Lookahead(3, 3),
 }
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float64])
-def default_type(request):
-    yield request.param
+@pytest.fixture(params=[torch.bfloat16, torch.float64, "meta"], ids=str)
+def default(request):
+    """Sets another type, or a device on which nothing is computed: what is left there by mistake is noticed."""
+    kind = request.param
+    yield lambda: torch.set_default_device(kind) if kind == "meta" else torch.set_default_dtype(kind)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
 
 
 def text(target, draft, method):
@@ -29,23 +33,47 @@ def text(target, draft, method):
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "autoregressive"])
-def test_a_method_writes_the_same_text(method, tiny_pair, default_type):
+def test_a_method_writes_the_same_text(method, tiny_pair, default):
     expected = text(*tiny_pair, method)
-    torch.set_default_dtype(default_type)
+    default()
     assert_alike(text(*tiny_pair, method), expected)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_a_draft_writes_the_same_text(draft, default_type, tmp_path):
+def test_a_draft_writes_the_same_text(draft, default, tmp_path):
     target = tiny_llama(1, layers=3)
     made = DRAFTS[draft](target, tmp_path)
     expected = text(target, made, "sequoia")
-    torch.set_default_dtype(default_type)
+    default()
     assert_alike(text(target, made, "sequoia"), expected)
 
 
-def test_recurrent_layers_write_the_same_text(default_type):
+def test_recurrent_layers_write_the_same_text(default):
     target, draft = recurrent("qwen3_next", 1), recurrent("qwen3_next", 2)
     expected = text(target, draft, "sequoia")
-    torch.set_default_dtype(default_type)
+    default()
     assert_alike(text(target, draft, "sequoia"), expected)
+
+
+def test_a_service_writes_the_same_text(tiny_pair, default):
+    def texts():
+        with SpeculativeDecoder(*tiny_pair, "ersd", tree_size=4).serve(slots=2, max_tokens=32) as service:
+            sent = [service.submit(prompt.tolist(), 6, temperature=0.8, eos_token_id=None) for prompt in PROMPTS]
+            return [completion.result(60).tokens for completion in sent]
+
+    expected = texts()
+    default()
+    assert texts() == expected
+
+
+def test_transformers_generate_writes_the_same_text(tiny_pair, default):
+    target, draft = tiny_pair
+
+    def text():
+        torch.manual_seed(5)
+        options = {"max_new_tokens": 6, "do_sample": True, "pad_token_id": 0}
+        return target.generate(PROMPTS, custom_generate=SpeculativeDecoder(target, draft), **options)
+
+    expected = text()
+    default()
+    assert torch.equal(text(), expected)

@@ -222,15 +222,26 @@ def test_no_call_hides_its_arguments_in_a_tuple():
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_memory_of_kernels_has_a_type():
-    """Without one torch gives it the default type, which users set, and kernels take the memory for fp32."""
+def test_new_tensors_have_a_device_and_the_memory_of_kernels_has_a_type():
+    """Else torch gives them its defaults, which users set. Modules are made where users want them."""
+    with_numbers = {f"torch.{name}" for name in ("empty", "zeros", "ones")}
+    makers = with_numbers | {
+        f"torch.{name}" for name in ("full", "tensor", "arange", "eye", "rand", "randint", "randperm")
+    }
     found = []
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.empty", "torch.zeros", "torch.ones"):
-                typed = any(keyword.arg in ("dtype", None) for keyword in node.keywords)
-                if name.startswith("heavypath.kernels.") and not typed:
-                    found.append(f"{name}:{node.lineno}")
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            maker = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            given = {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else {}
+            if maker not in makers or None in given:
+                continue
+            is_free = "nn.Module" in text or name.startswith(
+                ("heavypath.speculative.demo", "heavypath.speculative.exam")
+            )
+            untyped = maker in with_numbers and name.startswith("heavypath.kernels.") and "dtype" not in given
+            if untyped or ("device" not in given and not is_free):
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not found
 
 

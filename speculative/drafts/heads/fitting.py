@@ -33,7 +33,7 @@ def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tens
     if d2t.is_floating_point() or [*d2t.shape] != [size]:
         raise ValueError(f"d2t is {d2t.dtype} of shape {[*d2t.shape]}, expected integers of shape [{size}]")
     offsets = d2t.long()
-    tokens = offsets + torch.arange(size)
+    tokens = offsets + torch.arange(size, device="cpu")
     confirmed = kept is not None and torch.equal(tokens.sort().values, kept.nonzero().flatten())
     # Tokens side by side have one offset: where all entries differ they are ids.
     if size > 1 and not confirmed and offsets.min() >= 0 and len(offsets.unique()) == size:

@@ -41,8 +41,8 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     if "d2t" in written:
-        kept = torch.zeros(config.vocab_size, dtype=torch.bool)
-        kept[torch.arange(config.draft_vocab_size) + written["d2t"]] = True
+        kept = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
+        kept[torch.arange(config.draft_vocab_size, device="cpu") + written["d2t"]] = True
         written["t2d"] = kept
     unfinished = folder / "model.safetensors.new"
     save_file(written, unfinished, metadata={"format": "pt"})

@@ -147,7 +147,7 @@ class _NotedLayer:
 
     def __init__(self, noted: _NotedLayers, key: tuple[int, int]):
         self._noted, self._key = noted, key
-        self.state = torch.zeros(())
+        self.state = torch.zeros((), device="cpu")
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         self._noted.convolved[self._key] = weight.shape[1] - 1, weight.shape[0]

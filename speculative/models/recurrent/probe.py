@@ -25,7 +25,7 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
     model: the model that the forward pass stands for; cache: of two sequences and 32 rows, or more
     """
     device, noise = forward.device, torch.Generator().manual_seed(0)  # torch's own is the caller's
-    tokens = torch.randint(forward.vocab_size, (2, 25), generator=noise).to(device)
+    tokens = torch.randint(forward.vocab_size, (2, 25), generator=noise, device="cpu").to(device)
     prefix, first, second = tokens.split([9, 8, 8], 1)
     lengths = torch.tensor([9, 2], device=device)  # longer and shorter than a convolution
     cache.begin(lengths)
