@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.kernels.attention.launch import (
+    MOST_HEADS,
     LaunchPlan,
     Layouts,
     TensorLayout,
@@ -71,9 +72,9 @@ def tree_attention(
                    mask packed for a window serves that window alone.
     softcap:       largest absolute score (Gemma 2)
     scale:         factor of the scores, default D ** -0.5
-    impl:          "triton" takes CUDA tensors, or any tensors under Triton's interpreter; D a multiple of 8 from 16 to
-                   256, at most 2,048 nodes, fp32, fp16 or bf16. "torch" takes anything, and has gradients. "auto" is
-                   triton for CUDA tensors that need no gradient, else torch.
+    impl:          "triton" takes CUDA tensors, or any under Triton's interpreter. It has D a multiple of 8 from 16 to
+                   256, at most 2,048 nodes, B Hkv < 65,536, fp32 or 16 bits. "torch" takes anything, and has gradients.
+                   "auto" is triton for CUDA tensors that need no gradient, else torch.
 
     Raises ValueError for shapes, dtypes or options that do not fit. Where prefix_length is an int or on a CPU, also
     for a tree that does not fit into S rows. The kernel reads tensors in place if their last axis is
@@ -128,9 +129,7 @@ def _routed(
     dispatch and subclasses of Tensor. Its dispatch takes time, and it has no gradient.
     """
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if impl == "auto" and needs_gradient:
-        impl = "torch"
-    impl = choose_impl("tree_attention", impl, query)
+    impl = choose_impl("tree_attention", "torch" if impl == "auto" and needs_gradient else impl, query)
     if impl == "triton" and needs_gradient:
         raise ValueError("impl 'triton' has no gradient; take impl 'torch', or call it under torch.no_grad()")
     if torch.compiler.is_compiling():
@@ -161,8 +160,7 @@ def visible_attention(
         key.shape, key.stride(), key.dtype, key.device,
         value.shape, value.stride(), value.dtype, value.device, masks,
     )  # fmt: skip
-    plan = None
-    on_gpu = query.is_cuda
+    plan, on_gpu = None, query.is_cuda
     if impl == "torch" or query.numel() == 0:
         _check_layouts(_named(layouts), nodes)
     else:
@@ -201,7 +199,7 @@ def _plan(layouts: tuple[Any, ...], nodes: int, windowed: bool, capped: bool, on
     """The plan of launches with these layouts, which are checked. A cache that grows has others for each length."""
     named = _named(layouts)
     _check_layouts(named, nodes)
-    _check_kernel_takes(named.query, nodes)
+    _check_kernel_takes(named.query, nodes, named.key.shape[1])
     return plan_launch(named, nodes, windowed, capped, on_gpu)
 
 
@@ -236,12 +234,13 @@ def _check_layouts(layouts: Layouts, nodes: int) -> None:
         _check_mask("first_row", first_row, (torch.long,), ((batch,),))
 
 
-def _check_kernel_takes(query: TensorLayout, nodes: int) -> None:
-    head_dim = query.shape[-1]
+def _check_kernel_takes(query: TensorLayout, nodes: int, kv_heads: int) -> None:
+    head_dim, most = query.shape[-1], MOST_HEADS // kv_heads
     if head_dim % 8 or not 16 <= head_dim <= 256:
         raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
-    if nodes > MAX_NODES:
-        raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
+    if nodes > MAX_NODES or query.shape[0] > most:
+        got = f"{MAX_NODES} nodes and {most} sequences of {kv_heads} key heads, got {nodes} and {query.shape[0]}"
+        raise ValueError(f"impl 'triton' takes at most {got}; take impl 'torch'")
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, got {query.dtype}; take impl 'torch'")
 

@@ -16,6 +16,7 @@ from heavypath.kernels.attention.variant import Launch, current_stream, variant_
 from heavypath.kernels.tickets import tickets
 
 _ROOMY = (9, 10)
+MOST_HEADS = 65_535  # of keys, in all sequences: CUDA has no more programs in the last direction of a grid
 
 
 class _Tiles(NamedTuple):

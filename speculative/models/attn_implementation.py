@@ -32,6 +32,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 from transformers.utils import logging
 
 from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.kernels.attention.launch import MOST_HEADS
 from heavypath.kernels.attention.masks import PackedAncestors
 from heavypath.kernels.tree_attention import chain_attention, tree_attention
 
@@ -290,7 +291,7 @@ def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> tuple
 
 
 def _takes_sdpa(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    if not _has_kernel(query) or dropout > 0:
+    if not _has_kernel(query) or dropout > 0 or len(key) * key.shape[1] > MOST_HEADS:
         return True
     return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 

@@ -53,8 +53,8 @@ def stream_layers(
     Returns None, and the model is as any other, where a GPU has memory for all of it.
 
     Raises ValueError for a model that is not offloaded, or to several devices, and for weights that have to be
-    converted when they are read. The few that transformers keeps in float32 stay in memory. Raises it also for layers or
-    memory that do not fit the model. Raises RuntimeError for memory that cannot be pinned.
+    converted when they are read. It is also raised for layers or memory that do not fit the model. The few weights that
+    transformers keeps in float32 stay in memory. Raises RuntimeError for memory that cannot be pinned.
     """
     tensors = [*offloaded(model)]
     if not tensors:

@@ -488,6 +488,23 @@ def test_attention_it_cannot_serve_is_refused(mask, options, message):
 
 
 @torch.no_grad()
+def test_more_key_heads_than_a_launch_has_are_for_sdpa(monkeypatch):
+    monkeypatch.setattr(attn_implementation, "_has_kernel", lambda _: True)
+    served = []
+    for kind in ("chain_attention", "sdpa_attention_forward"):
+        does = getattr(attn_implementation, kind)
+        wraps = partial(lambda does, kind, *args, **named: (served.append(kind), does(*args, **named))[1], does, kind)
+        monkeypatch.setattr(attn_implementation, kind, wraps)
+    model = patched(made("llama", num_hidden_layers=1))
+    heads, logits = model.config.num_key_value_heads, []
+    for most in (3 * heads, 3 * heads - 1):
+        monkeypatch.setattr(attn_implementation, "MOST_HEADS", most)
+        logits.append(model(TEXT[:1].expand(3, -1)).logits)
+    assert served == ["chain_attention", "sdpa_attention_forward"]
+    assert_close(*logits)
+
+
+@torch.no_grad()
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_logits_on_a_gpu_are_those_of_eager():

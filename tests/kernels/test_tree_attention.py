@@ -328,7 +328,10 @@ def test_the_kernel_packs_ancestors_as_pytorch_does(nodes, window):
     ({"query": torch.zeros(1, 4, 3, 16).double(), "key": torch.zeros(1, 2, 8, 16).double(),
       "value": torch.zeros(1, 2, 8, 16).double(), "impl": "triton"}, "got torch.float64; take impl 'torch'"),
     ({"query": torch.zeros(1, 4, 2049, 16), "key": torch.zeros(1, 2, 2060, 16), "value": torch.zeros(1, 2, 2060, 16),
-      "subtree_end": torch.full((2049,), 2049), "impl": "triton"}, "at most 2048 nodes, got 2049"),
+      "subtree_end": torch.full((2049,), 2049), "impl": "triton"}, "at most 2048 nodes and 32767 .*, got 2049 and 1"),
+    ({"query": torch.zeros(1, 4, 3, 16).expand(32768, -1, -1, -1), "impl": "triton",
+      **dict.fromkeys(("key", "value"), torch.zeros(1, 2, 8, 16).expand(32768, -1, -1, -1))},
+     "32767 sequences of 2 key heads, got 3 and 32768; take impl 'torch'"),
 ])  # fmt: skip
 def test_bad_input_is_refused(change, message):
     arguments = {
