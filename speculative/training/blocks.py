@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS, MarkovTerm, Parents
+from heavypath.speculative.training.chains import for_all_heads
 from heavypath.speculative.training.teacher import Taught
 
 
@@ -99,7 +100,8 @@ def _attention(
     keys = keys * cos + rotate_half(keys) * sin
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        every = torch.cat([keys, key], 2), torch.cat([values, value], 2)
-        return scaled_dot_product_attention(query, every[0], every[1], seen, enable_gqa=True)
+        groups = query.shape[1] // key.shape[1]
+        key, value = (for_all_heads(torch.cat(pair, 2), groups) for pair in ((keys, key), (values, value)))
+        return scaled_dot_product_attention(query, key, value, seen)
 
     return attend

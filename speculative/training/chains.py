@@ -53,8 +53,8 @@ class ChainAttention:
         """Of query [B, Hq, N, D], and this step's key and value [B, Hkv, N, D]; as query."""
         groups, layer = query.shape[1] // key.shape[1], self.calls % self.layers
         self.calls += 1
-        self.keys[layer].append(_for_all_heads(key.to(query.dtype), groups))
-        self.values[layer].append(_for_all_heads(value.to(query.dtype), groups))
+        self.keys[layer].append(for_all_heads(key.to(query.dtype), groups))
+        self.values[layer].append(for_all_heads(value.to(query.dtype), groups))
         attention = joined_attention if query.is_cpu else masked_attention
         return attention(query, self.keys[layer], self.values[layer])
 
@@ -72,7 +72,11 @@ def joined_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
     return _JoinedAttention.apply(query, *chain(keys, values))  # pyright: ignore[reportReturnType]
 
 
-def _for_all_heads(states: Tensor, groups: int) -> Tensor:
+def for_all_heads(states: Tensor, groups: int) -> Tensor:
+    """Keys or values [B, Hkv, N, D] for each query head, [B, Hkv * groups, N, D].
+
+    On a GPU no kernel of sdpa has both a mask and groups, and without one it keeps all scores.
+    """
     return states[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 

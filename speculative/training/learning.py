@@ -6,6 +6,7 @@ whole batch. The loss of a batch is the sum over depths of weight * mean over po
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,8 @@ def learn(
     """
     with student.autocast():
         outputs = student.outputs(rows, len(weights))
-    found = Learnt(torch.zeros((), device=outputs[0].device), torch.zeros(len(outputs), device=outputs[0].device))
+    zeros = partial(torch.zeros, dtype=torch.float32, device=outputs[0].device)
+    found = Learnt(zeros(()), zeros(len(outputs)))
     gradients = [torch.zeros_like(output) for output in outputs]
     for depth, entries, _, target_logprobs in _pieces(student, rows, target_logits, outputs):
         hidden = outputs[depth][:, entries].detach().requires_grad_()
@@ -85,7 +87,7 @@ def measure_agreement(
         taught = teacher(part)
         with student.autocast():
             outputs = student.outputs(taught, depths)
-        found = torch.zeros(2, len(outputs), device=outputs[0].device)
+        found = torch.zeros(2, len(outputs), dtype=torch.float32, device=outputs[0].device)
         for depth, entries, logits, target_logprobs in _pieces(student, taught, teacher.logits, outputs):
             hidden = outputs[depth][:, entries]
             with student.autocast():

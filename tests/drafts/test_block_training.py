@@ -6,7 +6,7 @@ from block_checkpoints import block_of, driven
 
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.saving import save_block
-from heavypath.speculative.training import learning
+from heavypath.speculative.training import blocks, learning
 from heavypath.speculative.training.learning import learn, measure_agreement
 from heavypath.speculative.training.losses import tv_kl
 from heavypath.speculative.training.memory import RowsAtATime
@@ -50,6 +50,21 @@ def test_training_sees_the_laws_that_are_drafted(head, target, texts):
         found = student.logits(outputs)
         own = expected[:, :, depth] if student.tokens is None else expected[:, :, depth, student.tokens]
         torch.testing.assert_close(found.double(), own.double(), rtol=0, atol=1e-5)
+
+
+def test_sdpa_is_asked_for_nothing_that_a_gpu_has_no_kernel_for(target, texts, tmp_path, monkeypatch):
+    """A mask and groups of heads, which transformers does not give it together either."""
+    head, seen, attend = block_of(target, tmp_path, block=SIZE), [], blocks.scaled_dot_product_attention
+
+    def noted(query, key, value, mask, **options):
+        seen.append((query.shape[1], key.shape[1], value.shape[1], options))
+        return attend(query, key, value, mask, **options)
+
+    monkeypatch.setattr(blocks, "scaled_dot_product_attention", noted)
+    student_of_block(head, target).outputs(Teacher(target, head.config.taps)(texts), SIZE)
+    heads = head.config.num_attention_heads
+    assert heads > head.config.num_key_value_heads
+    assert seen == [(heads, heads, heads, {})] * head.config.layers
 
 
 @pytest.mark.parametrize("positions", [3, 100], ids=["in pieces", "at once"])
