@@ -213,7 +213,7 @@ class SpeculativeDecoder:
         batch_size, prompt_tokens, max_new_tokens: the most that is to come. What is no larger uses what was made here.
         The other arguments are those of `generate`. Raises ValueError for arguments that do not fit.
         """
-        from heavypath.speculative.decoding.warming import compile_prompts, warm_up_steps
+        from heavypath.speculative.decoding.graphs import warm_up
 
         begin = time.perf_counter()
         check_options("warm_up", options, SamplingOptions, "max_new_tokens", "temperature")
@@ -221,13 +221,7 @@ class SpeculativeDecoder:
         prompts = Prompts(torch.zeros(batch_size, prompt_tokens, dtype=torch.long, device=self._target.device))
         request = self._request(prompts, max_new_tokens, temperature, options)
         plan = self._plan(request)
-        with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
-            if self.runner.cuda_graphs:
-                compile_prompts(request, plan, workspace)
-            workspace.begin(request, plan)
-            tree_of = self.trees.of_slots(request.filters, batch_size)
-            warm_up_steps(self.runner, plan, workspace, batch_size, prompt_tokens + max_new_tokens, tree_of)
-            workspace.state.numbers.cpu()  # waits for the device
+        warm_up(self.runner, request, plan, self.trees.of_slots(request.filters, batch_size))
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
         return seconds

@@ -200,10 +200,9 @@ def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int |
 
     usual = _default_depth(size) if acceptance is None else size - 1
     levels = usual if max_depth is None else min(max_depth, size - 1)
-    plan, rates = sequoia_tree, torch.as_tensor(DEFAULT_ACCEPTANCE, device="cpu")
-    if acceptance is not None:
-        Rates.of(acceptance)
-        rates = torch.as_tensor(acceptance, device="cpu")
+    given = DEFAULT_ACCEPTANCE if acceptance is None else acceptance
+    Rates.of(given)  # which checks it
+    plan, rates = sequoia_tree, torch.as_tensor(given, device="cpu")
     if acceptance is None and size > LARGE:
         from heavypath.speculative.trees.tails import of_any_pair
 

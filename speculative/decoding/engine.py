@@ -94,7 +94,6 @@ class Engine(Generic[Who]):
         self.runner, self.workspace, numbers = runner, workspace, workspace.state.numbers
         self.on_host = host_can_read(numbers.device)
         self._snapshots = Snapshots[Sequence[Who]]([numbers, *looked_at], late=not waits and not self.on_host)
-        self._stepped: Stepped
 
     def step(
         self, plan: StepPlan, who: Sequence[Who], *, slots: int, levels: int, longest: int, lap: Lap, ends: bool = False

@@ -22,8 +22,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -32,9 +33,14 @@ from torch import Tensor
 from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.tickets import counters_for, new_counters
 from heavypath.speculative.decoding.drafted import Lap, no_lap
+from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.launching import Launch, Launcher
+from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
+
+if TYPE_CHECKING:  # which has a launcher of these graphs
+    from heavypath.speculative.decoding.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +181,7 @@ class CudaGraphs(Launcher):
         with ranks, whose first collective makes their connections.
         """
         self._is_prepared = True
-        if not is_ours(step):
+        if not _is_ours(step):
             return
         with uncompiled_launches() as compilations:
             self.graphs.try_out(partial(launch, no_lap))
@@ -219,7 +225,61 @@ class CudaGraphs(Launcher):
             self._warned.add(reason)
 
 
-def is_ours(what: Step | StepPlan) -> bool:
+def warm_up(runner: Any, request: Request, plan: StepPlan, tree_of: Callable[[int], Shape] | None) -> None:
+    """Do what the first generation like a request would do besides decoding.
+
+    runner: a `StepRunner`; tree_of: see `warm_up_steps`
+    """
+    batch, longest = len(request.prompt), request.prompt.shape[1] + request.max_new_tokens
+    with torch.inference_mode(), runner.workspace(request, plan) as workspace:
+        if runner.cuda_graphs:
+            _compile_prompts(request, plan, workspace)
+        workspace.begin(request, plan)
+        warm_up_steps(runner, plan, workspace, batch, longest, tree_of)
+        workspace.state.numbers.cpu()  # waits for the device
+
+
+def warm_up_steps(
+    runner: Any,
+    plan: StepPlan,
+    workspace: "Workspace",
+    batch: int,
+    longest: int,
+    tree_of: Callable[[int], Shape] | None,
+) -> None:
+    """Run each step that a batch may take, twice: a step is run once before it is captured.
+
+    longest: as of `StepRunner.run`
+    tree_of: the tree of so many sequences, beside the root; None for any of the plan's
+    """
+    sizes = [batch, *(1 << power for power in reversed(range((batch - 1).bit_length())))]
+    for each in plan.each():
+        own = [size for size in sizes if tree_of is None or len(each.tree) == 1 or tree_of(size) == each.tree]
+        if own:
+            step = runner.step(each, each.tree.depth)
+            launch = partial(step, *workspace.first(own[0]), workspace.most_visible(each))
+            workspace.launcher.prepare(step, launch)
+        for slots in own * 2:
+            runner.run(each, workspace, slots=slots, levels=each.tree.depth, longest=longest, lap=no_lap)
+
+
+def _compile_prompts(request: Request, plan: StepPlan, workspace: "Workspace") -> None:
+    """Compile side by side what prompts of any length launch, up to those of a request.
+
+    Attention has a variant for every power of two or so of a piece's tokens. Launches that would compile are left out,
+    so what is in the workspace afterwards means nothing. Where graphs are not prepared, nothing is done.
+    """
+    if not _is_ours(plan):
+        return
+    most = request.prompt.shape[1] - 1
+    with uncompiled_launches() as compilations:
+        for tokens in (*(1 << power for power in range(most.bit_length())), most):
+            prompt = request.prompt[:, : tokens + 1]
+            workspace.begin(replace(request, prompt=prompt, lengths=torch.full_like(prompt[:, 0], tokens + 1)), plan)
+    compile_all(compilations, plan.target.device)
+
+
+def _is_ours(what: Step | StepPlan) -> bool:
     """True if one process calls the package's code alone, so that nothing of what is launched need be run."""
     foreign = (what.draft or NO_DRAFT).foreign or any(model.is_foreign for model in _models(what))
     return what.peers.is_alone and not foreign

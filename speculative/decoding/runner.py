@@ -76,10 +76,7 @@ class StepRunner:
         return Workspace(plan, size, launcher)
 
     def keep(self, workspace: Workspace, request: Request, plan: StepPlan) -> TextCache:
-        """Keep the texts of a request that has been decoded; where memory is short, those kept before give theirs.
-
-        If that is not enough, what is kept has no rows: the text has been written, and is not to be lost.
-        """
+        """Keep the texts of a request that has been decoded: where memory is short those alone, or without rows."""
         if len(self.kept) == KEPT:
             self.kept.popleft()  # before memory is taken for another one
         for rows in (None, None, 0):

@@ -52,13 +52,9 @@ class TreeMask:
 
         def prepare(window: int | None) -> Attend:
             return prepared_attention(
-                prefix_length=self.prefix_length,
-                rows=self.visible_rows,
-                dtype=dtype,
-                subtree_end=self.subtree_end,
-                ancestor_mask=self.ancestor_mask,
-                window=window,
-            )
+                prefix_length=self.prefix_length, rows=self.visible_rows, dtype=dtype, window=window,
+                subtree_end=self.subtree_end, ancestor_mask=self.ancestor_mask,
+            )  # fmt: skip
 
         return self._by_window(prepare, windows)
 
@@ -256,8 +252,7 @@ class Forward(ABC):
         """
         batch, width = tokens.shape
         starts = [0] * batch if starts is None else starts
-        one_mask = min(starts) == max(starts)
-        first = torch.tensor(starts[0] if one_mask else starts, device=tokens.device)  # [] or [B]
+        first = torch.tensor(starts if min(starts) < max(starts) else starts[0], device=tokens.device)  # [] or [B]
         limit = self.rope_limit
         is_long = limit is not None and min(starts) + width >= limit
         most = chunk_of(batch, tokens.device) if self.stream is None else STREAMED_CHUNK[tokens.device.type]
@@ -284,8 +279,8 @@ class Forward(ABC):
 
 def chunk_of(batch: int, device: torch.device) -> int:
     """The tokens of each of so many prompts that go through a model at once."""
-    of_gpu = max(PREFILL_CHUNK, min(PREFILL_ROWS // batch, STREAMED_CHUNK["cuda"]))
-    return PREFILL_CHUNK if device.type == "cpu" else of_gpu
+    least, most = PREFILL_CHUNK, PREFILL_CHUNK if device.type == "cpu" else STREAMED_CHUNK["cuda"]
+    return max(least, min(PREFILL_ROWS // batch, most))
 
 
 def as_long(tokens: Tensor, rows: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -160,7 +160,7 @@ class ServiceSlots:
         models = (plan.target, *(plan.draft or NO_DRAFT).models)
         self._limits = [model.rope_limit for model in models if model.is_foreign and model.rope_limit is not None]
         if cuda_graphs:
-            from heavypath.speculative.decoding.warming import warm_up_steps
+            from heavypath.speculative.decoding.graphs import warm_up_steps
 
             warm_up_steps(self._runner, plan, self._workspace, count, max_tokens, tree_of)
 
