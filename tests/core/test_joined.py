@@ -156,7 +156,7 @@ def test_a_later_change_is_noticed(change, without_collector):
     assert decoder._target is not target
     assert isinstance(decoder._target, TransformersForward) == (change == "hook")
     del target
-    decoder.runner._step.cache_clear()
+    decoder.runner.step.cache_clear()
     del decoder
     assert storages(model) == (own[0], own[1] * (1 + (change == "type")))
 

@@ -72,4 +72,4 @@ def test_warming_up_compiles_what_a_captured_step_launches(graphs, as_on_a_gpu, 
     monkeypatch.setattr("heavypath.speculative.decoding.graphs.compile_all", lambda _, device: told.append(device))
     decoder = SpeculativeDecoder(small_llama(1), small_llama(2), tree_size=2, cuda_graphs=graphs)
     decoder.warm_up(prompt_tokens=4, max_new_tokens=8, temperature=0.8)
-    assert told == [torch.device("cpu")] * graphs
+    assert told == [torch.device("cpu")] * 2 * graphs, "prompts, and a step"

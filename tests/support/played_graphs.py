@@ -222,6 +222,7 @@ class PlayedGraph(TorchDispatchMode):
 
     def __init__(self, keep_graph=False):
         super().__init__()
+        self.pools = PlayedGraph.pools  # of this test; a graph may go in a later one
         self.notes: list[Note] = []
         self.is_captured = self.broken = self.within = False
         self.thread = 0
