@@ -26,6 +26,7 @@ from heavypath.speculative.output.options import NOTHING
 from heavypath.speculative.output.remark import without_remarks
 from heavypath.speculative.profile import Profile, streaming_of
 from heavypath.speculative.visits import (
+    GraphVisits,
     StreamedVisits,
     Visits,
     costs_by_batch,
@@ -165,7 +166,9 @@ def calibrate(
     sizes = (STREAMED_SIZES if streamed else SIZES) if sizes is None else sizes
     sizes = [size for size in sizes if size <= sum(TIMED_CHILDREN**depth for depth in range(levels + 1))]
     costs = costs_by_batch(
-        (StreamedVisits if streamed else Visits)(target, draft, prompts, levels, verifier),
+        (StreamedVisits if streamed else GraphVisits if kind == "cuda" else Visits)(
+            target, draft, prompts, levels, verifier
+        ),
         default_batch_sizes("streamed" if streamed else kind) if batch_sizes is None else batch_sizes,
         sizes,
         measured,

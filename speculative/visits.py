@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ from heavypath.kernels.verification import verify_unchecked
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.decoding.step import Stepped, StepPlan
+from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts.kinds import AnyDraft
 from heavypath.speculative.methods import LOSSLESS_METHODS, VERIFIERS
 from heavypath.speculative.output.options import NOTHING
@@ -45,6 +49,7 @@ VISIT_TOKENS = (4, 16)  # the least and the most that each sequence decodes in i
 ALONE_SHARE = 0.5  # of the time for costs, for a single sequence
 STREAMED_TOKENS = 2  # that a visit decodes where a pass reads its weights: then that is most of its time
 STREAMED_PACE = Pace(rounds=2, least=2)
+BESIDE = ("prefill", "host", "trace")  # phases that are no part of a step
 SEQUENCES, TOKENS = 16, 32  # that a visit decodes for a method's gain
 ROUNDS_OF_GAINS, SURE = 32, 0.01  # no more visits than these for a gain, nor where its error is below that
 
@@ -57,6 +62,7 @@ class Visits:
     """
 
     pace = PACE
+    graphs: bool | None = False  # whether steps on a GPU are CUDA graphs, which tell no phases
 
     def __init__(
         self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int,
@@ -86,17 +92,22 @@ class Visits:
 
     def _visit(self, size: int, round_: int, tokens: int) -> Timed:
         decoder = self._decoder(size)
+        assert decoder.tree is not None
+        stats = self._decoded(decoder, round_, tokens)
+        seconds, steps = stats.seconds, int(stats.steps_of.max())
+        step = sum(seconds[phase] for phase in ("target", "verification", "compaction")) / steps
+        level = (seconds["draft"] + seconds["sampling"]) / steps / decoder.tree.depth if size > 1 else None
+        return Timed(step, level)
+
+    def _decoded(self, decoder: SpeculativeDecoder, round_: int, tokens: int) -> Statistics:
+        """The statistics of continuing a round's prompts by so many tokens."""
         assert isinstance(decoder.tree, TokenTree)
         depth, (prompts, mask) = decoder.tree.depth, self._batch_of(round_)
         end = MaxLengthCriteria(prompts.shape[1] + tokens)
-        stats = decoder.generate(
+        return decoder.generate(
             prompts, tokens + depth + 1, temperature=1.0, seed=round_, attention_mask=mask, stopping_criteria=[end],
             pad_token_id=0, **NOTHING,
         ).stats  # fmt: skip
-        seconds, steps = stats.seconds, int(stats.steps_of.max())
-        step = sum(seconds[phase] for phase in ("target", "verification", "compaction")) / steps
-        level = (seconds["draft"] + seconds["sampling"]) / steps / depth if size > 1 else None
-        return Timed(step, level)
 
     def _batch_of(self, round_: int) -> tuple[Tensor, Tensor]:
         """The prompts of a round, left-padded, and their mask; LongTensors [B, T]."""
@@ -106,8 +117,8 @@ class Visits:
     def _decoder(self, size: int) -> SpeculativeDecoder:
         if size not in self._decoders:
             gpu = self.target.device.type == "cuda"
-            options = {"tree": self._tree(size), "verifier": self.verifier, "cuda_graphs": False if gpu else None}
-            decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", **options)
+            options = {"verifier": self.verifier, "cuda_graphs": self.graphs if gpu else None}
+            decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", tree=self._tree(size), **options)
             if gpu:
                 decoder.clock = _clock_of_gpu
             self._decoders[size] = decoder
@@ -115,6 +126,72 @@ class Visits:
 
     def _tree(self, size: int) -> TokenTree:
         return greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else ROOT
+
+
+class Counting:
+    """A `StepRunner` that counts its runs: on a GPU one more may follow the end of a text."""
+
+    def __init__(self, runner: StepRunner):
+        self._runner, self.runs = runner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
+        """As of `StepRunner`."""
+        self.runs += 1
+        return self._runner.run(plan, workspace, **where)
+
+
+class GraphVisits(Visits):
+    """The same where steps are CUDA graphs, which do not tell their phases; by one decoder for all trees.
+
+    Launched call by call, a level of a draft takes as long as the host needs for its many small kernels. So the level
+    is told by two trees of as many nodes. T are the seconds of a step with a tree, L the most levels of any:
+
+        level = (T(a chain of L levels) - T(l levels)) / (L - l),     l = L / 4, rounded down
+        step  = T(tree) - level * levels of the tree
+    """
+
+    graphs = None
+
+    def __init__(
+        self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int,
+        verifier: str | None = None, batch: int = 1,
+    ):  # fmt: skip
+        super().__init__(target, draft, prompts, levels, verifier, batch)
+        self._captured: set[TokenTree] = set()
+        self._level: dict[int, float] = {}  # by round
+
+    def _visit(self, size: int, round_: int, tokens: int) -> Timed:
+        tree = self._tree(size)
+        seconds = self._seconds(tree, round_, tokens)
+        if tree.depth == 0:
+            return Timed(seconds)
+        if round_ not in self._level:
+            few, nodes = self.levels // 4, self.levels + 1
+            flat = greedy_tree(DEFAULT_ACCEPTANCE, nodes, few) if few else ROOT
+            deep, shallow = (self._seconds(one, round_, tokens) for one in (TokenTree.chain(self.levels), flat))
+            self._level[round_] = (deep - shallow) / (self.levels - few)
+        level = self._level[round_]
+        return Timed(seconds - level * tree.depth, level)
+
+    def _seconds(self, tree: TokenTree, round_: int, tokens: int) -> float:
+        """The seconds of a step with a tree."""
+        decoder = self._decoder(1)
+        decoder.tree, runner = tree, cast(Counting, decoder.runner)
+        if tree not in self._captured:  # compiling and capturing are no part of a step
+            self._captured.add(tree)
+            self._decoded(decoder, round_, tokens)
+        before = runner.runs
+        seconds = self._decoded(decoder, round_, tokens).seconds
+        return sum(seconds[phase] for phase in seconds if phase not in BESIDE) / (runner.runs - before)
+
+    def _decoder(self, size: int) -> SpeculativeDecoder:
+        decoder = super()._decoder(1)
+        if not isinstance(decoder.runner, Counting):
+            decoder.runner = cast(Any, Counting(decoder.runner))
+        return decoder
 
 
 class StreamedVisits(Visits):
