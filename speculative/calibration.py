@@ -140,7 +140,8 @@ def calibrate(
         report("sampling prompts from the target")
         length = STREAMED_PROMPT // 2 if streamed else 32
         prompts = own_prompts(target, min(sequences, 16), min(length, room), seed)
-    prompts = [prompt[-min(room, STREAMED_PROMPT if streamed else room) :] for prompt in prompts]
+    longest = min(room, STREAMED_PROMPT if streamed else room)
+    prompts = [prompt[-longest:].to(target.device) for prompt in prompts]
 
     samplings = [Filters(each, top_k, top_p, min_p) if each > 0 else Filters(0.0) for each in temperatures]
     kind = target.device.type
