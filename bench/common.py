@@ -14,7 +14,7 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -25,10 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.kernels.tickets import counters_for, new_counters
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
-from heavypath.speculative.decoding.runner import StepRunner
-from heavypath.speculative.decoding.step import Stepped, StepPlan
-from heavypath.speculative.decoding.workspace import Workspace
+from heavypath.speculative import METHODS, TokenTree, load_demo_pair
 from heavypath.speculative.demo import DemoPair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -259,21 +256,6 @@ def timed_behind_first(
     first, _ = timed(lambda: generate(1), clock)
     whole, text = timed(lambda: generate(tokens), clock)
     return max(whole - first, 1e-6), text
-
-
-class Watched:
-    """Stands in the place of a decoder's runner from when it is made; a subclass has a `run` that looks at steps."""
-
-    def __init__(self, decoder: SpeculativeDecoder):
-        self.runner = decoder.runner
-        decoder.runner = cast(StepRunner, self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
-
-    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
-        """A step; where: the keyword arguments of `StepRunner.run`."""
-        return self.runner.run(plan, workspace, **where)
 
 
 def in_turns(

@@ -39,7 +39,6 @@ from typing import Any, cast
 import torch
 from common import (
     Run,
-    Watched,
     argument_parser,
     captured,
     clock_of,
@@ -64,6 +63,7 @@ from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.visits import CountedSteps, Watched
 
 METHODS = ("sequoia", "dyspec", "ersd")
 PROMPT = 128  # tokens
@@ -122,18 +122,6 @@ class Observer(Watched):
         seconds, stepped = timed(lambda: self.runner.run(plan, workspace, **where), self._bench.clock)
         self.laps.append(seconds)
         return stepped
-
-
-class Counted(Watched):
-    """Counts the steps that are run, of which the last one of a text may do nothing on a GPU, see `decoding.engine`."""
-
-    def __init__(self, decoder: SpeculativeDecoder):
-        super().__init__(decoder)
-        self.steps = 0
-
-    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
-        self.steps += 1
-        return self.runner.run(plan, workspace, **where)
 
 
 class Bench:
@@ -254,7 +242,7 @@ class Bench:
 
     def speculative(self, decoder: SpeculativeDecoder, sampling: dict[str, Any], new_tokens: int) -> Writer:
         """By a decoder; and a text of one token beside each, so that the difference is of steps alone."""
-        counted = Counted(decoder)
+        counted = CountedSteps(decoder)
 
         def write(given: Tensor) -> Text:
             generate = partial(decoder.generate, given, eos_token_id=None, **sampling)

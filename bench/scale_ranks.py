@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Watched, environment, quiet_demo_pair, quieten, random_tree, show, write_results
+from common import environment, quiet_demo_pair, quieten, random_tree, show, write_results
 from enlarging import Widths, enlarged
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -45,6 +45,7 @@ from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.ranks.group import Ranks
 from heavypath.speculative.trees.planning import sequoia_tree
+from heavypath.speculative.visits import Watched
 
 ACCEPTANCE = [0.6, 0.15, 0.08, 0.05]  # of children, to plan a tree
 

@@ -166,10 +166,9 @@ def calibrate(
     levels = min(TIMED_LEVELS, source.levels or TIMED_LEVELS)
     sizes = (STREAMED_SIZES if streamed else SIZES) if sizes is None else sizes
     sizes = [size for size in sizes if size <= sum(TIMED_CHILDREN**depth for depth in range(levels + 1))]
+    visits = StreamedVisits if streamed else GraphVisits if kind == "cuda" else Visits
     costs = costs_by_batch(
-        (StreamedVisits if streamed else GraphVisits if kind == "cuda" else Visits)(
-            target, draft, prompts, levels, verifier
-        ),
+        visits(target, draft, prompts, levels, verifier),
         default_batch_sizes("streamed" if streamed else kind) if batch_sizes is None else batch_sizes,
         sizes,
         measured,

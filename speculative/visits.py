@@ -128,19 +128,30 @@ class Visits:
         return greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else ROOT
 
 
-class Counting:
-    """A `StepRunner` that counts its runs: on a GPU one more may follow the end of a text."""
+class Watched:
+    """Stands in the place of a decoder's runner from when it is made; a subclass has a `run` that looks at steps."""
 
-    def __init__(self, runner: StepRunner):
-        self._runner, self.runs = runner, 0
+    def __init__(self, decoder: SpeculativeDecoder):
+        self.runner = decoder.runner
+        decoder.runner = cast(StepRunner, self)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        return getattr(self.runner, name)
 
     def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
-        """As of `StepRunner`."""
-        self.runs += 1
-        return self._runner.run(plan, workspace, **where)
+        """A step; where: the keyword arguments of `StepRunner.run`."""
+        return self.runner.run(plan, workspace, **where)
+
+
+class CountedSteps(Watched):
+    """Counts the steps that are run: on a GPU one more may follow the end of a text, see `decoding.engine`."""
+
+    steps = 0
+
+    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
+        """As of `Watched`."""
+        self.steps += 1
+        return super().run(plan, workspace, **where)
 
 
 class GraphVisits(Visits):
@@ -179,18 +190,18 @@ class GraphVisits(Visits):
     def _seconds(self, tree: TokenTree, round_: int, tokens: int) -> float:
         """The seconds of a step with a tree."""
         decoder = self._decoder(1)
-        decoder.tree, runner = tree, cast(Counting, decoder.runner)
+        decoder.tree, runner = tree, cast(CountedSteps, decoder.runner)
         if tree not in self._captured:  # compiling and capturing are no part of a step
             self._captured.add(tree)
             self._decoded(decoder, round_, tokens)
-        before = runner.runs
+        before = runner.steps
         seconds = self._decoded(decoder, round_, tokens).seconds
-        return sum(seconds[phase] for phase in seconds if phase not in BESIDE) / (runner.runs - before)
+        return sum(seconds[phase] for phase in seconds if phase not in BESIDE) / (runner.steps - before)
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
         decoder = super()._decoder(1)
-        if not isinstance(decoder.runner, Counting):
-            decoder.runner = cast(Any, Counting(decoder.runner))
+        if not isinstance(decoder.runner, CountedSteps):
+            CountedSteps(decoder)
         return decoder
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import beside  # noqa: F401
 from batches import Texts, batch_of, more_per_forward, tokens_per_forward
-from common import Row, Watched, paper_verifier, token_ids
+from common import Row, paper_verifier, token_ids
 from rejection import positions
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import DemoPair
 from heavypath.speculative.trees.growth import Confidence
+from heavypath.speculative.visits import Watched
 
 MEASURED = Confidence((0.41, 0.16, 0.12, 0.09, 0.08), (0.5, 0.5, 0.4, 0.3, 0.3))  # on the shipped pair, at T = 0.6
 

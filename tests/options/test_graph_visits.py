@@ -10,7 +10,7 @@ from tiny_models import small_llama
 
 from heavypath.speculative.costs.timing import Timed
 from heavypath.speculative.trees.tree import ROOT
-from heavypath.speculative.visits import Counting, GraphVisits
+from heavypath.speculative.visits import CountedSteps, GraphVisits
 
 PROMPTS = [torch.tensor([3, 1, 4, 1])]
 
@@ -20,7 +20,8 @@ class Fixed(GraphVisits):
 
     def __init__(self, *given):
         super().__init__(*given)
-        self._made = SimpleNamespace(tree=ROOT, runner=Counting(SimpleNamespace(run=lambda plan, workspace: None)))
+        self._made = SimpleNamespace(tree=ROOT, runner=SimpleNamespace(run=lambda plan, workspace: None))
+        CountedSteps(self._made)
         self.decoded = []
 
     def _decoder(self, size):
