@@ -148,7 +148,7 @@ def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pai
     ({"input_ids": torch.tensor([1, 2])}, r"LongTensor \[B, T\], got torch.int64 \[2\]"),
     ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
     ({"input_ids": torch.tensor([[7]])}, r"input_ids must be in 0 .. 6, got 7 .. 7"),
-    ({"max_new_tokens": 63}, r"need 65 positions \(2 \+ 63\), but target has 64"),
+    ({"max_new_tokens": 64}, r"need 65 positions \(2 \+ 64 - 1: .*\), but target has 64"),
     ({"seed": 1.5}, "seed must be an integer, got 1.5"),
     ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
     ({"eos_token_id": "a"}, "eos_token_id must be an integer, got 'a'"),

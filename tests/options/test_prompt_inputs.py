@@ -198,7 +198,7 @@ SKEWED = IDS.expand(3, 1, 3) + torch.arange(3)[:, None, None]
     ({"model_inputs": {"labels": IDS}}, "model_inputs has 'labels', which"),
     ({"model_inputs": {"mm_token_type_ids": IDS}, "input_ids": IDS[:, :1]}, "must have two tokens or more, got one"),
     ({"model_inputs": {"position_ids": SKEWED}}, r"last token must be of text, got positions \[\[3, 4, 5\]\]"),
-    ({"model_inputs": {"position_ids": IDS + 50}}, "need 65 positions with their model_inputs, but target has 64"),
+    ({"model_inputs": {"position_ids": IDS + 51}}, "need 65 positions with their model_inputs, but target has 64"),
 ])  # fmt: skip
 def test_what_cannot_be_shown_is_refused_by_name(options, message, model_of):
     decoder = SpeculativeDecoder(model_of("qwen2_5_vl"), PromptLookup(), "chain")
@@ -221,7 +221,7 @@ def test_what_a_past_shows_is_not_shown_again_or_to_others(model_of):
     ids, mask, past = first.sequences, padded(prompts["attention_mask"], 4), first.cache
     types = {"mm_token_type_ids": mask}
     far = decoder.generate(IDS, **OURS, **new, model_inputs={"position_ids": IDS + 50})
-    with pytest.raises(ValueError, match="need 68 positions with their model_inputs, but target has 64"):
+    with pytest.raises(ValueError, match="need 67 positions with their model_inputs, but target has 64"):
         decoder.generate(far.sequences, 10, past=far.cache)
     with pytest.raises(ValueError, match="model_inputs mm_token_type_ids cannot be given with past"):
         decoder.generate(ids, **new, attention_mask=mask, past=past, model_inputs=types)

@@ -178,7 +178,7 @@ def test_a_conversation_that_is_too_long_is_said_and_can_begin_anew(folder, chat
     lines = ["x " * 80, "y " * 80, "/reset", "z"]
     code, out, err = chat(*lookup(folder), lines=lines)
     assert (code, len(prompts)) == (0, 2)
-    assert re.search(r"the conversation has \d+ tokens, the models 128 positions; /reset it", err)
+    assert re.search(r"the conversation has \d+ tokens, the model 128 positions; /reset it", err)
     assert len(out.splitlines()) >= 2
 
 

@@ -288,15 +288,13 @@ def test_memory_is_taken_at_the_beginning_and_given_back(decoder):
     assert not hasattr(service._slots, "_workspace")
 
 
-def test_there_is_no_more_room_than_the_models_have_positions(decoder, monkeypatch):
-    for limited in (decoder._target, *decoder._draft.models):
-        with monkeypatch.context() as patch:
-            patch.setattr(limited, "max_positions", 96)
-            with decoder.serve(slots=1, max_tokens=2048) as service:
-                assert service.limits.max_tokens == 96
-                assert len(service.submit([1], 95, eos_token_id=None).result(60).tokens) == 95
-                with pytest.raises(ValueError, match="96"):
-                    service.submit([1], 96)
+def test_there_is_no_more_room_than_the_target_has_positions(decoder, monkeypatch):
+    monkeypatch.setattr(decoder._target, "max_positions", 96)
+    with decoder.serve(slots=1, max_tokens=2048) as service:
+        assert service.limits.max_tokens == 97
+        assert len(service.submit([1], 96, eos_token_id=None).result(60).tokens) == 96
+        with pytest.raises(ValueError, match="96"):
+            service.submit([1], 97)
 
 
 def test_a_prompt_holds_up_others_for_one_piece_at_most(decoder):
