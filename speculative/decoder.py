@@ -150,6 +150,7 @@ class SpeculativeDecoder:
         request = self._request(prompts, max_new_tokens, temperature, options, seed=options.get("seed", 0))
         streamers = checked_streamers(options.get("streamer"), len(input_ids))
         plan = self._plan(request)
+        self._remark.at_positions(plan.draft, request.most_tokens)
         self._peers.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, self._target)
         stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
         stats.tree = self.trees.in_words(plan.tree, len(input_ids))
@@ -176,6 +177,8 @@ class SpeculativeDecoder:
         (self._draft or NO_DRAFT).learn(request.prompt, request.lengths, new, stats.tokens_of)
         tells_phases = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
         drafting = self._draft if tells_phases and min(map(len, plan.trees)) > 1 else None
+        if drafting is not None and request.most_tokens > drafting.positions:
+            drafting = None  # what it did not draft says nothing of what it costs
         self._remark(stats, drafting, self.trees.expected_gain(stats, plan.tree))
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
@@ -239,7 +242,8 @@ class SpeculativeDecoder:
         if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         draft = self._draft if any(len(each) > 1 for each in trees.trees) else None
-        return StepPlan(self._target, draft, tree, rules, trees.trees, peers=self._peers)
+        plan = StepPlan(self._target, draft, tree, rules, trees.trees, peers=self._peers)
+        return plan.after(int(request.lengths.min()) - 1)
 
     def __call__(
         self, model: PreTrainedModel, input_ids: Tensor, *, seed: int | None = None,

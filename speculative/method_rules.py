@@ -55,9 +55,9 @@ def rules_of(
         verification,
         filters,
         draft_filters,
-        # A draft without a model that proposes few tokens means it: random ones beside them would be rejected. So
-        # would be those that logits processors left out.
-        fill=row.fill and draft is not None and draft.proposes_every_token and request.processors is None,
+        # A draft without a model that proposes few tokens means it, and so does a model beyond its positions: random
+        # ones beside them would be rejected. So would be those that logits processors left out.
+        fill=row.fill and draft is not None and draft.proposes_all(request.most_tokens) and request.processors is None,
         value_temperature=options.get("draft_temperature") or VALUE_TEMPERATURE,
         changes=changes if request.processing is None else (*changes, request.processing),
         verifier=None if verification == "greedy" else row.verifier,

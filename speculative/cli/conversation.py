@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import typer
 from jinja2 import TemplateError
-from transformers import PreTrainedModel
 
 from heavypath.speculative.cli.options import write_now
 from heavypath.speculative.decoder import SpeculativeDecoder
@@ -54,19 +53,19 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _generate(self, stream: TextStream) -> Generation:
-        tokenizer, models = self._pair.tokenizer, (self._pair.target, self._pair.draft)
+        tokenizer, target = self._pair.tokenizer, self._pair.target
         try:
             tokens: Any = tokenizer.apply_chat_template(
                 self._messages, chat_template=self._template, add_generation_prompt=True, return_dict=False
             )
         except TemplateError as error:
             raise ValueError(f"the chat template cannot write this conversation: {error}") from error
-        texts = [model.config.get_text_config(decoder=True) for model in models if isinstance(model, PreTrainedModel)]
-        positions = min(config.max_position_embeddings for config in texts)
-        if len(tokens) >= positions:
-            raise ValueError(f"the conversation has {len(tokens)} tokens, the models {positions} positions; /reset it")
+        config: Any = target.config.get_text_config(decoder=True)
+        positions = config.max_position_embeddings
+        if len(tokens) > positions:
+            raise ValueError(f"the conversation has {len(tokens)} tokens, the model {positions} positions; /reset it")
         options = self._options | {"seed": self._options["seed"] + self._answers}
-        options["max_new_tokens"] = min(options["max_new_tokens"], positions - len(tokens))
+        options["max_new_tokens"] = min(options["max_new_tokens"], positions - len(tokens) + 1)
         return self.decoder.generate(
             torch.tensor([tokens], device=self._pair.target.device),
             eos_token_id=self._pair.eos_token_ids,

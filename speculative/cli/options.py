@@ -79,7 +79,7 @@ Threads = Annotated[
 Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]
 Slots = Annotated[int, typer.Option(min=1, help="How many texts are decoded side by side.")]
 Room = Annotated[
-    int, typer.Option(min=2, help="Room for a prompt with its new tokens; never more than the models' positions.")
+    int, typer.Option(min=2, help="Room for a prompt with its new tokens; at most the target's positions and one.")
 ]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End the text with this string; repeat it for several. It is part of the text.")

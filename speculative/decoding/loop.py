@@ -80,11 +80,13 @@ def decode(
         running = batch - len(ended)
         slots = running if engine.on_host else 1 << (running - 1).bit_length()
         close_up(workspace, members, ended, slots, longest + 2 * (plan.depth + 1))  # a step may be under way
+        before, shortest = plan, min(row.lengths for row in rows.values() if row.left > 0)
         for watcher, copy in zip(watchers, looked, strict=True):
-            before, plan = plan, watcher.replanned(plan, seen, len(members), copy)
-            if plan.tree != before.tree:
-                stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
-                workspace.turn(request, before, plan, len(members))
+            plan = watcher.replanned(plan, seen, len(members), copy)
+        plan = plan.after(shortest)
+        if plan.tree != before.tree:
+            stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
+            workspace.turn(request, before, plan, len(members))
         stats.lap("host")
 
     peers.end()

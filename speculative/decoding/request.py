@@ -79,6 +79,11 @@ class Request:
     past: TextCache | None
     inputs: "PromptInputs | Seen | None"
 
+    @property
+    def most_tokens(self) -> int:
+        """The tokens that the longest text may have."""
+        return self.prompt.shape[1] + self.max_new_tokens
+
     def to_compare(self) -> dict[str, object]:
         """The values that all ranks of a generation must have alike, by name."""
         return {
@@ -115,8 +120,10 @@ def checked_request(
     lengths = _prompt_lengths(input_ids, prompts.attention_mask)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    target.check_positions(longest + max_new_tokens - 1, f"({longest} + {max_new_tokens} - 1: the last is not read)")
     for model in (target, *drafting):
-        _check_positions(model, int(lengths.min()), int(lengths.max()), max_new_tokens)
+        _check_rotary_lengths(model, shortest, longest, max_new_tokens)
     eos, pad = _stop_tokens(ending, target.vocab_size)
     batch, width = input_ids.shape
     if ending.criteria and batch > 1 and not eos and ending.pad_token_id is None:
@@ -240,21 +247,15 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return mask.ne(0).sum(1)
 
 
-def _check_positions(model: Drafting, shortest: int, longest: int, new: int) -> None:
-    """shortest, longest: tokens of the prompts; new: max_new_tokens."""
-    if longest + new > model.max_positions:
-        needed = f"{longest + new} positions ({longest} + {new})"
-        past = "; beyond them, its rotary embeddings depend on the text's length" if model.has_dynamic_rope else ""
-        raise ValueError(
-            f"prompt and new tokens need {needed}, but {model.name} has {model.max_positions} positions{past}"
-        )
+def _check_rotary_lengths(model: Drafting, shortest: int, longest: int, new: int) -> None:
+    """shortest, longest: tokens of the prompts; new: max_new_tokens, the last of which is not read."""
     limit = model.rope_limit
-    if limit is not None and shortest <= limit < longest + new:
+    if limit is not None and shortest <= limit < longest + new - 1:
         lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
         raise ValueError(
             f"{model.name}'s rotary embeddings (longrope) change for all tokens where a text becomes longer than "
-            f"{limit} tokens: prompt and new tokens must fit into these, or every prompt must be longer; got prompts "
-            f"of {lengths} tokens and {new} new ones"
+            f"{limit} tokens: prompt and new tokens, less the last, must fit into these, or every prompt must be "
+            f"longer; got prompts of {lengths} tokens and {new} new ones"
         )
 
 

@@ -64,6 +64,16 @@ class StepPlan:
         """Each of the trees once, this one first."""
         return tuple(dict.fromkeys((self.tree, *self.others)))
 
+    def after(self, shortest: int) -> "StepPlan":
+        """The plan of steps whose texts have so many tokens before their roots, or more.
+
+        It is of roots alone where the draft has no more positions.
+        """
+        if self.draft is None or shortest < self.draft.positions or self.tree.depth == 0:
+            return self
+        others = self.others if self.tree in self.others else (*self.others, self.tree)
+        return replace(self, tree=ROOT, others=others)
+
     @property
     def depth(self) -> int:
         """The most levels that any of the trees has."""

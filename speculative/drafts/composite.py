@@ -213,6 +213,11 @@ class CascadeDraft(CompositeDraft):
                 )
         self._ends = [*accumulate(levels)][:-1]  # the level at which each but the last has drafted all of its own
 
+    @property
+    def positions(self) -> float:
+        """Those of the first draft: where it proposes nothing, there is nothing to go on from."""
+        return self.drafts[0].positions
+
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
         """The logits of whichever part drafts this level, in fp32: parts may have types of their own."""
         store_rows(cache.keys, feed.tokens[:, :, None, None], feed.cache_rows)

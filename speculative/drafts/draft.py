@@ -20,6 +20,7 @@ The text follows the target's law for any logits: the draft decides how many tok
 `heavypath.speculative.examples.own_draft` is a program that runs.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -168,6 +169,18 @@ class Draft:
     def models(self) -> list[Drafting]:
         """All that drafts with weights of its own."""
         return [leaf.forward for leaf in self.leaves if leaf.forward is not None]
+
+    @property
+    def positions(self) -> float:
+        """The tokens of a text up to which it proposes any, those of the model that has most; infinity for all texts.
+
+        After a token with a position of so many or more, a model's logits are -inf throughout.
+        """
+        return max(math.inf if leaf.forward is None else leaf.forward.max_positions for leaf in self.leaves)
+
+    def proposes_all(self, length: int) -> bool:
+        """True if it has logits for all tokens, wherever in texts of at most so many."""
+        return self.proposes_every_token and all(length <= model.max_positions for model in self.models)
 
     @property
     def proposes_every_token(self) -> bool:

@@ -2,16 +2,20 @@
 
 A vocabulary padded to another size is cut, or filled up with logits of -inf: a token that one of the two models lacks
 is never drafted. That is lossless, whatever the token is; it can only cost acceptance.
+
+A model may have fewer positions than the target. Beyond them it proposes nothing, and reads nothing of a prompt.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heavypath.kernels.native.recording import do
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -61,17 +65,28 @@ class ModelDraft(Draft):
         return self.forward.new_cache(batch, rows, lag=1)
 
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
-        """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`."""
-        self.forward.prefill(self._known(tokens), cache, starts)
+        """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`, as far as the model has positions."""
+        within = self.forward.max_positions - min(starts or [0])
+        if within > 0:
+            self.forward.prefill(self._known(tokens[:, :within]), cache, starts)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """Logits [B, n, V] after each node, in the model's own dtype; V is the size of the target's vocabulary."""
         mask = TreeMask(feed.prefix_lengths, feed.visible_rows, ancestor_mask=feed.ancestor_mask, level=feed.level)
         positions = self.forward.settled(feed.positions, feed.prefix_lengths)
         logits = self.forward(self._known(feed.tokens), positions, feed.cache_rows, cache, mask)
+        if cache.keys.shape[2] > self.forward.max_positions:  # texts in such a cache may reach beyond them
+            silence(logits, feed.positions, self.forward.max_positions)
         missing = self._vocab_size - self.forward.vocab_size
         return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts off
 
     def _known(self, tokens: Tensor) -> Tensor:
         """The tokens, with those of the target's padding, which the draft does not have, replaced by its last one."""
         return tokens if self._vocab_size <= self.forward.vocab_size else tokens.clamp(max=self.forward.vocab_size - 1)
+
+
+def silence(logits: Tensor, positions: Tensor, most: int) -> None:
+    """Have nothing proposed after tokens at positions LongTensor[B, n] of `most` or more, in logits [B, n, V]."""
+    beyond = torch.empty_like(positions, dtype=torch.bool)
+    do(partial(torch.ge, positions, most, out=beyond))
+    do(partial(logits.masked_fill_, beyond[..., None], -torch.inf))

@@ -26,6 +26,7 @@ from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
+from heavypath.speculative.drafts.model import silence
 from heavypath.speculative.drafts.vocabularies import Vocabularies
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import PREFILL_CHUNK, Forward, TreeMask
@@ -174,14 +175,16 @@ class TranslatedDraft(Draft):
     def __call__(self, feed: Feed, cache: TranslatedCache) -> Tensor:
         """Logits after each node [B, n, V], in the model's own dtype; of a step's first feed after the root alone."""
         if feed.news:
-            tokens, rows = self._read(feed.tokens, feed.cache_rows, cache)
-            logits = self._run_chain(tokens, rows, cache)[:, -1:]
+            tokens, positions = self._read(feed.tokens, feed.cache_rows, cache)
+            logits, positions = (each[:, -1:] for each in (self._run_chain(tokens, positions, cache), positions))
         else:
             root = feed.prefix_lengths[:, None]
             last = cache.end_of(root) - 1  # the root's last row: the tree's node m is m rows after it
             positions, rows = (each - root + last for each in (feed.positions, feed.cache_rows))
             mask = _mask_of(last, feed.ancestor_mask, cache)
             logits = self.forward(self._pieces[feed.tokens, -1], positions, rows, cache.model, mask)
+        if cache.keys.shape[2] > self.forward.max_positions:
+            silence(logits, positions, self.forward.max_positions)
         return pad(logits, (0, 1), value=-torch.inf).index_select(2, self._drafted)
 
     def _read(self, tokens: Tensor, rows: Tensor, cache: TranslatedCache) -> tuple[Tensor, Tensor]:

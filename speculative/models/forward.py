@@ -219,6 +219,15 @@ class Forward(ABC):
         brought = {id(one) for layer in self.model.modules() if streamed(layer) for one in layer.parameters()}
         check_finite(self.name, ((name, one) for name, one in self.weights() if id(one) not in brought))
 
+    def check_positions(self, needed: int, how: str) -> None:
+        """Raise ValueError where prompts with their new tokens need more positions than there are; how: in words."""
+        if needed > self.max_positions:
+            past = "; beyond them, its rotary embeddings depend on the text's length" if self.has_dynamic_rope else ""
+            raise ValueError(
+                f"prompt and new tokens need {needed} positions {how}, but {self.name} has {self.max_positions} "
+                f"positions{past}"
+            )
+
     @abstractmethod
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
         """An empty cache of `rows` rows, and positions, for each of `batch` sequences; lag: see `HybridCache`."""

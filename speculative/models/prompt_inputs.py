@@ -87,12 +87,7 @@ def _fitting(seen: "Seen", lengths: Tensor, target: Forward, new: int) -> "Seen"
     """The same, or a ValueError if the positions do not fit the target."""
     if seen.offsets.any() and target.rope_limit is not None:
         raise ValueError(f"{target.name} has rotary embeddings of type longrope, which need positions 0, 1, 2, ...")
-    needed = int((lengths + seen.offsets[:, 0]).max()) + new
-    if needed > target.max_positions:
-        raise ValueError(
-            f"prompt and new tokens need {needed} positions with their model_inputs, but {target.name} has "
-            f"{target.max_positions} positions"
-        )
+    target.check_positions(int((lengths + seen.offsets[:, 0]).max()) + new - 1, "with their model_inputs")
     return seen
 
 

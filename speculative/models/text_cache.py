@@ -28,12 +28,13 @@ def cache_argument(model: PreTrainedModel) -> str:
 class Caching(Protocol):
     """A model whose cache rows may be kept: a `Forward`, or a head at work.
 
-    layers: of the model that the rows are of; rope_limit: as of `Forward`
+    layers: of the model that the rows are of; rope_limit, max_positions: as of `Forward`
     """
 
     model: Any
     layers: int
     rope_limit: int | None
+    max_positions: int
 
     def state(self) -> int:
         """A number that is another one after a change of the model."""
@@ -159,7 +160,9 @@ class SharedPrefixes(NamedTuple):
         for text, length, end in zip(self.texts, self.lengths, self.ends, strict=True):
             # A text of `limit` rows may be either's: the longest of the short ones, or a prompt that is to go on.
             alike = limit is None or (have[text] != limit and (have[text] > limit) == (end >= limit))
-            copied.append(max(0, min(length, have[text] - model.unsure)) if alike else 0)
+            # A draft's row of its last position may be missing, and those after it are.
+            sure = min(length, have[text] - model.unsure, forward.max_positions - 1)
+            copied.append(max(0, sure) if alike else 0)
         return [
             cache.take(first + sequence, model.cache, self.cache._slots[text], rows)
             for sequence, (text, rows) in enumerate(zip(self.texts, copied, strict=True))

@@ -25,7 +25,13 @@ class Remark:
     """Says it in the log, once for a decoder."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._said = self._said_positions = False
+
+    def at_positions(self, draft: Draft | None, tokens: int) -> None:
+        """Look at texts that are to have up to so many tokens."""
+        if draft is not None and tokens > draft.positions and not self._said_positions:
+            self._said_positions = True
+            logger.warning("the draft has %d positions: longer texts go on without it", draft.positions)
 
     def __call__(self, stats: Statistics, draft: Draft | None, expected: float | None) -> None:
         """Look at a generation that has ended; expected: the gain of a default tree by estimated costs."""

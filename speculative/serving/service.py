@@ -17,7 +17,6 @@ from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.forward_of import check_alone
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.output.options import RequestOptions, check_options
@@ -426,14 +425,16 @@ def serve(
     """The service of a decoder, of which all but the numbers is; see `Service` and its `ServiceLimits`.
 
     trees_of: the trees, by running requests, of so many slots
-    max_tokens: default 2,048, and never more than the models have positions. seed: of the noise
+    max_tokens: default 2,048, and never more than the target has positions, and the last token, which needs none.
+    seed: of the noise
 
     Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
     """
     check_alone("serve", plan.target)
-    positions = min(model.max_positions for model in (plan.target, *(plan.draft or NO_DRAFT).models))
-    room = min(2048 if max_tokens is None else max_tokens, positions)
+    room = min(2048 if max_tokens is None else max_tokens, plan.target.max_positions + 1)
     limits = ServiceLimits(slots, room, queue, prefill_tokens, prefix_bytes).check()
+    if plan.draft is not None and limits.max_tokens > plan.draft.positions:
+        logger.warning("the draft has %d positions: longer texts go on without it", plan.draft.positions)
     trees = trees_of(slots)
     return Service(
         replace(plan, tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,

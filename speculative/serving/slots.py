@@ -298,8 +298,9 @@ class ServiceSlots:
         )
         # On a GPU, where each number of slots is a graph, there are few numbers.
         slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
+        shortest = min(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals) - 1
         outcome = self._engine.step(
-            replace(self.plan, tree=self._tree_of(slots)),
+            replace(self.plan, tree=self._tree_of(slots)).after(shortest),
             members,
             slots=slots,
             levels=max(arrival.left for arrival in arrivals) - 1,
