@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 TOOL_CALLS = ("hermes", "mistral", "llama3")  # of http.tool_calls
 DEMO_NAME = "heavypath-demo"
 WARM_UP_TOKENS = 4
+NOISE = 0  # the seed of all noise, in which a request's seed names its own: the same on every server
 
 
 def serve(
@@ -78,7 +79,14 @@ def serve(
     per_request_metrics: Annotated[
         bool, typer.Option("--per-request-metrics", help="Say in each answer what drafts brought to it, as vLLM does.")
     ] = False,
-    seed: options.Seed = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Where the random numbers of requests without a seed come from, in the order in which they come. "
+            "Default: a random number, said at the start. A request's own seed means the same on every server.",
+        ),
+    ] = None,
     verbose: options.Verbose = False,
 ) -> None:
     """Serve a model over HTTP, in the shapes of OpenAI's API, until SIGTERM or Ctrl-C."""
@@ -125,7 +133,9 @@ def serve(
         decoder = SpeculativeDecoder(
             pair.target, pair.draft, method, tree_size=tree_size, profile=measured, verifier=verifier
         )
-        service = decoder.serve(slots=slots, max_tokens=max_tokens, queue=queue, prefix_bytes=prefix_bytes, seed=seed)
+        service = decoder.serve(
+            slots=slots, max_tokens=max_tokens, queue=queue, prefix_bytes=prefix_bytes, seed=NOISE, unseeded=seed
+        )
         limits = replace(limits, max_tokens=service.limits.max_tokens)  # which the models' positions may make less
         try:
             served = Served(
@@ -140,11 +150,11 @@ def serve(
                 measured=per_request_metrics,
             )
             with progress("warming up"):  # which also finds settings of the model that are not served
-                service.submit([1], max_new_tokens=min(WARM_UP_TOKENS, limits.max_tokens - 1)).result()
-            app = create_app(served, fingerprint_of(method, seed), api_key, hosts, cors_origin or ())
+                service.submit([1], min(WARM_UP_TOKENS, limits.max_tokens - 1), seed=0).result()
+            app = create_app(served, fingerprint_of(method, NOISE), api_key, hosts, cors_origin or ())
             address, number = bound.getsockname()[:2]
             where = f"http://{f'[{address}]' if ':' in address else address}:{number}/v1"
-            ready = f"heavypath: serving {served.name} by {method} at {where}"
+            ready = f"heavypath: serving {served.name} by {method} at {where}, --seed {service.unseeded}"
             gc.freeze()  # what a request leaves behind is then found without a look at the models: 0.02 s, not 0.5 s
             Server(app, grace=grace, ready=lambda: typer.echo(ready, err=True)).serve_until_stopped(bound)
         finally:

@@ -1,6 +1,7 @@
 """Requests that come while others are decoded: `SpeculativeDecoder.serve` takes them, from threads or from asyncio.
 
 completion.py   the owner's side of a request: its tokens as they come, its end, `cancel`
+process.py      the process that decodes, which a forked one is not
 progress.py     the part that both sides share: written by the thread that decodes, read by others
 arrivals.py     a request, checked, and the bounded queue of those that wait
 logprobs.py     log-probabilities of tokens; acceptance.py: what steps accepted

@@ -19,15 +19,19 @@ class Completion:
 
     It may be read by several, each from the beginning. A request goes on whether anybody reads it or not; `cancel` ends
     it. What ended it, if that was an error, is raised to all who read it.
+
+    seed: the name of its random numbers: another request with this seed and all else alike gets the same text
+
+    In a process that was forked from the service's, one that has not ended raises RuntimeError where it would wait.
     """
 
-    def __init__(self, progress: Progress, wake: Callable[[], object]):
-        self._progress, self._wake = progress, wake
+    def __init__(self, progress: Progress, seed: int, wake: Callable[[], object]):
+        self._progress, self.seed, self._wake = progress, seed, wake
 
     def cancel(self) -> None:
         """End it before the next step; the tokens that it has stay. Without effect on one that has ended."""
-        self._progress.is_cancelled = True
-        self._wake()
+        if self._progress.cancel():
+            self._wake()
 
     @property
     def logprobs(self) -> list[TokenLogprob]:

@@ -6,11 +6,12 @@ than the tokens that the request may have.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
 from heavypath.speculative.serving.acceptance import Acceptance
 from heavypath.speculative.serving.logprobs import TokenLogprob
+from heavypath.speculative.serving.process import Process
 
 Reason = Literal["stop", "length", "cancelled", "deadline"]
 
@@ -41,6 +42,8 @@ class Completed(NamedTuple):
 class Progress:
     """The tokens of one request, then its end: `Completed`, or the error that ended it.
 
+    In a process forked from the one that decodes it can be read if it had ended before; else RuntimeError is raised.
+
     logprobs:        of its tokens, if they were asked for: of all that have been emitted
     prompt_logprobs: of its prompt's, complete before the first token
     acceptance:      of its steps so far
@@ -48,6 +51,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
+        self._process = Process()
         self._lock = threading.RLock()  # entered by itself: Ctrl-C within Condition.__enter__ would leave it locked
         self._changed = threading.Condition(self._lock)
         self._tokens: list[int] = []
@@ -74,29 +78,51 @@ class Progress:
 
     def since(self, place: int) -> tuple[list[int], Completed | Exception | None]:
         """The tokens from a place on, and the end, if it has ended."""
-        with self._lock:
+        with self._reading():
             return self._tokens[place:], self._outcome
 
     def wait(self, place: int, timeout: float | None = None) -> bool:
         """Wait until there are tokens from a place on, or the end; False where the time, in seconds, was not enough."""
-        with self._lock:
-            return self._changed.wait_for(lambda: len(self._tokens) > place or self._outcome is not None, timeout)
+        with self._reading():
+            if self._has_ended:
+                return True
+            return self._changed.wait_for(lambda: len(self._tokens) > place or self._has_ended, timeout)
 
     def wait_for_end(self, timeout: float | None = None) -> bool:
         """Wait for the end alone."""
-        with self._lock:
-            return self._changed.wait_for(lambda: self._outcome is not None, timeout)
+        with self._reading():
+            return self._has_ended or self._changed.wait_for(lambda: self._has_ended, timeout)
+
+    def cancel(self) -> bool:
+        """Ask for its end; False where that is over."""
+        if self._has_ended:
+            return False
+        self._process.check()
+        self.is_cancelled = True
+        return True
 
     @contextmanager
     def listening(self, listener: Callable[[], object]) -> Iterator[None]:
         """Have a function called after each change, in the thread that decodes: it must return at once."""
-        with self._lock:
+        with self._reading():
             self._listeners.append(listener)
         try:
             yield
         finally:
-            with self._lock:
+            with self._reading():
                 self._listeners.remove(listener)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._outcome is not None
+
+    def _reading(self) -> AbstractContextManager[object]:
+        """The lock. A process forked from this one may have it locked for ever, and needs none: nobody writes there."""
+        if self._process.is_this_one:
+            return self._lock
+        if not self._has_ended:
+            self._process.check()
+        return nullcontext()
 
     def _tell(self) -> None:
         self._changed.notify_all()

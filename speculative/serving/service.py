@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
+from secrets import randbits
 from typing import Protocol, Unpack
 
 import torch
@@ -22,6 +24,7 @@ from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.output.options import RequestOptions, check_options
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, QueueFull
 from heavypath.speculative.serving.completion import Completion
+from heavypath.speculative.serving.process import Process
 from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.serving.slots import ServiceLimits, ServiceSlots, serving_plan
 from heavypath.speculative.trees.growth import Growth
@@ -86,6 +89,8 @@ class Service:
     With method "ersd", and for greedy text with any method, it is that of
     `decoder.generate(prompt, ..., seed=SERVICE_SEED, sequence_ids=torch.tensor([REQUEST_SEED]))`.
 
+    A request without a seed has random numbers of its own, which `Completion.seed` names.
+
     Trees follow the number of running requests where texts do not depend on them (ersd), and are the same elsewhere.
     An error while decoding ends the requests that it is about. `SpeculativeDecoder.serve` makes a service.
     """
@@ -99,6 +104,7 @@ class Service:
         *,
         limits: ServiceLimits,
         seed: int,
+        unseeded: int | None,
         cuda_graphs: bool,
     ):
         """Begin to serve.
@@ -117,11 +123,13 @@ class Service:
             self._slots = ServiceSlots(plan, tree_of, limits, seed, cuda_graphs=cuda_graphs)
             if not on_host:
                 torch.cuda.current_stream().synchronize()  # which need not be that of the service's thread
+        self._process = Process()
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
         self._entering: tuple[list[Arrival], Iterator[int]] | None = None
-        self._names = 0  # of noise, that requests without a seed were given
+        self.unseeded = randbits(32) if unseeded is None else unseeded
+        self._names = Random(self.unseeded)  # of noise, for requests without a seed
         self._is_graceful = True
         self._thread = threading.Thread(target=self._run, name="heavypath-serve", daemon=True)
         self._thread.start()
@@ -144,7 +152,7 @@ class Service:
         """Take a request, from any thread, without waiting for anything.
 
         input_ids: the prompt's tokens, a list or a LongTensor [T]
-        seed: 0 .. 2**27 - 1, names the request's noise; None takes a number that no other request has been given so
+        seed: 0 .. 2**27 - 1, names the request's noise; None takes one at random, see `unseeded` of `serve`
         deadline: seconds from now, after which it ends with what it has
         client: the client whose request it is: clients take turns, one may fill half of the queue, and the last free
             slot is kept for a client that has none. None, as for a program alone, is bound by nothing but the queue
@@ -154,8 +162,10 @@ class Service:
         options: `RequestOptions`, and all else that `SpeculativeDecoder.generate` has, too, with the same defaults
 
         Raises TypeError or ValueError for arguments that do not fit. Raises QueueFull where as many requests wait as
-        may, of all or of this client, and Closed after `close`, or from the error that has ended the service.
+        may, of all or of this client, and Closed after `close`, or from the error that has ended the service. Raises
+        RuntimeError in a process that was forked from the service's, like `stats`, `close` and `paused`.
         """
+        self._process.check()
         self._arrivals.check_open()
         check_options("submit", options, RequestOptions, "max_new_tokens", "temperature")
         if prompt_logprobs is not None and self._slots.plan.target.state_bytes:
@@ -168,7 +178,7 @@ class Service:
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline must be None or a number of seconds > 0, got {deadline!r}")
         with self._lock:
-            name, self._names = (self._names, self._names + 1) if seed is None else (seed, self._names)
+            name = self._names.randrange(MAX_SEQUENCES) if seed is None else seed
         if not isinstance(name, int) or not 0 <= name < MAX_SEQUENCES:
             raise ValueError(f"seed must be None or in 0 .. {MAX_SEQUENCES - 1}, got {seed!r}")
         with self._apart(prompt):
@@ -203,7 +213,7 @@ class Service:
             self._count(refused=1)
             raise
         self._count(submitted=1, prompt_tokens=arrival.prompt_length)
-        return Completion(arrival.progress, self._arrivals.wake)
+        return Completion(arrival.progress, name, self._arrivals.wake)
 
     @contextmanager
     def _apart(self, prompt: Tensor) -> Iterator[None]:
@@ -234,11 +244,12 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """True if it takes requests: until it is closed, or has ended by an error."""
-        return self._arrivals.is_open
+        """True if it takes requests: until it is closed, or has ended by an error; never in a forked process."""
+        return self._process.is_this_one and self._arrivals.is_open
 
     def stats(self) -> ServiceStatistics:
         """The state now, and the counts so far."""
+        self._process.check()
         entering = self._entering
         running = len(self._slots.running) + (0 if entering is None else len(entering[0]))
         with self._lock:
@@ -250,6 +261,7 @@ class Service:
         graceful: requests under way, and those that wait, come to their end; else they end as cancelled. What has not
             ended within the time does so, too.
         """
+        self._process.check()
         self._is_graceful = self._is_graceful and graceful
         self._arrivals.close()
         self._thread.join(timeout)
@@ -261,7 +273,8 @@ class Service:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(graceful=kind is None)
+        if self._process.is_this_one:  # a forked process that leaves the block has nothing to close
+            self.close(graceful=kind is None)
 
     def _run(self) -> None:
         """The work of the thread."""
@@ -421,16 +434,21 @@ def serve(
     prefill_tokens: int = 256,
     prefix_bytes: int | None = None,
     seed: int = 0,
+    unseeded: int | None = None,
 ) -> Service:
     """The service of a decoder, of which all but the numbers is; see `Service` and its `ServiceLimits`.
 
     trees_of: the trees, by running requests, of so many slots
     max_tokens: default 2,048, and never more than the target has positions, and the last token, which needs none.
     seed: of the noise
+    unseeded: a number from which requests without a seed take theirs, in the order of `submit`; None for a random one,
+        so that services are independent of each other. `Service.unseeded` tells it
 
     Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
     """
     check_alone("serve", plan.target)
+    if unseeded is not None and not (isinstance(unseeded, int) and unseeded >= 0):
+        raise ValueError(f"unseeded must be None or an integer >= 0, got {unseeded!r}")
     room = min(2048 if max_tokens is None else max_tokens, plan.target.max_positions + 1)
     limits = ServiceLimits(slots, room, queue, prefill_tokens, prefix_bytes).check()
     if plan.draft is not None and limits.max_tokens > plan.draft.positions:
@@ -438,5 +456,5 @@ def serve(
     trees = trees_of(slots)
     return Service(
         replace(plan, tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,
-        limits=limits, seed=seed, cuda_graphs=runner.cuda_graphs,
+        limits=limits, seed=seed, unseeded=unseeded, cuda_graphs=runner.cuda_graphs,
     )  # fmt: skip

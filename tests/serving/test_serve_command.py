@@ -1,6 +1,7 @@
 """`heavypath serve`: what it says, how it stops, and what it refuses before it loads anything."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -57,11 +58,37 @@ def test_the_command_serves_the_shipped_pair_and_ends_streams_before_it_stops_by
             stream.close()
         assert "".join([*pieces, *(event.choices[0].text for event in events)]).startswith(first.choices[0].text)
         assert events[-1].choices[0].finish_reason == "length"
-        said.append(f"heavypath: serving heavypath-demo by ersd at {base}/v1\nheavypath: stopped\n")
+        said.append(base)
 
     said = []
     assert served("--max-tokens", 256, "--slots", 2, during=during) == 0
-    assert capsys.readouterr() == ("", said[0])
+    out, err = capsys.readouterr()
+    assert out == ""
+    expected = rf"heavypath: serving heavypath-demo by ersd at {said[0]}/v1, --seed \d+\nheavypath: stopped\n"
+    assert re.fullmatch(expected, err), err
+
+
+def test_servers_answer_requests_without_a_seed_independently_and_those_with_one_alike(capsys):
+    def during(base):
+        with client_of(base) as client:
+
+            def answers(**more):
+                asked = client.completions.create(model="heavypath-demo", prompt="def", max_tokens=16, n=2, **more)
+                return [choice.text for choice in asked.choices]
+
+            said.append((answers(), answers(), answers(seed=7), answers(seed=7)))
+        end(signal.SIGTERM)
+
+    said, options = [], ("--method", "autoregressive", "--max-tokens", 64)
+    assert served(*options, during=during) == 0
+    number = re.search(r"--seed (\d+)\n", capsys.readouterr().err)[1]
+    assert served(*options, during=during) == 0
+    assert served(*options, "--seed", number, during=during) == 0
+    (*first, seven, again), (*second, of_another, _), repeated = said
+    unseeded = [text for texts in (*first, *second) for text in texts]
+    assert len({*unseeded}) == len(unseeded)
+    assert seven == again == of_another
+    assert repeated == said[0]
 
 
 def test_texts_that_take_longer_than_the_grace_are_cut_off_and_the_command_ends_all_the_same():
