@@ -28,6 +28,7 @@ def check_trains(head: BlockHead) -> None:
     config = head.config
     strange = {
         "rows that predict their own token": not config.from_root,
+        "an embedding of masks": config.owns_mask,
         "windows": any(window is not None for window in config.windows),
         "convolutions": config.conv_size > 0,
         f"the term {config.term!r}": config.term not in ("", *MARKOV_TERMS),

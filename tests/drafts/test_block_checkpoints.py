@@ -4,12 +4,14 @@ The oracle computes them row by row, of the tensors alone. Most cases are what w
 the number of accepted tokens shows a shifted row, another mask, or the states of another layer.
 """
 
+import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from block_checkpoints import KEPT, LAYOUTS, OWN, TEXT, Oracle, deepspec, driven, loaded, tensors_of, variant, zlab
-from head_checkpoints import LAYERS, VOCAB, tiny_target, write
+from head_checkpoints import LAYERS, VOCAB, WIDTH, tiny_target, write
 
 from heavypath.speculative import BlockHead, SpeculativeDecoder, load_draft
 from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
@@ -93,7 +95,7 @@ def test_every_tensor_that_is_missing_or_of_another_shape_is_named(target, tmp_p
 
 
 UNKNOWN = {name: {"tensors": {name: torch.zeros(4)}} for name in (
-    "layers.0.self_attn.g_proj.weight", "aux_hidden_norms.0.weight", "mask_embedding", "layers.0.self_attn.sinks",
+    "layers.0.self_attn.g_proj.weight", "aux_hidden_norms.0.weight", "layers.0.self_attn.sinks",
     "hidden_dim_adapter.weight", "prefix_gru.weight_ih_l0", "layers.0.layer_scalar",
 )}  # fmt: skip
 CHOOSING = variant(term="selector", selected=6, conv=2)
@@ -116,6 +118,14 @@ CASES = {
     "gives use_bias_gate: True, which is not known": {
         "kind": DOMINO, "dflash_config": INSIDE | LIKE_DOMINO | {"use_bias_gate": True}},
     "kind 'dspark of Gemma 4', which is not": {"architectures": ["Gemma4DSparkModel"]},
+    "kind 'Qwen3DSpineModel', which is not supported; expected dflash, dspark, dflash2, domino, or JetSpec": {
+        "architectures": ["Qwen3DSpineModel"], "tensors": {"transfer_ready": torch.tensor(True)}},
+    "kind 'DFlyDraftModel', which is not": {"architectures": ["DFlyDraftModel"], "dflash_config": None, **INSIDE},
+    "kind 'TreeFlash', which is not": {"architectures": ["Qwen3ForCausalLM", "TreeFlash"]},
+    "kind 'dspine of speculators', which is not": {"speculators_model_type": "dspine"},
+    "kind 'domino of speculators', which is not": {"speculators_model_type": "domino"},
+    "'transfer_ready' in .* is a single number; no tensor of a draft": {"tensors": {"transfer_ready": torch.tensor(2)}},
+    r"mask_embedding has shape \[4\], expected \[16\]": {"tensors": {"mask_embedding": torch.zeros(4)}},
     "gives attention_sink_bias: True, which is not known": {"attention_sink_bias": True},
     "gives use_swa: True, which is not known": {"dflash_config": INSIDE | {"use_swa": True}},
     "gives depth_scale: 2, which is not known": {"dflash_config": INSIDE | {"depth_scale": 2, "more": None}},
@@ -155,6 +165,60 @@ CASES = {
 @pytest.mark.parametrize("message", CASES)
 def test_what_is_not_understood_is_refused_by_its_name(message, target, tmp_path):
     refused(tmp_path, target, message, **CASES[message])
+
+
+def with_mask(target, folder, saved, **more):
+    """A draft with a file of the embedding of masks beside its weights."""
+    write(folder, zlab(variant())[0] | more, tensors_of(variant()))
+    torch.save(saved, folder / "mask_embedding.pt")
+    return load_draft(folder, target)
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "JetSpec", "SpecForge, shift_label", "DSpark"])
+def test_an_embedding_of_masks_in_a_file_is_that_of_masks_alone(layout, target, tmp_path):
+    """The same as if it were the row of their token, where no token of the text is that one."""
+    head, _ = published(tmp_path, target, layout)
+    mask = torch.randn(WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.save(mask.bfloat16(), tmp_path / "mask_embedding.pt")
+    own = load_draft(tmp_path, target)
+    changed = copy.deepcopy(target)
+    with torch.no_grad():
+        changed.model.embed_tokens.weight[head.config.mask_token_id] = mask.bfloat16().float()
+    assert not torch.equal(driven(own, target, TEXT)[0], driven(head, target, TEXT)[0])
+    for ours, theirs in zip(driven(own, target, TEXT), driven(head, changed, TEXT), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("saved", [
+    torch.ones(1, WIDTH), {"mask_token_id": 39, "embedding": torch.ones(WIDTH)}, {"mask_embedding": torch.ones(WIDTH)},
+    {"weight": torch.ones(1, 1, WIDTH), "mask_token_id": torch.tensor(39)},
+])  # fmt: skip
+def test_such_a_file_may_have_a_dictionary(saved, target, tmp_path):
+    assert torch.equal(with_mask(target, tmp_path, saved).mask_embedding, torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize(("saved", "message"), [
+    (torch.ones(WIDTH + 1), r"mask_embedding has shape \[17\], expected \[16\]"),
+    (torch.ones(2, WIDTH), r"mask_embedding.pt has mask_embedding of shape \[2, 16\]; expected one tensor \[H\]"),
+    ({"mask_token_id": 38, "embedding": torch.ones(WIDTH)}, "is of mask_token_id 38, and config.json gives 39"),
+    ({"a": torch.ones(WIDTH), "b": torch.ones(WIDTH)}, r"a of shape \[16\], b of shape \[16\]; expected one tensor"),
+    ("words", "mask_embedding, a str; expected one tensor"), ({}, "has nothing; expected one tensor"),
+    (torch.ones(WIDTH, dtype=torch.long), "mask_embedding is torch.int64; expected floating point"),
+    (Path("x"), "cannot read the weights in .*mask_embedding.pt"),
+])  # fmt: skip
+def test_such_a_file_of_something_else_is_refused(saved, message, target, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        with_mask(target, tmp_path, saved)
+
+
+@pytest.mark.parametrize("name", ["embeddings.pt", "lm_head.safetensors", "d2t.pt", "mask_embedding.safetensors"])
+def test_a_file_of_a_part_that_is_not_read_is_named(name, target, tmp_path):
+    write(tmp_path, *zlab(variant()))
+    (tmp_path / "optimizer.pt").touch()
+    load_block(tmp_path, target)
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"beside the weights there is {name}, which is not read; put its tensors"):
+        load_block(tmp_path, target)
 
 
 def test_another_target_is_refused(tmp_path):

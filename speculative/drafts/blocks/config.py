@@ -20,6 +20,7 @@ class BlockConfig(TappedConfig):
     rank:          of that term; term_bias: whether it has a bias
     state_size:    of the term "domino", columns of a node's state; plain: depths whose laws are without the term
     selected:      of the term "selector", how many tokens of each depth it chooses from
+    owns_mask:     whether masks have an embedding of their own, in place of their token's
     conv_size, conv_group: rows that a convolution reads, and columns that share its weights; 0 for none
     """
 
@@ -39,6 +40,7 @@ class BlockConfig(TappedConfig):
     selected: int = 0
     conv_size: int = 0
     conv_group: int = 0
+    owns_mask: bool = False
 
     @property
     def depths(self) -> int:

@@ -184,6 +184,8 @@ class BlockHeadDraft(TappedDraft):
         kept = None if feed.drafted is None else [_heads_of(each, rows) for each in (cache.keys, cache.values)]
         masks = torch.full_like(rows[:, 1:], config.mask_token_id)
         hidden = self.embedding(torch.cat([root, masks], 1).flatten())
+        if self.head.mask_embedding is not None:
+            hidden.view(*rows.shape, -1)[:, 1:] = self.head.mask_embedding
         turns, visible = Turns.at(_table(cache), rows), min(feed.visible_rows + count, cache.keys.shape[2])
         attends = self._attends(lengths, count, visible)
         for index, layer in enumerate(self._layers):

@@ -30,6 +30,7 @@ class BlockHead(nn.Module, Draftable):
     """A draft that gives the laws of all depths in one pass; `load_draft` reads it as it was published.
 
     Where it has no embedding or no lm_head of its own, `embed_tokens` or `lm_head` is None, and the target's is taken.
+    mask_embedding: [H], of masks; None for that of their token.
     d2t: LongTensor[Vd], token i + d2t[i] of the target is token i of the draft; None if it has all tokens.
     temperatures: of the depths, by which their laws are sharpened: see `set_temperatures`
     """
@@ -52,6 +53,7 @@ class BlockHead(nn.Module, Draftable):
         self.markov_head = MarkovTerm(config) if config.term in MARKOV_TERMS else None
         self.candidate_selector = SelectorTerm(config) if config.term == "selector" else None
         self.logit_head = DominoTerm(config) if config.term == "domino" else None
+        self.mask_embedding = nn.Parameter(torch.zeros(width)) if config.owns_mask else None
         self.rotary_emb = rotary_of(config)
 
     def set_temperatures(self, temperatures: Sequence[float]) -> None:

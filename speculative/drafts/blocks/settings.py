@@ -14,6 +14,7 @@ Nothing but the number of accepted tokens would show a wrong reading of these, w
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSett
 
 MAX_BLOCK = 1024  # rows of a pass
 KINDS = ("dflash", "dspark", "dflash2", "domino")
+_MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # of a block draft, beside block_size
 _ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _STRANGE = ("use_swa", "attention_sink_bias", "fc_layernorm")  # of drafts that compute something else, wherever given
 _SELECTOR = "candidate_selector.predecessor"
@@ -78,14 +80,18 @@ class KindSettings(ModelSettings, total=False):
     model_type: str | None
     speculators_model_type: str | None
     dflash_config: dict[str, Any] | None
+    block_size: Any
 
 
 def kind_of(settings: Mapping[str, Any]) -> str | None:
     """The kind of block draft by a config.json, by its authors' name, known here or not; None for anything else."""
-    classes = " ".join(settings.get("architectures") or ()).lower()
+    names = settings.get("architectures") or ()
+    classes = " ".join(names).lower()
     told = settings.get("speculators_model_type")
     if told is not None:
-        return told if told in KINDS and told != "domino" else None  # which is not known of speculators
+        if told in KINDS and told != "domino":
+            return told
+        return None if "eagle" in told else f"{told} of speculators"
     if "gemma" in classes and "dspark" in classes:
         return "dspark of Gemma 4"
     for kind in ("dflash2", "dspark", "domino", "dflash"):
@@ -93,7 +99,26 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
             return (settings.get("dflash_config") or {}).get("projector_type") or kind
     if settings.get("model_type") == _ASSISTANT:
         return "dflash"
+    is_block = "dflash_config" in settings or (
+        settings.get("block_size") is not None and any(settings.get(mark) is not None for mark in _MARKS)
+    )
+    if is_block:
+        known = {*dir(transformers)}
+        others = [name for name in names if name not in known and "eagle" not in name.lower()]
+        if others:
+            return others[0]
     return "dflash" if "dflash_config" in settings else None
+
+
+def check_kind(settings: Mapping[str, Any]) -> str:
+    """The kind, or a ValueError for one that is not understood."""
+    kind = kind_of(settings)
+    if kind not in KINDS:
+        raise ValueError(
+            f"it is a block draft of kind {kind!r}, which is not supported; expected {', '.join(KINDS)}, or JetSpec, "
+            "which is a dflash"
+        )
+    return kind
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> BlockConfig:
@@ -101,9 +126,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
 
     Raises ValueError for what is not understood, by its key or its tensor.
     """
-    kind = kind_of(settings)
-    if kind not in KINDS:
-        raise ValueError(f"it is a block draft of kind {kind!r}, which is not supported; expected {', '.join(KINDS)}")
+    kind = check_kind(settings)
     layer = together(settings, settings.get("transformer_layer_config"))
     inner = settings.get("dflash_config") or {}
     unknown = [key for key in inner if key not in _BlockOptions.__annotations__]
@@ -145,6 +168,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         windows=sliding,
         multiplier=options.get("output_multiplier", 1.0),
         softcap=options.get("final_logit_softcapping"),
+        owns_mask="mask_embedding" in names,
         **(_domino(options, block_size) if kind == "domino" else _term(options, tensors, drafted or vocab)),
         **_convolutions(options, tensors),
     )

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.drafts.heads.files import find_files, read_tensors, tensor_names
+from heavypath.speculative.drafts.heads.files import check_all_is_read, find_files, read_tensors, tensor_names
 from heavypath.speculative.drafts.heads.fitting import check_types, fill, take_the_tokens
 from heavypath.speculative.drafts.heads.saving import common_settings, save_checkpoint
 from heavypath.speculative.drafts.heads.settings import (
@@ -63,6 +63,7 @@ def load_head(
     """
     files = find_files(path_or_name, revision, local_files_only)
     settings, tensors = read_json(files.config, HeadSettings), read_tensors(files)
+    check_all_is_read(files)
     try:
         tensors = _renamed(tensors)
         head = _built(settings, tensors, target)

@@ -3,9 +3,10 @@
 Of a model on the hub nothing is fetched but its config.json and the first that there is of its weights.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
@@ -21,6 +22,11 @@ WEIGHTS = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+)
+# Files of parts that trainers write beside the weights; others, as of an optimizer, are not of the draft.
+_A_PART = re.compile(
+    r"(mask_embeddings?|embeddings?|embed_tokens|lm_head|head|fc|[dt]2[dt]|vocab_mapping|markov_head|adapter_model)"
+    r"\.(pt|pth|bin|safetensors)"
 )
 
 
@@ -81,21 +87,58 @@ def find_files(
     return CheckpointFiles(name, config, tuple(shards.values()))
 
 
+def find_beside(files: CheckpointFiles, name: str) -> Path | None:
+    """A further file of a checkpoint, if there is one."""
+    if (path := files.config.with_name(name)).is_file():
+        return path
+    if Path(files.folder).expanduser().is_dir():
+        return None
+    try:
+        found = cached_file(files.folder, name)
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found)
+
+
+def check_all_is_read(files: CheckpointFiles, but: str = "") -> None:
+    """Raise ValueError for a file that holds a part of a draft and is not read, unless it is called `but`."""
+    beside = {path.name for path in files.config.parent.iterdir() if _A_PART.fullmatch(path.name)}
+    unread = sorted(beside - {path.name for path in files.weights} - {but})
+    if unread:
+        raise ValueError(
+            f"beside the weights there is {', '.join(unread)}, which is not read; put its tensors into the weights by "
+            "their names, or move it away if the draft is whole without it"
+        )
+
+
+def read_pickle(path: Path) -> Any:
+    """What a pickle holds, of tensors and plain values; ValueError for others."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except Exception as error:
+        raise ValueError(f"cannot read the weights in {str(path)!r}: {error}") from error
+
+
 def read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
     """All tensors of a checkpoint, on the CPU, by the names that they have there. Pickles hold tensors alone."""
     tensors: dict[str, Tensor] = {}
     for path in files.weights:
+        if path.suffix != ".safetensors":
+            tensors |= read_pickle(path)
+            continue
         try:
-            if path.suffix == ".safetensors":
-                tensors |= load_file(path)
-            else:
-                tensors |= torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+            tensors |= load_file(path)
         except Exception as error:
             raise ValueError(f"cannot read the weights in {str(path)!r}: {error}") from error
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not isinstance(name, str):
             raise ValueError(f"{name!r} in {files.folder!r} is a {type(tensor).__name__}; expected tensors by name")
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.ndim or not tensor.numel():
+        if not tensor.ndim:
+            raise ValueError(
+                f"{name!r} in {files.folder!r} is a single number; no tensor of a draft that is understood is one, so "
+                "that it is of another kind"
+            )
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
             raise ValueError(
                 f"{name!r} in {files.folder!r} is {tensor.layout} of shape {[*tensor.shape]} on {tensor.device}; "
                 "expected tensors that are not empty, and have all their numbers in the file"
