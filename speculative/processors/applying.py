@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from heavypath.speculative.processors.grammar import masked
-from heavypath.speculative.processors.kinds import BATCHED, Processor, name_of
+from heavypath.speculative.processors.kinds import BATCHED, WARPERS, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
 
 
@@ -18,15 +18,28 @@ class AskedText(NamedTuple):
     path: Path
 
 
-def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, twice: bool) -> Tensor:
+def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target: bool, twice: bool) -> Tensor:
     """The result of processors on scores fp32 [R, V] after the texts LongTensor[R, T'].
 
-    rows:  whose processors are the same, but for grammars, of which each text has its own in the same place
-    twice: whether those of unknown kind are asked again, in another order, to see if they answer alike
+    A row that is -inf throughout is no distribution, which many processors cannot read. A draft's is shown to none: it
+    proposes nothing. A target's, which another processor has left so, is shown to those that may raise a token.
+
+    rows:      whose processors are the same, but for grammars, of which each text has its own in the same place
+    of_target: whether the scores are the target's, or else a draft's
+    twice:     whether those of unknown kind are asked again, in another order, to see if they answer alike
 
     Raises TypeError for an answer that is none, ValueError for a processor whose answers depend on earlier calls.
     """
     for place, processor in enumerate(rows[0].processors):
+        if not of_target or type(processor) in WARPERS:
+            shown = scores.amax(-1) != -torch.inf
+            if not shown.all():
+                numbers = shown.nonzero()[:, 0]
+                own = [AskedText([rows[row].processors[place]], rows[row].path) for row in numbers.tolist()]
+                if own:
+                    found = applied(own, ids[numbers], scores[numbers], of_target=of_target, twice=twice)
+                    scores = scores.index_copy(0, numbers, found)
+                continue
         if isinstance(processor, GrammarText):
             own = [(row.processors[place], row.path) for row in rows]
             words = [each.words_after(path) for each, path in own if isinstance(each, GrammarText)]

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 Processor: TypeAlias = "Callable[..., Tensor] | Grammar"  # of input_ids LongTensor[R, T'] and scores fp32 [R, V]
 
-# Of transformers' classes: those whose rows do not depend on each other, and of these the ones that read scores alone.
-TEXTLESS = {
+# Of transformers' classes: those whose rows do not depend on each other, of these the ones that read scores alone, and
+# of these the ones that read them as a distribution and leave out a part of it.
+WARPERS = {
     theirs.EpsilonLogitsWarper,
     theirs.EtaLogitsWarper,
-    theirs.InfNanRemoveLogitsProcessor,
     theirs.LogitNormalization,
     theirs.MinPLogitsWarper,
-    theirs.SuppressTokensLogitsProcessor,
     theirs.TemperatureLogitsWarper,
     theirs.TopHLogitsWarper,
     theirs.TopKLogitsWarper,
     theirs.TopPLogitsWarper,
     theirs.TypicalLogitsWarper,
 }
+TEXTLESS = WARPERS | {theirs.InfNanRemoveLogitsProcessor, theirs.SuppressTokensLogitsProcessor}
 BATCHED = TEXTLESS | {
     theirs.ExponentialDecayLengthPenalty,
     theirs.ForcedBOSTokenLogitsProcessor,

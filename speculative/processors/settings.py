@@ -8,14 +8,15 @@ the filters before these become warpers, too, and the kernels sample at temperat
 As in transformers a user's processor takes the place of a setting's of its class.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation import logits_process as theirs
 from transformers.utils import logging
 
@@ -94,7 +95,7 @@ def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
     for each in settings:
         if type(each) in first:
             name = type(each).__name__
-            logger.warning_once(f"a {name} is given as a logits processor and as a setting: the setting is not asked")
+            logger.info(f"a {name} is given as a logits processor and as a setting: the setting is not asked")
     merged = [first.get(type(each), each) for each in settings]
     for each in own:
         if each not in merged:
@@ -197,4 +198,15 @@ def _watermarks(config: GenerationConfig, texts: Texts) -> list[Any]:
     watermark = getattr(config, "watermarking_config", None)
     if watermark is None:
         return []
-    return [watermark.construct_processor(texts.vocab_size, str(texts.input_ids.device))]
+    device = str(texts.input_ids.device)
+    if type(watermark) is not WatermarkingConfig:
+        return [watermark.construct_processor(texts.vocab_size, device)]
+    own = copy.copy(_watermark(texts.vocab_size, device, tuple(sorted(watermark.to_dict().items()))))
+    own.rng = torch.Generator(device)  # which each call seeds: texts of two threads must not share it
+    return [own]
+
+
+@lru_cache(maxsize=4)
+def _watermark(vocab_size: int, device: str, settings: tuple[tuple[str, Any], ...]) -> Any:
+    """A processor of a WatermarkingConfig, which draws a table of a million numbers when it is made."""
+    return WatermarkingConfig(**dict(settings)).construct_processor(vocab_size, device)

@@ -6,6 +6,10 @@ was given, left padding included. But they get one sequence at a time, LongTenso
 sequence does not depend on the rest of the batch.
 """
 
+import copy
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
+
+STRINGS_KEPT = 16  # sets of stop strings, for each tokenizer
+_lock = threading.Lock()
+_made: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, OrderedDict[object, StopStringCriteria]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def checked_criteria(
                 "stop_strings need tokenizer=, which says what tokens spell them; got None. transformers' generate "
                 "keeps its own to itself: there pass custom_generate=functools.partial(decoder, tokenizer=tokenizer)"
             )
-        criteria.append(StopStringCriteria(tokenizer, strings))
+        criteria.append(_of_strings(tokenizer, strings))
     if stopping_criteria is not None:
         if not isinstance(stopping_criteria, Sequence) or not all(map(callable, stopping_criteria)):
             raise TypeError(f"stopping_criteria must be a StoppingCriteriaList, got {stopping_criteria!r}")
@@ -60,3 +70,21 @@ def checked_criteria(
                 raise ValueError("ConfidenceCriteria needs the scores of each step, which are not kept")
             criteria.append(criterion)
     return criteria
+
+
+def _of_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> StopStringCriteria:
+    """transformers' criterion for these strings, a copy of one that is made once for a tokenizer as it is.
+
+    To make one reads the whole vocabulary: seconds, where it is large.
+    """
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    how_tokens_are_spelled = decoder.__getstate__() if hasattr(decoder, "__getstate__") else None
+    key = len(tokenizer), how_tokens_are_spelled, tuple(strings)
+    with _lock:
+        made = _made.setdefault(tokenizer, OrderedDict())
+        if key not in made:
+            made[key] = StopStringCriteria(tokenizer, list(strings))
+        made.move_to_end(key)
+        if len(made) > STRINGS_KEPT:
+            made.popitem(last=False)
+        return copy.copy(made[key])  # which moves its tensors to the device of the text

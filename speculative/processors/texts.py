@@ -183,7 +183,8 @@ class StepProcessors:
             ids = [text.with_path([row[3] for row in part]) for slot, part in each if (text := self._texts[slot])]
             asked = [AskedText(text.processors, path) for _, _, text, path in rows]
             twice = of_target and any(text.steps <= STEPS_ASKED_TWICE for _, _, text, _ in rows)
-            out[slots, columns] = applied(asked, torch.cat(ids), out[slots, columns], twice=twice)
+            found = applied(asked, torch.cat(ids), out[slots, columns], of_target=of_target, twice=twice)
+            out[slots, columns] = found
         return out
 
     def _goes_on(self, text: _Text, slot: int, path: Path) -> bool:

@@ -1,12 +1,20 @@
 """Stopping criteria, which see what transformers shows them, penalties by hand, and what is refused of both."""
 
+import copy
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from texts_with_rules import PROMPTS, left_padded
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    WatermarkingConfig,
+    WatermarkLogitsProcessor,
+)
 from transformers.generation import ConfidenceCriteria
 
 from heavypath.speculative import SpeculativeDecoder
@@ -95,3 +103,41 @@ def test_what_is_not_asked_for_is_not_done(tiny_pair, monkeypatch):
 def test_controls_that_cannot_be_met_are_refused(options, message, tiny_pair):
     with pytest.raises((ValueError, TypeError), match=message):
         SpeculativeDecoder(*tiny_pair).generate(**{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 4} | options)
+
+
+@pytest.mark.parametrize("strings", [["\n\n"], ["def", "class"], "):"], ids=str)
+def test_a_vocabulary_is_read_once_for_the_same_stop_strings(strings, demo_pair, monkeypatch):
+    """By the next texts, and by requests of a service; not where the tokenizer has become another one."""
+    target, draft, tokenizer = demo_pair
+    tokenizer, read = copy.deepcopy(tokenizer), []
+    made = StopStringCriteria.__init__
+    monkeypatch.setattr(StopStringCriteria, "__init__", lambda *given: read.append(given) or made(*given))
+    decoder, prompt = SpeculativeDecoder(target, draft), tokenizer("x = ", return_tensors="pt").input_ids
+    stops = {"stop_strings": strings, "tokenizer": tokenizer}
+    first = decoder.generate(prompt, 12, **stops).sequences
+    assert torch.equal(decoder.generate(prompt, 12, **stops).sequences, first)
+    with decoder.serve(slots=1) as service:
+        tokens = service.submit(prompt[0], 12, 0.0, **stops).result().tokens
+    assert first[0, prompt.shape[1] :].tolist() == tokens
+    assert len(read) == 1
+    tokenizer.add_tokens(["<new>"])
+    decoder.generate(prompt, 2, **stops)
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_the_table_of_a_watermark_is_drawn_once(context, tiny_pair, monkeypatch):
+    drawn, made = [], WatermarkLogitsProcessor.__init__
+    monkeypatch.setattr(
+        WatermarkLogitsProcessor, "__init__", lambda *given, **named: drawn.append(1) or made(*given, **named)
+    )
+    config = WatermarkingConfig(bias=8.0, context_width=context, hashing_key=77)
+    monkeypatch.setattr(tiny_pair[0], "generation_config", GenerationConfig(watermarking_config=config, pad_token_id=0))
+    decoder, prompt = SpeculativeDecoder(*tiny_pair), torch.tensor([[1, 2, 3]])
+    texts = [decoder.generate(prompt, 6).sequences for _ in range(3)]
+    assert len(drawn) == 1
+    config.hashing_key = 78
+    other = decoder.generate(prompt, 6).sequences
+    assert len(drawn) == 2
+    assert torch.equal(texts[0], texts[2])
+    assert torch.equal(other, tiny_pair[0].generate(prompt, max_new_tokens=6, attention_mask=torch.ones_like(prompt)))
