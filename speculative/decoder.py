@@ -190,12 +190,14 @@ class SpeculativeDecoder:
         )
 
     def serve(self, slots: int = 8, **limits: Any) -> "Service":
-        """Decode requests as they come, side by side, until the service is closed; see `serving.service.serve`."""
-        from heavypath.speculative.serving.service import serve
+        """Decode requests as they come, side by side, until the service is closed; see `serving.opening.serve`."""
+        from heavypath.speculative.serving.opening import serve
 
-        self._notice_changes()
-        prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
-        plan = self._plan(self._request(prompts, 1, 1.0, NOTHING))
+        def plan() -> StepPlan:
+            self._notice_changes()
+            prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
+            return self._plan(self._request(prompts, 1, 1.0, NOTHING))
+
         filters = partial(draft_filters_of, self._options)
         return serve(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)
 

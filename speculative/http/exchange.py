@@ -23,7 +23,7 @@ from heavypath.speculative.http.text import StoppedText
 from heavypath.speculative.http.tool_calls import CallReader, Calls, ToolFormat
 from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.processors.penalties import TextPenalties, TokenBias
-from heavypath.speculative.serving import Closed, Completion, QueueFull, Service
+from heavypath.speculative.serving import Closed, Completion, ModelChanged, QueueFull, Service
 from heavypath.speculative.serving.acceptance import Acceptance
 from heavypath.speculative.serving.logprobs import TokenLogprob
 
@@ -231,6 +231,9 @@ class Exchange:
             await put(self._finish(text))
         except Refusal as refusal:
             await put(refusal)
+        except ModelChanged as error:
+            text.watch.finish("failed", text.stopped.tokens)
+            await put(Refusal(503, str(error), code="model_changed"))
         except Exception as error:
             text.watch.finish("failed", text.stopped.tokens)
             await put(failed(error))

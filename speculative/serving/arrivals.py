@@ -29,6 +29,10 @@ class Closed(RuntimeError):  # noqa: N818
     """The service takes no requests any more."""
 
 
+class ModelChanged(RuntimeError):  # noqa: N818
+    """A model was changed while a request was decoded, or cannot be decoded as it is now."""
+
+
 @dataclass(eq=False)
 class Arrival:
     """A request that was checked, of one sequence.
@@ -239,10 +243,10 @@ class Arrivals:
         with self._lock:
             self._changed.notify_all()
 
-    def wait(self) -> None:
-        """Wait for a request, or for the end."""
+    def wait(self, over: Callable[[], bool] = lambda: False) -> None:
+        """Wait for a request, for the end, or until something is over, which `wake` has it look at."""
         with self._lock:
-            self._changed.wait_for(lambda: self._count > 0 or not self._is_open)
+            self._changed.wait_for(lambda: self._count > 0 or not self._is_open or over())
 
     def _all(self) -> Iterator[Arrival]:
         return (each for requests in self._waiting.values() for texts in requests.values() for each in texts)

@@ -25,8 +25,8 @@ class Completion:
     In a process that was forked from the service's, one that has not ended raises RuntimeError where it would wait.
     """
 
-    def __init__(self, progress: Progress, seed: int, wake: Callable[[], object]):
-        self._progress, self.seed, self._wake = progress, seed, wake
+    def __init__(self, progress: Progress, wake: Callable[[], object], seed: int = 0):
+        self._progress, self._wake, self.seed = progress, wake, seed
 
     def cancel(self) -> None:
         """End it before the next step; the tokens that it has stay. Without effect on one that has ended."""

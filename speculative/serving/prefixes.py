@@ -78,11 +78,15 @@ class Prefixes:
             cache = self._cache(slots, text, copied=True)
         except (RuntimeError, MemoryError) as error:  # without a GPU torch has no error of its own for this
             logger.warning("texts that had ended are forgotten, since another could not be copied: %s", error)
-            self._ended.clear()
-            self.nbytes = 0
+            self.clear()
             return
         self._ended[text.tobytes()] = text, cache
         self.nbytes += cache.nbytes
+
+    def clear(self) -> None:
+        """Keep no text any more."""
+        self._ended.clear()
+        self.nbytes = 0
 
     def found(self, prompts: Sequence[Tokens], running: Sequence[Sequence[Tokens]]) -> "FoundPrefixes":
         """The texts that prompts begin most like.

@@ -4,12 +4,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from random import Random
 from secrets import randbits
-from typing import Protocol, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -17,57 +17,22 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
-from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.models.forward_of import check_alone
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.output.options import RequestOptions, check_options
-from heavypath.speculative.serving.arrivals import Arrival, Arrivals, QueueFull
+from heavypath.speculative.serving.arrivals import Arrival, Arrivals, ModelChanged, QueueFull
 from heavypath.speculative.serving.completion import Completion
+from heavypath.speculative.serving.pauses import Pauses
 from heavypath.speculative.serving.process import Process
 from heavypath.speculative.serving.progress import Reason
+from heavypath.speculative.serving.served_models import ServedModels
 from heavypath.speculative.serving.slots import ServiceLimits, ServiceSlots, serving_plan
+from heavypath.speculative.serving.statistics import ServiceStatistics
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ServiceStatistics:
-    """State and counts of a service; the numbers of requests since it began, by their outcome.
-
-    running, waiting: requests in slots, one whose prompt is under way among them, and requests in the queue
-    submitted:  requests that were taken; completed, by the end of their text; cancelled; expired, past their deadline;
-                failed, by an error. refused: requests not taken, because the queue, or their client's share, was full
-    steps:      sums over the requests, as new_tokens and prompt_tokens; reused_tokens: of the prompts, not computed,
-                because another text begins alike
-    batch_steps: steps of all that ran then, side by side
-    cache_bytes: of all caches, which are allocated when the service begins
-    seconds_busy: in which it decoded
-    """
-
-    slots: int
-    cache_bytes: int
-    running: int = 0
-    waiting: int = 0
-    submitted: int = 0
-    completed: int = 0
-    cancelled: int = 0
-    expired: int = 0
-    failed: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    new_tokens: int = 0
-    steps: int = 0
-    batch_steps: int = 0
-    seconds_busy: float = 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """New tokens for each forward pass of the target over a tree of a request."""
-        return self.new_tokens / self.steps if self.steps else 0.0
+LOOK_EVERY = 16  # steps after which models are looked at, beside the looks when a text begins or ends
 
 
 class Service:
@@ -93,11 +58,15 @@ class Service:
 
     Trees follow the number of running requests where texts do not depend on them (ersd), and are the same elsewhere.
     An error while decoding ends the requests that it is about. `SpeculativeDecoder.serve` makes a service.
+
+    Models may change while a service is open: in a block of `paused`, or at any time. Then what was computed by them is
+    forgotten, and later requests are decoded by the models as they are. A change of the target outside of such a block
+    ends the requests under way by `ModelChanged`. After one of the draft these end first, and no prompt begins before.
     """
 
     def __init__(
         self,
-        plan: StepPlan,
+        new_plan: Callable[[], StepPlan],
         tree_of: Callable[[int], TokenTree | Growth],
         checked: Callable[..., Request],
         draft_filters: Callable[[Filters], Filters],
@@ -109,25 +78,29 @@ class Service:
     ):
         """Begin to serve.
 
-        plan: for temperature 1 without filters; tree_of: one of its trees, for so many running requests
+        new_plan: makes the plan for temperature 1 without filters, by the models as they are when it is called
+        tree_of: one of its trees, for so many running requests
         checked: makes a request, as `request_of` does for the decoder's models
         draft_filters: how the draft is sampled where the target is sampled so
         """
         self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
+        self._tree_of, self._cuda_graphs = tree_of, cuda_graphs
+        self._models = ServedModels(new_plan)
+        plan = self._models.plan
         self.limits, self._device = limits, plan.target.device
         on_host = host_can_read(self._device)
         self._in_device = nullcontext if on_host else lambda: torch.cuda.device(self._device)
         self._beside = None if on_host else torch.cuda.Stream(self._device, priority=-1)  # before steps
         with torch.inference_mode(), self._in_device():
-            plan = serving_plan(plan)
-            self._slots = ServiceSlots(plan, tree_of, limits, seed, cuda_graphs=cuda_graphs)
+            self._slots = self._new_slots(plan)
             if not on_host:
                 torch.cuda.current_stream().synchronize()  # which need not be that of the service's thread
         self._process = Process()
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
-        self._entering: tuple[list[Arrival], Iterator[int]] | None = None
+        self._entering: tuple[list[Arrival], Iterator[int] | None] | None = None  # None: has not begun
+        self._pauses, self._steps = Pauses(self._arrivals.wake), 0
         self.unseeded = randbits(32) if unseeded is None else unseeded
         self._names = Random(self.unseeded)  # of noise, for requests without a seed
         self._is_graceful = True
@@ -213,7 +186,7 @@ class Service:
             self._count(refused=1)
             raise
         self._count(submitted=1, prompt_tokens=arrival.prompt_length)
-        return Completion(arrival.progress, name, self._arrivals.wake)
+        return Completion(arrival.progress, self._arrivals.wake, name)
 
     @contextmanager
     def _apart(self, prompt: Tensor) -> Iterator[None]:
@@ -262,12 +235,35 @@ class Service:
             ended within the time does so, too.
         """
         self._process.check()
+        if self._pauses.is_of_this_thread:
+            raise RuntimeError("a service cannot be closed within a pause of the same thread: leave that block first")
         self._is_graceful = self._is_graceful and graceful
         self._arrivals.close()
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._is_graceful = False
             self._thread.join()
+
+    def paused(self, graceful: bool = True, timeout: float | None = None) -> AbstractContextManager[None]:
+        """A block during which nothing is decoded, to change the models in: weights, adapters, modules.
+
+            with service.paused():
+                target.load_state_dict(weights)
+
+        The requests under way end first, by the models as they are. Those that wait, and those that come meanwhile, are
+        decoded after the block, by the models as they are then. What was computed of ended texts is forgotten.
+
+        graceful: requests under way come to their end; else they end as cancelled, with the tokens that they have
+        timeout: seconds that they have to come to their end; then they are cancelled. None for any time
+
+        Other threads that pause wait for their turn. Raises Closed if the service is closed. Raises RuntimeError in the
+        thread that decodes, and in a forked process.
+        """
+        self._process.check()
+        self._arrivals.check_open()
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the thread that decodes cannot pause itself: pause in another one")
+        return self._pauses.pause(graceful, timeout)
 
     def __enter__(self) -> "Service":
         return self
@@ -282,9 +278,13 @@ class Service:
             try:
                 while self._is_busy() or self._arrivals.is_open:
                     if not self._is_busy():
-                        self._arrivals.wait()
+                        self._arrivals.wait(lambda: self._pauses.is_asked)
                     begin = time.monotonic()
                     self._end_interrupted()
+                    if self._pauses.is_asked and not self._slots.running and self._entering is None:
+                        self._pauses.stand()
+                        self._models.is_stale = True
+                        continue
                     self._admit()
                     self._advance()
                     self._count(seconds_busy=time.monotonic() - begin)
@@ -294,6 +294,7 @@ class Service:
                 logger.exception("serving has ended by an error")  # which there may be no memory for
                 raise
             finally:
+                self._pauses.end()
                 self._slots.free()
 
     def _is_busy(self) -> bool:
@@ -304,6 +305,8 @@ class Service:
         if not self._is_graceful:
             self._end_all("cancelled")
             return
+        if self._pauses.is_impatient:
+            self._end_under_way("cancelled")
         for arrival, reason in self._arrivals.interrupted():
             self._end(arrival, reason)
         for member in [*self._slots.running]:
@@ -322,23 +325,62 @@ class Service:
         budget = self._slots.limits.prefill_tokens
         while budget > 0:
             if self._entering is None:
-                if not (group := self._next_group()):
+                if self._pauses.is_asked or not (group := self._next_group()):
                     return
-                self._entering = group, self._slots.entering(group)
+                self._entering = group, None
             group, pieces = self._entering
             try:
+                if pieces is None:
+                    if not self._are_ready():
+                        return
+                    pieces = self._slots.entering(group)
+                    self._entering = group, pieces
                 if (tokens := next(pieces, None)) is not None:
                     budget -= tokens
                     continue
                 self._entering = None
             except Exception as error:
                 self._slots.check_device(error)
+                self._notice_changes()  # which may have been its cause
                 self._entering = None
                 self._end_each(group, error)
                 continue
             for place, arrival in enumerate(group):
                 if not arrival.has_ended:
                     self._join(group, place)
+
+    def _are_ready(self) -> bool:
+        """True if a prompt may go through the models, which are taken anew if they have changed.
+
+        False while texts are under way by another draft than there is now. Raises ModelChanged for models that cannot
+        be decoded as they are.
+        """
+        self._notice_changes(thorough=not self._slots.running)
+        if self._models.is_stale and not self._slots.running:
+            plan = self._models.renewed(self._device, self.limits.max_tokens)
+            if (plan.target, plan.draft) == (self._slots.plan.target, self._slots.plan.draft):
+                self._slots.forget()  # they read their weights' new values
+            else:
+                self._slots.free()
+                self._slots = self._new_slots(plan)
+                self._count(cache_bytes=self._slots.cache_bytes - self._counts.cache_bytes)
+            self._models.is_stale = False
+        return not self._models.is_stale
+
+    def _new_slots(self, plan: StepPlan) -> ServiceSlots:
+        return ServiceSlots(serving_plan(plan), self._tree_of, self.limits, self._seed, cuda_graphs=self._cuda_graphs)
+
+    def _notice_changes(self, *, thorough: bool = False) -> bool:
+        """See whether the models have changed; a change of the target ends what is under way, and returns False."""
+        if self._models.target_is_current(thorough=thorough):
+            return True
+        self._end_under_way(
+            ModelChanged(
+                "the target changed while this request was decoded, so that its text would be of two models: submit it "
+                "again, and change models within `with service.paused():`"
+            )
+        )
+        return False
 
     def _next_group(self) -> list[Arrival]:
         """The requests whose turn it is, whose prompts are read together; none where no other sequence can join."""
@@ -367,10 +409,22 @@ class Service:
             return
         before = [(member.arrival, member.arrival.steps, len(member.arrival.tokens)) for member in self._slots.running]
         ended = self._slots.step()
+        self._steps += 1
         steps = sum(arrival.steps - had for arrival, had, _ in before)  # counted before clients have their answers
         self._count(steps=steps, new_tokens=sum(len(each.tokens) - had for each, _, had in before), batch_steps=1)
+        if (ended or self._steps % LOOK_EVERY == 0) and not self._notice_changes():
+            return
         for member, outcome in ended:
-            self._slots.leave(member, kept=not isinstance(outcome, Exception))
+            self._slots.leave(member, kept=not (self._models.is_stale or isinstance(outcome, Exception)))
+            self._end(member.arrival, outcome)
+
+    def _end_under_way(self, outcome: Reason | Exception) -> None:
+        """End the requests that the models have read anything of."""
+        if self._entering is not None and self._entering[1] is not None:
+            group, self._entering = self._entering[0], None
+            self._end_each(group, outcome)
+        for member in [*self._slots.running]:
+            self._slots.leave(member, kept=False)
             self._end(member.arrival, outcome)
 
     def _end_all(self, outcome: Reason | Exception) -> None:
@@ -411,50 +465,3 @@ def _likeliest(name: str, number: int | None) -> int | None:
     if number is not None and not (isinstance(number, int) and number >= 0):
         raise ValueError(f"{name} must be None or a number of tokens >= 0, got {number!r}")
     return number
-
-
-class TreesOfSlots(Protocol):
-    """The interface of `TreesByBatch` for a service."""
-
-    @property
-    def trees(self) -> tuple[TokenTree | Growth, ...]: ...  # noqa: D102
-    def of(self, running: int) -> TokenTree | Growth: ...  # noqa: D102
-
-
-def serve(
-    plan: StepPlan,
-    trees_of: Callable[[int], TreesOfSlots],
-    checked: Callable[..., Request],
-    draft_filters: Callable[[Filters], Filters],
-    slots: int,
-    runner: StepRunner,
-    *,
-    max_tokens: int | None = None,
-    queue: int = 64,
-    prefill_tokens: int = 256,
-    prefix_bytes: int | None = None,
-    seed: int = 0,
-    unseeded: int | None = None,
-) -> Service:
-    """The service of a decoder, of which all but the numbers is; see `Service` and its `ServiceLimits`.
-
-    trees_of: the trees, by running requests, of so many slots
-    max_tokens: default 2,048, and never more than the target has positions, and the last token, which needs none.
-    seed: of the noise
-    unseeded: a number from which requests without a seed take theirs, in the order of `submit`; None for a random one,
-        so that services are independent of each other. `Service.unseeded` tells it
-
-    Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
-    """
-    check_alone("serve", plan.target)
-    if unseeded is not None and not (isinstance(unseeded, int) and unseeded >= 0):
-        raise ValueError(f"unseeded must be None or an integer >= 0, got {unseeded!r}")
-    room = min(2048 if max_tokens is None else max_tokens, plan.target.max_positions + 1)
-    limits = ServiceLimits(slots, room, queue, prefill_tokens, prefix_bytes).check()
-    if plan.draft is not None and limits.max_tokens > plan.draft.positions:
-        logger.warning("the draft has %d positions: longer texts go on without it", plan.draft.positions)
-    trees = trees_of(slots)
-    return Service(
-        replace(plan, tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,
-        limits=limits, seed=seed, unseeded=unseeded, cuda_graphs=runner.cuda_graphs,
-    )  # fmt: skip

@@ -238,10 +238,15 @@ class ServiceSlots:
                 return [(member, error) for member in self.running[:count]]
             return self._one_by_one(count)
 
+    def forget(self) -> None:
+        """Keep nothing that was computed of texts that have ended."""
+        self._prefixes.clear()
+
     def free(self) -> None:
-        """Give the memory back."""
-        self._entrance.free()
-        del self._workspace, self._entrance, self._prefixes, self._state, self._engine
+        """Give the memory back, if that has not been done."""
+        if hasattr(self, "_workspace"):
+            self._entrance.free()
+            del self._workspace, self._entrance, self._prefixes, self._state, self._engine
 
     def _is_long(self, arrival: Arrival) -> list[bool]:
         """On which side of each limit of its models a text lies, from its first token to its last."""

@@ -1,5 +1,6 @@
 """`heavypath batch`: answers are the server's, in the order of the lines, and none is lost or twice after a kill."""
 
+import asyncio
 import itertools
 import json
 import random
@@ -16,6 +17,7 @@ from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.http.batches.lines import parsed
 from heavypath.speculative.http.batches.output import LineAnswer, Output
+from heavypath.speculative.http.batches.running import Application
 from heavypath.speculative.serving.service import Service
 
 CHAT = "/v1/chat/completions"
@@ -207,6 +209,27 @@ def test_lines_under_way_when_the_service_fails_are_asked_again(batch, monkeypat
     good, bad, _ = batch(lines)
     assert [line["response"]["status_code"] for line in good] == [200] * 4
     assert not bad
+
+
+@pytest.mark.parametrize(("changes", "ended"), [(0, False), (3, False), (99, True)])
+def test_a_line_is_asked_again_where_the_model_changed_meanwhile(changes, ended):
+    """The application says so with status 503."""
+    asked = []
+
+    async def app(scope, receive, send):
+        asked.append(await receive())
+        changed = len(asked) <= changes
+        body = {"error": {"code": "model_changed"}} if changed else {"choices": []}
+        await send({"type": "http.response.start", "status": 503 if changed else 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    line = parsed(0, b'"def"', {})
+    if ended:
+        with pytest.raises(ConnectionError, match="the models changed while a line was answered, 10 times"):
+            asyncio.run(Application(app).answer(line))
+    else:
+        assert asyncio.run(Application(app).answer(line)) == LineAnswer(200, {"choices": []})
+        assert len(asked) == changes + 1
 
 
 @pytest.mark.integration

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message
 from heavypath.speculative.http.batches.lines import Line
 from heavypath.speculative.http.batches.output import LineAnswer, Output
 
+MOST_CHANGES = 10  # of the models, while a line is answered
 PAUSE = 0.05  # seconds, until a line is sent again that the queue had no room for
 
 
@@ -55,10 +56,20 @@ class Application:
         self._app = app
 
     async def answer(self, line: Line) -> LineAnswer:
-        """The answer to a line. Raises ConnectionError where the service has ended."""
+        """The answer to a line. Raises ConnectionError where the service has ended, or its models go on changing."""
+        for _ in range(MOST_CHANGES):
+            answer = await self._answer_of_one_model(line)
+            if answer is not None:
+                return answer
+        raise ConnectionError(f"the models changed while a line was answered, {MOST_CHANGES} times")
+
+    async def _answer_of_one_model(self, line: Line) -> LineAnswer | None:
+        """The answer, once there is room for the line in the queue; None where the model changed meanwhile."""
         while True:
             status, body = await self._ask(line)
             if status == 503:
+                if json.loads(body)["error"]["code"] == "model_changed":
+                    return None
                 raise ConnectionError(f"the service has ended: {body.decode()}")
             if status != 429:
                 return LineAnswer(status, json.loads(body))

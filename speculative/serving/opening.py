@@ -1,0 +1,66 @@
+"""`serve`: open the service of a decoder."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.models.forward_of import check_alone
+from heavypath.speculative.serving.service import Service
+from heavypath.speculative.serving.slots import ServiceLimits
+from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.trees.tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+
+class TreesOfSlots(Protocol):
+    """The interface of `TreesByBatch` for a service."""
+
+    @property
+    def trees(self) -> tuple[TokenTree | Growth, ...]: ...  # noqa: D102
+    def of(self, running: int) -> TokenTree | Growth: ...  # noqa: D102
+
+
+def serve(
+    new_plan: Callable[[], StepPlan],
+    trees_of: Callable[[int], TreesOfSlots],
+    checked: Callable[..., Request],
+    draft_filters: Callable[[Filters], Filters],
+    slots: int,
+    runner: StepRunner,
+    *,
+    max_tokens: int | None = None,
+    queue: int = 64,
+    prefill_tokens: int = 256,
+    prefix_bytes: int | None = None,
+    seed: int = 0,
+    unseeded: int | None = None,
+) -> Service:
+    """The service of a decoder, of which all but the numbers is; see `Service` and its `ServiceLimits`.
+
+    new_plan: makes the plan of the models as they are; trees_of: the trees, by running requests, of so many slots
+    max_tokens: default 2,048, and never more than the target has positions, and the last token, which needs none.
+    seed: of the noise
+    unseeded: a number from which requests without a seed take theirs, in the order of `submit`; None for a random one,
+        so that services are independent of each other. `Service.unseeded` tells it
+
+    Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
+    """
+    plan = new_plan()
+    check_alone("serve", plan.target)
+    if unseeded is not None and not (isinstance(unseeded, int) and unseeded >= 0):
+        raise ValueError(f"unseeded must be None or an integer >= 0, got {unseeded!r}")
+    room = min(2048 if max_tokens is None else max_tokens, plan.target.max_positions + 1)
+    limits = ServiceLimits(slots, room, queue, prefill_tokens, prefix_bytes).check()
+    if plan.draft is not None and limits.max_tokens > plan.draft.positions:
+        logger.warning("the draft has %d positions: longer texts go on without it", plan.draft.positions)
+    trees = trees_of(slots)
+    return Service(
+        lambda: replace(new_plan(), tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,
+        limits=limits, seed=seed, unseeded=unseeded, cuda_graphs=runner.cuda_graphs,
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""The models of a service, which other threads may change while it is open."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.drafts.draft import NO_DRAFT
+from heavypath.speculative.serving.arrivals import ModelChanged
+from heavypath.speculative.serving.looks import Look
+
+logger = logging.getLogger(__name__)
+
+
+class ServedModels:
+    """The models that a service decodes by, as they were when their plan was made.
+
+    is_stale: whether they have changed since, as far as was seen
+    """
+
+    def __init__(self, new_plan: Callable[[], StepPlan]):
+        """new_plan: makes the plan by the models as they are when it is called."""
+        self._new_plan = new_plan
+        self._take()
+        self.is_stale = False
+
+    def target_is_current(self, *, thorough: bool) -> bool:
+        """True if the target is as it was; a change of it, or of the draft, makes the models stale.
+
+        thorough: as of `Look.is_current`
+        """
+        is_current = self._of_target.is_current(thorough=thorough)
+        if not (is_current and self._of_draft.is_current(thorough=thorough)):
+            self.is_stale = True
+        return is_current
+
+    def renewed(self, device: torch.device, max_tokens: int) -> StepPlan:
+        """The plan by the models as they are now. Raises ModelChanged where they cannot be decoded so.
+
+        device: that they are to be on; max_tokens: of the longest text
+        """
+        try:
+            with torch.inference_mode(mode=False):  # weights that are joined are no tensors of inference
+                self._take()
+            if self.plan.target.device != device:
+                raise ValueError(f"the service is on {device}, and they have moved to {self.plan.target.device}")
+            self.plan.target.check_positions(max_tokens - 1, "for the longest text of the service")
+            if not all(model.is_current() for model in self._all):
+                raise RuntimeError("they are being changed; do that within `with service.paused():`")
+        except Exception as error:
+            raise ModelChanged(f"the models cannot be decoded as they are now: {error}") from error
+        logger.info("the models may have changed: later requests are decoded by them as they are now")
+        return self.plan
+
+    def _take(self) -> None:
+        """Make the plan, and take down what its models consist of."""
+        self.plan = self._new_plan()
+        drafting = (self.plan.draft or NO_DRAFT).models
+        self._all = [self.plan.target, *drafting]
+        self._of_target, self._of_draft = Look([self.plan.target]), Look(drafting)
