@@ -7,10 +7,10 @@ runs several times, its fastest run counts: what disturbs a machine only ever ad
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich import box
@@ -19,7 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.kinds import AnyDraft
+from heavypath.speculative.drafts.merge import Merge
+from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.files.prompts import Prompt, tokens_of
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, row_of
 from heavypath.speculative.output.options import NOTHING
@@ -112,6 +115,8 @@ def compare(
     draft: any that SpeculativeDecoder takes. Or several things by their names: drafts, each of which is combined with
         each of the methods, and decoders of this target, which are taken as they are. transformers' assisted
         generation is measured, too, for drafts that are models. None is enough for methods=["autoregressive"].
+        Each method drafts by a `Recall` of its own that begins each round without any text: it learns from earlier
+        prompts of the round, and never from the same prompt or another method
     prompts: texts, LongTensors [1, T], and Paths of files that `read_prompts` of `heavypath.speculative.files.prompts`
         reads, in any mix; or a single one of them. All but LongTensors need the tokenizer.
     methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them;
@@ -144,6 +149,7 @@ def compare(
             row_of(methods[0], verifier)
     loaded = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
     decoders: dict[str, SpeculativeDecoder] = {}
+    recalls: list[Recall] = []
     for method in methods if drafts else ():
         if method == "autoregressive":
             decoders[method] = SpeculativeDecoder(target, None, method)
@@ -152,7 +158,13 @@ def compare(
         for name, each in drafts.items():
             for verifier in taken or [None]:
                 decoders[_label(_label(method, verifier or ""), name)] = SpeculativeDecoder(
-                    target, each, method, tree_size=tree_size, tree=tree, profile=loaded, verifier=verifier
+                    target,
+                    _with_own(each, recalls),
+                    method,
+                    tree_size=tree_size,
+                    tree=tree,
+                    profile=loaded,
+                    verifier=verifier,
                 )
     for name, each in named.items():
         if isinstance(each, SpeculativeDecoder):
@@ -175,6 +187,8 @@ def compare(
         runner(inputs[0], min(_WARM_UP_TOKENS, max_new_tokens))
     runs: dict[str, list[_OneRun]] = {name: [] for name in runners}  # the fastest of each prompt
     for repeat in range(repeats):
+        for recall in recalls:
+            recall.forget()
         turn = f"round {repeat + 1} of {repeats}, " if repeats > 1 else ""
         for number, prompt in enumerate(inputs):
             for name, runner in runners.items():
@@ -201,6 +215,16 @@ def compare(
             text = "other law"
         rows.append(_row(name, own, runs[PLAIN], text, gap))
     return rows
+
+
+def _with_own(draft: Any, recalls: list[Recall]) -> Any:
+    """The draft with a new `Recall` in the place of each of its own; those are added to the list."""
+    if isinstance(draft, Recall):
+        recalls.append(Recall(draft.tokens, max_ngram=draft.max_ngram))
+        return recalls[-1]
+    if isinstance(draft, (Cascade, Mixture, Merge)):
+        return replace(draft, drafts=[_with_own(each, recalls) for each in draft.drafts])
+    return draft
 
 
 def _label(method: str, more: str) -> str:

@@ -1,11 +1,13 @@
-"""Load a target, its draft and their tokenizer from local folders or the Hugging Face cache.
+"""Load a target, its draft and their tokenizer from folders, or by their names on the Hugging Face Hub.
 
-Nothing is downloaded, no code that comes with a model is run, and weights must be safetensors. Those of trained heads
-may be pickles of tensors alone, as some were published.
+No code that comes with a model is run, and weights must be safetensors. Those of trained heads may be pickles of
+tensors alone, as some were published.
 """
 
+import difflib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,6 @@ from transformers import (
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
 from heavypath.speculative.drafts.blocks.pard import Pard
@@ -34,13 +35,14 @@ from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.drafts.trained import is_trained_head, load_trained_head
 from heavypath.speculative.drafts.translated import Translated
+from heavypath.speculative.files.hub import TOKENIZER, find_folder
 from heavypath.speculative.streaming.load import load_streamed
 
 logger = logging.getLogger(__name__)
 
 DEMO_HEAD = "demo-head"  # names the shipped head
 MERGE = "merge:"  # before the drafts of a `Merge`
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_WORDS = (DEMO_HEAD, "prompt-lookup", "recall", "lookahead")  # drafts that no folder has
 
 
 class Pair(NamedTuple):
@@ -68,8 +70,9 @@ def load_pair(
     ranks: int = 1,
     memory: int | str | None = None,
     host_memory: int | str | None = None,
+    local_files_only: bool = False,
 ) -> Pair:
-    """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
+    """Load a target and a draft, each from a folder or by its name on the Hugging Face Hub.
 
     target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one), Medusa
         heads or a block draft. Or "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS" or "retrieval:PATH",
@@ -86,6 +89,7 @@ def load_pair(
         that they were saved in, and in one process.
     host_memory: with `memory` of a GPU, what is taken of the host's for the layers that are copied, as `load_streamed`
         has it. Default: as much as they need.
+    local_files_only: of what the Hugging Face cache lacks of a name, fetch nothing, as with HF_HUB_OFFLINE
 
     A draft model with another tokenizer is a `Translated`, and the log says how many tokens are common.
 
@@ -110,7 +114,35 @@ def load_pair(
             return _load_model("target", folder, device, dtype, ranks)
         return load_streamed(folder, memory, resident=_exit_layers(draft), device=device, host_memory=host_memory)
 
+    find_models(target, [] if draft is None else [draft], local_files_only)  # before anything is loaded
     return _load_pair(target, draft, device, dtype, load_target)
+
+
+def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only: bool = False) -> None:
+    """Find the folders of a target and of drafts, as `load_pair` takes them, and fetch what the cache lacks of them.
+
+    Raises as `load_pair` does for what can be told without the weights.
+    """
+    parts = [name for draft in drafts for _, name in _parts(draft) or [("", draft)]]
+    named = [name for name in parts if name != DEMO_HEAD and not _check_modelless(name)]
+    if target is None:
+        for name in named:
+            if not is_trained_head(name):
+                raise _lacks_target(name)
+        return
+    _config_of("target", find_folder("target", target, local_files_only, partial(_config_of, "target")))
+    for name in named:
+        _find_draft(name, local_files_only)
+
+
+def _find_draft(name: str, local_files_only: bool) -> Path:
+    """The folder of a draft; an error for a name that is nearly a word says so."""
+    try:
+        return find_folder("draft", name, local_files_only)
+    except FileNotFoundError as error:
+        if near := difflib.get_close_matches(name, _WORDS, n=1):
+            raise FileNotFoundError(f"{error}; did you mean {near[0]}?") from error
+        raise
 
 
 def _load_pair(
@@ -120,19 +152,17 @@ def _load_pair(
     dtype: torch.dtype | None,
     load_target: Callable[[Path], PreTrainedModel],
 ) -> Pair:
-    """As `load_pair`, by a function that loads the target from its folder."""
+    """As `load_pair`, by a function that loads the target from its folder, once all folders are here."""
     if draft is not None and _parts(draft):
         alone = _load_pair(target, None, device, dtype, load_target)
-        return alone._replace(draft=load_draft(draft, alone, target, dtype))
+        return alone._replace(draft=load_draft(draft, alone, target, dtype, local_files_only=True))
     draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
     modelless = draft is not None and _check_modelless(draft)
     if target is None:
-        if draft is not None and not modelless and not is_trained_head(draft):
-            raise _lacks_target(draft)
         shipped = Pair(*load_demo_pair(dtype or torch.float32, device))
-        return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped))
+        return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped, local_files_only=True))
     named = {"target": target} | ({} if draft is None or modelless else {"draft": draft})
-    folders = {role: find_folder(role, name) for role, name in named.items()}
+    folders = {role: find_folder(role, name, local_files_only=True) for role, name in named.items()}
     config = _config_of("target", folders["target"])
     head = folders.pop("draft") if "draft" in folders and is_trained_head(folders["draft"], config) else None
     if "draft" in folders:
@@ -140,7 +170,7 @@ def _load_pair(
     if not _has_tokenizer(folders["target"]):
         raise ValueError(
             f"the target folder {str(folders['target'])!r} has no tokenizer; save one there "
-            f"(tokenizer.save_pretrained), so that it has one of {', '.join(_TOKENIZER_FILES)}"
+            f"(tokenizer.save_pretrained), so that it has one of {', '.join(TOKENIZER)}"
         )
     tokenizer = _load_tokenizer("target", folders["target"])
     if head is not None:
@@ -162,19 +192,22 @@ def load_draft(
     target: PreTrainedModel | Pair,
     target_name: str | None = None,
     dtype: torch.dtype | None = None,
+    local_files_only: bool = False,
 ) -> PreTrainedModel | Draftable:
-    """Load a draft for a target: a trained head of any kind as published, or a model; from a folder or the cache.
+    """Load a draft for a target: a trained head of any kind as published, or a model; from a folder or by its name.
 
-    path_or_name: may also be "demo-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", or for a pair
-        "retrieval:PATH"; and several of these, as in `load_pair`
+    path_or_name: a name on the Hugging Face Hub; what the cache lacks of it is fetched. May also be "demo-head",
+        "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", or for a pair "retrieval:PATH"; and several of
+        these, as in `load_pair`
     target: the model; or a pair that `load_pair` loaded by `target_name`. A draft model with another tokenizer than
         the pair's, or than the one in the model's folder, is a `Translated`
     dtype: default the target's for a head, the one that it was saved in for a model
+    local_files_only: fetch nothing, as with HF_HUB_OFFLINE
 
     Raises as `load_pair` does, and ValueError for a head that does not fit the target, naming the tensor.
     """
     if parts := _parts(str(path_or_name)):
-        drafts = [load_draft(part, target, target_name, dtype) for _, part in parts]
+        drafts = [load_draft(part, target, target_name, dtype, local_files_only) for _, part in parts]
         levels = [int(count) for count, _ in parts if count]
         if str(path_or_name).startswith(MERGE):
             return Merge(drafts)
@@ -183,10 +216,10 @@ def load_draft(
     if _check_modelless(name):
         return _modelless(name, target.tokenizer if isinstance(target, Pair) else None)
     model = target.target if isinstance(target, Pair) else target
-    head = is_trained_head(name, model.config)
-    if isinstance(target, Pair) and target_name is None and not head:
+    if isinstance(target, Pair) and target_name is None and not is_trained_head(name, model.config):
         raise _lacks_target(name)
-    folder = find_folder("draft", name)
+    folder = _find_draft(name, local_files_only)
+    head = is_trained_head(folder, model.config)
     if not head:
         _config_of("draft", folder)
     own = _tokenizer_in("draft", folder)
@@ -282,30 +315,6 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
     return Retrieval.load(path, tokenizer) if path.suffix == ".safetensors" else Retrieval([path], tokenizer)
 
 
-def find_folder(role: str, name: str) -> Path:
-    """The folder that has a model's files, from that folder or the model's name.
-
-    role: "target" or "draft", for the FileNotFoundError that says what was looked for.
-    """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"the {role} folder {name!r} has no config.json; give a folder that save_pretrained or hf download made"
-            )
-        return folder
-    try:
-        config = cached_file(name, "config.json", local_files_only=True)
-    except (OSError, ValueError):
-        config = None
-    if config is None:
-        raise FileNotFoundError(
-            f"the {role} {name!r} is neither a folder nor a model in the Hugging Face cache; "
-            "give a folder with config.json and safetensors weights, or fetch the model first with `hf download`"
-        )
-    return Path(config).parent
-
-
 def _config_of(role: str, folder: Path) -> PreTrainedConfig:
     """The config of a causal language model; ValueError or TypeError for what is none."""
     try:
@@ -319,7 +328,7 @@ def _config_of(role: str, folder: Path) -> PreTrainedConfig:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return any((folder / name).is_file() for name in TOKENIZER)
 
 
 def _load_tokenizer(role: str, folder: Path) -> PreTrainedTokenizerBase:
@@ -337,7 +346,7 @@ def _tokenizer_in(role: str, folder: Path) -> PreTrainedTokenizerBase | None:
 def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     """The tokenizer in the folder that a model was loaded from, if there is one."""
     try:
-        return _tokenizer_in("target", find_folder("target", model.name_or_path)) if model.name_or_path else None
+        return _tokenizer_in("target", find_folder("target", model.name_or_path, True)) if model.name_or_path else None
     except FileNotFoundError:
         return None
 

@@ -36,11 +36,12 @@ def pytest_configure(config):
         config.pluginmanager.register(Durations(config.getoption("--durations-file")))
     if not config.getoption("numprocesses", None):  # which has others run the tests, and needs no torch itself
         prepare()
-        for name in ("command_line", "played_steps"):  # whose fixtures several folders use
+        for name in ("command_line", "played_steps", "played_hub"):  # whose fixtures several folders use
             config.pluginmanager.import_plugin(name)
 
 
 def prepare():
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests need no network; those of the Hub play it
     import torch
 
     if not torch.cuda.is_available():

@@ -33,7 +33,7 @@ CODE_TEMPERATURE = 0.6  # at 0 so small a model soon repeats itself
 def chat(
     target: options.Target = None,
     draft: options.Draft = None,
-    method: options.Method = "sequoia",
+    method: options.Method = None,
     system: Annotated[str | None, typer.Option(help="A system message, which begins the conversation.")] = None,
     template: options.Template = None,
     max_new_tokens: options.MaxNewTokens = 256,
@@ -50,6 +50,7 @@ def chat(
     device: options.Device = None,
     threads: options.Threads = None,
     dtype: options.Dtype = None,
+    offline: options.Offline = False,
     seed: options.Seed = 0,
     verbose: options.Verbose = False,
 ) -> None:
@@ -61,15 +62,15 @@ def chat(
     with starting():
         from heavypath.kernels.filtering import Filters
         from heavypath.speculative.cli.conversation import Conversation
-        from heavypath.speculative.cli.support import check_choice, load
+        from heavypath.speculative.cli.support import choose, load
         from heavypath.speculative.decoder import SpeculativeDecoder
         from heavypath.speculative.profile import Profile
 
     Filters(temperature or 0.0, top_k, top_p).check()
-    check_choice(method, target, draft)
+    method, draft = choose(method, target, draft, offline=offline)
     own_template = None if template is None else options.read_template(template)
     measured = None if profile is None else Profile.load(profile)
-    pair = load(target, draft, dtype, device=device, threads=threads)
+    pair = load(target, draft, dtype, device=device, threads=threads, offline=offline)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
     code = target is None and own_template is None
     if code:

@@ -26,7 +26,10 @@ def compare(
     target: options.Target = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="A draft, as for `generate`; repeat it for several. Default: the shipped pair's."),
+        typer.Option(
+            help="A draft, as for `generate`; repeat it for several. Default: the shipped pair's; with a --target, "
+            "recall."
+        ),
     ] = None,
     method: Annotated[
         list[str] | None,
@@ -48,6 +51,7 @@ def compare(
     device: options.Device = None,
     threads: options.Threads = None,
     dtype: options.Dtype = None,
+    offline: options.Offline = False,
     seed: options.Seed = 0,
     repeats: options.Repeats = 1,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into this file, .png or .svg.")] = None,
@@ -59,15 +63,13 @@ def compare(
         options.check_word("--method", name, options.METHODS)
     for name in verifier or []:
         options.check_word("--verifier", name, options.VERIFIERS)
-    if target is not None and not drafts and names != ["autoregressive"]:
-        raise ValueError("compare needs a --draft with the --target; only --method autoregressive works without one")
     if not texts and prompts is None:
         raise typer.BadParameter("give some texts, or --prompts FILE", param_hint="TEXTS")
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot must be in a folder that exists, got {str(plot)!r}")
     with starting():
         from heavypath.kernels.filtering import Filters
-        from heavypath.speculative.cli.support import load, say_if_busy
+        from heavypath.speculative.cli.support import fetch, load, say_if_busy, say_recall
         from heavypath.speculative.comparison import check_can_plot, plot_ratios
         from heavypath.speculative.comparison import compare as measure
         from heavypath.speculative.files.prompts import read_prompts
@@ -79,12 +81,19 @@ def compare(
     if plot is not None:
         check_can_plot()
     measured = None if profile is None else Profile.load(profile)
-    pair = load(target, drafts[0] if drafts else None, dtype, device=device, threads=threads)
+    recalls = target is not None and not drafts and names != ["autoregressive"]
+    drafts = ["recall"] if recalls else drafts
+    fetch(target, drafts, offline=offline)
+    if recalls:
+        say_recall()
+    pair = load(target, drafts[0] if drafts else None, dtype, device=device, threads=threads, offline=offline)
     named = pair.draft
     if len(drafts) > 1:
         assert pair.draft is not None
         precision = None if dtype is None else pair.target.dtype
-        named = {drafts[0]: pair.draft} | {name: load_draft(name, pair, target, precision) for name in drafts[1:]}
+        named = {drafts[0]: pair.draft} | {
+            name: load_draft(name, pair, target, precision, local_files_only=True) for name in drafts[1:]
+        }
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     say_if_busy()
     with progress("comparing", quiet=as_json) as report:

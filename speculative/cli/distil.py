@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heavypath.speculative.cli.options import Device, Dtype, Target, Threads
+from heavypath.speculative.cli.options import Device, Dtype, Offline, Target, Threads
 from heavypath.speculative.cli.progress import starting
 from heavypath.speculative.training.settings import LOSS_NAMES, DistilSettings
 
@@ -77,6 +77,7 @@ def distil(
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
+    offline: Offline = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
 ) -> None:
     """Train an EAGLE-3 head, a block draft or a draft model for a target, on texts like those to be continued."""
@@ -108,7 +109,7 @@ def distil(
         from heavypath.speculative.training.beginnings import draft_of_layers, new_block, new_head
         from heavypath.speculative.training.documents import read_documents
 
-    pair = load(target, None, dtype, device=device, threads=threads)
+    pair = load(target, None, dtype, device=device, threads=threads, offline=offline)
     documents = read_documents(data, pair.tokenizer)
     torch.manual_seed(seed)
     if chosen is not None:

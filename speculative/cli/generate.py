@@ -22,7 +22,7 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="File with the text to continue (UTF-8).")] = None,
     target: options.Target = None,
     draft: options.Draft = None,
-    method: options.Method = "sequoia",
+    method: options.Method = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -43,6 +43,7 @@ def generate(
     device: options.Device = None,
     threads: options.Threads = None,
     dtype: options.Dtype = None,
+    offline: options.Offline = False,
     memory: options.Memory = None,
     host_memory: options.HostMemory = None,
     trace: options.TraceFile = None,
@@ -70,7 +71,7 @@ def generate(
 
     with starting():
         from heavypath.kernels.filtering import Filters
-        from heavypath.speculative.cli.support import check_choice, encode, grammar_of, load, read_schema
+        from heavypath.speculative.cli.support import choose, encode, grammar_of, load, read_schema
         from heavypath.speculative.cli.texts import ColouredStream, show_dimmed
         from heavypath.speculative.decoder import SpeculativeDecoder
         from heavypath.speculative.output.options import settings_of
@@ -78,10 +79,10 @@ def generate(
         from heavypath.speculative.profile import Profile
 
     Filters(temperature, top_k, top_p, min_p).check()
-    check_choice(method, target, draft, verifier)
+    method, draft = choose(method, target, draft, verifier, offline=offline)
     measured = None if profile is None else Profile.load(profile)
     schema = read_schema(json_schema, regex)
-    pair = load(target, draft, dtype, memory, host_memory, device=device, threads=threads)
+    pair = load(target, draft, dtype, memory, host_memory, device=device, threads=threads, offline=offline)
     ids = encode(pair, text, chat=chat)
     grammar = grammar_of(schema, regex, pair)
     sampling: SamplingOptions = {

@@ -29,6 +29,7 @@ def layers(
     device: options.Device = None,
     threads: options.Threads = None,
     dtype: options.Dtype = None,
+    offline: options.Offline = False,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
@@ -42,7 +43,7 @@ def layers(
         from heavypath.speculative.files.prompts import tokens_of
         from heavypath.speculative.layer_choice import choose_layers
 
-    pair = load(target, None, dtype, device=device, threads=threads)
+    pair = load(target, None, dtype, device=device, threads=threads, offline=offline)
     if prompts is not None:
         given = tokens_of(prompts, pair.tokenizer, pair.target.device)
     else:

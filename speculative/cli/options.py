@@ -44,7 +44,13 @@ def _show_log_lines(context: typer.Context, verbose: bool) -> bool:
     return verbose
 
 
-Method = Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help=f"One of {', '.join(METHODS)}. Default: sequoia; ersd for `serve` and `batch`, and for a --target without "
+        "a --draft."
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; > 0 samples.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample among the k likeliest tokens; 0 for all.")]
@@ -55,13 +61,21 @@ MinP = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Sample among tokens at least this probable, as a share of the likeliest one."),
 ]
-Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name in the Hugging Face cache.")]
+Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name on the Hugging Face Hub.")]
 Draft = Annotated[
     str | None,
     typer.Option(
         help="A draft model or trained head, given alike; or demo-head, prompt-lookup, recall, lookahead, "
-        "early-exit:LAYERS, or retrieval:PATH (texts). Several: A+B beside each other, 2*A+4*B for so many levels, "
-        "merge:A+B for sequences of each (methods specinfer, naive, naive-distinct, top-k)."
+        "early-exit:LAYERS, or retrieval:PATH (texts). Default with a --target: recall, which drafts from text already "
+        "written. Several: A+B beside each other, 2*A+4*B for so many levels, merge:A+B for sequences of each (methods "
+        "specinfer, naive, naive-distinct, top-k)."
+    ),
+]
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        help="Fetch nothing from the Hugging Face Hub: names must be in the cache. So does HF_HUB_OFFLINE=1.",
     ),
 ]
 Device = Annotated[
@@ -148,7 +162,7 @@ def check_word(option: str, given: str | None, expected: Collection[str]) -> Non
     raise ValueError(f"{option} must be one of {', '.join(expected)}, got {given!r}{meant}")
 
 
-def check_method(name: str, verifier: str | None = None) -> None:
+def check_method(name: str | None, verifier: str | None = None) -> None:
     """Raise ValueError for a method or a verifier that there is not."""
     check_word("--method", name, METHODS)
     check_word("--verifier", verifier, VERIFIERS)

@@ -50,6 +50,7 @@ def calibrate(
     device: options.Device = None,
     threads: options.Threads = None,
     dtype: options.Dtype = None,
+    offline: options.Offline = False,
     memory: options.Memory = None,
     host_memory: options.HostMemory = None,
     out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
@@ -65,7 +66,7 @@ def calibrate(
         raise ValueError(f"--out must be in a folder that exists, got {str(out)!r}")
     content = None if text is None else _read(text)
     if target is not None and draft is None:
-        raise ValueError("calibrate needs a --draft with the --target")
+        raise ValueError("calibrate needs a --draft with the --target: a model, a trained head, or recall")
     with starting():
         from heavypath.kernels.filtering import Filters
         from heavypath.speculative.calibration import calibrate as measure
@@ -76,7 +77,7 @@ def calibrate(
     for each in temperatures:
         Filters(each, top_k, top_p, min_p).check()
     row_of("sequoia", verifier)  # refuses a word that is none
-    pair = load(target, draft, dtype, memory, host_memory, device=device, threads=threads)
+    pair = load(target, draft, dtype, memory, host_memory, device=device, threads=threads, offline=offline)
     assert pair.draft is not None
     say_if_busy()
     prompts = [] if content is None else pieces(pair, content)

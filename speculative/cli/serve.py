@@ -25,13 +25,14 @@ NOISE = 0  # the seed of all noise, in which a request's seed names its own: the
 def serve(
     target: options.Target = None,
     draft: options.Draft = None,
-    method: options.Method = "ersd",
+    method: options.Method = None,
     tree_size: options.TreeSize = None,
     profile: options.ProfileFile = None,
     verifier: options.Verifier = None,
     device: options.Device = None,
     threads: options.Threads = None,
     dtype: options.Dtype = None,
+    offline: options.Offline = False,
     host: Annotated[str, typer.Option(help="Address to listen on; by default nobody but this machine reaches it.")] = (
         "127.0.0.1"
     ),
@@ -95,7 +96,7 @@ def serve(
     own_template = None if template is None else options.read_template(template)
     options.check_word("--tool-calls", tool_calls, TOOL_CALLS)
     with starting():
-        from heavypath.speculative.cli.support import check_choice, load
+        from heavypath.speculative.cli.support import choose, load
         from heavypath.speculative.decoder import SpeculativeDecoder
         from heavypath.speculative.http.app import create_app, fingerprint_of
         from heavypath.speculative.http.connections import raise_limit_of_files
@@ -108,7 +109,7 @@ def serve(
         from heavypath.speculative.profile import Profile
         from heavypath.speculative.streaming.memory import bytes_of
 
-    check_choice(method, target, draft, verifier)
+    method, draft = choose(method, target, draft, verifier, default="ersd", offline=offline)
     api_key = None if api_key_env is None else _key(api_key_env)
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
@@ -127,7 +128,7 @@ def serve(
         if not is_loopback(host):
             keyed = "with its key" if api_key else "without a key: give --api-key-env"
             logger.warning("other machines reach this server on %s, %s; it does not encrypt", host, keyed)
-        pair = load(target, draft, dtype, device=device, threads=threads)
+        pair = load(target, draft, dtype, device=device, threads=threads, offline=offline)
         if own_template is not None:
             pair.tokenizer.chat_template = own_template
         decoder = SpeculativeDecoder(

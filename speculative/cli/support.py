@@ -4,20 +4,24 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
 import typer
+from huggingface_hub.utils import disable_progress_bars
 
 from heavypath.kernels.native.library import library
 from heavypath.speculative.cli.info import current_load, is_kept
 from heavypath.speculative.cli.options import Precision
 from heavypath.speculative.cli.progress import PATIENCE, progress
-from heavypath.speculative.cli.ranks import rank_count
-from heavypath.speculative.loading import Pair, find_folder, load_pair
+from heavypath.speculative.cli.ranks import rank_count, this_rank
+from heavypath.speculative.loading import Pair, find_models, load_pair
 from heavypath.speculative.methods import row_of
 from heavypath.speculative.processors.grammar import Grammar
+
+WITHOUT_DRAFT = "ersd"  # the method where no draft is given: its text is the same while a draft rests
 
 
 def load(
@@ -29,6 +33,7 @@ def load(
     *,
     device: str | None = None,
     threads: int | None = None,
+    offline: bool = False,
 ) -> Pair:
     """Load the models without the libraries' warnings and progress bars; what matters is raised as an error.
 
@@ -36,6 +41,7 @@ def load(
     second thread takes more time than it saves for so small a model. Raises ValueError for a device that is not here.
     """
     place = device_of(device)
+    fetch(target, [] if draft is None else [draft], offline=offline)
     if threads is None and target is None and place.type == "cpu":
         threads = None if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ} else 1
     if threads is not None:
@@ -56,7 +62,18 @@ def load(
             ranks=rank_count(),
             memory=memory,
             host_memory=host_memory,
+            local_files_only=True,
         )
+
+
+def fetch(target: str | None, drafts: Sequence[str], *, offline: bool) -> None:
+    """Find the models, and fetch what is not here; raises what `load_pair` does for what can be told without weights.
+
+    The bars of the Hub's client need a terminal for themselves, so that no other sign of progress is shown.
+    """
+    if this_rank() > 0:
+        disable_progress_bars()
+    find_models(target, drafts, local_files_only=offline)
 
 
 def device_of(name: str | None) -> torch.device:
@@ -83,13 +100,41 @@ def say_if_busy() -> None:
         typer.echo(f"heavypath: the machine is busy ({load}), so timings are noisy and long", err=True)
 
 
-def check_choice(method: str, target: str | None, draft: str | None, verifier: str | None = None) -> None:
-    """Raise ValueError or FileNotFoundError, before any model is loaded, for a verifier or models that cannot be."""
+def choose(
+    method: str | None,
+    target: str | None,
+    draft: str | None,
+    verifier: str | None = None,
+    *,
+    default: str = "sequoia",
+    offline: bool = False,
+) -> tuple[str, str | None]:
+    """The method and the draft, as given or by default; of a target without a draft those are said in a line.
+
+    default: the method of a draft that was given, and of the shipped pair
+
+    Raises ValueError or FileNotFoundError, before any model is loaded, for a verifier or models that cannot be.
+    """
+    recalls = lacks_draft(target, draft, method)
+    if recalls:
+        default, draft = WITHOUT_DRAFT, "recall"
+    method = method or default
     row_of(method, verifier)
-    if target is not None:
-        find_folder("target", target)
-    if target is not None and draft is None and method != "autoregressive":
-        raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
+    fetch(target, [] if draft is None else [draft], offline=offline)
+    if recalls:
+        say_recall(f", method {method}")
+    return method, draft
+
+
+def lacks_draft(target: str | None, draft: str | None, method: str | None) -> bool:
+    """True if a command has to draft for a target, and was not told by what."""
+    return target is not None and draft is None and method != "autoregressive"
+
+
+def say_recall(how: str = "") -> None:
+    """Say on standard error what drafts where no draft is given, and how."""
+    if this_rank() == 0:
+        typer.echo(f"heavypath: no --draft: drafting from text already written (Recall){how}", err=True)
 
 
 def encode(pair: Pair, text: str, *, chat: bool = False) -> torch.Tensor:

@@ -20,6 +20,7 @@ from heavypath.speculative.models.host import host_can_read
 
 MOST_TOKENS = 2**22  # kept: to sort so many takes seconds
 _AFTER = 16  # as much as a 16th of what is sorted may wait to be sorted with it
+_NOTHING = SortedCorpus(torch.zeros(0, dtype=torch.int32, device="cpu"), torch.zeros(0, dtype=torch.long, device="cpu"))
 _LAST = np.iinfo(np.int64).max  # above every step
 
 
@@ -50,10 +51,7 @@ class Recall(Draftable):
         self._lock = threading.Lock()
         self._texts = deque[np.ndarray]()
         self._kept = self._sorted = self._waiting = 0  # tokens, with one between texts
-        self._corpus = SortedCorpus(
-            torch.zeros(tokens, dtype=torch.int32, device="cpu"),
-            torch.full((tokens,), _LAST, dtype=torch.long, device="cpu"),
-        )
+        self._corpus = self._sort()
         self._copies: WeakValueDictionary[torch.device, LearningCopy] = WeakValueDictionary()
 
     def serve(self, vocab_size: int) -> None:
@@ -79,9 +77,18 @@ class Recall(Draftable):
                 for copy in self._copies.values():
                     copy.take(self._corpus)
 
+    def forget(self) -> None:
+        """Forget all texts."""
+        with self._lock:
+            self._texts.clear()
+            self._kept = self._sorted = self._waiting = 0
+            self._corpus = self._sort()
+            for copy in self._copies.values():
+                copy.take(self._corpus)
+
     def _sort(self) -> SortedCorpus:
         """All texts, in as many entries as may be kept, so that shapes stay: those left over come after all steps."""
-        followers, steps = sort_corpus(self._texts, self.max_ngram)
+        followers, steps = sort_corpus(self._texts, self.max_ngram) if self._texts else _NOTHING
         size, all_steps = len(steps), torch.full((self.tokens,), _LAST, dtype=torch.long, device="cpu")
         all_steps[:size] = steps // size * self.tokens + steps % size
         return SortedCorpus(torch.cat([followers, followers.new_zeros(self.tokens - size)]), all_steps)

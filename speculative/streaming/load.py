@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from heavypath.speculative.files.hub import find_folder
 from heavypath.speculative.streaming.accelerate_hooks import with_index
 from heavypath.speculative.streaming.offloaded import layers_in, stream_layers
 from heavypath.speculative.streaming.source import places_of_folder
@@ -20,10 +21,12 @@ def load_streamed(
     offload_folder: str | Path | None = None,
     device: torch.device | str = "cpu",
     host_memory: int | str | None = None,
+    local_files_only: bool = False,
 ) -> PreTrainedModel:
     """A causal language model whose weights take no more than `memory` of a device, however many there are.
 
-    folder:   a model with safetensors, as `save_pretrained` or `hf download` made it; its files are read as they are
+    folder:   a model with safetensors, as `save_pretrained` or `hf download` made it; its files are read as they are.
+              Or a name on the Hugging Face Hub, of which what the cache lacks is fetched
     memory:   bytes, or a text such as "8G", for all weights. The layers that fit in stay, the others pass through two
               places and are read anew in each forward pass. Caches and activations are not counted
     resident: layers that are to stay in any case, those of an `EarlyExit` for one
@@ -32,6 +35,7 @@ def load_streamed(
     host_memory: beside a GPU, bytes or a text for the host's memory, pinned, that layers that pass may take. Those that
               it has no room for are read from disk in each pass. Default: all of them, which are read once, and
               then steps are CUDA graphs
+    local_files_only: of a name fetch nothing, as with HF_HUB_OFFLINE
 
     The model is transformers' own: give it to SpeculativeDecoder, or call `generate`. `stream_of(model).close()` ends
     it before it goes by itself. Needs accelerate (`pip install '.[offload]'` in a checkout).
@@ -51,8 +55,8 @@ def load_streamed(
         import accelerate  # noqa: F401
     except ImportError as error:
         raise ImportError("streamed weights need accelerate: `pip install '.[offload]'` in a checkout") from error
-    if Path(folder).is_dir():
-        places_of_folder(folder)  # whose errors name the file; transformers has KeyErrors and others for some
+    folder = find_folder("target", str(folder), local_files_only)
+    places_of_folder(folder)  # whose errors name the file; transformers has KeyErrors and others for some
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)

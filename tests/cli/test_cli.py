@@ -404,8 +404,8 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
 
 
 @pytest.mark.parametrize(("target", "draft", "message"), [
-    ("no/folder", "draft", "the target 'no/folder' is neither a folder nor a model in the Hugging Face cache; give"),
-    ("target", "missing", "the draft 'missing' is neither a folder"),
+    ("no/folder", "draft", "the target 'no/folder' is no folder here and is not in the Hugging Face cache"),
+    ("target", "missing", "the draft 'missing' is no folder here"),
     ("empty", "draft", "the target folder 'empty' has no config.json"),
     ("t5", "draft", "the target in 't5' is of type 't5'; expected a causal language model"),
     ("target", "other words", "must have 5% of the target's tokens at least, got a tokenizer with 0 of the"),
@@ -414,7 +414,6 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
     ("half the layers", "draft", "weights in 'half the layers' lack 9 tensors, first 'model.layers.1"),
     ("no tokenizer", "draft", "the target folder 'no tokenizer' has no tokenizer; save one there"),
     ("nan weights", "draft", "target has NaN or infinite weights in lm_head.weight"),
-    ("target", None, "--method sequoia needs a --draft"),
     ("target", "early-exit:all", "expected early-exit:LAYERS, the number of the first layers to run, or which"),
     ("target", "retrieval:", "expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder"),
     ("target", "retrieval:none", "expected retrieval:PATH, and there is no file or folder 'none'"),

@@ -48,7 +48,7 @@ def test_the_shipped_pair_is_compared_without_further_ado(heavypath):
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     ("", 2, "give some texts, or --prompts FILE"),
     ("x --method medusa", 1, "--method must be one of autoregressive, .*, got 'medusa'"),
-    ("x --target gpt", 1, "compare needs a --draft with the --target"),
+    ("x --target gpt", 1, "the target 'gpt' is no folder here and is not in the Hugging Face cache"),
     ("x --prompts no.txt", 2, "--prompts.* 'no.txt' does not exist"),
     ("x --plot no/such/plot.png", 1, "--plot must be in a folder that exists"),
     ("x --profile no.json", 1, "there is no profile 'no.json'"),

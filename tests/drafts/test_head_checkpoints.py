@@ -270,7 +270,7 @@ def test_load_draft_takes_models_and_other_drafts_by_one_argument(target, tmp_pa
     target.save_pretrained(tmp_path)
     assert torch.equal(load_draft(str(tmp_path), target).lm_head.weight, target.lm_head.weight)
     assert isinstance(load_draft("prompt-lookup", target), PromptLookup)
-    with pytest.raises(FileNotFoundError, match="the draft 'nothing' is neither a folder nor a model"):
+    with pytest.raises(FileNotFoundError, match="the draft 'nothing' is no folder here and is not in"):
         load_draft("nothing", target)
 
 

@@ -27,7 +27,7 @@ def batch(
     out: Annotated[Path, typer.Option(help="Answers, in the order of the lines; goes on where it ended.")],
     target: options.Target = None,
     draft: options.Draft = None,
-    method: options.Method = "ersd",
+    method: options.Method = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Where a line has none. Default: the model's own, or 1 if it has none.")
@@ -49,6 +49,7 @@ def batch(
     device: options.Device = None,
     threads: options.Threads = None,
     dtype: options.Dtype = None,
+    offline: options.Offline = False,
     seed: options.Seed = 0,
     verbose: options.Verbose = False,
 ) -> None:
@@ -62,13 +63,13 @@ def batch(
     if workers is not None and ray is None:
         raise ValueError("--workers says how many decoders a Ray cluster runs; give --ray, or leave it out")
     with starting():
-        from heavypath.speculative.cli.support import check_choice, load
+        from heavypath.speculative.cli.support import choose, load
         from heavypath.speculative.http.batches.lines import count_lines, read_lines
         from heavypath.speculative.http.batches.output import Output, errors_beside
         from heavypath.speculative.http.batches.worker import Worker, WorkerOptions
         from heavypath.speculative.profile import Profile
 
-    check_choice(method, target, draft, verifier)
+    method, draft = choose(method, target, draft, verifier, default="ersd", offline=offline)
     if profile is not None:
         Profile.load(profile)
     for path in (out, errors_beside(out)):
@@ -89,7 +90,7 @@ def batch(
             return
 
         def worker() -> Worker:
-            pair = load(target, draft, dtype, device=device, threads=threads)
+            pair = load(target, draft, dtype, device=device, threads=threads, offline=offline)
             settings = WorkerOptions(
                 method=method, tree_size=tree_size, profile=profile, verifier=verifier, slots=slots,
                 max_tokens=max_tokens, at_once=AHEAD * slots, name=name_of(target),

@@ -1,0 +1,152 @@
+"""The folder of a model: one that is given, or that of a name in the Hugging Face cache, or fetched from the Hub.
+
+What the cache has is taken as it is, without a network. Of what it lacks, config.json comes first, then what describes
+the model and its tokenizer, and one set of weights: no code, no second format, and no pickle where there is another.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from heavypath.speculative.files.typed_json import weight_map
+
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # one of them is there
+SAFE = ("model.safetensors", "model.safetensors.index.json")
+WEIGHTS = {  # by what a model is for; the first that there is counts
+    "target": SAFE,
+    "draft": (
+        "medusa_lm_head.safetensors", "medusa_lm_head.pt", *SAFE, "pytorch_model.bin", "pytorch_model.bin.index.json",
+    ),
+}  # fmt: skip
+BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # how the files of settings and tokenizers end
+A_FOLDER = "give a folder with config.json and safetensors weights, as save_pretrained makes it"
+LOG_IN = "log in by `hf auth login` or set HF_TOKEN"
+
+
+def find_folder(
+    role: str, name: str, local_files_only: bool = False, check: Callable[[Path], object] | None = None
+) -> Path:
+    """The folder that has a model's files, from that folder or the model's name. What the cache lacks is fetched.
+
+    role: "target" or "draft", which says what weights are looked for, and what messages call it
+    local_files_only: fetch nothing, as where HF_HUB_OFFLINE is set
+    check: called with a folder that has config.json, before the weights of a name are fetched
+
+    Raises FileNotFoundError or OSError, in one line that says what to do, for what is no folder of a model and no name,
+    and for a name that cannot be fetched.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"the {role} folder {name!r} has no config.json; {A_FOLDER}")
+        return folder
+    if folder.suffix.lower() == ".gguf":
+        raise FileNotFoundError(
+            f"the {role} {name!r} is a GGUF file, which is not read; {A_FOLDER}, or the name of such a model on "
+            "the Hugging Face Hub"
+        )
+    if folder.is_file():
+        raise FileNotFoundError(f"the {role} {name!r} is a file; {A_FOLDER}, or a name on the Hugging Face Hub")
+    cached = _in_cache(role, name)
+    lacking = None if cached is None else _lacking(role, cached)
+    if cached is not None and lacking is None:
+        return cached
+    try:
+        if local_files_only or constants.is_offline_mode():
+            what = "is not" if cached is None else f"has no {lacking}"
+            raise FileNotFoundError(
+                f"the {role} {name!r} is no folder here and {what} in the Hugging Face cache, and nothing may be "
+                f"fetched (--offline, local_files_only or HF_HUB_OFFLINE); allow that, run `hf download {name}` "
+                f"first, or {A_FOLDER}"
+            )
+        return _fetched(role, name, check)
+    except FileNotFoundError:
+        if cached is not None and role == "draft" and lacking == "tokenizer":  # heads have none
+            return cached
+        raise
+
+
+def _in_cache(role: str, name: str) -> Path | None:
+    """The folder of a name in the cache, if there is one with a config.json."""
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise FileNotFoundError(
+            f"the {role} {name!r} is neither a folder nor a name of the Hugging Face Hub, such as Qwen/Qwen3-0.6B; "
+            f"{A_FOLDER}, or such a name"
+        ) from None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _lacking(role: str, folder: Path) -> str | None:
+    """The first of weights and tokenizer that a folder lacks."""
+    first = next((folder / file for file in WEIGHTS[role] if (folder / file).is_file()), None)
+    if first is None:
+        return "weights"
+    if first.suffix == ".json" and not all((folder / file).is_file() for file in weight_map(first).values()):
+        return "weights"
+    return None if any((folder / file).is_file() for file in TOKENIZER) else "tokenizer"
+
+
+def _fetched(role: str, name: str, check: Callable[[Path], object] | None) -> Path:
+    """The folder of a name, in the cache, with all that was lacking there; progress bars are the Hub's own."""
+    hub = constants.ENDPOINT
+    try:
+        files = {
+            one.rfilename for one in HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT).siblings or ()
+        }
+    except Exception as error:  # of the Hub's client, of its HTTP client, and of the disk
+        raise FileNotFoundError(_in_words(role, name, error)) from error
+    if "config.json" not in files:
+        raise FileNotFoundError(
+            f"the {role} {name!r} on {hub} has no config.json, so it is not in transformers' format (GGUF files and "
+            f"adapters alone are not read); give another name, or {A_FOLDER}"
+        )
+    weights = {*[file for file in WEIGHTS[role] if file in files][:1]}
+    try:
+        config = hf_hub_download(name, "config.json")
+        for index in [file for file in weights if file.endswith(".json")]:
+            weights |= {*weight_map(hf_hub_download(name, index)).values()}
+    except Exception as error:
+        raise FileNotFoundError(_in_words(role, name, error)) from error
+    if check is not None:
+        check(Path(config).parent)
+    if not weights or not weights <= files:
+        raise FileNotFoundError(
+            f"the {role} {name!r} on {hub} has no weights that are read, expected {' or '.join(WEIGHTS[role])}, with "
+            f"all files of an index; give another name, or {A_FOLDER}"
+        )
+    beside = {file for file in files if "/" not in file and file.endswith(BESIDE)}
+    try:
+        return Path(snapshot_download(name, allow_patterns=sorted(beside | weights)))
+    except Exception as error:
+        raise FileNotFoundError(_in_words(role, name, error)) from error
+
+
+def _in_words(role: str, name: str, error: Exception) -> str:
+    """Why a name was not fetched, and what to do, in one line."""
+    hub = constants.ENDPOINT
+    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+        return (
+            f"there is no folder {name!r} here for the {role}, and no model of that name on {hub} that you may read: "
+            f"check its spelling, {LOG_IN} if it is private, or {A_FOLDER}"
+        )
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+        return (
+            f"the {role} {name!r} is on {hub} for those alone who may read it: ask for access on {hub}/{name} and "
+            f"{LOG_IN}, or {A_FOLDER}"
+        )
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+    return (
+        f"the {role} {name!r} is no folder here, is not wholly in the Hugging Face cache, and cannot be fetched from "
+        f"{hub} ({' '.join(str(cause).split()) or type(cause).__name__}); connect to it, or run `hf download {name}` "
+        f"where you can, or {A_FOLDER}"
+    )
