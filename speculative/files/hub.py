@@ -4,6 +4,7 @@ What the cache has is taken as it is, without a network. Of what it lacks, confi
 the model and its tokenizer, and one set of weights: no code, no second format, and no pickle where there is another.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,11 @@ WEIGHTS = {  # by what a model is for; the first that there is counts
         "medusa_lm_head.safetensors", "medusa_lm_head.pt", *SAFE, "pytorch_model.bin", "pytorch_model.bin.index.json",
     ),
 }  # fmt: skip
+# Files of parts of drafts that trainers write beside the weights; others, as of an optimizer, are not of the draft.
+PART = re.compile(
+    r"(mask_embeddings?|embeddings?|embed_tokens|lm_head|head|fc|[dt]2[dt]|vocab_mapping|markov_head|adapter_model)"
+    r"\.(pt|pth|bin|safetensors)"
+)
 BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # how the files of settings and tokenizers end
 A_FOLDER = "give a folder with config.json and safetensors weights, as save_pretrained makes it"
 LOG_IN = "log in by `hf auth login` or set HF_TOKEN"
@@ -125,6 +131,8 @@ def _fetched(role: str, name: str, check: Callable[[Path], object] | None) -> Pa
             f"all files of an index; give another name, or {A_FOLDER}"
         )
     beside = {file for file in files if "/" not in file and file.endswith(BESIDE)}
+    if role == "draft":
+        beside |= {file for file in files if PART.fullmatch(file)}
     try:
         return Path(snapshot_download(name, allow_patterns=sorted(beside | weights)))
     except Exception as error:

@@ -124,6 +124,14 @@ def test_of_a_head_the_one_format_that_is_read_is_fetched(hub, file, tmp_path):
     assert isinstance(load_draft("someone/head", target, local_files_only=True), kind)
 
 
+def test_parts_of_a_draft_in_files_of_their_own_come_too(hub, folders):
+    hub.publish("someone/block", folders / "draft")
+    hub.repositories["someone/block"] |= {"mask_embedding.pt": b"a", "lm_head.safetensors": b"b", "scheduler.pt": b"c"}
+    find_folder("draft", "someone/block")
+    assert {"mask_embedding.pt", "lm_head.safetensors"} < fetched(hub, "someone/block")
+    assert "scheduler.pt" not in fetched(hub, "someone/block")
+
+
 def test_a_draft_of_several_parts_and_a_streamed_target_have_names_too(published, demo_pair, folders):
     pair = load_pair("someone/target", "2*someone/draft+1*prompt-lookup")
     assert SpeculativeDecoder(pair.target, pair.draft).generate(torch.tensor([[1, 2]]), 4).sequences.shape == (1, 6)

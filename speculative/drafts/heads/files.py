@@ -3,7 +3,6 @@
 Of a model on the hub nothing is fetched but its config.json and the first that there is of its weights.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from heavypath.speculative.files.hub import PART
 from heavypath.speculative.files.typed_json import weight_map
 
 WEIGHTS = (
@@ -22,11 +22,6 @@ WEIGHTS = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
-)
-# Files of parts that trainers write beside the weights; others, as of an optimizer, are not of the draft.
-_A_PART = re.compile(
-    r"(mask_embeddings?|embeddings?|embed_tokens|lm_head|head|fc|[dt]2[dt]|vocab_mapping|markov_head|adapter_model)"
-    r"\.(pt|pth|bin|safetensors)"
 )
 
 
@@ -102,7 +97,7 @@ def find_beside(files: CheckpointFiles, name: str) -> Path | None:
 
 def check_all_is_read(files: CheckpointFiles, but: str = "") -> None:
     """Raise ValueError for a file that holds a part of a draft and is not read, unless it is called `but`."""
-    beside = {path.name for path in files.config.parent.iterdir() if _A_PART.fullmatch(path.name)}
+    beside = {path.name for path in files.config.parent.iterdir() if PART.fullmatch(path.name)}
     unread = sorted(beside - {path.name for path in files.weights} - {but})
     if unread:
         raise ValueError(
