@@ -396,7 +396,7 @@ def test_wrong_options_are_refused_in_one_line(heavypath, arguments, code, messa
     (("--file", "missing.txt"), "cannot read the prompt in '.*missing.txt': No such file"),
     (("--file", "target"), "cannot read the prompt in '.*target': Is a directory"),
     (("--file", "latin1.txt"), "the prompt in '.*latin1.txt' is not UTF-8"),
-    (("one " * 40,), r"need 168 positions \(40 \+ 128\), but target has 32"),
+    (("one " * 40,), r"need 167 positions \(40 \+ 128 - 1: the last is not read\), but target has 32"),
 ])  # fmt: skip
 def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatch, prompt, message):
     monkeypatch.chdir(folders)
