@@ -38,10 +38,9 @@ from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.tree_choice import TreesByBatch, tree_by_estimates, trees_up_to
+from heavypath.speculative.tree_choice import TreesByBatch, is_toy, tree_by_estimates, trees_up_to
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.planning import expected_tokens
-from heavypath.speculative.trees.tails import of_any_pair
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ TRY = 2.0  # steps of plain decoding: what a trial may lose
 LOSS = 0.02  # of the time, for drafts that are tried in vain
 LONGER = 3  # times that pauses double
 READING = 1 / 8  # of a pass over one token: what each token of a text costs that is read at once
-MOST_ON_A_CPU = 64  # nodes whose costs are estimated there
 
 
 class Gain:
@@ -75,7 +73,7 @@ class Gain:
         if tree.depth + 1 <= self._cost(tree, running):
             self._say("no draft is expected to pay, not even one that is always right")
             return None if len(tree) > 1 else tree
-        doubtful = self._is_new and self.of(_expected_tokens(tree), tree, running) < 1
+        doubtful = self._is_new and self.of(_expected_tokens(tree, self._draft, 0.0), tree, running) < 1
         return ROOT if doubtful or self.pause > self._rest_of_text else tree
 
     def begin(self, first: Shape, *, rests: bool) -> None:
@@ -125,7 +123,7 @@ class Gain:
     def _at(self, running: int) -> Costs:
         batch = standing_for(running, BATCHES)
         if batch not in self._costs:
-            self._costs[batch] = estimates(self._target, self._draft.models, batch, range(1, MOST_ON_A_CPU + 1))
+            self._costs[batch] = estimates(self._target, self._draft.models, batch)
         return self._costs[batch]
 
     def _say(self, why: str) -> None:
@@ -138,31 +136,52 @@ class EstimatedTrees:
     """The trees of a decoder without a profile and without options for the tree, by costs that are estimated."""
 
     def __init__(self, method: str, target: Forward, draft: Draft | None, alone: TokenTree | Growth):
-        """alone: the tree of one sequence."""
-        self._method, self._target, self._draft, self.alone = method, target, draft, alone
+        """alone: the tree of one sequence that is sampled."""
+        self._method, self._target, self._draft, self.alone = method, target, draft or NO_DRAFT, alone
         self.rests = draft is not None and draft.can_rest
-        self._found = {1: alone}
+        # A lookahead adds nodes of its own to each pass. The trees of a merge have a child of the root for each of its
+        # drafts. So their trees are the same in all batches.
+        self._is_fixed = self._draft.extra_nodes > 0 or self._draft.laws > 1
+        self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
 
-    def up_to(self, most: int, rests: bool = True) -> TreesByBatch:
-        """The trees for 1 to `most` running sequences; rests: whether the draft may rest, if it can catch up.
+    def up_to(self, most: int, temperature: float, rests: bool = True) -> TreesByBatch:
+        """The trees for 1 to `most` running sequences, for texts that are the same by all trees.
 
-        A lookahead adds nodes of its own to each pass. The trees of a merge have a child of the root for each of its
-        drafts. So their trees are the same in all batches.
+        rests: whether the draft may rest, if it can catch up with what was written meanwhile. One that cannot drafts a
+        token at least; but where plain decoding is best for all `most` sequences, that is done until they have ended
         """
-        draft = self._draft or NO_DRAFT
-        fixed, rests = draft.extra_nodes > 0 or draft.laws > 1, rests and self.rests
-        return trees_up_to(most, (1,) if fixed else BATCHES, self._tree, self._method, rests=rests)
+        if self._is_fixed:
+            return TreesByBatch({1: self.alone})
+        if rests and not self.rests and len(self._tree(standing_for(most, BATCHES), temperature)) == 1:
+            return TreesByBatch({1: ROOT})
+        return trees_up_to(
+            most, BATCHES, lambda batch: self._tree(batch, temperature), self._method, rests=rests and self.rests
+        )
+
+    def fixed(self, batch: int, temperature: float) -> TokenTree | Growth:
+        """The tree of a batch for texts that depend on trees: that of one sequence if it pays there, else the root.
+
+        So sampled texts are the same in all batches that gain by drafts, and none is slower than plain decoding.
+        """
+        tree = self._tree(1, temperature)
+        if batch == 1 or self._is_fixed or len(tree) == 1 or is_toy(self._target):
+            return tree
+        pays = self.gain.of(_expected_tokens(tree, self._draft, temperature), tree, batch) >= 1
+        return tree if pays else ROOT
 
     @cached_property
     def gain(self) -> Gain:
         """The gain of the trees."""
-        return Gain(self._target, self._draft or NO_DRAFT)
+        return Gain(self._target, self._draft)
 
-    def _tree(self, batch: int) -> TokenTree | Growth:
-        if batch not in self._found:
-            self._found[batch] = tree = tree_by_estimates(self._method, self._target, self._draft, batch)
+    def _tree(self, batch: int, temperature: float) -> TokenTree | Growth:
+        asked = batch, temperature == 0
+        if asked not in self._found:
+            tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature)
+            is_alone = batch == 1 and (tree == self.alone or is_toy(self._target))
+            self._found[asked] = self.alone if self._is_fixed or is_alone else tree
             logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
-        return self._found[batch]
+        return self._found[asked]
 
 
 class Resting(Watcher):
@@ -192,8 +211,8 @@ class Resting(Watcher):
         return plan if tree == plan.tree else replace(plan, tree=tree)
 
 
-def _expected_tokens(tree: Shape) -> float:
-    """The tokens that a step with a tree brings, by the acceptance of the shipped pair."""
+def _expected_tokens(tree: Shape, draft: Draft, temperature: float) -> float:
+    """The tokens that a step with a tree brings, by the usual acceptance of a draft at a temperature."""
     static = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth) if tree.grows else tree
     assert isinstance(static, TokenTree)
-    return expected_tokens(static, of_any_pair())
+    return expected_tokens(static, draft.usual_acceptance(temperature).rates())

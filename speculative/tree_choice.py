@@ -11,6 +11,7 @@ trees of their kind for the others.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,14 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.speculative.costs.estimates import estimated_for, estimates
+from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, Confidence, Growth
+from heavypath.speculative.trees.tails import DEPTH, SMALL_MODEL, Usual
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
@@ -31,8 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
 SEQUENCES = 3  # independent ones, by default
+TOY_BYTES, TOY_SIZE = 1e6, 5  # of a model's weights, and nodes of its trees in any batch
+SURE = 1.1  # the gain by estimated costs from which on several sequences have a tree: estimates are that far off
 
 
 def chosen_tree(
@@ -42,25 +47,37 @@ def chosen_tree(
 
     given: the options that are not None. A tree is in heavy-path order
     """
-    levels, size, default, chosen_by = (draft or NO_DRAFT).levels, CPU_SIZE, None, "the default of a CPU"
-    is_plain = target.stream is None and target.device.type != "cuda"
-    if not (is_plain or {"tree", "tree_size"} & given.keys()):
-        from heavypath.speculative.costs.estimates import estimated_for, estimates
-
-        default = default_tree(method, estimates(target, (draft or NO_DRAFT).models), levels)
-        size, chosen_by = max(2, len(default)), f"by costs estimated for {estimated_for(target)}"
-    deep, options = (draft or NO_DRAFT).levels_on_host, METHODS[method].options
-    usual = {"max_depth": deep} if deep and "max_depth" in options and "width" not in options else {}
-    tree = tree_of_options(method, given or usual, size, levels) if given or default is None else default
+    own, size, tree, chosen_by = draft or NO_DRAFT, 0, None, ""
+    if is_toy(target):
+        size, chosen_by = TOY_SIZE, "the default of models of less than a megabyte"
+        tree = tree_of_options(method, given, size, own.levels)
+    elif not {"tree", "tree_size"} & given.keys():
+        tree = tree_by_estimates(method, target, draft)
+        if tree.depth and _root_children(tree) < own.laws:
+            tree = METHODS[method].tree_of(1 + 2 * own.laws)
+        size = max(2, len(tree))
+        chosen_by = f"by costs estimated for {estimated_for(target)}"
+    if tree is None or given:
+        tree, chosen_by = tree_of_options(method, given, size, own.levels), "by the options given"
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
-        drafts, children = (draft or NO_DRAFT).laws, int((tree.parents == 0).sum())
+        drafts, children = own.laws, _root_children(tree)
         if children < drafts > 1:
             raise ValueError(
                 f"a Merge of {drafts} drafts needs a tree whose root has a child for each of them, got {children}; "
                 f"give a tree, a larger tree_size, or width={drafts} where the method has it"
             )
-    return tree, "by the options given" if given else chosen_by
+    return tree, chosen_by
+
+
+def is_toy(target: Forward) -> bool:
+    """True for a model on a CPU that is so small that a step is the host's time, of which estimates know nothing."""
+    return target.device.type == "cpu" and target.stream is None and Work.of(target).weight_bytes < TOY_BYTES
+
+
+def _root_children(tree: TokenTree | Growth) -> int:
+    """Children of the root; any number where the tree grows."""
+    return int((tree.parents == 0).sum()) if isinstance(tree, TokenTree) else MAX_NODES
 
 
 def best_plan(
@@ -95,12 +112,16 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
     return Growth(usual.by, len(tree), width, tree.depth, confidence=confidence if usual.by == "slot" else None)
 
 
-def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: int) -> TokenTree | Growth:
-    """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device."""
-    from heavypath.speculative.costs.estimates import estimates
+def tree_by_estimates(
+    method: str, target: Forward, draft: Draft | None, batch: int = 1, temperature: float = 1.0
+) -> TokenTree | Growth:
+    """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device.
 
-    costs = estimates(target, (draft or NO_DRAFT).models, batch, range(1, CPU_SIZE + 1))
-    tree = default_tree(method, costs, (draft or NO_DRAFT).levels, batch)
+    temperature: that the target is sampled at, which says how often the draft's tokens are usually accepted
+    """
+    own = draft or NO_DRAFT
+    costs = estimates(target, own.models, batch)
+    tree = default_tree(method, costs, own.levels, batch, own.usual_acceptance(temperature))
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 
 
@@ -143,24 +164,22 @@ def trees_up_to(
     return TreesByBatch(trees)
 
 
-def default_tree(method: str, costs: "Costs", levels: int | None = None, batch: int = 1) -> TokenTree | Growth:
-    """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured.
+def default_tree(
+    method: str, costs: "Costs", levels: int | None = None, batch: int = 1, usual: Usual = SMALL_MODEL
+) -> TokenTree | Growth:
+    """The tree of a method by these costs and the usual acceptance of its draft, for models that nobody measured.
 
     levels: that the draft can draft; None for any
     batch: sequences that the costs are for
-    Where no tree is expected to pay, several sequences have the root alone, which is plain decoding. A single one
+    Where no tree is SURE to pay, several sequences have the root alone, which is plain decoding. A single one
     drafts one token all the same, because it is not known how well these models agree.
     """
-    from heavypath.speculative.trees.tails import DEPTH, of_any_pair
-
     if method == "autoregressive":
         return ROOT
     steps = costs.steps_of(range(1, max(costs.step) + 1))
-    rates = torch.from_numpy(of_any_pair(depth=min(DEPTH, levels or DEPTH)))
-    sequences = SEQUENCES if METHODS[method].independent_sequences else None
-    plan = best_plan(method, rates, steps, costs.level / costs.step[1], sequences)
-    if len(plan.tree) == 1 and batch > 1:
-        return plan.tree
+    plan = _usual_plan(method, tuple(steps.values()), costs.level / costs.step[1], levels or DEPTH, usual)
+    if batch > 1 and plan.speedup < SURE:
+        return ROOT
     if len(plan.tree) == 1:
         logger.warning(
             "by the costs estimated for these models no tree is expected to pay: a level costs %.2f of a step; "
@@ -169,6 +188,17 @@ def default_tree(method: str, costs: "Costs", levels: int | None = None, batch: 
         )
         return METHODS[method].tree_of(2)
     return as_drafted(method, plan.tree, DEFAULT_CONFIDENCE)
+
+
+@lru_cache(maxsize=256)  # many decoders of the same models are made in a program that compares methods
+def _usual_plan(method: str, steps: tuple[float, ...], level: float, levels: int, usual: Usual) -> "Plan":
+    """The best tree of a method, which may be the root alone.
+
+    steps: of trees of 1, 2, ... nodes, in steps of plain decoding, as `level` is; levels: that the draft can draft
+    """
+    rates = torch.from_numpy(usual.rates(depth=min(DEPTH, levels, max(1, len(steps) - 1))))
+    sequences = SEQUENCES if METHODS[method].independent_sequences else None
+    return best_plan(method, rates, dict(enumerate(steps, 1)), level, sequences)
 
 
 def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: int | None = None) -> TokenTree | Growth:

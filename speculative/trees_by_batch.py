@@ -6,8 +6,9 @@ nothing the draft reads nothing, it rests; before it drafts again `Workspace.tur
 that cannot be given that have trees of one drafted token at least.
 
 A text depends on the trees that it is drafted by, as one sample of its law differs from another. It does not at
-temperature 0 and where tokens are the outcomes of races (ersd): there trees follow the batch by themselves. Elsewhere
-they do with a profile alone, whose user has asked for the trees that are fastest.
+temperature 0 and where tokens are the outcomes of races (ersd): there trees follow the batch by themselves, also while
+sequences end. Elsewhere they do with a profile alone, whose user has asked for the trees that are fastest. A default
+tree is that of one sequence, or none for all of a text where the batch would be slower by it than plain decoding.
 """
 
 from collections.abc import Callable, Mapping
@@ -136,15 +137,18 @@ class TreeSource:
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
         """The trees of steps while 1 to `most` sequences are decoded together, where the target is sampled so.
 
-        It is one tree where that was given by options; and where a sampled text would be another one in another batch,
-        unless a profile was given. rests: whether steps may draft nothing, which asks for `Workspace.turn`
+        It is one tree where that was given by options, and where a sampled text would become another one by the trees
+        of later steps, unless a profile was given. rests: whether steps may draft nothing, which asks for
+        `Workspace.turn`
         """
         if self.tree is None:
             assert self._by_profile is not None
             return self._by_profile.up_to(most, filters, rests)
-        if self._by_default is not None and self.ignored_by_texts(filters):
-            return self._by_default.up_to(most, rests)
-        return TreesByBatch({1: self.tree})
+        if self._by_default is None:
+            return TreesByBatch({1: self.tree})
+        if self.ignored_by_texts(filters):
+            return self._by_default.up_to(most, filters.temperature, rests)
+        return TreesByBatch({1: self._by_default.fixed(most, filters.temperature)})
 
     def for_serving(self, slots: int) -> TreesByBatch:
         """The trees for requests that come and go, each sampled in its own way.
@@ -152,6 +156,8 @@ class TreeSource:
         Where their texts depend on the tree it is always the one for all slots: a text is not to depend on the others.
         """
         plain = Filters()
+        if self._by_default is not None and not self.ignored_by_texts(plain):
+            return TreesByBatch({1: self._by_default.fixed(1, plain.temperature)})
         trees = self.by_batch(plain, slots, rests=False)
         return trees if self.ignored_by_texts(plain) else TreesByBatch({1: trees.of(slots)})
 

@@ -29,7 +29,7 @@ Plain decoding takes T(1, 0), so G tokens a step make decoding G T(1, 0) / T(n, 
     N* = sqrt((L - F)^2 - M^2) / (2 P/R / peak)  ~  (bytes of a weight / 2) (peak / link) (S / (W/R))
 
 So it does not depend on the model except for the share of it that is read. In fp16 it is peak / link: 3700 nodes on an
-RTX 4090 (0.6 of 165.2 TFLOP/s, 0.85 of 31.5 GB/s). In fp32 it is 240 nodes on two threads of a CPU before a disk of 2
+RTX 4090 (0.6 of 165.2 TFLOP/s, 0.85 of 31.5 GB/s). In fp32 it is 196 nodes on two threads of a CPU before a disk of 2
 GB/s. Where nothing is read, the device's own bandwidth takes the place of the link. N* is then where products take as
 long as reading the weights: 115 nodes on the RTX 4090. One after the other no node is free, and N* is where the
 products take as long as the reading.

@@ -24,6 +24,7 @@ from heavypath.speculative.drafts.kinds import as_draft, describe, draft_paramet
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.trees.tails import Usual
 
 FIRST = 0.9  # weight of the first draft of a mixture, which is to be the strongest
 
@@ -189,6 +190,10 @@ class CompositeDraft(Draft):
             if part.extra_nodes:
                 return part.beside(own, root, lengths)
         return None
+
+    def usual_acceptance(self, temperature: float) -> Usual:
+        """As often as those of the best part."""
+        return max(part.usual_acceptance(temperature) for part in self.drafts)
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
         """Let all parts take in texts that have ended."""

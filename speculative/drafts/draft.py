@@ -29,6 +29,7 @@ from torch import Tensor
 
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Taps
+from heavypath.speculative.trees.tails import SMALL_MODEL, Usual
 
 Drafting = Any  # what has weights to draft with: a `Forward`, or a trained head, which has its names
 
@@ -89,7 +90,6 @@ class Draft:
 
     name:     for messages, of a draft without a model
     levels:   how many levels of a tree it can draft; None for any number
-    levels_on_host: that planned trees have on a CPU by default; None for as many as a small model's
     laws:     how many distributions the root's children are drawn from: of a merge one of each of its drafts
     extra_nodes: how many nodes of its own it adds to each pass of the target
     forward, keeps_state: its forward pass, None without weights; whether a recurrent state says what it has read
@@ -102,7 +102,6 @@ class Draft:
 
     name: str = "draft"
     levels: int | None = None
-    levels_on_host: int | None = None
     laws: int = 1
     extra_nodes: int = 0
     forward: Any = None
@@ -157,6 +156,13 @@ class Draft:
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
         """Take in texts that have ended: `lengths` of prompts' tokens LongTensor[B, T], `counts` of new ones [B, M]."""
+
+    def usual_acceptance(self, temperature: float) -> Usual:
+        """How often its tokens are accepted where the target is sampled so: what default trees assume of it.
+
+        It may look at the temperature alone: a text under a seed depends on the tree.
+        """
+        return SMALL_MODEL
 
     def unsure_rows(self, levels: int) -> int:
         """The most of a text's last rows that may not have been computed, after steps that draft so many levels.

@@ -12,6 +12,7 @@ from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.trees.tails import LOOKUP, SAMPLED_LOOKUP, Usual
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class LookupDraft(Draft):
         length, width = self._options.max_ngram, tokens.shape[1]
         windows = pad(tokens, (length, 0), value=-1).unfold(1, length, 1)  # [B, T + 1, M]
         cache.keys[:, 0, :width], cache.values[:, 0, :width] = windows[:, :-1], windows[:, 1:]
+
+    def usual_acceptance(self, temperature: float) -> Usual:
+        """What followed before follows again; less often where the text is sampled."""
+        return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node: -inf for all tokens where nothing of the text occurred before."""

@@ -20,6 +20,7 @@ from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.texts import Text, tokens_of
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.trees.tails import LOOKUP, SAMPLED_LOOKUP, Usual
 
 FORMAT = "heavypath retrieval 1"
 MOST_NGRAM = 64
@@ -150,6 +151,10 @@ class RetrievalDraft(Draft):
     def prefill(self, tokens: Tensor, cache: Any) -> None:
         """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read."""
         store_texts(self.known.corpus, tokens, cache.keys, cache.values)
+
+    def usual_acceptance(self, temperature: float) -> Usual:
+        """What followed before follows again; less often where the text is sampled."""
+        return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node; -inf for what never followed its last token."""

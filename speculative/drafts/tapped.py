@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.forward import Forward, Taps, check_finite
 from heavypath.speculative.models.structure import structure_of, weight_versions, weights_of
+from heavypath.speculative.trees.tails import TRAINED_HEAD, Usual
 
 
 class TappedDraft(Draft, ABC):
@@ -96,6 +97,10 @@ class TappedDraft(Draft, ABC):
     @abstractmethod
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
         """Take in right-padded texts LongTensor[B, T], which the target has read; starts: as of `Forward.prefill`."""
+
+    def usual_acceptance(self, temperature: float) -> Usual:
+        """Heads know the target's own features: more of their tokens are accepted than of a small model's."""
+        return TRAINED_HEAD
 
     @abstractmethod
     def unsure_rows(self, levels: int) -> int:

@@ -42,7 +42,7 @@ class Remark:
             why = (
                 f"the draft does not pay: {stats.tokens_per_step:.2f} tokens a step, by costs estimated for a batch of "
                 f"{batch}, are {expected:.2f} times the speed of method 'autoregressive'. Sampled texts would change "
-                "with the tree, so it is that of one text; give tree_size=2, or take method 'ersd', whose texts stay"
+                "with the tree, so it stays; give tree_size=2, or take method 'ersd', which then drafts less"
             )
         if why:
             self._said = True

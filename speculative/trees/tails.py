@@ -1,4 +1,6 @@
-"""Acceptance of more children than were counted: a power law, fitted to the last of those that were.
+"""Acceptance that nobody measured: of more children than were counted, and of drafts by their kind.
+
+More children: a power law, fitted to the last of those that were counted.
 
 Let r[k] = 1 - a[0] - ... - a[k-1] be the chance that k children are all rejected. Sequoia (Chen et al. 2024, definition
 3.5) finds that it falls as a power of k. Shifted by one, so that r[0] = 1 is on the curve, the law through K children
@@ -11,6 +13,7 @@ Where the last children are never accepted, as those beyond the tokens that filt
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +50,32 @@ def of_any_pair(children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
     rows = vector * HARDER ** np.arange(depth)[:, None]
     rows[:, 0] = 1 - HARDER ** np.arange(depth) * (1 - vector[0])
     return rows
+
+
+class Usual(NamedTuple):
+    """How often the tokens of a kind of draft are accepted, before anybody measured it: what default trees assume.
+
+    first:  the chance that the root's first child is accepted
+    harder: the share of a depth's misses that the next depth has: text that drafts reach is easier
+    later:  how often later children are accepted where the first is not, in parts of how often the shipped pair's are
+    """
+
+    first: float
+    harder: float
+    later: float = 1.0
+
+    def rates(self, children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
+        """Acceptance fp64 [depth, child]; later children share the misses of the first as those of the shipped pair."""
+        later = self.later * with_tail(DEFAULT_ACCEPTANCE, children)[1:] / (1 - DEFAULT_ACCEPTANCE[0])
+        misses = (1 - self.first) * self.harder ** np.arange(depth)[:, None]
+        return np.concatenate([1 - misses, misses * later], axis=1)
+
+
+# Measured with the shipped models by `bench/decoding.py --sweep defaults`, at temperatures 0, 0.6 and 1 together.
+SMALL_MODEL = Usual(0.63, 0.94)
+TRAINED_HEAD = Usual(0.75, 0.93)
+# A lookup proposes nothing where nothing is found. Its token is certain, and a sampled text follows it less.
+LOOKUP, SAMPLED_LOOKUP = Usual(0.5, 0.9, 0.1), Usual(0.25, 0.9, 0.1)
 
 
 def falling(acceptance: np.ndarray) -> np.ndarray:

@@ -78,14 +78,13 @@ def test_sampled_json_parses_in_a_batch(demo_pair):
     object_ = Grammar.json_schema(SCHEMA, tokenizer, whitespace=False)
     date = Grammar.regex("[0-9]{4}-[0-9]{2}-[0-9]{2}", tokenizer)
     lists = [[object_], [date], None, [object_]]
-    out = SpeculativeDecoder(target, draft, "dyspec").generate(
-        **inputs, max_new_tokens=72, temperature=0.8, seed=3, logits_processor=lists, eos_token_id=0
-    )
+    decoder = SpeculativeDecoder(target, draft, "dyspec", tree_size=5)  # the same tree in any batch
+    out = decoder.generate(**inputs, max_new_tokens=72, temperature=0.8, seed=3, logits_processor=lists, eos_token_id=0)
     texts = [tokenizer.decode(row[width:], skip_special_tokens=True) for row in out.sequences]
     assert is_of_schema(texts[0])
     assert is_of_schema(texts[3])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", texts[1])
-    free = SpeculativeDecoder(target, draft, "dyspec").generate(
+    free = decoder.generate(
         **{name: each[2:3] for name, each in inputs.items()}, max_new_tokens=72, temperature=0.8, seed=3,
         eos_token_id=0, sequence_ids=torch.tensor([2]),
     )  # fmt: skip

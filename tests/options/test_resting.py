@@ -8,8 +8,9 @@ import torch
 from played_steps import PADDING, PROMPTS
 from tiny_models import tiny_llama
 
-from heavypath.speculative import PromptLookup, SpeculativeDecoder, TokenTree
+from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.workspace import Workspace
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.resting import FIRST, LOSS, MOST, READING, TRY, Gain
 from heavypath.speculative.tree_choice import TreesByBatch
 from heavypath.speculative.trees.tree import ROOT
@@ -64,7 +65,6 @@ def test_a_tree_that_was_asked_for_and_a_sampled_text_are_drafted_always(pairs):
         decoder = SpeculativeDecoder(target, drafts["bad"], **options)
         out = decoder.generate(prompt, 40, temperature=temperature, eos_token_id=None)
         assert sizes_of(out.stats) == [5]
-    assert sizes_of(SpeculativeDecoder(target, PromptLookup()).generate(prompt, 30, temperature=0.0).stats) == [5]
 
 
 def test_a_draft_as_large_as_its_target_has_no_cache_and_reads_nothing(pairs):
@@ -76,15 +76,25 @@ def test_a_draft_as_large_as_its_target_has_no_cache_and_reads_nothing(pairs):
     assert torch.equal(out.sequences, plain.sequences)
 
 
-def test_a_sampled_batch_that_drafts_do_not_pay_for_is_told_so(pairs, caplog):
+def test_a_sampled_text_that_drafts_do_not_pay_for_is_told_so(pairs, caplog):
     target, drafts, prompt = pairs
-    decoder = SpeculativeDecoder(target, drafts["good"])
-    for batch in (1, 32):
-        stats = decoder.generate(prompt.expand(batch, -1), 40, temperature=1.0, eos_token_id=None, pad_token_id=0).stats
-        assert ("does not pay" in caplog.text) == (batch == 32)
-    gain = decoder.trees.expected_gain(stats, decoder.tree)
-    assert f"a batch of 32, are {gain:.2f} times the speed" in caplog.text
-    assert gain < 1
+    for name in ("good", "bad"):
+        SpeculativeDecoder(target, drafts[name]).generate(prompt, 40, temperature=1.0, eos_token_id=None)
+        assert ("does not pay" in caplog.text) == (name == "bad")
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
+def test_a_sampled_batch_that_drafts_do_not_pay_for_is_decoded_without(method, pairs):
+    target, drafts, prompt = pairs
+    decoder = SpeculativeDecoder(target, drafts["good"], method)
+    asked = {"temperature": 1.0, "eos_token_id": None, "pad_token_id": 0}
+    out = decoder.generate(prompt.expand(8, -1), 20, **asked)
+    plain = SpeculativeDecoder(target, None, "autoregressive").generate(prompt.expand(8, -1), 20, **asked)
+    assert sizes_of(out.stats) == [1]
+    assert out.stats.steps == plain.stats.steps
+    assert out.stats.cache_bytes == plain.stats.cache_bytes
+    given = SpeculativeDecoder(target, drafts["good"], method, tree_size=4)
+    assert given.generate(prompt.expand(8, -1), 2, **asked).stats.nodes > 16, "a tree that was asked for is drafted"
 
 
 def test_asking_for_a_tree_changes_nothing():
@@ -131,7 +141,7 @@ def gain_with(level, read=0.0):
         def _cost(self, tree, running):
             return 1 + level * tree.depth
 
-    return Fixed(None, None)
+    return Fixed(None, NO_DRAFT)
 
 
 def run(gain, tokens, steps, tree=TREE):
@@ -193,5 +203,5 @@ def test_the_gain_of_the_shipped_pair_falls_with_the_batch(pairs):
     decoder = SpeculativeDecoder(target, drafts["good"])
     gains = [decoder.trees._estimated.gain.of(2.0, decoder.tree, batch) for batch in (1, 2, 4, 8, 16)]
     assert gains == sorted(gains, reverse=True)
-    assert 1.3 < gains[0] < 1.7, "docs/results.md has it measured"
+    assert 1.1 < gains[0] < 1.5, "docs/results.md has it measured"
     assert gains[-1] < 1

@@ -13,6 +13,7 @@ from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.tree_choice import chosen_tree, default_tree
 from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.trees.tails import Usual
 
 GPU = torch.device("cuda", 0)
 
@@ -98,16 +99,18 @@ def test_trees_are_no_deeper_than_levels_pay(method, caplog):
 
 
 def test_a_chain_is_as_long_as_its_expected_tokens_pay_for():
-    # Level 0.1 of a step and acceptance a = 0.5688: (1 - a^(L + 1)) / (1 - a) / (1 + 0.1 L), by hand
-    # 1.426 for one token, 1.577, 1.597, and 1.558 for four.
-    assert default_tree("chain", Costs({1: 1.0, 128: 1.0}, 0.1)).parents.tolist() == [-1, 0, 1, 2]
+    # Level 0.15 of a step and acceptance a = 0.5688: (1 - a^(L + 1)) / (1 - a) / (1 + 0.15 L), by hand
+    # 1.364 for one token, 1.456, 1.431, and 1.363 for four.
+    constant = Usual(0.5688, harder=1.0)
+    tree = default_tree("chain", Costs({1: 1.0, 128: 1.0}, 0.15), usual=constant)
+    assert tree.parents.tolist() == [-1, 0, 1]
     assert len(default_tree("autoregressive", SEVEN_BILLION)) == 1
 
 
 def test_a_decoder_on_a_gpu_says_that_its_tree_is_by_estimated_costs(h100, demo_pair, monkeypatch):
     decoder = SpeculativeDecoder(*demo_pair[:2])
     out = decoder.generate(torch.tensor([[1, 2]]), 3)
-    assert out.stats.tree == "5 nodes, 2 levels, the default of a CPU"
+    assert out.stats.tree == "5 nodes, 3 levels, by costs estimated for a CPU"
     monkeypatch.setattr(LlamaForward, "device", property(lambda self: GPU))
     target, draft = decoder._target, decoder._draft
     tree, chosen_by = chosen_tree("sequoia", {}, target, draft)

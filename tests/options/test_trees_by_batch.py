@@ -18,10 +18,13 @@ from heavypath.speculative import (
     EarlyExit,
     Merge,
     PromptLookup,
+    Recall,
     SpeculativeDecoder,
     TokenTree,
+    expected_tokens,
     load_demo_head,
 )
+from heavypath.speculative.costs.estimates import estimates
 from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import BATCHES, Costs, CostsByBatch, standing_for
@@ -161,11 +164,53 @@ def test_a_tree_may_be_replaced_by_one_in_any_order_of_nodes(tiny_pair):
 
 
 def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
-    """The figures are those of docs/results.md: five nodes alone, two for two to four, plain decoding beyond."""
+    """Five nodes on three levels for one sequence, a chain of two for two, and plain decoding beyond."""
     target, draft, _ = demo_pair
     decoder = SpeculativeDecoder(target, draft)
-    assert [len(decoder.tree_for(Filters(0.0), batch)) for batch in (1, 2, 4, 8, 16, 32, 64)] == [5, 2, 2, 1, 1, 1, 1]
-    assert decoder.tree_for(Filters(0.0)) == SpeculativeDecoder(target, draft, tree_size=5).tree
+    trees = [decoder.tree_for(Filters(0.0), batch) for batch in (1, 2, 4, 8, 16, 32, 64)]
+    assert [(len(tree), tree.depth) for tree in trees] == [(5, 3), (3, 2), *[(1, 0)] * 5]
+    assert decoder.tree_for(Filters(0.0)) == decoder.tree_for(Filters(0.6)) == decoder.tree
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("kind", ["model", "head", "lookup", "recall"])
+def test_no_default_tree_promises_less_than_a_chain_of_at_most_its_size(kind, temperature, threads, demo_pair):
+    """A chain is a tree, so a planner that knows rates and costs does not find a worse one. By the same estimates."""
+    target = demo_pair[0]
+    drafts = {"model": demo_pair[1], "head": load_demo_head(target), "lookup": PromptLookup(), "recall": Recall()}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for method in ("sequoia", "ersd", "rsd-c", "chain", "naive"):
+            decoder = SpeculativeDecoder(target, drafts[kind], method)
+            tree, draft = decoder.tree_for(Filters(temperature)), decoder._draft
+            rates = torch.from_numpy(draft.usual_acceptance(temperature).rates())
+            costs = estimates(decoder._target, draft.models)
+
+            def speedup(tree, rates=rates, costs=costs):
+                return expected_tokens(tree, rates) * costs.step[1] / costs.step_seconds(len(tree), tree.depth)
+
+            chains = [speedup(TokenTree.chain(levels)) for levels in range(1, 9)]
+            assert speedup(tree) >= max(chains[: len(tree) - 1])
+            assert speedup(tree) >= max(chains) * 0.999, "nor than longer ones"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_sampled_texts_stay_in_batches_that_gain_and_by_races_in_all(demo_pair):
+    """A tree is not exchanged for another one where that would be another text, but for plain decoding if it loses."""
+    target, draft, tokenizer = demo_pair
+    prompts = tokenizer([f"def read_{name}(" for name in "abcdefgh"], return_tensors="pt").input_ids
+    for method in ("sequoia", "ersd"):
+        decoder = SpeculativeDecoder(target, draft, method)
+        sizes = [len(decoder.tree_for(Filters(0.6), batch)) for batch in (1, 2, 8)]
+        assert sizes == ([5, 5, 1] if method == "sequoia" else [5, 3, 1])
+        asked = {"temperature": 0.6, "eos_token_id": None, "pad_token_id": 0}
+        alone = decoder.generate(prompts[1:2], 12, sequence_ids=torch.tensor([1]), **asked).sequences[0]
+        for batch in (2, 8):
+            same = torch.equal(alone, decoder.generate(prompts[:batch], 12, **asked).sequences[1])
+            assert same == (method == "ersd" or batch == 2)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -193,7 +238,7 @@ def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
     options = {"temperature": 0.6, "eos_token_id": None, "pad_token_id": 0, "stopping_criteria": [ends]}
     out = SpeculativeDecoder(target, draft, "ersd").generate(prompts, 40, **options)
     sizes = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
-    assert sizes == [1, 2, 5]
+    assert sizes == [1, 3, 5]
     assert out.stats.tree == "1 node, no draft, by costs estimated for 8 sequences"
 
 
@@ -204,10 +249,12 @@ def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(
     assert "does not pay" not in caplog.text
 
 
-def test_drafts_that_cannot_catch_up_draft_a_token_at_least(demo_pair):
+def test_drafts_that_cannot_catch_up_draft_a_token_at_least_or_nothing_to_the_end(demo_pair):
     target, draft, _ = demo_pair
-    for other in (PromptLookup(), load_demo_head(target)):
-        assert min(map(len, SpeculativeDecoder(target, other).trees.by_batch(Filters(0.0), 256).trees)) == 2
+    head = SpeculativeDecoder(target, load_demo_head(target))
+    assert min(map(len, head.trees.by_batch(Filters(0.0), 2).trees)) == 3
+    assert head.trees.by_batch(Filters(0.0), 8).trees == (ROOT,), "also when fewer run: it has not read their tokens"
+    assert min(map(len, head.trees.by_batch(Filters(0.0), 8, rests=False).trees)) == 2
     decoder = SpeculativeDecoder(target, draft)
     assert min(map(len, decoder.trees.by_batch(Filters(0.0), 256).trees)) == 1
     assert min(map(len, decoder.trees.by_batch(Filters(0.0), 256, rests=False).trees)) == 2

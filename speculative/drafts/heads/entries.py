@@ -27,7 +27,6 @@ class EntriesDraft(TappedDraft):
     """
 
     overlap = 1  # an entry is made of two tokens
-    levels_on_host = 3  # first children are accepted more often than those of a small model; measured with the demo's
     native: NativeHead | None = None
 
     @abstractmethod
