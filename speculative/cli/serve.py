@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from heavypath.speculative.loading import Pair
 
 logger = logging.getLogger(__name__)
-TOOL_CALLS = ("hermes", "mistral", "llama3")  # of http.tool_calls
+TOOL_CALLS = ("hermes", "mistral", "llama3", "qwen3_coder", "glm4", "seed_oss")  # of http.tool_calls
+REASONING = ("auto", "none", "think", "mistral", "seed_oss", "kimi")  # of http.answer_forms and http.reasoning
 DEMO_NAME = "heavypath-demo"
 WARM_UP_TOKENS = 4
 NOISE = 0  # the seed of all noise, in which a request's seed names its own: the same on every server
@@ -73,6 +74,13 @@ def serve(
             help=f"How the model writes calls of tools: {', '.join(TOOL_CALLS)}. Default: what its chat template says."
         ),
     ] = None,
+    reasoning: Annotated[
+        str,
+        typer.Option(
+            help=f"How the model writes thinking, which answers then have apart: {', '.join(REASONING)}. auto is what "
+            "its chat template says; none leaves it in the text."
+        ),
+    ] = "auto",
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(help="A site whose pages may ask from a browser, such as https://example.org, or *; repeat it."),
@@ -95,6 +103,7 @@ def serve(
     check_can_serve()
     own_template = None if template is None else options.read_template(template)
     options.check_word("--tool-calls", tool_calls, TOOL_CALLS)
+    options.check_word("--reasoning", reasoning, REASONING)
     with starting():
         from heavypath.speculative.cli.support import choose, load
         from heavypath.speculative.decoder import SpeculativeDecoder
@@ -148,6 +157,7 @@ def serve(
                 limits=limits,
                 metrics=Metrics(service),
                 tool_format=None if tool_calls is None else FORMATS[tool_calls],
+                reasoning=reasoning,
                 measured=per_request_metrics,
             )
             with progress("warming up"):  # which also finds settings of the model that are not served

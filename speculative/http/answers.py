@@ -14,22 +14,32 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 
 class Counted(NamedTuple):
-    """Tokens of a request: its prompts', and the new ones of all its texts; cached: of the prompts, not computed."""
+    """Tokens of a request: its prompts', and the new ones of all its texts.
+
+    cached:    of the prompts, not computed
+    reasoning: of the new ones, in thinking; None where it is not told apart
+    """
 
     prompt: int
     new: int
     cached: int = 0
+    reasoning: int | None = None
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's object."""
         counts = {"prompt_tokens": self.prompt, "completion_tokens": self.new, "total_tokens": self.prompt + self.new}
-        return counts | {"prompt_tokens_details": {"cached_tokens": self.cached}}
+        details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": self.cached}}
+        if self.reasoning is not None:
+            details["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
+        return counts | details
 
 
 class Piece(NamedTuple):
-    """More of the text at a place of a request; with its last piece come its calls, and why it ended.
+    """More of the text at a place of a request; with its last piece comes why it ended.
 
-    scored: the log-probabilities of its tokens, if they were asked for
+    scored:  the log-probabilities of its tokens, if they were asked for
+    calls:   of tools
+    thought: thinking before the text; scored_thought: the log-probabilities of its tokens and its markers'
     """
 
     place: int
@@ -37,6 +47,12 @@ class Piece(NamedTuple):
     reason: Reason | None = None
     scored: Sequence[TokenLogprob] = ()
     calls: Sequence[Call] = ()
+    thought: str = ""
+    scored_thought: Sequence[TokenLogprob] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell but the end."""
+        return bool(self.text or self.thought or self.calls or self.scored or self.scored_thought)
 
 
 class Style(NamedTuple):
@@ -46,6 +62,7 @@ class Style(NamedTuple):
     usage:      whether a stream has the numbers of tokens at its end
     continuous: whether it has them in each event
     measured:   whether the answer says what speculation did, as vLLM does with per-request metrics
+    reasoning:  whether an answer tells thinking apart
     """
 
     model: str
@@ -55,13 +72,18 @@ class Style(NamedTuple):
     usage: bool = False
     continuous: bool = False
     measured: bool = False
+    reasoning: bool = False
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     """The pieces of one text as one."""
-    last = pieces[-1]
-    scored = [each for piece in pieces for each in piece.scored]
-    return last._replace(text="".join(each.text for each in pieces), scored=scored)
+    return pieces[-1]._replace(
+        text="".join(each.text for each in pieces),
+        scored=[one for each in pieces for one in each.scored],
+        calls=[one for each in pieces for one in each.calls],
+        thought="".join(each.thought for each in pieces),
+        scored_thought=[one for each in pieces for one in each.scored_thought],
+    )
 
 
 def measures(acceptance: Acceptance | None) -> dict[str, Any]:
@@ -159,6 +181,10 @@ class ChatAnswer(_Answer):
 
     prefix, whole_kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, style: Style):
+        super().__init__(style)
+        self._calls: dict[int, int] = {}  # that each text has had
+
     def begin(self, index: int, counted: Counted) -> dict[str, Any]:
         """The first event of text `index`."""
         event = self.event(Piece(index, ""), counted)
@@ -166,18 +192,30 @@ class ChatAnswer(_Answer):
         return event
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        return self._style.spelling.chat(piece.scored) if self._style.scores and piece.scored else None
+        if not self._style.scores or not (piece.scored or piece.scored_thought):
+            return None
+        found = self._style.spelling.chat(piece.scored)
+        thought = {"reasoning_content": self._style.spelling.chat(piece.scored_thought)["content"]}
+        return found | thought if self._style.reasoning else found
 
     def _whole(self, text: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
         if text.calls:
             message |= {"content": text.text.strip() or None, "tool_calls": [call.content() for call in text.calls]}
+        elif text.thought:
+            message["content"] = text.text or None
+        if self._style.reasoning:
+            message["reasoning_content"] = text.thought or None
         return {"message": message}
 
     def _part(self, piece: Piece) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        delta: dict[str, Any] = {"reasoning_content": piece.thought} if piece.thought else {}
+        if piece.text:
+            delta["content"] = piece.text
         if piece.calls:
-            delta["tool_calls"] = [{"index": place} | call.content() for place, call in enumerate(piece.calls)]
+            first = self._calls.get(piece.place, 0)
+            self._calls[piece.place] = first + len(piece.calls)
+            delta["tool_calls"] = [{"index": place} | call.content() for place, call in enumerate(piece.calls, first)]
         return {"delta": delta}
 
 

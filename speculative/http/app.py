@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Piece, Style, joined
 from heavypath.speculative.http.errors import Answer, answer_errors
-from heavypath.speculative.http.exchange import Exchange, Served, until_gone
+from heavypath.speculative.http.exchange import Asked, Exchange, Served, until_gone
 from heavypath.speculative.http.guard import Guard, client_of
 from heavypath.speculative.http.logprobs import Spelling
 from heavypath.speculative.http.reading import Reading, check_model
@@ -58,7 +59,8 @@ def create_app(
 
     spelling = Spelling(served.tokenizer)
 
-    def style_of(body: Sampling) -> Style:
+    def style_of(asked: Asked[Any]) -> Style:
+        body: Sampling = asked.body
         wanted = body.streamed
         return Style(
             served.name,
@@ -68,6 +70,7 @@ def create_app(
             usage=wanted.include_usage,
             continuous=wanted.continuous_usage_stats and wanted.include_usage,
             measured=served.measured,
+            reasoning=asked.form is not None and asked.form.has_reasoning,
         )
 
     model = {"id": served.name, "object": "model", "created": started, "owned_by": "heavypath"}
@@ -85,13 +88,13 @@ def create_app(
     async def completions(request: Request) -> Response:
         asked = await reading.read(request, CompletionRequest)
         exchange = Exchange(served, asked, client_of(request.scope))
-        return await _answered(exchange, asked.body, request, CompletionAnswer(style_of(asked.body)), writing)
+        return await _answered(exchange, asked.body, request, CompletionAnswer(style_of(asked)), writing)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = await reading.read(request, ChatRequest)
         exchange = Exchange(served, asked, client_of(request.scope))
-        return await _answered(exchange, asked.body, request, ChatAnswer(style_of(asked.body)), writing)
+        return await _answered(exchange, asked.body, request, ChatAnswer(style_of(asked)), writing)
 
     _describe(app, {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest})
     return app
@@ -113,7 +116,7 @@ async def _answered(
         best = [sorted(each, key=lambda text: -exchange.mean_logprob(text.place))[: body.n] for each in ranked]
         found = [text for each in best for text in each]
     whole = partial(answer.whole, found, exchange.counted, exchange.acceptance)
-    content = await writing.written(whole, sum(len(each.scored) for each in found))
+    content = await writing.written(whole, sum(len(each.scored) + len(each.scored_thought) for each in found))
     return Response(content, media_type=Answer.media_type)
 
 

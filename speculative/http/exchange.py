@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,19 +14,20 @@ from starlette.types import Receive
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
-from heavypath.speculative.http.answers import Counted, Piece
+from heavypath.speculative.http.answer_forms import AUTO, AnswerForm
+from heavypath.speculative.http.answer_texts import AnswerParts, AnswerReader
+from heavypath.speculative.http.answers import Counted, Piece, Reason
 from heavypath.speculative.http.errors import Refusal, failed
 from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.metrics import Metrics, Watch
 from heavypath.speculative.http.prompts import Prompt
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
 from heavypath.speculative.http.text import StoppedText
-from heavypath.speculative.http.tool_calls import CallReader, Calls, ToolFormat
+from heavypath.speculative.http.tool_calls import ToolFormat
 from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.processors.penalties import TextPenalties, TokenBias
 from heavypath.speculative.serving import Closed, Completion, ModelChanged, QueueFull, Service
 from heavypath.speculative.serving.acceptance import Acceptance
-from heavypath.speculative.serving.logprobs import TokenLogprob
 
 APART = 48_271_337  # between the noise of the texts of one request; odd, so that no two of them meet
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -39,6 +41,7 @@ class Served:
     temperature: where a request has none
     eos_token_ids: that end a text
     tool_format: how the model writes calls of tools; None for what its chat template says
+    reasoning:   auto, none or the name of a format of `reasoning`
     measured:    whether answers say what speculation did
     """
 
@@ -50,6 +53,7 @@ class Served:
     limits: Limits
     metrics: Metrics
     tool_format: ToolFormat | None = None
+    reasoning: str = AUTO
     measured: bool = False
 
 
@@ -57,14 +61,14 @@ class Asked(NamedTuple, Generic[Body]):
     """A request as it was read.
 
     grammar: that all its texts are held to; None for none
-    calls:   how their calls of tools are read; None where there are no tools
+    form:    of its answers; None where their texts are the answers
     ends:    the time.monotonic() at which they have to be complete; None for no end
     """
 
     body: Body
     prompts: list[Prompt]
     grammar: Grammar | None = None
-    calls: Calls | None = None
+    form: AnswerForm | None = None
     ends: float | None = None
 
 
@@ -75,14 +79,24 @@ class _ChoiceText:
     prompt_tokens: int
     completion: Completion
     stopped: StoppedText
-    calls: CallReader | None
+    reader: AnswerReader | None
     watch: Watch
     told: int = 0  # tokens whose log-probabilities are in a piece
+    has_called: bool = False
 
-    def scored(self) -> list[TokenLogprob]:
-        """The log-probabilities of the tokens that were taken since the last call."""
+    @property
+    def thinking_tokens(self) -> int:
+        """The number of tokens before the first that is said, so far."""
+        if self.reader is None:
+            return 0
+        return bisect_left(self.stopped.begins, math.inf if self.reader.begin is None else self.reader.begin)
+
+    def piece(self, parts: AnswerParts, reason: Reason | None = None) -> Piece:
+        """AnswerParts of the text, with the log-probabilities of the tokens that were taken since the last piece."""
         begin, self.told = self.told, self.stopped.tokens
-        return self.completion.logprobs[begin : self.told]
+        scored, thinking = self.completion.logprobs[begin : self.told], max(0, self.thinking_tokens - begin)
+        self.has_called |= bool(parts.calls)
+        return Piece(self.index, parts.said, reason, scored[thinking:], parts.calls, parts.thought, scored[:thinking])
 
 
 def sequence_id(seed: int | None, index: int) -> int | None:
@@ -104,7 +118,7 @@ class Exchange:
 
     def __init__(self, served: Served, asked: Asked[Any], client: str | None = None):
         request: Sampling = asked.body
-        self._served, self._gone, self._request, self._calls = served, False, request, asked.calls
+        self._served, self._gone, self._request, self._form = served, False, request, asked.form
         _check_stops(request, served.limits)
         self._reads_only = request.new_tokens == 0  # the least that the service decodes is a token
         options = _options(served, asked) | {"client": client, "group": object()}
@@ -136,6 +150,7 @@ class Exchange:
             sum(text.prompt_tokens for text in self._texts),
             sum(text.stopped.tokens for text in self._texts),
             sum(text.completion.reused_tokens for text in self._texts if text.prompt_tokens),
+            sum(text.thinking_tokens for text in self._texts) if self._form and self._form.has_reasoning else None,
         )
 
     @property
@@ -196,16 +211,18 @@ class Exchange:
             raise _closed() from error
         except (ValueError, TypeError) as error:
             raise Refusal(400, " ".join(str(error).split())) from error
-        tokenizer, calls, request = self._served.tokenizer, self._calls, self._request
-        special = not request.skip_special_tokens or (calls is not None and calls.whole)
+        tokenizer, form, request = self._served.tokenizer, self._form, self._request
+        silent, special = self._silent, not request.skip_special_tokens
+        if not special and form is not None and form.silent is not None:
+            silent, special = silent | form.silent, True
         self._texts.append(
             _ChoiceText(
                 len(self._texts),
                 prompt,
                 counted,
                 completion,
-                StoppedText(tokenizer, prompt.tokens, request.stops, self._silent, special=special),
-                None if calls is None else calls.reader(),
+                StoppedText(tokenizer, prompt.tokens, request.stops, silent, special=special),
+                None if form is None else form.reader(prompt.conversation),
                 self._served.metrics.watch(counted),
             )
         )
@@ -223,9 +240,9 @@ class Exchange:
                 if self._reads_only:
                     continue
                 more = text.stopped.add(tokens)
-                more = more if text.calls is None else text.calls.add(more)
-                if more:
-                    await put(piece(more, scored=text.scored()))
+                parts = AnswerParts(said=more) if text.reader is None else text.reader.add(more)
+                if any(parts):
+                    await put(text.piece(parts))
                 if text.stopped.ended:
                     break
             await put(self._finish(text))
@@ -258,11 +275,11 @@ class Exchange:
             raise _closed()
         if self._reads_only:
             return Piece(text.index, "", "length")
-        if text.calls is None:
-            return Piece(text.index, rest, reason, text.scored())
-        said = text.calls.add(rest)
-        more, calls = text.calls.end()
-        return Piece(text.index, said + more, "tool_calls" if calls else reason, text.scored(), calls)
+        if text.reader is None:
+            return text.piece(AnswerParts(said=rest), reason)
+        first, last = text.reader.add(rest), text.reader.end(stopped=reason == "stop")
+        parts = AnswerParts(first.thought + last.thought, first.said + last.said, first.calls + last.calls)
+        return text.piece(parts, "tool_calls" if text.has_called or parts.calls else reason)
 
 
 async def gone(receive: Receive) -> None:

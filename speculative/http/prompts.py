@@ -18,10 +18,15 @@ _OF_TEMPLATES = (
 
 
 class Prompt(NamedTuple):
-    """tokens; and the text that stands before the new one in the answer, which is empty unless it was asked for."""
+    """The beginning of a text.
+
+    echo: the text that stands before the new one in the answer, which is empty unless it was asked for
+    conversation: as the chat template wrote it; empty where there is none
+    """
 
     tokens: list[int]
     echo: str = ""
+    conversation: str = ""
 
 
 class PromptTokens:
@@ -73,7 +78,8 @@ class PromptTokens:
             message = f"chat_template_kwargs.{min(wrong)}: it is no variable of a chat template"
             raise Refusal(400, message, param="chat_template_kwargs")
         messages = [message.for_template() for message in request.messages]
-        self._check_length(sum(len(message["content"]) for message in messages))
+        written = (message.get(name, "") for message in messages for name in ("content", "reasoning_content"))
+        self._check_length(sum(map(len, written)))
         try:
             text: Any = self._tokenizer.apply_chat_template(
                 messages,
@@ -90,7 +96,7 @@ class PromptTokens:
         if not tokens:
             raise Refusal(400, "messages: the chat template wrote an empty text of them", param="messages")
         self._check_room(len(tokens))
-        return [Prompt(tokens)]
+        return [Prompt(tokens, conversation=text)]
 
     def _check_count(self, prompts: int, n: int) -> None:
         most = self._limits.choices

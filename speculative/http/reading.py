@@ -10,11 +10,13 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.types import Receive
 
+from heavypath.speculative.http.answer_forms import AUTO, AnswerForm, answer_form
 from heavypath.speculative.http.errors import Refusal, of_fields
 from heavypath.speculative.http.exchange import Asked, Body, Served, gone, overdue
 from heavypath.speculative.http.grammar import Grammars, GrammarSource, source_of
 from heavypath.speculative.http.prompts import PromptTokens
 from heavypath.speculative.http.requests import ChatRequest
+from heavypath.speculative.http.template_answers import check_response_template
 from heavypath.speculative.http.tool_calls import Calls, format_of
 
 Result = TypeVar("Result")
@@ -25,6 +27,11 @@ class Reading:
 
     def __init__(self, served: Served):
         self._served = served
+        self._template = None
+        if served.reasoning == AUTO and served.tool_format is None:
+            self._template = getattr(served.tokenizer, "response_template", None)
+        if self._template is not None:
+            check_response_template(self._template)
         self._prompts = PromptTokens(served.tokenizer, served.limits)
         self._grammars = Grammars(served.tokenizer, served.eos_token_ids)
         self._thread = ThreadPoolExecutor(1, "reading")  # a long prompt holds up no stream
@@ -50,24 +57,31 @@ class Reading:
             except ValidationError as error:
                 raise of_fields(error) from None
             check_model(self._served, body.model)
-            calls = self._calls(body) if isinstance(body, ChatRequest) else None
-            return Asked(body, self._prompts.of(body), calls=calls), source_of(body, calls)
+            form = self._form(body) if isinstance(body, ChatRequest) else None
+            return Asked(body, self._prompts.of(body), form=form), source_of(body, None if form is None else form.calls)
 
         asked, source = await asyncio.get_running_loop().run_in_executor(self._thread, blocking)
         return asked if source is None else asked._replace(grammar=await self._grammars.of(source))
+
+    def _form(self, request: ChatRequest) -> AnswerForm | None:
+        """The form of the answers. Raises Refusal where the model cannot have it."""
+        served = self._served
+        if not served.tokenizer.chat_template:
+            return None  # which its prompts say
+        return answer_form(request, served.tokenizer, served.reasoning, self._calls(request), self._template)
 
     def _calls(self, request: ChatRequest) -> Calls | None:
         """The way to read the answers' calls, where there are tools. Raises Refusal where the model cannot have any."""
         if not request.offered:
             return None
         form, tokenizer = self._served.tool_format, self._served.tokenizer
-        if form is None and tokenizer.chat_template:
-            form = format_of(str(tokenizer.get_chat_template(tools=[{}])))
         if form is None:
+            form = format_of(str(tokenizer.get_chat_template(tools=[{}])))
+        if form is None and self._template is None:
             message = "tools: this model's chat template has none, or has them called in a way that is not known here"
             raise Refusal(400, message, param="tools", code="no_tools")
-        names = frozenset(tool.function.name for tool in request.offered)
-        return Calls(form, tokenizer, request.must_call, names, request.parallel_tool_calls is not False)
+        parallel = request.parallel_tool_calls is not False
+        return Calls(form, tokenizer, request.must_call, request.offered, parallel)
 
 
 def check_model(served: Served, name: str | None) -> None:

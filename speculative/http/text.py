@@ -1,6 +1,6 @@
 """The text of one answer while its tokens arrive: whole characters, and up to its stop string."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ class StoppedText:
     is held back until it is known.
 
     tokens: how many were taken, up to the one that completed a stop string
+    begins: for each of them, the characters of the text that came before it
     ended:  whether a stop string was found; nothing is taken after it
 
     silent: tokens that are no part of the text: those that end it; special: whether special tokens are
@@ -30,12 +31,17 @@ class StoppedText:
         *,
         special: bool = False,
     ):
-        self.tokens, self.ended = 0, False
-        self._stops, self._silent, self._firsts = stops, silent, {stop[0] for stop in stops}
+        self.begins, self.ended = list[int](), False
+        self._stops, self._silent, self._length = stops, silent, 0
         self._arrived: list[str] = []
         self._held = ""
         self._stream = TextStream(tokenizer, self._arrived.append, skip_special_tokens=not special)
         self._stream.put(torch.tensor(prompt, device="cpu"))
+
+    @property
+    def tokens(self) -> int:
+        """How many were taken."""
+        return len(self.begins)
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that is certain by new tokens, and was not before."""
@@ -43,7 +49,7 @@ class StoppedText:
         for token in tokens:
             if self.ended:
                 break
-            self.tokens += 1
+            self.begins.append(self._length)
             if token not in self._silent:
                 self._stream.put(torch.tensor([token], device="cpu"))
             text += self._certain()
@@ -59,23 +65,25 @@ class StoppedText:
         return text + rest
 
     def _certain(self) -> str:
-        self._held += "".join(self._arrived)
+        arrived = "".join(self._arrived)
+        self._length += len(arrived)
+        self._held += arrived
         self._arrived.clear()
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self.ended = True
             text, self._held = self._held[: min(found)], ""
             return text
-        keep = self._beginning()
+        keep = beginning(self._held, self._stops)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text
 
-    def _beginning(self) -> int:
-        """The number of the last characters that may be the beginning of a stop string."""
-        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
-        for length in range(longest, 0, -1):
-            if self._held[-length] in self._firsts and any(
-                stop.startswith(self._held[-length:]) for stop in self._stops
-            ):
-                return length
-        return 0
+
+def beginning(text: str, words: Collection[str]) -> int:
+    """The number of a text's last characters that may be the beginning of one of some words."""
+    firsts = {word[0] for word in words}
+    longest = min(len(text), max(map(len, words), default=1) - 1)
+    for length in range(longest, 0, -1):
+        if text[-length] in firsts and any(word.startswith(text[-length:]) for word in words):
+            return length
+    return 0

@@ -86,9 +86,9 @@ class EventStream(Response):
         try:
             async with aclosing(exchange.pieces()) as pieces:
                 async for piece in pieces:
-                    if piece.text or piece.calls or piece.scored:
+                    if piece:
                         event = partial(answer.event, piece._replace(reason=None), exchange.counted)
-                        yield await self._writing.written(event, len(piece.scored))
+                        yield await self._writing.written(event, len(piece.scored) + len(piece.scored_thought))
                     if piece.reason is not None:
                         yield compact(answer.event(Piece(piece.place, "", piece.reason), exchange.counted))
         except Refusal as refusal:

@@ -45,7 +45,6 @@ def test_calls_are_read_from_whole_texts_and_from_pieces_of_any_size(name, text,
     '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "<tool_call>" + 100_000 * "[",
     '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', '<tool_call>{"name": "f", "arguments": "[NaN]"}',
     '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "<tool_call>[]</tool_call>",
-    f"<tool_call>{json.dumps(A)}</tool_call><tool_call>{{oops</tool_call>",
 ])  # fmt: skip
 def test_what_is_no_call_is_said_as_it_stands(text):
     reader = CallReader(FORMATS["hermes"])
@@ -92,7 +91,7 @@ def test_spaces_after_a_name_take_no_time(text):
     assert time.process_time() - begin < 2
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", [each for each in FORMATS.values() if each.tags is None], ids=lambda each: each.marker)
 def test_references_of_each_tool_are_to_its_own_schemas(form, demo_pair):
     """As pydantic writes them. Text is written by each grammar as far as it lets itself be led."""
     pytest.importorskip("llguidance")
@@ -119,6 +118,160 @@ def test_references_of_each_tool_are_to_its_own_schemas(form, demo_pair):
 def test_a_template_says_which_format_its_model_writes():
     tools = "{% if tools %}{{ tools }}{% endif %}"
     assert format_of(tools + "<tool_call>") is FORMATS["hermes"]
+    assert format_of(tools + "<tool_call>\\n<function=f>\\n<parameter=p>\\nv") is FORMATS["qwen3_coder"]
+    assert (
+        format_of(tools + "{{- '<tool_call><function=' + f + '>' }}{{- '<parameter=' + p + '>' }}")
+        is (FORMATS["qwen3_coder"])
+    )
+    assert format_of(tools + "<tool_call>{f}\n<arg_key>{k}</arg_key>") is FORMATS["glm4"]
+    assert format_of(tools + "<seed:tool_call>\n<function=f>\n<parameter=p>v") is FORMATS["seed_oss"]
     assert format_of(tools + "[TOOL_CALLS]") is FORMATS["mistral"]
     assert format_of(tools + 'as {"name": n, "parameters": p}') is FORMATS["llama3"]
     assert format_of(tools) is format_of("<tool_call> without any") is None
+
+
+ONE = '{"name": "f", "arguments": {"x": 1}}'
+CALL = f"<tool_call>{ONE}</tool_call>"
+LLAMA_ONE = '{"name": "f", "parameters": {"x": 1}}'
+
+
+@pytest.mark.parametrize(("name", "text", "said", "names"), [
+    ("hermes", f"<think>I should use <tool_call> now.</think>{CALL}", "<think>I should use <tool_call> now.</think>",
+     "f"),
+    ("hermes", f"a <tool_call> b <tool_call> c {CALL} d <tool_call>", "a <tool_call> b <tool_call> c d <tool_call>",
+     "f"),
+    ("hermes", f"Like `<tool_call>`:\n```\n<tool_call>\n```\n{CALL}", "Like `<tool_call>`:\n```\n<tool_call>\n```\n",
+     "f"),
+    ("hermes", f'He said "<tool_call>" and {{"k": "<tool_call>"}}. {CALL}',
+     'He said "<tool_call>" and {"k": "<tool_call>"}. ', "f"),
+    ("hermes", f"<tool_call>{ONE[:-1]}</tool_call>{CALL}", f"<tool_call>{ONE[:-1]}</tool_call>", "f"),
+    ("hermes", f"<tool_call>{CALL}{CALL}", "<tool_call>", "ff"),
+    ("hermes", f"<tool_call>{{oops</tool_call>{CALL}<tool_call>[]</tool_call>{CALL} end",
+     "<tool_call>{oops</tool_call><tool_call>[]</tool_call>end", "ff"),
+    ("hermes", f"{CALL}<tool_call>{{oops</tool_call>", "<tool_call>{oops</tool_call>", "f"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</tool_call><tool_call>{}"}}</tool_call>', "", "f"),
+    ("mistral", f"as [TOOL_CALLS], or [TOOL_CALLS] {{oops [TOOL_CALLS][{ONE}]",
+     "as [TOOL_CALLS], or [TOOL_CALLS] {oops ", "f"),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"x": 1}', "", "f"),
+    ("llama3", f"I call {LLAMA_ONE} now", "I call now", "f"),
+    ("llama3", f'A {{ b }}, {{"k": {LLAMA_ONE}}}: <|python_tag|>no <|python_tag|>{LLAMA_ONE}',
+     f'A {{ b }}, {{"k": {LLAMA_ONE}}}: <|python_tag|>no ', "f"),
+    ("llama3", f"{LLAMA_ONE}; {LLAMA_ONE}\n{LLAMA_ONE}", "", "fff"),
+    ("qwen3_coder", "Use <tool_call> or <function=. <tool_call><function=f>\n</function>\n</tool_call>",
+     "Use <tool_call> or <function=. ", "f"),
+    ("qwen3_coder",
+     f"<tool_call>{ONE}</tool_call><function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+     f"<tool_call>{ONE}</tool_call>", "f"),
+    ("qwen3_coder", "<tool_call><function=f><parameter=x>\n1", "<tool_call><function=f><parameter=x>\n1", ""),
+    ("glm4",
+     "I <tool_call> it: <tool_call>f</tool_call>\n"
+     "<tool_call>g.h\n<arg_key>x</arg_key>\n<arg_value>1</arg_value></tool_call>",
+     "I <tool_call> it: ", ["f", "g.h"]),
+    ("glm4", "<tool_call>nothing</tool_call> <tool_call>f <arg_key>x</arg_key>",
+     "<tool_call>nothing</tool_call> <tool_call>f <arg_key>x</arg_key>", ""),
+])  # fmt: skip
+def test_behind_a_marker_that_is_no_call_the_search_goes_on(name, text, said, names):
+    for size in (1, 2, 5, 1000):
+        reader = CallReader(FORMATS[name], ("f", "g.h"))
+        told = "".join(reader.add(text[place : place + size]) for place in range(0, len(text), size))
+        rest, calls = reader.end()
+        assert told + rest == said
+        assert [each.name for each in calls] == [*names]
+
+
+def test_a_call_is_told_once_it_is_complete_and_text_before_what_may_be_one():
+    reader = CallReader(FORMATS["hermes"])
+    assert reader.add("Use <tool_call> now. <tool_") == "Use <tool_call> now. "
+    assert reader.add(f"call>{ONE}") == ""
+    assert [each.name for each in reader.new_calls()] == ["f"]
+    assert (reader.add("</tool_call> So"), reader.new_calls()) == ("So", [])
+
+
+PARAMETERS = {
+    "$defs": {"Kind": {"enum": ["a", "b"]}, "Size": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+    "properties": {
+        "i": {"type": "integer"}, "f": {"type": "number"}, "b": {"type": "boolean"}, "n": {"type": "null"},
+        "o": {"type": "object"}, "l": {"type": "array", "items": {"type": "integer"}}, "s": {"type": "string"},
+        "u": {"type": ["integer", "string"]}, "m": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "k": {"$ref": "#/$defs/Kind"}, "z": {"$ref": "#/$defs/Size"}, "e": {"enum": [1, 2]}, "c": {"const": True},
+        "r": {"anyOf": [{"$ref": "#/properties/r"}, {"$ref": "#/properties/i"}]},
+    },
+    "additionalProperties": {"type": "boolean"},
+}  # fmt: skip
+VALUES = [
+    ("i", "12", 12), ("i", "-3.0", -3), ("i", "12a", "12a"), ("f", "1.5", 1.5), ("f", "2", 2), ("f", "1e3", 1000.0),
+    ("f", "nan", "nan"), ("b", "True", True), ("b", "false", False), ("b", "maybe", "maybe"), ("n", "None", None),
+    ("o", '{"x": [1, null]}', {"x": [1, None]}), ("o", "[1]", "[1]"), ("l", "[1, 2]", [1, 2]), ("l", "[1", "[1"),
+    ("s", "12", "12"), ("s", '{"x": 1}', '{"x": 1}'), ("s", "null", "null"), ("s",
+     " a\n\n b </x> <parameter=i>\n", None),
+    ("u", "12", 12), ("u", "a", "a"), ("m", "null", None), ("m", "5", "5"), ("k", "a", "a"), ("z", "7", 7),
+    ("z", "null", None), ("e", "2", 2), ("c", "true", True), ("r", "4", 4), ("other", "true", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm4"])
+def test_values_between_tags_have_the_types_of_their_schema(name):
+    form = FORMATS[name]
+    for key, value, expected in VALUES:
+        if key == "s" and expected is None:
+            expected = value
+        line = "\n" if form.tags.lines else ""
+        if name == "glm4":
+            inner = f"f\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        else:
+            inner = f"\n<function=f>\n<parameter={key}>{line}{value}{line}</parameter>\n</function>\n"
+        text = f"{form.marker}{inner}{form.end}"
+        reader = CallReader(form, ("f",), schemas={"f": PARAMETERS})
+        assert reader.add(text) == ""
+        ((function, arguments),) = reader.end()[1]
+        assert (function, json.loads(arguments)) == ("f", {key: expected}), (key, value)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("qwen3_coder", ["1", "a b", "[1]"]), ("glm4", [1, "a b", [1]])])
+def test_without_a_schema_values_stay_text_or_are_json_as_templates_write_them(name, expected):
+    form = FORMATS[name]
+    for value, read in zip(("1", "a b", "[1]"), expected, strict=True):
+        inner = f"<function=f><parameter=x>{value}</parameter></function>"
+        if name == "glm4":
+            inner = f"f<arg_key>x</arg_key><arg_value>{value}</arg_value>"
+        assert json.loads(calls_in(f"<tool_call>{inner}</tool_call>", form)[1][0].arguments) == {"x": read}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm4"])
+def test_a_forced_call_between_tags_follows_its_schema(name, demo_pair):
+    pytest.importorskip("llguidance")
+    parameters = {
+        "type": "object", "required": ["s", "i"], "$defs": {"P": {"type": "integer"}},
+        "properties": {
+            "s": {"type": "string", "maxLength": 4}, "i": {"$ref": "#/$defs/P"}, "k": {"enum": ["a", 1]},
+            "l": {"type": "array", "items": {"$ref": "#/$defs/P"}},
+        },
+    }  # fmt: skip
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}}),
+        Tool.model_validate({"type": "function", "function": {"name": "g"}}),
+    ]
+    form, tokenizer = FORMATS[name], demo_pair.tokenizer
+    held = Grammar(call_source(form, tools, tokenizer), tokenizer, eos_token_id=tokenizer.eos_token_id)
+    line = "\n" if form.tags.lines else ""
+
+    def written(function, arguments):
+        if name == "glm4":
+            given = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()]
+            return f"<tool_call>{function}\n{''.join(given)}\n</tool_call>"
+        given = [f"<parameter={key}>{line}{value}{line}</parameter>\n" for key, value in arguments.items()]
+        return f"{form.marker}{line}<function={function}>\n{''.join(given)}</function>\n{form.end}"
+
+    for function, arguments, fits in (
+        ("f", {"s": "a\n</", "i": 5}, True), ("f", {"s": "", "i": -5, "k": "a", "l": "[1,2]"}, True), ("g", {}, True),
+        ("f", {"s": "abcde", "i": 5}, False), ("f", {"s": "a", "i": "x"}, False), ("f", {"s": "a"}, False),
+        ("f", {"s": "a", "i": 1, "k": "b"}, False), ("h", {}, False), ("g", {"s": "a"}, False),
+    ):  # fmt: skip
+        text = written(function, arguments)
+        matcher = held.matcher()
+        assert (matcher.consume_tokens(tokenizer(text).input_ids) and matcher.is_accepting()) == fits, (text, fits)
+        if fits:
+            schemas = {each.function.name: each.function.parameters for each in tools}
+            reader = CallReader(form, schemas, schemas=schemas)
+            reader.add(text)
+            assert [each.name for each in reader.end()[1]] == [function]

@@ -38,12 +38,12 @@ def with_template(tokenizer, template, folder):
 @contextmanager
 def running(
     service, tokenizer, *, api_key=None, eos=(), grace=5, fingerprint="fingerprint", hosts=None, bounds=None,
-    origins=(), measured=False, **limits
+    origins=(), measured=False, reasoning="auto", **limits
 ):  # fmt: skip
     """Serve; gives the base address, http://127.0.0.1:PORT. bounds: of connections, as `Server` has them."""
     served = Served(
         service=service, tokenizer=tokenizer, name=NAME, temperature=1.0, eos_token_ids=eos, metrics=Metrics(service),
-        limits=Limits(**{"max_tokens": 256, **limits}), measured=measured,
+        limits=Limits(**{"max_tokens": 256, **limits}), measured=measured, reasoning=reasoning,
     )  # fmt: skip
     ready = threading.Event()
     server = Server(

@@ -54,13 +54,18 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """Of a conversation: what was said, which tools were called, or what a tool has answered."""
+    """Of a conversation: what was said, which tools were called, or what a tool has answered.
+
+    reasoning_content: what an assistant thought before, which templates may write; reasoning: vLLM's name of it
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: OneOrSeveral[TextPart] | None = None
     name: str | None = None
     tool_calls: Several[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     # Of a message that was an answer before.
     annotations: Annotated[Any, refused([])] = None
@@ -70,11 +75,18 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Message":
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.thought:
             raise ValueError("expected content, or tool_calls of an assistant; got neither")
+        if self.thought and self.role != "assistant":
+            raise ValueError(f"reasoning_content is of an assistant's messages, got it of role {self.role!r}")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are of an assistant's messages, got them of role {self.role!r}")
         return self
+
+    @property
+    def thought(self) -> str | None:
+        """The thinking, by either of its names."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
     def text(self) -> str:
@@ -89,6 +101,8 @@ class Message(Body):
             said["tool_calls"] = [
                 {"id": each.id, "type": each.type, "function": each.function.for_template()} for each in self.tool_calls
             ]
+        if self.thought is not None and self.role == "assistant":
+            said["reasoning_content"] = self.thought
         return said | {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
 
 

@@ -1,0 +1,93 @@
+"""How the answers of a conversation are read: by its template, the tokenizer, options of the server, the request."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from heavypath.speculative.http.answer_texts import AnswerReader, MarkedAnswer
+from heavypath.speculative.http.reasoning import REASONING, ReasoningFormat, ReasoningReader, reasoning_of, state_after
+from heavypath.speculative.http.requests import ChatRequest
+from heavypath.speculative.http.template_answers import TemplateAnswer, closes_of
+from heavypath.speculative.http.tool_calls import CallReader, Calls
+
+AUTO, NONE = "auto", "none"  # of `--reasoning`, beside the names of formats
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form of a request's answers.
+
+    reasoning: how thinking stands in them; None for no thinking
+    calls:     how calls of tools do; None where there are no tools
+    template:  the tokenizer's response template, which says both instead
+    follows_prompt: whether thinking that the prompt has opened goes on in the text
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    reasoning: ReasoningFormat | None = None
+    calls: Calls | None = None
+    template: Mapping[str, Any] | None = None
+    follows_prompt: bool = True
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether answers tell thinking apart."""
+        return self.reasoning is not None or self.template is not None
+
+    @cached_property
+    def silent(self) -> frozenset[int] | None:
+        """The special tokens that are no part of texts; None where none of them is looked for."""
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        if self.template is not None:
+            written = json.dumps(self.template, ensure_ascii=False).replace("\\", "")  # which patterns have
+            wanted = {each for each in special if each in written}
+        else:
+            form = None if self.calls is None else self.calls.form
+            wanted = {*(self.reasoning or ()), *(() if form is None else form.words)} & special.keys()
+        return frozenset(special[each] for each in special.keys() - wanted) if wanted else None
+
+    def reader(self, prompt: str) -> AnswerReader:
+        """For one text that follows a prompt."""
+        if self.template is not None:
+            tools = None if self.calls is None else [tool.for_template() for tool in self.calls.tools]
+            parallel = self.calls is None or self.calls.parallel
+            return TemplateAnswer(self.template, prompt if self.follows_prompt else "", tools, parallel=parallel)
+        state = None if self.reasoning is None else state_after(prompt, self.reasoning)
+        if state and not self.follows_prompt:
+            state = False
+        first, second = (CallReader(None) if self.calls is None else self.calls.reader() for _ in range(2))
+        return MarkedAnswer(ReasoningReader(self.reasoning, is_open=state), first, second)
+
+
+def answer_form(
+    request: ChatRequest, tokenizer: PreTrainedTokenizerBase, reasoning: str, calls: Calls | None, template: Any
+) -> AnswerForm | None:
+    """The form of a request's answers; None where their texts are the answers.
+
+    reasoning: auto, none or the name of a format; template: the tokenizer's response template, if it is to be used
+    """
+    if template is not None:
+        follows = _may_close(request, closes_of(template))
+        return AnswerForm(tokenizer, calls=calls, template=template, follows_prompt=follows)
+    form = REASONING.get(reasoning)
+    if reasoning == AUTO:
+        form = reasoning_of(str(tokenizer.get_chat_template(tools=[{}] if request.offered else None)))
+    if form is None and calls is None:
+        return None
+    follows = form is None or _may_close(request, (form.close,))
+    return AnswerForm(tokenizer, form, calls, follows_prompt=follows)
+
+
+def _may_close(request: ChatRequest, closes: tuple[str, ...]) -> bool:
+    """Whether a request's texts may end thinking. Those that are held to a form without its end are no thinking."""
+    if request.must_call:
+        return False
+    wanted = request.wanted()
+    if wanted is None:
+        return True
+    texts = [*(wanted[1].choice or ()), (wanted[1].regex or "").replace("\\", "")]
+    return any(close in text for close in closes for text in texts)

@@ -1,0 +1,112 @@
+"""Thinking before an answer, as models write it, which clients get as `reasoning_content`.
+
+think     <think> ... </think>              DeepSeek-R1, Qwen3, QwQ, GLM-4.5, MiniMax and most others
+mistral   [THINK] ... [/THINK]              Magistral and later models of Mistral
+seed_oss  <seed:think> ... </seed:think>    Seed-OSS
+kimi      ◁think▷ ... ◁/think▷              Kimi-VL
+
+Thinking stands at the beginning of a text alone: a template may have opened it already at the end of the prompt, or
+closed it there. Markers after its end are text. The channels of gpt-oss are no such thing, and stay in the text.
+"""
+
+from typing import NamedTuple
+
+from heavypath.speculative.http.text import beginning
+
+
+class ReasoningFormat(NamedTuple):
+    """The markers before and after thinking."""
+
+    open: str
+    close: str
+
+
+REASONING = {
+    "think": ReasoningFormat("<think>", "</think>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
+}
+
+
+def reasoning_of(template: str) -> ReasoningFormat | None:
+    """The format whose marker a chat template has; None where it says nothing of thinking."""
+    return next((each for each in REASONING.values() if each.open in template or each.close in template), None)
+
+
+def state_after(prompt: str, form: ReasoningFormat) -> bool | None:
+    """True where a prompt ends within thinking, False where it ends with its end, None where the text may begin it."""
+    ending = prompt.rstrip()
+    return True if ending.endswith(form.open) else False if ending.endswith(form.close) else None
+
+
+class ReasoningReader:
+    """Takes a text as it comes, and parts it into what is thought and what is said, without spaces around thinking.
+
+    form:     None for texts without thinking
+    is_open:  whether the text begins within thinking; None where it may begin with a marker
+
+    begin: the number of characters before the first that is said; None while nothing is
+    is_thinking: whether what came last belongs to thinking
+    """
+
+    def __init__(self, form: ReasoningFormat | None, *, is_open: bool | None):
+        self._form, self._held, self._taken, self._has_thought = form, "", 0, False
+        self._is_closed = form is None or is_open is False
+        self._is_undecided = not self._is_closed  # the opening marker may come; it may repeat that of the prompt
+        self.is_thinking = bool(is_open) and not self._is_closed
+        self.begin: int | None = 0 if self._is_closed else None
+
+    def add(self, text: str) -> tuple[str, str]:
+        """What is certainly thought and said, and was not before."""
+        self._taken += len(text)
+        self._held += text
+        return self._read(final=False)
+
+    def end(self) -> tuple[str, str]:
+        """The rest. Thinking that never ended is all of the text."""
+        return self._read(final=True)
+
+    def _read(self, *, final: bool) -> tuple[str, str]:
+        thought = ""
+        if self._form is not None and not self._is_closed:
+            if self._is_undecided and not self._decided(self._form, final):
+                return "", ""
+            if self.is_thinking:
+                thought = self._thought(self._form, final)
+        return thought, self._said()
+
+    def _decided(self, form: ReasoningFormat, final: bool) -> bool:
+        """Whether it is known if the text begins with the opening marker, which is taken."""
+        text = self._held.lstrip()
+        if text.startswith(form.open):
+            self.is_thinking = True
+            self._held = text[len(form.open) :]
+        elif not final and form.open.startswith(text):
+            return False
+        elif not self.is_thinking:
+            self._is_closed, self.begin = True, 0
+        self._is_undecided = False
+        return True
+
+    def _thought(self, form: ReasoningFormat, final: bool) -> str:
+        place = self._held.find(form.close)
+        if place >= 0:
+            thought, self._held = self._held[:place].rstrip(), self._held[place + len(form.close) :]
+            self.is_thinking, self._is_closed = False, True
+        else:
+            keep = 0 if final else beginning(self._held, (form.close,))
+            thought = self._held[: len(self._held) - keep].rstrip()
+            self._held = "" if final else self._held[len(thought) :]
+        thought = thought if self._has_thought else thought.lstrip()
+        self._has_thought |= bool(thought)
+        return thought
+
+    def _said(self) -> str:
+        if not self._is_closed:
+            return ""
+        said, self._held = self._held, ""
+        if self.begin is None:
+            said = said.lstrip()
+            self.begin = self._taken - len(said) if said else None
+        return said

@@ -1,0 +1,191 @@
+"""Answers of models whose tokenizer says itself how they are read: its `response_template`, by transformers' parser."""
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from heavypath.speculative.http.answer_texts import AnswerParts
+from heavypath.speculative.http.tool_calls import Call
+from heavypath.speculative.http.tool_calls.found import call_of
+
+CONTENT, CALLS = "content", "tool_calls"
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)  # what a parser raises for a region that is none
+
+
+def closes_of(template: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts that end thinking, where a template has such."""
+    found = [template["fields"].get(name, {}).get("close", ()) for name in REASONING_FIELDS]
+    return tuple(word for each in found for word in ((each,) if isinstance(each, str) else each))
+
+
+def check_response_template(template: Any) -> None:
+    """Raise ValueError for one that transformers does not read."""
+    try:
+        load_response_template(template)
+    except _UNREADABLE as error:
+        message = "the tokenizer's response_template cannot be read, --reasoning none does without it"
+        raise ValueError(f"{message}: {error}") from None
+
+
+class TemplateAnswer:
+    """An answer in the regions of a response template; an `AnswerReader`.
+
+    A region of calls that turns out to have none is said, and the search goes on behind its first character.
+
+    prompt: that the text follows; tools: as chat templates take them, None where a call is text like any other
+    """
+
+    def __init__(
+        self, template: Mapping[str, Any], prompt: str, tools: Sequence[dict[str, Any]] | None, *, parallel: bool
+    ):
+        fields = {
+            name: {**field, "optional": True}
+            for name, field in template["fields"].items()
+            if tools is not None or name != CALLS
+        }
+        self._form = load_response_template({**template, "fields": fields})
+        self._tools: list[Any] = [*(tools or ())]
+        self._parallel = parallel
+        self._begin: int | None = None
+        self._field: str | None = None  # the region that is open
+        self._base = 0  # characters before the text of this parser
+        self._has_thought = self._is_plain = False
+        self._thought, self._said, self._spaces = "", "", ""
+        self._calls, self._count = list[Call](), 0
+        self._start("")
+        try:
+            self._parser = ResponseParser(self._form, prompt, tools=self._tools)
+        except _UNREADABLE:
+            return  # what is written before has such markers, too
+        for event in self._parser.initial_events:
+            if event["type"] == "region_open":
+                self._field = event["field"]
+            elif event["type"] == "region_close":
+                self._field = None
+
+    @property
+    def begin(self) -> int | None:
+        """See `AnswerReader`."""
+        return self._begin
+
+    @property
+    def is_thinking(self) -> bool:
+        """See `AnswerReader`."""
+        return self._field in REASONING_FIELDS
+
+    def add(self, text: str) -> AnswerParts:
+        """See `AnswerReader`."""
+        self._feed(text)
+        return self._parts()
+
+    def end(self, *, stopped: bool) -> AnswerParts:
+        """See `AnswerReader`; a region that never ends is one, however the text ended."""
+        while not self._is_plain:
+            try:
+                _, events = self._parser.finalize()
+                self._obey(events)
+                break
+            except _UNREADABLE:
+                self._feed(self._go_on())
+        if self._begin is None and not self.is_thinking and not self._has_thought:
+            self._begin = 0
+        return self._parts()
+
+    def _start(self, text: str) -> None:
+        self._parser = ResponseParser(self._form, "", tools=self._tools)
+        self._fed, self._safe, self._call_place = [*text], 0, 0
+        self._field = None
+
+    def _feed(self, text: str) -> None:
+        """Character by character, so that it is known where a region begins."""
+        waiting = deque(text)
+        while waiting and not self._is_plain:
+            character = waiting.popleft()
+            self._fed.append(character)
+            try:
+                self._obey(self._parser.feed(character))
+            except _UNREADABLE:
+                waiting.extendleft(reversed(self._go_on()))
+        if self._is_plain:
+            self._say("".join(waiting), self._base)
+
+    def _go_on(self) -> str:
+        """Begin anew behind the first character of a region that has no call: the text that is read again."""
+        text = "".join(self._fed)
+        if self._field != CALLS:
+            self._base += len(text)
+            self._start("")
+            return ""
+        found = re.compile(r"\s*.", re.DOTALL).match(text, self._call_place)
+        end = self._call_place + 1 if found is None else found.end()
+        self._is_plain = self._form.implicit != CONTENT  # which would drop what stands between regions
+        said = text[self._call_place : None if self._is_plain else end]
+        self._say(said, self._base + self._call_place)
+        self._base += end
+        self._start("")
+        return "" if self._is_plain else text[end:]
+
+    def _obey(self, events: Sequence[dict[str, Any]]) -> None:
+        for event in events:
+            kind, field = event["type"], event["field"]
+            if kind == "region_open":
+                self._field = field
+                if field == CALLS:
+                    self._call_place = self._place_of_call()
+            elif kind == "region_chunk" and field == CONTENT:
+                self._say(event["text"], self._base + len(self._fed) - len(event["text"]))
+            elif kind == "region_chunk" and field in REASONING_FIELDS:
+                self._think(event["text"])
+            elif kind == "region_close":
+                if field == CALLS:
+                    self._calls += _calls(event["value"])
+                if field != self._form.implicit:  # which ends where another one begins
+                    self._safe = max(0, len(self._fed) - 1)  # an end that may grow is seen a character later
+                self._field, self._spaces = None, ""
+
+    def _place_of_call(self) -> int:
+        text = "".join(self._fed)
+        found = self._form.fields[CALLS].open_re.search(text, self._safe)
+        place = len(text) if found is None else found.start()
+        if self._begin is None:
+            self._begin = self._base + place if self._has_thought else 0
+        return place
+
+    def _think(self, text: str) -> None:
+        """Spaces around what is thought are left out."""
+        text = self._spaces + text if self._has_thought else text.lstrip()
+        thought = text.rstrip()
+        self._spaces = text[len(thought) :]
+        self._thought += thought
+        self._has_thought |= bool(thought)
+
+    def _say(self, text: str, place: int) -> None:
+        if self._begin is None:
+            said = text.lstrip() if self._has_thought else text
+            if not said:
+                return
+            self._begin = place + len(text) - len(said) if self._has_thought else 0
+            text = said
+        self._said += text
+
+    def _parts(self) -> AnswerParts:
+        thought, said, calls = self._thought, self._said, self._calls
+        self._thought, self._said, self._calls = "", "", []
+        if not self._parallel:
+            calls = calls[: max(0, 1 - self._count)]
+        self._count += len(calls)
+        return AnswerParts(thought, said, tuple(calls))
+
+
+def _calls(value: Any) -> list[Call]:
+    """The calls of a region's value. Raises TypeError, KeyError or ValueError where it has none."""
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise ValueError("no call in an empty list")
+    functions = [each.get("function", each) if isinstance(each, Mapping) else {} for each in values]
+    return [call_of(each["name"], each.get("arguments", {})) for each in functions]

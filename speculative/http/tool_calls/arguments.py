@@ -1,0 +1,117 @@
+"""Values that a model wrote as text, as the types that the JSON schema of a tool gives them."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+STRING = "string"
+_INTEGER = re.compile(r"[+-]?\d{1,4000}(\.0*)?")
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: STRING, list: "array", dict: "object"}
+
+
+def schema_of(key: str, schema: Mapping[str, Any] | None) -> Any:
+    """The schema of an argument in that of a tool's arguments; None where there is none."""
+    if schema is None:
+        return None
+    held = schema
+    if "properties" not in held and isinstance(held.get("$ref"), str):
+        held = referred(held["$ref"], schema)
+    if not isinstance(held, Mapping):
+        return None
+    properties, more = held.get("properties"), held.get("additionalProperties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return more if isinstance(more, Mapping) else None
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The types that a value may have by its schema; none where it does not say.
+
+    root: the schema of all arguments, from which references are paths
+    """
+    found, waiting, seen = set[str](), [schema], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if each.get("nullable") is True:
+            found.add("null")
+        declared = each.get("type")
+        names = declared if isinstance(declared, list) else [declared]
+        own = {name for name in names if isinstance(name, str)}
+        if not own:
+            values = [each["const"]] if "const" in each else _listed(each.get("enum"))
+            own = {"null" if value is None else _KINDS.get(type(value), STRING) for value in values}
+        found |= own
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += _listed(each.get(name))
+        if isinstance(reference := each.get("$ref"), str):
+            waiting.append(referred(reference, root))
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a path from the root of a schema leads to; None for nothing."""
+    if not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in filter(None, reference[1:].split("/")):
+        part = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or part not in found:
+            return None
+        found = found[part]
+    return found
+
+
+def typed(value: str, key: str, schema: Mapping[str, Any] | None, *, json_unless_told: bool) -> Any:
+    """The value of an argument, of the first type that fits; what fits none stays the text that it is.
+
+    schema: of all arguments of the tool; None for none
+    json_unless_told: whether a value that no schema describes is read as JSON
+    """
+    types = types_of(schema_of(key, schema), schema or {})
+    if not types:
+        return _json(value, value) if json_unless_told else value
+    word = value.strip()
+    if "null" in types and word.lower() in ("null", "none"):
+        return None
+    if "boolean" in types and word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if "integer" in types and _INTEGER.fullmatch(word):
+        return int(word.partition(".")[0])
+    if "number" in types and (number := _number(word)) is not None:
+        return number
+    if types & {"object", "array"}:
+        found = _json(word, None)
+        if "object" in types and isinstance(found, dict):
+            return found
+        if "array" in types and isinstance(found, list):
+            return found
+    return value
+
+
+def _number(word: str) -> float | None:
+    if _INTEGER.fullmatch(word) and "." not in word:
+        return int(word)
+    try:
+        found = float(word)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) and "_" not in word else None
+
+
+def _json(text: str, otherwise: Any) -> Any:
+    """JSON as a value; otherwise where it is none, or has numbers that JSON does not have."""
+    try:
+        found = json.loads(text)
+        json.dumps(found, allow_nan=False)
+    except (ValueError, RecursionError):
+        return otherwise
+    return found

@@ -1,0 +1,48 @@
+"""A call that was found; and the two ways in which a place of a text has none."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+FUNCTION_NAME = r"[a-zA-Z0-9_.-]+"
+
+
+class Call(NamedTuple):
+    """A call; arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+    def content(self) -> dict[str, Any]:
+        """OpenAI's object, with an id of nine letters and digits, which Mistral's templates insist on."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+
+
+class Found(NamedTuple):
+    """Calls, and the place in the text after them."""
+
+    calls: Sequence[Call]
+    end: int
+
+
+class NoCall(Exception):  # noqa: N818 - an answer, too
+    """There is no call here. end: the place where the search goes on; None for directly after the marker."""
+
+    def __init__(self, end: int | None = None):
+        super().__init__("no call")
+        self.end = end
+
+
+class NotYet(Exception):  # noqa: N818 - an answer, too
+    """What is there may become a call."""
+
+
+def call_of(name: Any, arguments: Any) -> Call:
+    """A call by its parts. Raises TypeError or ValueError for what is none."""
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise TypeError(f"no call: {name!r:.80}")
+    return Call(name, json.dumps(arguments, allow_nan=False))  # NaN and 1e999 are read, and have no JSON

@@ -1,0 +1,185 @@
+"""A text as it comes: what is said in it, and its calls.
+
+A marker that no call follows is said, and the search goes on behind it.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from heavypath.speculative.http.bodies.messages import Tool
+from heavypath.speculative.http.text import beginning
+from heavypath.speculative.http.tool_calls.forcing import call_source
+from heavypath.speculative.http.tool_calls.formats import ToolFormat
+from heavypath.speculative.http.tool_calls.found import Call, Found, NoCall, NotYet
+from heavypath.speculative.http.tool_calls.json_calls import read_json
+from heavypath.speculative.http.tool_calls.tagged_calls import read_tags
+
+_SHORT = 128  # characters of what may become a call, which are looked at with each piece
+_MAY_END = re.compile(r"[]}>]")  # what a call ends with; what is longer is looked at where this comes
+
+
+class CallReader:
+    """Takes a text as it comes, and tells what is said in it from its calls.
+
+    form:     None for no calls at all
+    offered:  names of the tools; what has no marker is a call only if it calls one of them. None for any name
+    schemas:  of the arguments of the tools, by their names
+    parallel: whether the text may have several calls; only its first one is told otherwise
+
+    settled:  how many characters of the text stand before its first call, and what may become one
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat | None,
+        offered: Collection[str] | None = None,
+        *,
+        schemas: Mapping[str, Mapping[str, Any] | None] | None = None,
+        parallel: bool = True,
+    ):
+        self._form, self._offered, self._schemas, self._parallel = form, offered, schemas or {}, parallel
+        self._held, self._said = "", list[str]()
+        self._follows = self._is_closed = False  # whether what is held follows a call; and whether its end marker came
+        self._calls: list[Call] = []
+        self._told = self.settled = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """True once a call was found."""
+        return bool(self._calls)
+
+    def add(self, text: str) -> str:
+        """The part of the text so far that is certainly said, and was not before."""
+        waits = len(self._held) > _SHORT and not _MAY_END.search(text)
+        self._held += text
+        return "" if waits else self._read(final=False)
+
+    def end(self) -> tuple[str, list[Call]]:
+        """The rest of what is said, also after calls, and all calls."""
+        said = self._read(final=True)
+        return said, self._all()
+
+    def new_calls(self) -> list[Call]:
+        """The calls that were found since the last time."""
+        begin, self._told = self._told, len(self._all())
+        return self._all()[begin:]
+
+    def _all(self) -> list[Call]:
+        return self._calls if self._parallel else self._calls[:1]
+
+    def _read(self, *, final: bool) -> str:
+        """Go on with what is held as far as it can be told."""
+        if self._form is None:
+            self._say(len(self._held))
+        else:
+            with suppress(NotYet):
+                while self._held:
+                    (self._behind_call if self._follows else self._next)(self._form, final)
+        said = "".join(self._said)
+        self._said.clear()
+        return said
+
+    def _next(self, form: ToolFormat, final: bool) -> None:
+        """Say what stands before the next call, and take it. Raises NotYet."""
+        begin, openings = 0, re.compile("|".join(map(re.escape, form.openings)))
+        while (opening := openings.search(self._held, begin)) is not None:
+            place = opening.start()
+            try:
+                found = self._found(form, opening[0], place, final=final)
+            except NotYet:
+                self._say(place)
+                raise
+            except NoCall as none:
+                begin = opening.end() if none.end is None else none.end
+            else:
+                self._say(place)
+                self._take(found.calls, found.end - place)
+                return
+        keep = 0 if final else beginning(self._held[begin:], form.openings)
+        self._say(len(self._held) - keep)
+        if keep:
+            raise NotYet
+
+    def _behind_call(self, form: ToolFormat, final: bool) -> None:
+        """Take what follows a call: its end marker, another call; or find that something else does. Raises NotYet."""
+        self._held = self._held.lstrip()
+        if form.end and self._held.startswith(form.end):
+            self._held, self._is_closed = self._held[len(form.end) :].lstrip(), True
+        elif not final and form.end.startswith(self._held):
+            raise NotYet
+        rest = self._held
+        for sign in (";", ","):
+            rest = rest.removeprefix(sign).lstrip()
+        opening = next((each for each in form.openings if rest.startswith(each)), "")
+        if not opening and not final and any(each.startswith(rest) for each in form.openings):
+            raise NotYet
+        if not rest:
+            self._held = ""
+        elif opening or (form.tags is None and rest[0] in "{["):
+            try:
+                found = self._found(form, opening, len(self._held) - len(rest), final=final)
+            except NoCall:
+                self._follows = False
+            else:
+                self._take(found.calls, found.end)
+        else:
+            self._follows = False
+
+    def _found(self, form: ToolFormat, opening: str, place: int, *, final: bool) -> Found:
+        """The calls at a place of what is held. Raises NoCall, with places in what is held, and NotYet."""
+        marked = opening == form.marker
+        begin = place + (len(opening) if marked else 0)
+        if form.tags is not None:
+            return read_tags(self._held, begin, form, form.tags, self._offered, self._schemas, final=final)
+        goes_on = self._follows and not self._is_closed and bool(form.end)
+        return read_json(self._held, begin, form, self._offered, marked=marked or goes_on, final=final)
+
+    def _take(self, calls: Sequence[Call], end: int) -> None:
+        self._calls += calls
+        self._held, self._follows, self._is_closed = self._held[end:], True, False
+
+    def _say(self, place: int) -> None:
+        """Say what is held up to a place."""
+        self._said.append(self._held[:place])
+        self._held = self._held[place:]
+        if not self._calls:
+            self.settled += place
+
+
+def calls_in(text: str, form: ToolFormat, offered: Collection[str] | None = None) -> tuple[str, list[Call]]:
+    """What is said in a whole text, and its calls; see `CallReader`."""
+    reader = CallReader(form, offered)
+    said = reader.add(text)
+    rest, calls = reader.end()
+    return said + rest, calls
+
+
+class Calls(NamedTuple):
+    """The calls that a request's answers may have.
+
+    form:     None where the tokenizer itself says how they are read, and none can be forced
+    forced:   tools of which one must be called
+    tools:    all of them
+    parallel: whether an answer may have several calls; only its first one is told otherwise
+    """
+
+    form: ToolFormat | None
+    tokenizer: PreTrainedTokenizerBase
+    forced: Sequence[Tool]
+    tools: Sequence[Tool]
+    parallel: bool = True
+
+    def source(self) -> str:
+        """The grammar of a call, where one is forced."""
+        if self.form is None:
+            raise ValueError("how this model writes calls is not known here, so that none can be forced")
+        return call_source(self.form, self.forced, self.tokenizer)
+
+    def reader(self) -> CallReader:
+        """For one text."""
+        schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
+        return CallReader(self.form, schemas.keys(), schemas=schemas, parallel=self.parallel)
