@@ -57,8 +57,9 @@ class Reading:
             except ValidationError as error:
                 raise of_fields(error) from None
             check_model(self._served, body.model)
+            prompts = self._prompts.of(body)
             form = self._form(body) if isinstance(body, ChatRequest) else None
-            return Asked(body, self._prompts.of(body), form=form), source_of(body, None if form is None else form.calls)
+            return Asked(body, prompts, form=form), source_of(body, None if form is None else form.calls)
 
         asked, source = await asyncio.get_running_loop().run_in_executor(self._thread, blocking)
         return asked if source is None else asked._replace(grammar=await self._grammars.of(source))
@@ -66,8 +67,6 @@ class Reading:
     def _form(self, request: ChatRequest) -> AnswerForm | None:
         """The form of the answers. Raises Refusal where the model cannot have it."""
         served = self._served
-        if not served.tokenizer.chat_template:
-            return None  # which its prompts say
         return answer_form(request, served.tokenizer, served.reasoning, self._calls(request), self._template)
 
     def _calls(self, request: ChatRequest) -> Calls | None:

@@ -401,3 +401,24 @@ def test_a_model_need_not_be_named_and_pages_of_allowed_sites_may_ask(base):
         given = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         status, headers, _ = ask(base, "OPTIONS", "/v1/completions", headers=given)
         assert (status, headers.get("Access-Control-Allow-Origin")) == (400, None)
+
+
+@pytest.mark.parametrize("form", [
+    "<tool_call>\n<function=f>\n<parameter=p>\nv\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+], ids=["qwen3_coder", "glm4"])  # fmt: skip
+def test_a_forced_call_between_tags_has_arguments_of_the_types_of_its_schema(decoder, tokenizer, form):
+    pytest.importorskip("llguidance")
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TEMPLATE.replace("tools <tool_call>", "{% raw %}tools " + form + "{% endraw %}")
+    with (
+        decoder.serve(slots=1, max_tokens=512) as service,
+        running(service, own, eos=[tokenizer.eos_token_id], max_tokens=512) as base,
+    ):
+        for seed in range(2):
+            asked = {"tools": [TOOL], "tool_choice": "required", "seed": seed, "temperature": 1, "max_tokens": 100}
+            choice = chat(base, **asked)
+            (call,) = choice["message"]["tool_calls"]
+            arguments = json.loads(call["function"]["arguments"])
+            assert (call["function"]["name"], choice["message"]["content"]) == ("read_file", None)
+            assert [type(arguments[name]) for name in ("path", "lines")] == [str, int]
