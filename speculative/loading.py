@@ -141,7 +141,7 @@ def _find_draft(name: str, local_files_only: bool) -> Path:
         return find_folder("draft", name, local_files_only)
     except FileNotFoundError as error:
         if near := difflib.get_close_matches(name, _WORDS, n=1):
-            raise FileNotFoundError(f"{error}; did you mean {near[0]}?") from error
+            raise FileNotFoundError(f"did you mean {near[0]}? {error}") from error
         raise
 
 

@@ -67,9 +67,9 @@ def chat(
         from heavypath.speculative.profile import Profile
 
     Filters(temperature or 0.0, top_k, top_p).check()
-    method, draft = choose(method, target, draft, offline=offline)
     own_template = None if template is None else options.read_template(template)
     measured = None if profile is None else Profile.load(profile)
+    method, draft = choose(method, target, draft, offline=offline)
     pair = load(target, draft, dtype, device=device, threads=threads, offline=offline)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
     code = target is None and own_template is None

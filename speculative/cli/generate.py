@@ -79,9 +79,9 @@ def generate(
         from heavypath.speculative.profile import Profile
 
     Filters(temperature, top_k, top_p, min_p).check()
-    method, draft = choose(method, target, draft, verifier, offline=offline)
     measured = None if profile is None else Profile.load(profile)
     schema = read_schema(json_schema, regex)
+    method, draft = choose(method, target, draft, verifier, offline=offline)
     pair = load(target, draft, dtype, memory, host_memory, device=device, threads=threads, offline=offline)
     ids = encode(pair, text, chat=chat)
     grammar = grammar_of(schema, regex, pair)

@@ -118,7 +118,6 @@ def serve(
         from heavypath.speculative.profile import Profile
         from heavypath.speculative.streaming.memory import bytes_of
 
-    method, draft = choose(method, target, draft, verifier, default="ersd", offline=offline)
     api_key = None if api_key_env is None else _key(api_key_env)
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
@@ -131,6 +130,7 @@ def serve(
     hosts = None
     if allowed_host or (is_loopback(host) and api_key is None):
         hosts = {*LOCAL, host.lower(), *map(host_of, allowed_host or [])}
+    method, draft = choose(method, target, draft, verifier, default="ersd", offline=offline)
     raise_limit_of_files()
     limits = Limits(max_tokens, choices=max_choices or share, body_bytes=max_body, seconds=timeout)
     with bound_socket(host, port) as bound:  # an address that is taken is said before models are loaded

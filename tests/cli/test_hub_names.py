@@ -223,14 +223,23 @@ def test_another_kind_of_model_is_refused_by_its_config_alone(heavypath, hub, fo
     (("--target", "no/such/folder"), "'no/such/folder' is neither a folder nor a name of the Hugging Face Hub"),
     (("--target", "./models"), "is neither a folder nor a name"),
     (("--target", "target", "--draft", "draft.gguf"), "the draft 'draft.gguf' is a GGUF file"),
-    (("--target", "target", "--draft", "prompt_lookup"), "; did you mean prompt-lookup?"),
-    (("--target", "target", "--draft", "recal+demo-head"), "; did you mean recall?"),
+    (("--target", "target", "--draft", "prompt_lookup"), "did you mean prompt-lookup? there is no folder 'prompt"),
+    (("--target", "target", "--draft", "recal+demo-head"), "did you mean recall? there is no folder 'recal' here"),
     (("--target", "someone/targe"), "check its spelling"),
 ])  # fmt: skip
 def test_what_is_neither_folder_nor_name_is_said(heavypath, published, folders, monkeypatch, models, message):
     monkeypatch.chdir(folders)
     assert message in refused(heavypath, *models)
     assert not published.asked
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("line", ["generate x", "chat", "serve --port 0", "batch FILE --out OUT", "compare x"])
+def test_what_is_wrong_beside_the_models_is_said_before_they_are_fetched(heavypath, published, tmp_path, line):
+    (tmp_path / "FILE").write_text('"x"\n')
+    words = [str(tmp_path / word) if word in ("FILE", "OUT") else word for word in line.split()]
+    assert_refused(heavypath(*words, "--target", "someone/target", "--profile", "none.json"), 1, "there is no profile")
+    assert not published.calls
 
 
 COMMANDS = ("generate x", "chat", "serve --port 0", "batch FILE --out OUT", "compare x", "calibrate --draft recall",

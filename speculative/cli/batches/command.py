@@ -69,12 +69,12 @@ def batch(
         from heavypath.speculative.http.batches.worker import Worker, WorkerOptions
         from heavypath.speculative.profile import Profile
 
-    method, draft = choose(method, target, draft, verifier, default="ersd", offline=offline)
     if profile is not None:
         Profile.load(profile)
     for path in (out, errors_beside(out)):
         if path.exists() and path.samefile(file):
             raise ValueError(f"--out: {str(path)!r} is the file of requests; give another name for the answers")
+    method, draft = choose(method, target, draft, verifier, default="ersd", offline=offline)
     defaults: dict[str, Any] = {"max_tokens": max_new_tokens}
     if temperature is not None:
         defaults["temperature"] = temperature
