@@ -8,10 +8,13 @@ from jinja2 import TemplateError
 
 from heavypath.speculative.cli.options import write_now
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.http.reasoning import ReasoningReader, reasoning_of, state_after
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.text_stream import TextStream
+
+PROMPT_END = 32  # tokens, in which a template may open thinking
 
 
 class Conversation:
@@ -27,11 +30,14 @@ class Conversation:
         self.last: Generation | None = None
         self._pair, self._template, self._system, self._options = pair, template, system, options
         self._past: TextCache | None = None  # held, whatever else the decoder writes
+        self._prompt_end = ""
         self.reset()
 
     def reset(self) -> None:
         """Forget all messages but the system's."""
-        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._messages: list[dict[str, str]] = (
+            [] if self._system is None else [{"role": "system", "content": self._system}]
+        )
         self._answers = 0
 
     def answer(self, text: str) -> None:
@@ -50,7 +56,16 @@ class Conversation:
             return
         write_now("\n")
         self._answers += 1
-        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        self._messages.append(self._message("".join(pieces)))
+
+    def _message(self, text: str) -> dict[str, str]:
+        """An answer as templates take it: thinking that they know of stands apart."""
+        form = reasoning_of(self._template or str(self._pair.tokenizer.get_chat_template()))
+        reader = ReasoningReader(form, is_open=None if form is None else state_after(self._prompt_end, form))
+        parts = reader.add(text), reader.end()
+        thought, said = ("".join(each) for each in zip(*parts, strict=True))
+        message = {"role": "assistant", "content": said}
+        return message | {"reasoning_content": thought} if thought else message
 
     def _generate(self, stream: TextStream) -> Generation:
         tokenizer, target = self._pair.tokenizer, self._pair.target
@@ -64,6 +79,7 @@ class Conversation:
         positions = config.max_position_embeddings
         if len(tokens) > positions:
             raise ValueError(f"the conversation has {len(tokens)} tokens, the model {positions} positions; /reset it")
+        self._prompt_end = str(tokenizer.decode(tokens[-PROMPT_END:], clean_up_tokenization_spaces=False))
         options = self._options | {"seed": self._options["seed"] + self._answers}
         options["max_new_tokens"] = min(options["max_new_tokens"], positions - len(tokens) + 1)
         return self.decoder.generate(

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from heavypath.speculative import METHODS, SpeculativeDecoder
 from heavypath.speculative.cli.app import main
+from heavypath.speculative.cli.conversation import Conversation
 from heavypath.speculative.demo import FOLDER
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -210,3 +212,26 @@ def test_what_is_no_text_is_one_line_and_an_exit_code(folder, monkeypatch, capsy
         monkeypatch.setattr(sys, "stdin", line)
         assert main(["chat", *map(str, lookup(folder))]) == 1
         assert re.search("^heavypath: standard input is not UTF-8 text: .*\n$", capsys.readouterr().err, re.M)
+
+
+@pytest.mark.parametrize(("opens", "answer", "expected"), [
+    ("", "<think>a</think>\n\nb", {"content": "b", "reasoning_content": "a"}),
+    ("<think>\n", "a</think>b", {"content": "b", "reasoning_content": "a"}),
+    ("<think></think>", "b <think>", {"content": "b <think>"}),
+])  # fmt: skip
+def test_a_template_gets_earlier_thinking_apart(demo_pair, capsys, opens, answer, expected):
+    class Played:
+        def generate(self, input_ids, *, streamer, **options):
+            streamer.put(input_ids)
+            streamer.put(torch.tensor(demo_pair.tokenizer(answer).input_ids))
+            streamer.end()
+            return SimpleNamespace(cache=None)
+
+    template = TEMPLATE + "{% if add_generation_prompt %}assistant: " + opens + "{% endif %}{# </think> #}"
+    pair = SimpleNamespace(
+        target=demo_pair.target, draft=demo_pair.draft, tokenizer=demo_pair.tokenizer, eos_token_ids=[0]
+    )
+    conversation = Conversation(pair, template, None, Played(), {"seed": 0, "max_new_tokens": 8})
+    conversation.answer("x")
+    assert conversation._messages[-1] == {"role": "assistant"} | expected
+    assert capsys.readouterr().out == answer + "\n"
