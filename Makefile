@@ -44,6 +44,7 @@ help:
 	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
 	@echo "make test         run the tests (about 5 minutes on two cores; TESTS=tests/core/test_tree.py runs some of them)"
 	@echo "make integration  run the tests that start processes or install something, and some with the oldest versions"
+	@echo "make test-lesser  run the tests of the compiled code, built as for lesser processors, with one thread and with two"
 	@echo "make check        run ruff and pyright"
 	@echo "make docs         check that generated tables are up to date, and build the site into build/docs"
 	@echo "make docs-serve   show the site at http://127.0.0.1:8000 while pages are written"
@@ -83,6 +84,19 @@ integration: setup
 	$(PYTEST) -m "integration and not slow" $(TESTS)
 	$(MAKE) test-oldest
 
+# The compiled code as for a processor without AVX-512, and as for one without AVX.
+LESSER_TESTS = $(addprefix tests/, kernels/test_native.py kernels/test_native_steps.py drafts/test_native_heads.py \
+	core/test_llama.py core/test_parity.py)
+
+test-lesser: setup
+	for threads in 1 2; do for march in x86-64-v2 x86-64-v3; do \
+		HEAVYPATH_MARCH=$$march OMP_NUM_THREADS=$$threads $(PYTEST) $(or $(TESTS),$(LESSER_TESTS)) || exit 1; done; done
+
+# A computer with AVX2 alone, as nearly as variables make this one: compiled code, PyTorch's kernels, oneDNN and MKL.
+AVX2 = HEAVYPATH_MARCH=x86-64-v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+test-avx2: setup
+	$(AVX2) $(PYTEST) $(TESTS)
+
 durations: setup
 	$(PYTEST) --durations-file tests/durations.json
 
@@ -92,7 +106,7 @@ nightly: setup
 		test-libraries test-clients try-hub; do \
 		$(MAKE) $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-.PHONY: slow triples today races ptx-oldest
+.PHONY: slow triples today races ptx-oldest test-lesser test-avx2
 slow: setup
 	$(PYTEST) -m slow
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from heavypath.kernels.native.library import FLAGS, compiler_path
+from heavypath.kernels.native.library import compiler_path, flags
 from heavypath.kernels.recurrent.acceptance import accept_state
 from heavypath.kernels.recurrent.delta import tree_delta
 from heavypath.kernels.recurrent.kda import tree_kda
@@ -102,7 +102,7 @@ def compiled_states() -> Callable[..., None]:
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder) / "states.cpp", Path(folder) / "states.so"
         source.write_text(STATES)
-        subprocess.run([compiler, *FLAGS, "-shared", str(source), "-o", str(made)], check=True)
+        subprocess.run([compiler, *flags(), "-shared", str(source), "-o", str(made)], check=True)
         return ctypes.CDLL(str(made)).states
 
 

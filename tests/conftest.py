@@ -1,4 +1,4 @@
-"""Shared fixtures, and how the tests are run: long files first, and none of the default ones takes long.
+"""Shared fixtures, and how the tests are run: long files first. What they take is said, and no test fails for it.
 
 Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are read.
 """
@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file; `make durations` writes it
-LONGEST = 3  # seconds of a processor that a test of the default run may take, as `make durations` measures it
-SLOWER = 4  # how many times as long it may take in other runs, which share their machine with other programs
-SELDOM = ("slow", "integration", "gpu", "benchmark")  # marks of what is no such test
+SHOWN = 10  # tests that a run names at its end
+OF_WORKERS = pytest.StashKey()  # what the other processes of a run took of processors
 
 
 def pytest_addoption(parser):
@@ -24,6 +23,9 @@ def pytest_addoption(parser):
         "--adversary", type=int, metavar="SEED", help="run kernels under tests/support/adversary.py with this seed"
     )
     parser.addoption("--durations-file", type=Path, metavar="FILE", help="write the seconds of each test file there")
+    parser.addoption(
+        "--processor-seconds", type=Path, metavar="FILE", help="write what each test takes of a processor there"
+    )
     parser.addoption("--every-variant", action="store_true", help="run all variants of tests that are marked `few`")
     parser.addoption(
         "--rows", choices=("pairs", "triples", "today"), default="pairs",
@@ -96,26 +98,36 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """A test of the default run fails if it takes long: of this process, and of those that it waited for."""
+    """Write down what a test takes of a processor, in this process and those that it waited for. It never fails for it."""
     before = os.times()
-    result = yield
-    taken = sum(os.times()[:4]) - sum(before[:4])
-    longest = LONGEST if item.config.getoption("--durations-file") else SLOWER * LONGEST
-    if taken > longest and not any(item.get_closest_marker(mark) for mark in SELDOM) and is_default(item.config):
-        pytest.fail(f"it took {taken:.1f} s of a processor, and a test of the default run may take {longest}: make it "
-                    "shorter, or mark it slow and leave a shorter one", pytrace=False)  # fmt: skip
-    return result
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("processor_seconds", sum(os.times()[:4]) - sum(before[:4])))
 
 
-def is_default(config):
-    """Whether nothing makes tests slower than `make test` has them: coverage, the adversary, a GPU.
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["processor_seconds"] = sum(os.times()[:4])
 
-    For a GPU, also one that is played, a test may compile many kernels, of seconds each.
-    """
-    import torch
 
-    slower = torch.cuda.is_available() or config.pluginmanager.hasplugin("_cov")
-    return not slower and config.getoption("--adversary") is None
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    taken = getattr(node, "workeroutput", {}).get("processor_seconds", 0.0)
+    node.config.stash[OF_WORKERS] = node.config.stash.get(OF_WORKERS, 0.0) + taken
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say what the run took of processors, and the tests that took most."""
+    reports = [each for several in terminalreporter.stats.values() for each in several if hasattr(each, "user_properties")]
+    seconds = {each.nodeid: dict(each.user_properties).get("processor_seconds", 0.0) for each in reports}
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:SHOWN]
+    whole = sum(os.times()[:4]) + config.stash.get(OF_WORKERS, 0.0)
+    terminalreporter.write_line(f"{whole:.0f} s of processors; the tests that took most:")
+    for name in longest:
+        terminalreporter.write_line(f"{seconds[name]:6.1f} s  {name}")
+    if given := config.getoption("--processor-seconds"):
+        given.write_text(json.dumps({name: round(seconds[name], 3) for name in sorted(seconds)}, indent=1) + "\n")
 
 
 class Durations:

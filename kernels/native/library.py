@@ -1,7 +1,7 @@
 """The CPU kernels as a shared library: compiled once for a machine, by its own compiler, and kept in the user's cache.
 
-A kernel is compiled for the processor that it runs on, which takes some five seconds, and found again by its sources,
-the compiler and the processor. A file is loaded only if nobody else may have written it, and if it is whole: it ends
+A kernel is compiled for the processor that it runs on, or for a lesser one that HEAVYPATH_MARCH names, which takes some
+five seconds, and found again by its sources, the compiler, its flags and the processor. A file is loaded only if nobody else may have written it, and if it is whole: it ends
 with the digest of all before. Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
 """
 
@@ -9,6 +9,8 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
+import re
 import secrets
 import shutil
 import subprocess
@@ -20,16 +22,26 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC")
 SHARE = 1 << 19  # bytes that take longer to read than threads take to wait for each other
 PATIENCE = 10.0  # seconds for a compiler to say which one it is
 DIGEST = hashlib.sha256().digest_size
 SWITCH = "HEAVYPATH_NATIVE"  # the environment variable that turns the kernels off with "0"
+MARCH = "HEAVYPATH_MARCH"  # the environment variable that names a lesser processor to compile for; "native" is this one
+CPUINFO = Path("/proc/cpuinfo")
+LEVELS = {  # of x86-64: what each needs beside those before it, by the names of /proc/cpuinfo
+    "x86-64-v2": "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
+}
 
 
 @lru_cache(1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a log line that says why, if they cannot or should not be compiled."""
+    """The compiled kernels; None, with a log line that says why, if they cannot or should not be compiled.
+
+    ValueError for a HEAVYPATH_MARCH that is unknown, or that this processor cannot run.
+    """
     if os.environ.get(SWITCH) == "0":
         logger.info("%s=0: no compiled kernels, PyTorch's operations instead", SWITCH)
         return None
@@ -70,6 +82,48 @@ def thread_count(bytes_read: int | None = None) -> int:
     return threads if bytes_read is None else max(1, min(threads, bytes_read // SHARE))
 
 
+def compiled_for() -> str | None:
+    """The instructions that the compiled kernels were built for, and the width of their vectors, by their own word.
+
+    As "x86-64-v4, 512-bit vectors"; None where there are no compiled kernels.
+    """
+    kernels = library()
+    if kernels is None:
+        return None
+    kernels.instructions.restype = ctypes.c_char_p
+    return f"{kernels.instructions().decode()}, {kernels.vector_bits()}-bit vectors"
+
+
+def march() -> str:
+    """The processor to compile for: HEAVYPATH_MARCH, if it is set, or "native".
+
+    ValueError for one that is unknown, or that this processor cannot run.
+    """
+    given = os.environ.get(MARCH) or "native"
+    if given == "native":
+        return given
+    if given not in LEVELS:
+        raise ValueError(f"{MARCH} must be native, {', '.join(LEVELS)}, or not set, got {given!r}")
+    needed: list[str] = []
+    for level, names in LEVELS.items():
+        needed += names.split()
+        if level == given:
+            break
+    found = re.search(r"^flags\s*: (.+)$", CPUINFO.read_text(), re.M) if platform.machine() == "x86_64" else None
+    lacking = sorted({*needed} - {*(found[1].split() if found else ())})
+    if lacking:
+        raise ValueError(
+            f"{MARCH}={given}: this processor ({platform.machine()}) lacks {', '.join(lacking)}; name a lesser one of "
+            f"{', '.join(LEVELS)}, or leave {MARCH} unset to compile for this one"
+        )
+    return given
+
+
+def flags() -> tuple[str, ...]:
+    """The compiler's flags. Raises what `march` does."""
+    return (f"-march={march()}", *FLAGS)
+
+
 def compiler_path() -> str | None:
     """The C++ compiler that kernels are compiled by: that of CXX, or the first that is found; None for none."""
     given = os.environ.get("CXX")
@@ -91,8 +145,8 @@ def _run(arguments: list[str], seconds: float | None = None) -> str:
 
 
 def library_name(compiler: str) -> str:
-    """The library's name in the cache: another one for other sources, another compiler and another processor."""
-    key = hashlib.sha256("\n".join([_run([compiler, "--version"], PATIENCE), *FLAGS, _processor()]).encode())
+    """The library's name in the cache: another one for other sources, flags, compilers and processors."""
+    key = hashlib.sha256("\n".join([_run([compiler, "--version"], PATIENCE), *flags(), _processor()]).encode())
     for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         key.update(source.read_bytes())
     return f"native-{key.hexdigest()[:20]}.so"
@@ -129,15 +183,15 @@ def _compiled(compiler: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="heavypath-") as folder:
         objects = {source: f"{folder}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
         with ThreadPoolExecutor() as pool:
-            list(pool.map(_run, [[compiler, *FLAGS, "-c", str(each), "-o", made] for each, made in objects.items()]))
+            list(pool.map(_run, [[compiler, *flags(), "-c", str(each), "-o", made] for each, made in objects.items()]))
         whole = Path(folder) / "native.so"
-        _run([compiler, *FLAGS, "-shared", *objects.values(), "-o", str(whole)])
+        _run([compiler, *flags(), "-shared", *objects.values(), "-o", str(whole)])
         return whole.read_bytes()
 
 
 def _processor() -> str:
     """A text that differs between processors that may not know each other's instructions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = CPUINFO.read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 

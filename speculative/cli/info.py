@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from heavypath.kernels.native.library import SWITCH, cache_folder, compiler_path, library, library_name
+from heavypath.kernels.native.library import MARCH, SWITCH, cache_folder, compiled_for, compiler_path, library, library_name
 from heavypath.speculative.cli.options import AsJson, Verbose, print_json
 from heavypath.speculative.costs.threads import Load, default_threads, running, usable_cores, waiting
 
@@ -32,7 +32,7 @@ PROCESSOR = Path("/proc/cpuinfo")
 # What changes how decoding runs, of the environment. Only these are shown, since a user may post what is shown.
 VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY",
-    "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "HEAVYPATH_NATIVE", "CXX", "XDG_CACHE_HOME",
+    "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", SWITCH, MARCH, "CXX", "XDG_CACHE_HOME",
 )  # fmt: skip
 OPENMP = {"libgomp": "GNU", "libiomp5": "Intel", "libomp": "LLVM"}
 
@@ -78,6 +78,7 @@ def _installed() -> dict[str, Any]:
         "device": "cpu",
         "threads": default_threads(),
         "cpu_kernels": kernels,
+        "cpu_kernels_for": compiled_for() if kernels == COMPILED else None,
     }
 
 
@@ -105,6 +106,7 @@ def _of_pytorch() -> tuple[dict[str, Any], Load]:
         "onednn": torch.backends.mkldnn.is_available(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_kernels": native,
+        "cpu_kernels_for": compiled_for() if native == COMPILED else None,
         "cpu_kernels_lack": reason,
         "torch_cuda": torch.version.cuda,
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],

@@ -98,10 +98,10 @@ def test_a_containers_share_of_the_cores_counts(tmp_path):
 @pytest.mark.skipif(sys.gettrace() is not None, reason="Ctrl-C may leave the lock of what records coverage held")
 @pytest.mark.parametrize("asked", [LayerSlots([], [], 2).counts, Arrivals(4).wake, partial(Progress().since, 0)])
 def test_ctrl_c_at_any_time_leaves_no_lock_to_others(asked):
-    end, interrupted = time.monotonic() + 0.5, 0
+    interrupted = 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        while time.monotonic() < end:
+        while interrupted < 50:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-4)
                 for _ in range(10_000):
@@ -112,5 +112,4 @@ def test_ctrl_c_at_any_time_leaves_no_lock_to_others(asked):
         signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one may still come
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert interrupted > 50
     in_time(asked)

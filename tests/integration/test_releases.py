@@ -18,10 +18,11 @@ def test_the_workflow_has_the_targets_of_the_script():
     assert [*jobs["target"]["strategy"]["matrix"]["target"], "test"] == targets.split()
     made = {step["run"] for job in jobs.values() for step in job["steps"] if "run" in step}
     assert made == {
-        "make ${{ matrix.target }}", "make test PYTHON=python${{ matrix.python }}", "make wheels hub hub-generate"
+        "make ${{ matrix.target }}", "make test PYTHON=python${{ matrix.python }}", "make wheels hub hub-generate",
+        "make test-avx2",
     }  # fmt: skip
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in ["test", "wheels", "hub", "hub-generate", *targets.split()]:
+    for target in ["test", "test-avx2", "wheels", "hub", "hub-generate", *targets.split()]:
         assert re.search(rf"^{target}:", makefile, re.M), target
     classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert jobs["test"]["strategy"]["matrix"]["python"] == classifiers

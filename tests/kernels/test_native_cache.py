@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import subprocess
-import time
 
 import pytest
 
@@ -181,13 +180,11 @@ def test_what_cannot_be_loaded_is_not_blamed_on_the_compiler(cache, caplog):
 
 def test_a_compiler_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch, caplog):
     silent = tmp_path / "silent"
-    silent.write_text("#!/bin/sh\nexec sleep 20\n")
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o700)
     monkeypatch.setenv("CXX", str(silent))
     monkeypatch.setattr(native_library, "PATIENCE", 0.2, raising=False)
-    begin = time.monotonic()
     assert library.__wrapped__() is None
-    assert time.monotonic() - begin < 10
     (record,) = caplog.records
     assert "timed out after 0.2 seconds" in record.getMessage()
     assert str(silent) in record.getMessage()

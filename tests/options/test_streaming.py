@@ -481,19 +481,17 @@ def test_ctrl_c_at_any_time_leaves_the_next_text_right(model, decoder_of, text_o
     seconds, times, interrupted = time.perf_counter() - begin, random.Random(seed), 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        for _ in range(4):
+        while interrupted < 3:
             signal.setitimer(signal.ITIMER_REAL, max(1e-3, seconds * times.random()))
             try:
                 text_of(decoder)
+                seconds /= 2  # the first took longer, on a busy machine
             except KeyboardInterrupt:
                 interrupted += 1
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        pass
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert interrupted
     (text,) = in_time(partial(text_of, decoder))
     assert torch.equal(text, expected)
 

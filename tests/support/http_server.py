@@ -24,7 +24,7 @@ from heavypath.speculative.http.metrics import Metrics
 from heavypath.speculative.http.server import Server, bound_socket
 
 NAME = "shipped"
-PATIENCE = 60  # seconds until a test gives up
+PATIENCE = 300  # seconds until a test gives up: only what hangs takes so long
 
 
 def with_template(tokenizer, template, folder):
