@@ -98,7 +98,7 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Write down what a test takes of a processor, in this process and those that it waited for. It never fails for it."""
+    """Write down what a test takes of a processor, in this process and those that it waited for."""
     before = os.times()
     try:
         return (yield)
@@ -119,7 +119,9 @@ def pytest_testnodedown(node):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Say what the run took of processors, and the tests that took most."""
-    reports = [each for several in terminalreporter.stats.values() for each in several if hasattr(each, "user_properties")]
+    reports = [
+        each for several in terminalreporter.stats.values() for each in several if hasattr(each, "user_properties")
+    ]
     seconds = {each.nodeid: dict(each.user_properties).get("processor_seconds", 0.0) for each in reports}
     longest = sorted(seconds, key=lambda name: -seconds[name])[:SHOWN]
     whole = sum(os.times()[:4]) + config.stash.get(OF_WORKERS, 0.0)

@@ -1,8 +1,9 @@
 """The CPU kernels as a shared library: compiled once for a machine, by its own compiler, and kept in the user's cache.
 
 A kernel is compiled for the processor that it runs on, or for a lesser one that HEAVYPATH_MARCH names, which takes some
-five seconds, and found again by its sources, the compiler, its flags and the processor. A file is loaded only if nobody else may have written it, and if it is whole: it ends
-with the digest of all before. Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
+five seconds, and found again by its sources, the compiler, its flags and the processor. A file is loaded only if nobody
+else may have written it, and if it is whole: it ends with the digest of all before. Threads are OpenMP's,
+of the same runtime as PyTorch's, so that both share one pool.
 """
 
 import ctypes

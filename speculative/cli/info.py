@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from heavypath.kernels.native.library import MARCH, SWITCH, cache_folder, compiled_for, compiler_path, library, library_name
+from heavypath.kernels.native.library import (
+    MARCH,
+    SWITCH,
+    cache_folder,
+    compiled_for,
+    compiler_path,
+    library,
+    library_name,
+)
 from heavypath.speculative.cli.options import AsJson, Verbose, print_json
 from heavypath.speculative.costs.threads import Load, default_threads, running, usable_cores, waiting
 

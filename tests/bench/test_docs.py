@@ -1,6 +1,7 @@
 """The documentation's figures are measured: outside what cog writes, no page states one."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -49,3 +50,15 @@ def test_such_figures_are_found(sentence):
 def test_who_cites_the_software_cites_this_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+NAMED = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|sh|md|yml))`")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page):
+    """By their whole path, or a folder's or file's name that is some file's here."""
+    here = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    named = {each[1] for each in NAMED.finditer(page.read_text(encoding="utf-8"))}
+    missing = {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in here)}
+    assert not missing

@@ -12,6 +12,7 @@ import pytest
 import torch
 from block_checkpoints import KEPT, LAYOUTS, OWN, TEXT, Oracle, deepspec, driven, loaded, tensors_of, variant, zlab
 from head_checkpoints import LAYERS, VOCAB, WIDTH, tiny_target, write
+from rounding import SMALL_MODEL
 
 from heavypath.speculative import BlockHead, SpeculativeDecoder, load_draft
 from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
@@ -41,7 +42,7 @@ def test_every_layout_has_the_laws_of_the_formulas(name, text, target, tmp_path)
     assert not any(parameter.requires_grad for parameter in head.parameters())
     oracle, path = Oracle(kind, tensors_of(kind), target, text), (8, 9, 2, 7)[: kind.block - 2 + kind.shift]
     expected = torch.stack([oracle.after(path[:depth]) for depth in range(len(path) + 1)])
-    torch.testing.assert_close(driven(head, target, text, path), expected.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(driven(head, target, text, path), expected.float(), rtol=0, atol=SMALL_MODEL)
 
 
 def test_a_causal_block_does_not_depend_on_the_masks_that_follow_and_another_does(target, tmp_path):
@@ -49,8 +50,8 @@ def test_a_causal_block_does_not_depend_on_the_masks_that_follow_and_another_doe
         head, kind = published(tmp_path / name, target, name)
         short, whole = driven(head, target, TEXT), driven(head, target, TEXT, (8, 9, 2))[:1]
         fewer = Oracle(variant(**vars(kind) | {"block": 2}), tensors_of(kind), target, TEXT).after()
-        torch.testing.assert_close(short, whole, rtol=0, atol=1e-6)
-        assert torch.allclose(short[0], fewer.float(), atol=1e-5) == same
+        torch.testing.assert_close(short, whole, rtol=0, atol=SMALL_MODEL)
+        assert torch.allclose(short[0], fewer.float(), atol=SMALL_MODEL) == same
 
 
 def test_a_folder_of_any_layout_is_a_block_draft_and_load_draft_takes_it(target, tmp_path):

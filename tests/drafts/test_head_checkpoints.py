@@ -12,6 +12,7 @@ from block_checkpoints import block_of
 from head_checkpoints import VOCAB, as_speculators, driven, official, oracle, settings, tiny_target, variant, write
 from medusa_checkpoints import published
 from medusa_checkpoints import write as write_medusa
+from rounding import SMALL_MODEL
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -104,7 +105,7 @@ def assert_same(head, kind, tensors, target):
     """Both are compared along a chain: over the text with features, and two levels below."""
     assert not head.training
     assert not any(parameter.requires_grad for parameter in head.parameters())
-    torch.testing.assert_close(driven(head, target), oracle(kind, tensors, target), rtol=0, atol=1e-5)
+    torch.testing.assert_close(driven(head, target), oracle(kind, tensors, target), rtol=0, atol=SMALL_MODEL)
     if kind.drafted < VOCAB:
         assert torch.equal(head.d2t, tensors["d2t"])
     else:
@@ -118,7 +119,9 @@ def assert_returns(head, target, folder):
     again = load_head(folder, target)
     assert again.config == head.config
     torch.testing.assert_close(again.state_dict(), head.state_dict(), rtol=0, atol=0)
-    torch.testing.assert_close(driven(again, target), driven(head, target), rtol=0, atol=1e-5)  # MKL rounds by place
+    torch.testing.assert_close(
+        driven(again, target), driven(head, target), rtol=0, atol=SMALL_MODEL
+    )  # MKL rounds by place
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
@@ -166,8 +169,8 @@ def test_positions_may_be_shifted_all_alike_but_the_root_is_not_one_too_far(opti
     folder, kind, tensors = saved(tmp_path, options)
     head = load_head(folder, target)
     ours, entries = driven(head, target), 10
-    torch.testing.assert_close(driven(head, target, positions=range(1, entries + 3)), ours, rtol=0, atol=1e-5)
-    torch.testing.assert_close(oracle(kind, tensors, target, first_position=1), ours, rtol=0, atol=1e-5)
+    torch.testing.assert_close(driven(head, target, positions=range(1, entries + 3)), ours, rtol=0, atol=SMALL_MODEL)
+    torch.testing.assert_close(oracle(kind, tensors, target, first_position=1), ours, rtol=0, atol=SMALL_MODEL)
     too_far = driven(head, target, positions=[*range(entries), entries + 1, entries + 2])
     assert (too_far - ours)[-2:].abs().max() > 1e-3
 

@@ -7,6 +7,7 @@ import torch
 from harmful_files import Harmful
 from head_checkpoints import tiny_target
 from medusa_checkpoints import LAYOUTS, oracle, published, write
+from rounding import SMALL_MODEL
 
 from heavypath.speculative import SpeculativeDecoder, load_draft
 from heavypath.speculative.drafts.heads.checkpoint import is_head
@@ -27,7 +28,7 @@ def assert_same(heads, tensors, target):
     expected = oracle(tensors, target, TEXT)
     states = target(TEXT[None], output_hidden_states=True).hidden_states[-1][0].detach()
     for some in (len(expected[0]), 1):
-        torch.testing.assert_close(heads(states, target.lm_head, some), expected[:, :some], rtol=0, atol=1e-5)
+        torch.testing.assert_close(heads(states, target.lm_head, some), expected[:, :some], rtol=0, atol=SMALL_MODEL)
 
 
 @pytest.mark.parametrize("owns", LAYOUTS.values(), ids=LAYOUTS)

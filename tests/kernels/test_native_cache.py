@@ -5,6 +5,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import subprocess
 
 import pytest
@@ -188,3 +189,65 @@ def test_a_compiler_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch
     (record,) = caplog.records
     assert "timed out after 0.2 seconds" in record.getMessage()
     assert str(silent) in record.getMessage()
+
+
+CPUINFO = "model name\t: any\nflags\t\t: fpu {}\n"
+UPTO = {"x86-64-v2": 1, "x86-64-v3": 2, "x86-64-v4": 3}
+
+
+@pytest.fixture
+def processor(tmp_path, monkeypatch):
+    """Plays an x86 processor that knows the first levels of x86-64 above the lowest, so many of them."""
+
+    def play(levels):
+        (tmp_path / "cpuinfo").write_text(CPUINFO.format(" ".join([*native_library.LEVELS.values()][:levels])))
+        monkeypatch.setattr(native_library, "CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(native_library.platform, "machine", lambda: "x86_64")
+
+    return play
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2, 3])
+def test_a_processor_is_compiled_for_as_far_as_it_goes_and_no_further(levels, processor, monkeypatch):
+    processor(levels)
+    for name, place in UPTO.items():
+        monkeypatch.setenv("HEAVYPATH_MARCH", name)
+        if place <= levels:
+            assert native_library.flags()[0] == f"-march={name}"
+        else:
+            with pytest.raises(ValueError, match=rf"HEAVYPATH_MARCH={name}: this processor .* lacks .*name a lesser"):
+                library.__wrapped__()
+
+
+@pytest.mark.parametrize("given", ["avx2", "x86-64-v5", "X86-64-V3", "skylake"])
+def test_a_processor_of_no_known_name_is_refused(given, monkeypatch):
+    monkeypatch.setenv("HEAVYPATH_MARCH", given)
+    with pytest.raises(ValueError, match=f"must be native, x86-64-v2, x86-64-v3, x86-64-v4, or not set, got '{given}'"):
+        library.__wrapped__()
+
+
+def test_no_level_of_x86_is_compiled_for_on_another_machine(monkeypatch):
+    monkeypatch.setattr(native_library.platform, "machine", lambda: "aarch64")
+    monkeypatch.setenv("HEAVYPATH_MARCH", "x86-64-v3")
+    with pytest.raises(ValueError, match=r"this processor \(aarch64\) lacks"):
+        library.__wrapped__()
+
+
+def test_libraries_for_several_processors_are_kept_side_by_side(processor, monkeypatch):
+    processor(3)
+    names = []
+    for given in ("native", "x86-64-v2", "x86-64-v3", "x86-64-v4"):
+        monkeypatch.setenv("HEAVYPATH_MARCH", given)
+        names.append(native_library.library_name(native_library.compiler_path()))
+    monkeypatch.delenv("HEAVYPATH_MARCH")
+    assert native_library.library_name(native_library.compiler_path()) == names[0]
+    assert len({*names}) == 4
+
+
+@pytest.mark.skipif(native_library.platform.machine() != "x86_64", reason="levels of x86-64")
+def test_the_compiled_code_says_what_it_was_compiled_for():
+    given = os.environ.get("HEAVYPATH_MARCH", "native")
+    words = re.fullmatch(r"(x86-64(?:-v[234])?), (128|256|512)-bit vectors", native_library.compiled_for())
+    assert words, native_library.compiled_for()
+    assert given in ("native", words[1])
+    assert {"x86-64-v4": "512", "x86-64-v3": "256"}.get(words[1], "128") == words[2]

@@ -1,7 +1,7 @@
 """The planners against every tree there is, against each other and against a plain recursion."""
 
 import math
-from functools import cache
+from functools import cache, partial
 from itertools import compress, product
 
 import pytest
@@ -242,10 +242,8 @@ def test_selection_by_hand():
 
 def test_selection_among_all_sizes_takes_as_many_steps_for_each_of_256_as_of_64():
     for acceptance in ([[0.2, 0.5, 0.05]] * 20, [0.001, 0.98]):
-        few, many = (
-            lines_run(lambda most=most: select_tree(acceptance, {n: 1 + n / 400 for n in range(1, most + 1)}, 0.02))
-            for most in (64, 256)
-        )
+        costs = [{size: 1 + size / 400 for size in range(1, most + 1)} for most in (64, 256)]
+        few, many = (lines_run(partial(select_tree, acceptance, each, 0.02)) for each in costs)
         assert many < 4.5 * few
         plan = select_tree(acceptance, {size: 1 + size / 400 for size in range(1, 257)}, 0.02)
         assert plan.speedup > 2

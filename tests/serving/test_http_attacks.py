@@ -37,7 +37,9 @@ def watched(base):
     answers, over = [], threading.Event()
 
     def watch():
-        connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=PATIENCE)  # whom nobody answers fails here
+        connection = http.client.HTTPConnection(
+            urlsplit(base).netloc, timeout=PATIENCE
+        )  # whom nobody answers fails here
         while not over.is_set():
             connection.request("GET", "/health")
             assert connection.getresponse().read()

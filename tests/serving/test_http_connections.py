@@ -44,7 +44,8 @@ def is_closed(connection, seconds=PATIENCE):
 
 def test_a_connection_has_a_time_until_its_request_is_there(tokenizer, monkeypatch):
     slow = Held()
-    monkeypatch.setattr(uvicorn.Config, "__init__", partialmethod(uvicorn.Config.__init__, timeout_keep_alive=10 * PATIENCE))
+    made = partialmethod(uvicorn.Config.__init__, timeout_keep_alive=10 * PATIENCE)
+    monkeypatch.setattr(uvicorn.Config, "__init__", made)  # uvicorn itself would end what is kept alive after 5 s
     with served(slow, tokenizer, bounds={"head_seconds": 0.4}) as (_, base), ExitStack() as all_:
         asking = all_.enter_context(open_stream(base, STREAM))
         silent, half, drips = (all_.enter_context(opened(base, said)) for said in (b"", HALF, b""))
@@ -96,7 +97,6 @@ def test_silent_connections_make_room_for_others(tokenizer):
 
 def test_where_all_connections_have_work_another_one_is_closed(tokenizer):
     slow = Held()
-    monkeypatch.setattr(uvicorn.Config, "__init__", partialmethod(uvicorn.Config.__init__, timeout_keep_alive=10 * PATIENCE))
     with served(slow, tokenizer, slots=3, bounds={"connections": 3}) as (service, base), ExitStack() as all_:
         streams = [all_.enter_context(open_stream(base, STREAM)) for _ in range(3)]
         eventually(lambda: len(service.completions) == 3)
@@ -207,9 +207,9 @@ def test_beside_many_long_texts_a_short_one_is_there_after_less_than_three_times
     ):
 
         def steps():
-            before = service.stats().steps
+            before = service.stats().batch_steps
             assert post(base, short, source=OTHER)[0] == 200
-            return service.stats().steps - before
+            return service.stats().batch_steps - before
 
         ratios, where = [], urlsplit(base).netloc
         while len(ratios) < 5 and min(ratios, default=3) >= 3:
