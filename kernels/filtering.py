@@ -16,7 +16,6 @@ On a GPU `filter_cuts` finds where the filters cut a row off; the reader of the 
 # pyright: reportOperatorIssue=false
 
 import math
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.language import tl, triton
+from heavypath.kernels.numbers import real, whole
 
 LEAST_TEMPERATURE = 2.0**-126  # the smallest normal fp32 number, to which lower temperatures above 0 are raised
 
@@ -48,10 +48,13 @@ class Filters(NamedTuple):
         )
 
     def check(self, prefix: str = "") -> "Filters":
-        """Raise ValueError for a value outside its range; returns self."""
+        """Raise TypeError for a value that is no number, ValueError for one outside its range; returns self."""
+        for name, value in self._asdict().items():
+            if value is not None:
+                (whole if name == "top_k" else real)(f"{prefix}{name}", value)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"{prefix}temperature must be a finite number >= 0, got {self.temperature}")
-        if self.top_k is not None and (not isinstance(self.top_k, Integral) or self.top_k < 0):
+        if self.top_k is not None and self.top_k < 0:
             raise ValueError(f"{prefix}top_k must be None or an integer >= 0, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"{prefix}top_p must be None or in (0, 1], got {self.top_p}")

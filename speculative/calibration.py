@@ -8,8 +8,9 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import transformers
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.methods import METHODS, measured_row, row_of
@@ -57,6 +59,15 @@ STREAMED_PASSES = 80  # of a target whose weights are read in each: the time lim
 STREAMED_PROMPT = 16  # tokens of each text that is continued there: all ways have caches at the same time
 
 logger = logging.getLogger(__name__)
+
+
+def _numbers(name: str, given: Any) -> list[int] | None:
+    """A list of integers, or None; TypeError for anything else."""
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} must be a list of integers, got {given!r}")
+    return [whole(name, number) for number in given]
 
 
 @without_remarks()
@@ -109,6 +120,11 @@ def calibrate(
     that the costs are noise.
     """
     begin = time.perf_counter()
+    tokens, sequences, seed = whole("tokens", tokens), whole("sequences", sequences), whole("seed", seed)
+    limit = None if limit is None else real("limit", limit)
+    sizes, batch_sizes = _numbers("sizes", sizes), _numbers("batch_sizes", batch_sizes)
+    if isinstance(temperatures, str) or not isinstance(temperatures, Sequence):
+        raise TypeError(f"temperatures must be a list of numbers, got {temperatures!r}")
     for temperature in temperatures:
         Filters(temperature, top_k, top_p, min_p).check()
     if tokens < 2 or sequences < 1 or (sizes is not None and (not sizes or min(sizes) < 1)):

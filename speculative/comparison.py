@@ -18,6 +18,8 @@ from rich.table import Column, Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.kinds import AnyDraft
@@ -134,8 +136,14 @@ def compare(
     for no prompts, for repeats < 1, for a name that is given twice, and for a verifier that none of the methods takes.
     It is also raised for a decoder of another target.
     """
+    repeats, seed = whole("repeats", repeats), whole("seed", seed)
+    max_new_tokens, temperature = whole("max_new_tokens", max_new_tokens), real("temperature", temperature)
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
+    Filters(temperature, top_k, top_p, min_p).check()
+    for name, several in (("methods", methods), ("verifiers", verifiers)):
+        if isinstance(several, str) or not isinstance(several, Sequence):
+            raise TypeError(f"{name} must be a list of names, got {several!r}")
     inputs = tokens_of(prompts, tokenizer, target.device)
     named = draft if isinstance(draft, Mapping) else {"": draft}
     drafts = {name: each for name, each in named.items() if not isinstance(each, SpeculativeDecoder)}

@@ -45,21 +45,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.models.prompt_inputs import given_inputs
 from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache
-from heavypath.speculative.output.options import NOTHING, UNSERVED
+from heavypath.speculative.output.options import ANOTHER_WAY, NOTHING, UNSERVED, unknown_settings
 from heavypath.speculative.output.watchers import Streamer
 from heavypath.speculative.ranks.peers import ALONE, Peers
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
-_UNSUPPORTED = UNSERVED | {
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "use_mtp": (None, False),
-    "use_cache": (None, True),
-    "cache_implementation": (None, "dynamic"),
-    "prefill_chunk_size": (None,),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-}
+_UNSUPPORTED = UNSERVED | ANOTHER_WAY
 # Arguments of a model's forward pass that the decoder takes care of itself; the others are the prompt's inputs.
 _SERVED = ("attention_mask", "position_ids", CACHE_NAME, "logits_to_keep", "use_cache", "cache_position")
 
@@ -220,6 +211,10 @@ def _check_settings(
         value = getattr(config, name, None)
         if value not in without:
             raise _unsupported(f"{name}={value!r}", f"leave it at {without[-1]!r}")
+    for name, value in unknown_settings(config).items():
+        raise _unsupported(f"{name}={value!r}", "it is a setting of a later transformers; leave it out")
+    if not input_ids.shape[1] and "inputs_embeds" in inputs:
+        raise _unsupported("inputs_embeds alone", "give as input_ids the tokens that they stand for: drafts read these")
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
     cache: Any = model_kwargs.get(CACHE_NAME)

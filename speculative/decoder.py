@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.numbers import whole
 from heavypath.speculative.decoder_options import DecoderOptions
 from heavypath.speculative.decoding.launching import has_graphs
 from heavypath.speculative.decoding.loop import decode
@@ -33,7 +34,7 @@ from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of, peers_of
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.output.generation import Generation
-from heavypath.speculative.output.options import NOTHING, GenerateOptions, SamplingOptions, check_options, request_of
+from heavypath.speculative.output.options import NOTHING, GenerateOptions, SamplingOptions, checked_options, request_of
 from heavypath.speculative.output.remark import Remark, in_words
 from heavypath.speculative.output.watchers import checked_streamers, watching
 from heavypath.speculative.trees.growth import Growth
@@ -71,13 +72,13 @@ class SpeculativeDecoder:
         self, target: PreTrainedModel, draft: AnyDraft | None = None, method: str = "sequoia",
         **options: Unpack[DecoderOptions],
     ):  # fmt: skip
-        check_options("SpeculativeDecoder", options, DecoderOptions)
-        self.method, self.target, self._given_draft, self.verifier = method, target, draft, options.get("verifier")
+        given: Any = checked_options("SpeculativeDecoder", options, DecoderOptions)
+        self.method, self.target, self._given_draft, self.verifier = method, target, draft, given.get("verifier")
         self.clock, self._remark = time.perf_counter, Remark()
-        self._options, self._row = options, asked_row(method, options)
-        self.profile = checked_profile(method, self._row, options)
+        self._options, self._row = given, asked_row(method, given)
+        self.profile = checked_profile(method, self._row, given)
         self._target = forward_of(target, "target")
-        self.runner = StepRunner(cuda_graphs=has_graphs(options.get("cuda_graphs"), self._target))
+        self.runner = StepRunner(cuda_graphs=has_graphs(given.get("cuda_graphs"), self._target))
         self._draft: Draft | None = None
         if method != "autoregressive":
             if draft is None:
@@ -89,7 +90,7 @@ class SpeculativeDecoder:
             self._row = self._row.verified_by(by_default)
         if self.profile is not None:
             self.profile.check(target, draft, method, self._row.verification)
-        self.trees = TreeSource(method, self._row, options, self.profile, self._target, self._draft)
+        self.trees = TreeSource(method, self._row, given, self.profile, self._target, self._draft)
         self._peers = peers_of(self._models, self._target.device)
 
     def __repr__(self) -> str:
@@ -144,11 +145,11 @@ class SpeculativeDecoder:
         work, such as too many tokens for the models' positions; and while decoding for logits that are no distribution.
         """
         begin = self.clock()
-        check_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")
+        given = checked_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")
         self._notice_changes()
-        prompts = Prompts(input_ids, *map(options.get, ("attention_mask", "sequence_ids", "past", "model_inputs")))
-        request = self._request(prompts, max_new_tokens, temperature, options, seed=options.get("seed", 0))
-        streamers = checked_streamers(options.get("streamer"), len(input_ids))
+        prompts = Prompts(input_ids, *map(given.get, ("attention_mask", "sequence_ids", "past", "model_inputs")))
+        request = self._request(prompts, max_new_tokens, temperature, given, seed=given.get("seed", 0))
+        streamers = checked_streamers(given.get("streamer"), len(input_ids))
         plan = self._plan(request)
         self._remark.at_positions(plan.draft, request.most_tokens)
         self._peers.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, self._target)
@@ -163,7 +164,7 @@ class SpeculativeDecoder:
         with (
             self._peers.interruptible(),
             torch.inference_mode(),
-            watching(request, plan, self.method, self._draft, streamers, options, stats.lap) as (watchers, chosen),
+            watching(request, plan, self.method, self._draft, streamers, given, stats.lap) as (watchers, chosen),
             self.runner.workspace(request, plan) as workspace,
         ):
             stats.cache_bytes = workspace.cache_bytes
@@ -183,8 +184,8 @@ class SpeculativeDecoder:
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,
-            scores=chosen.scores(request.filters) if chosen and options.get("output_scores") else None,
-            logits=chosen.logits() if chosen and options.get("output_logits") else None,
+            scores=chosen.scores(request.filters) if chosen and given.get("output_scores") else None,
+            logits=chosen.logits() if chosen and given.get("output_logits") else None,
             _cache=weakref.ref(cache),
             _kept=self.runner.kept,
         )
@@ -221,10 +222,11 @@ class SpeculativeDecoder:
         from heavypath.speculative.decoding.graphs import warm_up
 
         begin = time.perf_counter()
-        check_options("warm_up", options, SamplingOptions, "max_new_tokens", "temperature")
+        given = checked_options("warm_up", options, SamplingOptions, "max_new_tokens", "temperature")
         self._notice_changes()
-        prompts = Prompts(torch.zeros(batch_size, prompt_tokens, dtype=torch.long, device=self._target.device))
-        request = self._request(prompts, max_new_tokens, temperature, options)
+        shape = whole("batch_size", batch_size), whole("prompt_tokens", prompt_tokens)
+        prompts = Prompts(torch.zeros(shape, dtype=torch.long, device=self._target.device))
+        request = self._request(prompts, max_new_tokens, temperature, given)
         plan = self._plan(request)
         warm_up(self.runner, request, plan, self.trees.of_slots(request.filters, batch_size))
         seconds = time.perf_counter() - begin

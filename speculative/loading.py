@@ -206,6 +206,8 @@ def load_draft(
 
     Raises as `load_pair` does, and ValueError for a head that does not fit the target, naming the tensor.
     """
+    if not isinstance(path_or_name, str | Path):
+        raise TypeError(f"path_or_name must be a folder or a name, got {path_or_name!r}")
     if parts := _parts(str(path_or_name)):
         drafts = [load_draft(part, target, target_name, dtype, local_files_only) for _, part in parts]
         levels = [int(count) for count, _ in parts if count]

@@ -168,7 +168,7 @@ class Method:
 
 
 def _check_word(name: str, given: str, expected: Iterable[str]) -> None:
-    if given not in expected:
+    if not isinstance(given, str) or given not in expected:
         raise ValueError(f"{name} must be one of {', '.join(expected)}, got {given!r}")
 
 

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.kernels.numbers import whole
 from heavypath.speculative.costs.estimates import estimated_for, estimates
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.table import standing_for
@@ -215,9 +215,7 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     options, tree = dict(given), given.get("tree")
     if tree is None:
         nodes = options.pop("tree_size", size)
-        if not isinstance(nodes, Integral):
-            raise TypeError(f"tree_size must be an integer, got {nodes!r}")
-        nodes = int(nodes)
+        nodes = whole("tree_size", nodes)
         if not 2 <= nodes <= MAX_NODES:  # before it is planned, which takes a while for many nodes
             raise ValueError(f"tree_size counts the root and must be in 2 .. {MAX_NODES}, got {nodes}")
         for name in options:

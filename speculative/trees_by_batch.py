@@ -13,6 +13,7 @@ tree is that of one sequence, or none for all of a text where the batch would be
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -71,6 +72,8 @@ def checked_profile(method: str, row: Method, options: Mapping[str, Any]) -> "Pr
         raise ValueError(f"a profile says what trees to take; leave out {', '.join(others)}")
     from heavypath.speculative.profile import Profile
 
+    if not isinstance(given, Profile | str | PathLike):
+        raise TypeError(f"profile must be a Profile or the file of one, got {given!r}")
     return given if isinstance(given, Profile) else Profile.load(given)
 
 

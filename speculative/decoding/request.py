@@ -1,7 +1,6 @@
 """Requests: the arguments of `generate`, checked before any work."""
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
@@ -112,10 +112,10 @@ def checked_request(
 ) -> Request:
     """The request, or a ValueError that says what was given and what is expected."""
     filters.check()
-    seed = _integer("seed", seed)
-    max_new_tokens = _integer("max_new_tokens", ending.max_new_tokens)
+    seed = whole("seed", seed)
+    max_new_tokens = whole("max_new_tokens", ending.max_new_tokens)
     input_ids = prompts.input_ids
-    _check_tokens(input_ids, target)
+    _check_tokens(prompts, target)
     _check_past(prompts.past, target)
     lengths = _prompt_lengths(input_ids, prompts.attention_mask)
     if max_new_tokens < 1:
@@ -173,11 +173,11 @@ def _stopping(input_ids: Tensor, ending: Ending) -> "Stopping | None":
 def _stop_tokens(ending: Ending, vocab_size: int) -> tuple[list[int], int]:
     """The end-of-sequence tokens, and the token that follows them."""
     given = ending.eos_token_id
-    eos = given if isinstance(given, Sequence) else [] if given is None else [given]
-    eos = [_integer("eos_token_id", token) for token in eos]
+    eos = [] if given is None else [*given] if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    eos = [whole("eos_token_id", token) for token in eos]
     pad = eos[0] if eos else 0
     if ending.pad_token_id is not None:
-        pad = _integer("pad_token_id", ending.pad_token_id)
+        pad = whole("pad_token_id", ending.pad_token_id)
     for name, tokens in (("eos_token_id", eos), ("pad_token_id", [pad])):
         for token in tokens:
             if not 0 <= token < vocab_size:
@@ -189,9 +189,9 @@ def _processing(
     repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, has_stops: bool
 ) -> "Processing | None":
     """The changes of the target's logits; None where there would be none."""
-    if not (isinstance(repetition_penalty, int | float) and 0 < repetition_penalty < math.inf):
+    if not 0 < real("repetition_penalty", repetition_penalty) < math.inf:
         raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
-    min_new_tokens = _integer("min_new_tokens", min_new_tokens)
+    min_new_tokens = whole("min_new_tokens", min_new_tokens)
     if not 0 <= min_new_tokens <= max_new_tokens:
         raise ValueError(f"min_new_tokens must be in 0 .. max_new_tokens = {max_new_tokens}, got {min_new_tokens}")
     early = min_new_tokens if has_stops else 0
@@ -202,21 +202,18 @@ def _processing(
     return Processing(float(repetition_penalty), early)
 
 
-def _integer(name: str, value: object) -> int:
-    try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-
-
-def _check_tokens(input_ids: Tensor, target: Forward) -> None:
+def _check_tokens(prompts: Prompts, target: Forward) -> None:
+    input_ids = prompts.input_ids
     if not isinstance(input_ids, Tensor):
         how = "; pass tokenizer(text, return_tensors='pt').input_ids, or the whole with ** before it"
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {type(input_ids).__name__}{how}")
     if input_ids.dim() != 2 or input_ids.dtype != torch.long:
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {input_ids.dtype} {[*input_ids.shape]}")
     if 0 in input_ids.shape:
-        raise ValueError(f"the prompt must have at least one token, got input_ids of shape {[*input_ids.shape]}")
+        given = f"got input_ids of shape {[*input_ids.shape]}"
+        if isinstance(prompts.model_inputs, Mapping) and "inputs_embeds" in prompts.model_inputs:
+            given += " and inputs_embeds; give the tokens that they stand for, too: a draft reads tokens alone"
+        raise ValueError(f"the prompt must have at least one token, {given}")
     if input_ids.device != target.device:
         raise ValueError(f"input_ids must be on {target.device} like the models, got {input_ids.device}")
     least, largest = int(input_ids.min()), int(input_ids.max())

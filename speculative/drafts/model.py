@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.native.recording import do
+from heavypath.kernels.numbers import whole
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -37,10 +38,16 @@ class EarlyExit(Draftable):
 
     layers: int | Sequence[int]
 
+    def __post_init__(self) -> None:
+        several = isinstance(self.layers, Sequence) and not isinstance(self.layers, str | bytes)
+        for layer in self.layers if several else [self.layers]:  # pyright: ignore[reportGeneralTypeIssues]
+            whole("layers", layer)
+
     @property
     def indices(self) -> tuple[int, ...]:
         """The layers that run."""
-        return tuple(range(self.layers)) if isinstance(self.layers, int) else tuple(self.layers)
+        layers: Any = self.layers
+        return tuple(map(int, layers)) if isinstance(layers, Sequence) else tuple(range(int(layers)))
 
 
 class ModelDraft(Draft):

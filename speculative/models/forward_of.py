@@ -39,6 +39,7 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
     """
     inner = _without_adapter_wrapper(model, name)
+    _check_one_adapter(inner, name)
     for prepare in PREPARATIONS:
         prepare(inner)
     parts = parts_of(inner, name)
@@ -58,6 +59,23 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
             _check(forward, model)
     forward.watch(model)
     return forward
+
+
+def _check_one_adapter(model: nn.Module, name: str) -> None:
+    """Raise ValueError for a model whose adapters differ by the row of a batch, which moves to another in decoding.
+
+    PEFT does it by hooks for a call with `adapter_names` or `alora_offsets`, which know these by their keywords.
+    """
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            given = getattr(hook, "keywords", {})
+            for option in ("adapter_names", "alora_offsets"):
+                if given.get(option) is not None:
+                    raise ValueError(
+                        f"{name} has {option}={given[option]!r}, an adapter for each row of a batch; one adapter "
+                        "decodes a batch: choose it by set_adapter(name), or none by disable_adapter(), leave "
+                        f"{option} out, and decode the prompts of another one apart"
+                    )
 
 
 def peers_of(models: Sequence[Forward], device: torch.device) -> Peers:

@@ -233,5 +233,6 @@ def _check_names(inputs: dict[str, Any], target: Forward) -> None:
             raise ValueError(f"model_inputs has {name!r}, which {kind} does not take; it takes {', '.join(takes)}")
         if not target.is_foreign:
             raise ValueError(
-                f"model_inputs has {name!r}, but {kind} runs by this package's forward pass, which reads tokens alone"
+                f"model_inputs has {name!r}, but {kind} runs by this package's forward pass, which reads tokens alone; "
+                "leave it out, and give the tokens as input_ids"
             )

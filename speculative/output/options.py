@@ -5,15 +5,17 @@ is off: no end of sequence, greedy text, no filter, no penalty. (transformers' o
 said anything.)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
+import numpy as np
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
@@ -43,6 +45,36 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "constraints": (None,),
     "force_words_ids": (None,),
     "token_healing": (None, False),
+    "assistant_ensemble_weight": (None,),
+}
+# Those that `generate` has as options, or asks as processors, or that mean its options under other names.
+SERVED = {
+    *("temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty", "stop_strings", "eos_token_id"),
+    *("pad_token_id", "min_new_tokens", "min_length", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("no_repeat_ngram_size", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+    *("watermarking_config", "max_new_tokens", "max_length", "output_scores", "output_logits"),
+}
+# Those that change no text of a decoder: of beams and of encoders, which it has not; how another would draft, cache or
+# compile; the form of an answer; and what transformers notes for itself.
+HARMLESS = {
+    *("early_stopping", "length_penalty", "diversity_penalty", "low_memory", "decoder_start_token_id", "bos_token_id"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size", "cache_config", "max_cache_len"),
+    *("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits"),
+    *("return_dict_in_generate", "transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash"),
+}
+# Those that ask for another way to the same text: of a call of custom_generate they are refused.
+ANOTHER_WAY: dict[str, tuple[Any, ...]] = {
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "speculation_type": (None,),
+    "use_mtp": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic"),
+    "prefill_chunk_size": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
 }
 _UNSERVED: dict[str, tuple[Any, ...]] = UNSERVED | {
     "num_return_sequences": (None, 1),
@@ -129,11 +161,32 @@ HABITS = {  # of callers of transformers' generate
     "do_sample": "temperature above 0 samples, 0 takes the likeliest token",
     "max_length": "max_new_tokens counts the new tokens",
     "num_beams": "a text is not searched for by beams",
+    "num_return_sequences": "repeat the prompt, each row of a batch is a sample of its own",
+    "inputs_embeds": "give input_ids, and beside them model_inputs={'inputs_embeds': ...}",
+    "adapter_names": "one adapter decodes a batch: choose it by set_adapter(name), and decode those of another apart",
+    "assistant_model": "the draft is an argument of SpeculativeDecoder",
+    "prompt_lookup_num_tokens": "SpeculativeDecoder(target, PromptLookup()) looks up the prompt",
+    "generation_config": "give its settings one by one, or set target.generation_config",
+    "use_cache": "the decoder has caches of its own",
+    "past_key_values": "past= takes the .cache of what an earlier generate returned",
+    "cache": "past= takes the .cache of what an earlier generate returned",
+    "max_time": "stopping_criteria=[MaxTimeCriteria(seconds)] ends a text by time",
 }
+NUMBERS: dict[str, Callable[[str, object], float]] = {  # options that are one, by their kind
+    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "pad_token_id", "seed", "top_k", "draft_top_k"), whole),
+    **dict.fromkeys(("tree_size", "max_depth", "width", "logprobs", "prompt_logprobs"), whole),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "threshold", "epsilon", "delta"), real),
+    **dict.fromkeys(("draft_temperature", "draft_top_p", "draft_min_p", "deadline"), real),
+}
+_FLAGS = ("output_scores", "output_logits", "cuda_graphs", "replan")
 
 
-def check_options(what: str, given: Mapping[str, Any], has: Any, *named: str) -> None:
-    """Raise TypeError for an option that there is not. what: has the options of a TypedDict `has`, and those named."""
+def checked_options(what: str, given: Mapping[str, Any], has: Any, *named: str) -> dict[str, Any]:
+    """Options, with numbers and end-of-sequence tokens as Python has them; None is for one that is left out.
+
+    what: has the options of a TypedDict `has`, and those named
+    Raises TypeError for an option that there is not, and for one of another type, by its name.
+    """
     for name in given:
         if name not in has.__annotations__:
             names = [*named, *has.__annotations__]
@@ -141,6 +194,25 @@ def check_options(what: str, given: Mapping[str, Any], has: Any, *named: str) ->
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
             hint = HABITS.get(name, hint)
             raise TypeError(f"{what} has no option {name!r}; {hint}")
+    return {name: _as_python_has_it(name, value) for name, value in given.items()}
+
+
+def _as_python_has_it(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if name in NUMBERS:
+        return NUMBERS[name](name, value)
+    if name in _FLAGS and not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    if name == "eos_token_id" and isinstance(value, Tensor | np.ndarray):
+        return value.tolist()
+    if name == "eos_token_id" and isinstance(value, Set):
+        return sorted(value)
+    if name == "stop_strings" and not isinstance(value, str | Sequence):
+        raise TypeError(f"stop_strings must be a text or a list of texts, got {value!r}")
+    if name == "tokenizer" and not callable(getattr(value, "decode", None)):
+        raise TypeError(f"tokenizer must be one of transformers, got {value!r}")
+    return value
 
 
 def request_of(
@@ -152,6 +224,7 @@ def request_of(
     options: of `RequestOptions`; processors_always: as of `GivenProcessors`
     Raises TypeError or ValueError for options that do not fit, or that a model cannot follow.
     """
+    temperature = None if temperature is None else real("temperature", temperature)
     settings = settings_of(temperature, options, target.model.generation_config, target.vocab_size)
     ending = Ending(
         max_new_tokens=max_new_tokens,
@@ -227,7 +300,20 @@ def settings_of(
     return Settings(Filters(found.pop("temperature"), **filters), **found)
 
 
+def unknown_settings(config: GenerationConfig) -> dict[str, Any]:
+    """The settings of transformers' own, of a later version, that nothing here knows, as far as they are set."""
+    known = SERVED | HARMLESS | {*ANOTHER_WAY, *_UNSERVED}
+    theirs = vars(GenerationConfig())
+    usual = {name: (None, False, value) for name, value in theirs.items() if name not in known}
+    return {name: getattr(config, name) for name, off in usual.items() if getattr(config, name, None) not in off}
+
+
 def _check_served(config: GenerationConfig) -> None:
+    for name, value in unknown_settings(config).items():
+        raise ValueError(
+            f"the target's generation_config has {name}={value!r}, a setting of a later transformers that is not known "
+            f"here; set target.generation_config.{name} = None to do without it"
+        )
     for name, without in _UNSERVED.items():
         value = getattr(config, name, None)
         if value not in without:

@@ -34,6 +34,9 @@ def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -
     if given is not None and len(streamers) != batch:
         many = f"{len(streamers)} streamers" if isinstance(given, Sequence) else "one streamer"
         raise ValueError(f"streamer must be one for each sequence, got {many} for a batch of {batch}")
+    for streamer in streamers:
+        if not callable(getattr(streamer, "put", None)) or not callable(getattr(streamer, "end", None)):
+            raise TypeError(f"streamer must have put(tokens) and end(), as transformers' have, got {streamer!r}")
     return streamers
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.numbers import whole
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
@@ -53,9 +54,10 @@ def serve(
     """
     plan = new_plan()
     check_alone("serve", plan.target)
-    if unseeded is not None and not (isinstance(unseeded, int) and unseeded >= 0):
+    seed, unseeded = whole("seed", seed), None if unseeded is None else whole("unseeded", unseeded)
+    if unseeded is not None and unseeded < 0:
         raise ValueError(f"unseeded must be None or an integer >= 0, got {unseeded!r}")
-    room = min(2048 if max_tokens is None else max_tokens, plan.target.max_positions + 1)
+    room = min(2048 if max_tokens is None else whole("max_tokens", max_tokens), plan.target.max_positions + 1)
     limits = ServiceLimits(slots, room, queue, prefill_tokens, prefix_bytes).check()
     if plan.draft is not None and limits.max_tokens > plan.draft.positions:
         logger.warning("the draft has %d positions: longer texts go on without it", plan.draft.positions)

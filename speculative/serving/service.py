@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from secrets import randbits
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.output.options import RequestOptions, check_options
+from heavypath.speculative.output.options import NUMBERS, RequestOptions, checked_options
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, ModelChanged, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.pauses import Pauses
@@ -140,26 +140,24 @@ class Service:
         """
         self._process.check()
         self._arrivals.check_open()
-        check_options("submit", options, RequestOptions, "max_new_tokens", "temperature")
+        given = checked_options("submit", options, RequestOptions, "max_new_tokens", "temperature")
+        numbers = {"seed": seed, "deadline": deadline, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        numbers = {key: None if value is None else NUMBERS[key](key, value) for key, value in numbers.items()}
         if prompt_logprobs is not None and self._slots.plan.target.state_bytes:
             raise ValueError("prompt_logprobs read a prompt twice, which a target with recurrent layers cannot do")
-        prompt = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids, device="cpu")
-        prompt = prompt if len(input_ids) else prompt.long()  # a list of nothing has no type
-        if prompt.dim() != 1 or prompt.dtype != torch.long:
-            given = f"{prompt.dtype} {[*prompt.shape]}"
-            raise ValueError(f"input_ids must be the tokens of one prompt, integers [T], got {given}")
-        if deadline is not None and not deadline > 0:
+        prompt = _tokens_of(input_ids)
+        if deadline is not None and not numbers["deadline"] > 0:
             raise ValueError(f"deadline must be None or a number of seconds > 0, got {deadline!r}")
         with self._lock:
-            name = self._names.randrange(MAX_SEQUENCES) if seed is None else seed
-        if not isinstance(name, int) or not 0 <= name < MAX_SEQUENCES:
+            name = self._names.randrange(MAX_SEQUENCES) if seed is None else numbers["seed"]
+        if not 0 <= name < MAX_SEQUENCES:
             raise ValueError(f"seed must be None or in 0 .. {MAX_SEQUENCES - 1}, got {seed!r}")
         with self._apart(prompt):
             request = self._checked(
                 Prompts(prompt[None].to(self._device), sequence_ids=torch.tensor([name], device=self._device)),
                 max_new_tokens,
                 temperature,
-                options,
+                given,
                 seed=self._seed,
                 processors_always=True,
             )
@@ -173,11 +171,11 @@ class Service:
                 request,
                 self._draft_filters(request.filters),
                 clock=time.monotonic,
-                deadline=None if deadline is None else now + deadline,
+                deadline=None if deadline is None else now + numbers["deadline"],
                 client=client,
                 group=group,
-                logprobs=_likeliest("logprobs", logprobs),
-                prompt_logprobs=_likeliest("prompt_logprobs", prompt_logprobs),
+                logprobs=_likeliest("logprobs", numbers["logprobs"]),
+                prompt_logprobs=_likeliest("prompt_logprobs", numbers["prompt_logprobs"]),
             )
         self._lend(request)
         try:
@@ -461,7 +459,20 @@ class Service:
             self._counts = replace(self._counts, **sums)
 
 
+def _tokens_of(input_ids: Any) -> Tensor:
+    """A prompt's tokens as LongTensor[T]; TypeError or ValueError for anything else."""
+    try:
+        prompt = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"input_ids must be the tokens of one prompt, integers [T], got {input_ids!r}") from None
+    prompt = prompt if prompt.numel() else prompt.long()  # a list of nothing has no type
+    if prompt.dim() != 1 or prompt.dtype != torch.long:
+        given = f"{prompt.dtype} {[*prompt.shape]}"
+        raise ValueError(f"input_ids must be the tokens of one prompt, integers [T], got {given}")
+    return prompt
+
+
 def _likeliest(name: str, number: int | None) -> int | None:
-    if number is not None and not (isinstance(number, int) and number >= 0):
+    if number is not None and number < 0:
         raise ValueError(f"{name} must be None or a number of tokens >= 0, got {number!r}")
     return number

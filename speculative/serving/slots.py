@@ -26,6 +26,7 @@ from torch import Tensor
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.sampling import seed_tensor
+from heavypath.kernels.numbers import whole
 from heavypath.speculative.decoding.drafted import no_lap
 from heavypath.speculative.decoding.engine import Engine, SlotNumbers
 from heavypath.speculative.decoding.runner import StepRunner
@@ -109,14 +110,13 @@ class ServiceLimits(NamedTuple):
     prefix_bytes: int | None = None
 
     def check(self) -> "ServiceLimits":
-        """Raise ValueError for a number below 1; returns self."""
-        for name, value in self._replace(prefix_bytes=1)._asdict().items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        kept = self.prefix_bytes
-        if kept is not None and (not isinstance(kept, int) or kept < 0):
-            raise ValueError(f"prefix_bytes must be None or a number of bytes >= 0, got {kept!r}")
-        return self
+        """The same as Python has it; TypeError for what is no integer, ValueError for a number below 1."""
+        numbers = {name: whole(name, value) for name, value in self._asdict().items() if value is not None}
+        for name, value in numbers.items():
+            least = 0 if name == "prefix_bytes" else 1
+            if value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        return self._replace(**numbers)
 
 
 class ServiceSlots:

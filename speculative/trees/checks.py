@@ -1,12 +1,15 @@
 """Checks of the options that say how trees are shaped, where any are given."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from numbers import Integral, Real
 from operator import mul
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -14,18 +17,17 @@ from heavypath.speculative.trees.tree import TokenTree
 def check_numbers(options: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError for a number that is none, or that would make a tree without end."""
     for name in ("width", "max_depth"):
-        number = options.get(name, 1)
-        if isinstance(number, bool) or not isinstance(number, Integral):
-            raise TypeError(f"{name} must be an integer, got {number!r}")
+        whole(name, options.get(name, 1))
     if options.get("width", 1) < 1:
         raise ValueError(f"width must be at least 1, got {options['width']}")
-    if not isinstance(options.get("threshold", 0.0), Real):
-        raise TypeError(f"threshold must be a number in [0, 1], got {options['threshold']!r}")
-    branching = [*options.get("branching", ())]
-    if all(isinstance(children, Integral) for children in branching):
-        nodes = sum(accumulate(map(int, branching), mul, initial=1))
-        if nodes > MAX_NODES:  # before it is made
-            raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {nodes}")
+    real("threshold", options.get("threshold", 0.0))
+    branching = options.get("branching", ())
+    is_list = isinstance(branching, Sequence | np.ndarray | Tensor) and not isinstance(branching, str)
+    if not is_list or not np.ndim(branching):
+        raise TypeError(f"branching must be a list of integers, children of a node by its level, got {branching!r}")
+    nodes = sum(accumulate((whole("branching", children) for children in branching), mul, initial=1))
+    if nodes > MAX_NODES:  # before it is made
+        raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {nodes}")
 
 
 def check_given(method: str, usual: TokenTree | Growth, tree: object, others: list[str]) -> None:

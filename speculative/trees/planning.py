@@ -37,11 +37,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
 
+from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.trees.tree import TokenTree
 
 if TYPE_CHECKING:  # PyTorch is imported where a tensor is asked for: `heavypath simulate` asks for none
@@ -87,6 +87,8 @@ def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance)
 
 def _probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> np.ndarray:
     """`node_probabilities` as an array."""
+    if not isinstance(tree, TokenTree):
+        raise TypeError(f"tree must be a TokenTree, got {tree!r}")
     parents, ranks, depths = tree.arrays()
     probability = np.ones(len(tree))  # first that of the step from the parent, then the product along the path
     if callable(acceptance):
@@ -120,7 +122,7 @@ def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: i
 
     Raises ValueError if acceptance rises with the child index, or if no such tree has `size` nodes.
     """
-    _check_bounds(size, max_depth)
+    size, max_depth, _ = _checked_bounds(size, max_depth)
     grown = _grown(acceptance, size, max_depth)
     possible = len(grown.parents)
     if possible < size and callable(acceptance):
@@ -146,7 +148,7 @@ def sequoia_tree(
 
     Raises ValueError for acceptance or bounds out of range, or if no such tree has `size` nodes.
     """
-    _check_bounds(size, max_depth, max_branching)
+    size, max_depth, max_branching = _checked_bounds(size, max_depth, max_branching)
     rates = Rates.of(acceptance).narrowed(max_branching)
     if misfit := rates.misfit(size, max_depth):
         raise ValueError(misfit)
@@ -177,15 +179,18 @@ def select_tree(
 
     Raises ValueError for acceptance or costs out of range, or if no tree of these sizes fits.
     """
-    sizes = sorted(verify_cost)
-    if not sizes or not all(isinstance(size, Integral) and size >= 1 for size in sizes):
+    if not isinstance(verify_cost, Mapping):
+        raise TypeError(f"verify_cost must map tree sizes to costs, got {verify_cost!r}")
+    by_size = {whole("verify_cost", size): real("verify_cost", cost) for size, cost in verify_cost.items()}
+    sizes, draft_cost = sorted(by_size), real("draft_cost", draft_cost)
+    if not sizes or sizes[0] < 1:
         raise ValueError(f"verify_cost must map at least one tree size, an integer >= 1, to a cost, got {verify_cost}")
-    costs = np.array([verify_cost[size] for size in sizes], np.float64)
+    costs = np.array([by_size[size] for size in sizes], np.float64)
     if not (np.isfinite(costs) & (costs > 0)).all():
         raise ValueError(f"verify_cost must hold finite costs above 0, got {verify_cost}")
     if not (math.isfinite(draft_cost) and draft_cost >= 0):
         raise ValueError(f"draft_cost must be finite and at least 0, got {draft_cost}")
-    _check_bounds(sizes[0], max_depth)
+    _, max_depth, _ = _checked_bounds(sizes[0], max_depth)
 
     if callable(acceptance):  # it is called with the same paths for every depth
         deepest, most_tokens, planned = _by_queue(cache(acceptance), sizes[-1], max_depth)
@@ -210,13 +215,20 @@ def select_tree(
     return Plan(tree, tokens, tokens / (verify_cost[size] + tree.depth * draft_cost))
 
 
-def _check_bounds(size: int, max_depth: int | None, max_branching: int | None = None) -> None:
+def _checked_bounds(
+    size: int, max_depth: int | None, max_branching: int | None = None
+) -> tuple[int, int | None, int | None]:
+    """The bounds as Python has them; TypeError or ValueError for those that are none."""
+    size = whole("size", size)
+    max_depth = None if max_depth is None else whole("max_depth", max_depth)
+    max_branching = None if max_branching is None else whole("max_branching", max_branching)
     if size < 1:
         raise ValueError(f"size counts the root and must be at least 1, got {size}")
     if max_depth is not None and max_depth < 0:
         raise ValueError(f"max_depth must be at least 0, got {max_depth}")
     if max_branching is not None and max_branching < 1:
         raise ValueError(f"max_branching must be at least 1, got {max_branching}")
+    return size, max_depth, max_branching
 
 
 @dataclass(frozen=True)
@@ -232,7 +244,10 @@ class Rates:
         if callable(acceptance):
             raise ValueError("sequoia_tree takes acceptance [child] or [depth, child], not a function of the path")
         values: Any = acceptance
-        given = values.double().numpy(force=True) if hasattr(values, "numpy") else np.asarray(values, np.float64)
+        try:
+            given = values.double().numpy(force=True) if hasattr(values, "numpy") else np.asarray(values, np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"acceptance must be numbers, [child] or [depth, child], got {values!r}: {error}") from None
         if given.ndim not in (1, 2) or given.size == 0:
             raise ValueError(f"acceptance must be [child] or [depth, child], not empty, got shape {[*given.shape]}")
         matrix = given.reshape(-1, given.shape[-1])

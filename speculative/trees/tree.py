@@ -8,12 +8,14 @@ Sums over subtrees and along paths take one pass over all nodes for each k: O(N 
 nodes. In preorder the subtree of v is the interval position[v] .. position[v] + size[v] - 1.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 import numpy as np
+
+from heavypath.kernels.numbers import whole
 
 if TYPE_CHECKING:  # a tree is made of arrays, and PyTorch imported where a tensor is asked for
     from torch import Tensor
@@ -74,6 +76,7 @@ class TokenTree:
     @classmethod
     def independent(cls, sequences: int, length: int) -> "TokenTree":
         """`sequences` separate chains below the root, of `length` nodes each (SpecInfer, SpecTr)."""
+        sequences, length = whole("sequences", sequences), whole("length", length)
         if length < 0:
             raise ValueError(f"length must be at least 0, got {length}")
         return cls.from_branching([sequences, *[1] * (length - 1)] if length else [])
@@ -81,6 +84,7 @@ class TokenTree:
     @classmethod
     def k_ary(cls, branching: int, depth: int) -> "TokenTree":
         """A tree of depth `depth` in which every node above that depth has `branching` children."""
+        branching, depth = whole("branching", branching), whole("depth", depth)
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         return cls.from_branching([branching] * depth)
@@ -88,7 +92,7 @@ class TokenTree:
     @classmethod
     def from_branching(cls, branching: Iterable[int]) -> "TokenTree":
         """A tree in which every node at depth d has branching[d] children (RSD-C), in depth-first order."""
-        widths = _integers("branching", list(branching)).tolist()
+        widths = _integers("branching", branching).tolist()
         if any(width < 1 for width in widths):
             raise ValueError(f"branching factors must be at least 1, got {widths}")
         parents: list[int] = []
@@ -255,10 +259,11 @@ class TokenTree:
         """The number of block_size x block_size blocks of mask() with a true entry: block-sparse attention's work."""
         from heavypath.speculative.trees.looks import occupied_blocks
 
-        return occupied_blocks(self._above, len(self), block_size)
+        return occupied_blocks(self._above, len(self), whole("block_size", block_size))
 
     def truncated(self, depth: int) -> "tuple[TokenTree, Tensor]":
         """The tree of the nodes at most `depth` edges below the root, and kept[new] = old, LongTensor."""
+        depth = whole("depth", depth)
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         stays = self._depths <= depth
@@ -327,11 +332,14 @@ def _integers(name: str, values: Any) -> np.ndarray:
         if values.ndim == 1 and values.dtype.kind == "i":
             return values.astype(np.int64)
         values = values.tolist()
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a flat sequence of integers, got {values!r}")
     listed = list(values)
     if not set(map(type, listed)) <= {int}:
-        if any(isinstance(value, (bool, float, list)) or int(value) != value for value in listed):
-            raise ValueError(f"{name} must be a flat sequence of integers, got {listed[:8]}")
-        listed = [int(value) for value in listed]
+        try:
+            listed = [whole(name, value) for value in listed]
+        except TypeError:
+            raise ValueError(f"{name} must be a flat sequence of integers, got {listed[:8]}") from None
     try:
         return np.array(listed, np.int64)
     except OverflowError:

@@ -124,7 +124,7 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", width=0), "width must be at least 1, got 0"),
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", threshold=1.5), r"threshold must be in \[0, 1\], got 1.5"),
     (lambda t, d: SpeculativeDecoder(t, d, "chain", threshold=-0.5), r"threshold must be in \[0, 1\], got -0.5"),
-    (lambda t, d: SpeculativeDecoder(t, d, "chain", threshold="low"), "threshold must be a number .* got 'low'"),
+    (lambda t, d: SpeculativeDecoder(t, d, "chain", threshold="low"), "threshold must be a number, got 'low'"),
     (lambda t, d: SpeculativeDecoder(t, d, "specinfer", width=0), "width must be at least 1, got 0"),
     (lambda t, d: SpeculativeDecoder(t, d, "rsd-c", width=0), "width must be at least 1, got 0"),
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", width=2.5), "width must be an integer, got 2.5"),

@@ -1,0 +1,29 @@
+"""Numbers that users give: of Python, of NumPy, or in a tensor of one element. True and False are none."""
+
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+
+def real(name: str, value: object) -> float | int:
+    """The number as Python has it; TypeError, which calls it by its name, for anything else."""
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return plain if isinstance(plain, int) else float(plain)
+
+
+def whole(name: str, value: object) -> int:
+    """The integer as Python has it; TypeError, which calls it by its name, for anything else."""
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return int(plain)
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, np.generic | np.ndarray) and value.size == 1:
+        return value.item()
+    numel = getattr(value, "numel", None)  # of a tensor, for which nobody has to import torch here
+    return value.item() if callable(numel) and numel() == 1 else value
