@@ -270,6 +270,7 @@ def test_all_number_options_are_in_the_table():
     assert {"batch_size", "prompt_tokens"} < {*inspect.signature(SpeculativeDecoder.warm_up).parameters}
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of PEFT
 @pytest.mark.parametrize("names", [["default", "other"], ["default", "__base__"], ["other", "other"]], ids=str)
 def test_adapters_that_differ_by_the_row_of_a_batch_are_refused(names):
     """Rows of a batch change places; one adapter for all of them is decoded."""
@@ -279,11 +280,10 @@ def test_adapters_that_differ_by_the_row_of_a_batch_are_refused(names):
     model.eval()
     decoder, ids = SpeculativeDecoder(base, tiny_llama(2)), torch.tensor([[1, 2, 3], [2, 3, 1]])
     told = {"input_ids": ids, "max_new_tokens": 3, "pad_token_id": 0}
+    assert torch.equal(model.generate(**told, custom_generate=decoder), model.generate(**told))
     with pytest.raises(ValueError, match=r"target has adapter_names=\[.*choose it by set_adapter"):
         model.generate(**told, custom_generate=decoder, adapter_names=names)
-    with model._enable_peft_forward_hooks(adapter_names=names):
-        with pytest.raises(ValueError, match="target has adapter_names="):
-            decoder.generate(ids, 3)
-        with pytest.raises(ValueError, match="draft has adapter_names="):
-            SpeculativeDecoder(tiny_llama(2), base)
-    assert torch.equal(model.generate(**told, custom_generate=decoder), model.generate(**told))
+    with pytest.raises(ValueError, match="target has adapter_names="):  # PEFT leaves its hooks after an error
+        decoder.generate(ids, 3)
+    with pytest.raises(ValueError, match="draft has adapter_names="):
+        SpeculativeDecoder(tiny_llama(2), base)
