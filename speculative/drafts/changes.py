@@ -25,7 +25,10 @@ class LogitChange:
         return draft
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The target's logits [B, N, V] after the nodes of drafted trees, a `Drafted`, changed."""
+        """The target's logits [B, N, V] after the nodes of drafted trees, a `Drafted`, changed.
+
+        Nodes may be made absent, by a token of -1 in `drafted.tokens`, for reasons that do not depend on their tokens.
+        """
         return logits
 
     def after_verifying(self, verified: Verified) -> None:

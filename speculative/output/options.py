@@ -117,7 +117,8 @@ class RequestOptions(SamplingOptions, total=False):
     logits_processor: transformers' processors, `Grammar`s and functions of (input_ids LongTensor[R, T'], scores
         fp32 [R, V]), one after the other on the logits of both models before the filters. In a batch also a list
         with a list, or None, for each sequence. They get the prompt as given and the tokens on the path to a node.
-        Other classes than transformers' own have one row at a time, and must answer by their arguments alone.
+        Other classes than transformers' own have one row at a time. What they keep between calls is watched: trees
+        end where it changes, and each sequence has its own. keeps_no_state = True says that nothing depends on it.
         The host takes part in each step, so that on a GPU no CUDA graph is used.
     prefix_allowed_tokens_fn: of (sequence, its text LongTensor[T']), the tokens that may follow.
     """

@@ -1,7 +1,7 @@
 """Ask processors about some texts, one processor after the other, and hold them to what they must keep to."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,13 +9,30 @@ from torch import Tensor
 from heavypath.speculative.processors.grammar import masked
 from heavypath.speculative.processors.kinds import BATCHED, WARPERS, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
+from heavypath.speculative.processors.watched import WatchedCallable
+
+
+class Change(NamedTuple):
+    """An undone call that has changed what a processor keeps; ids: LongTensor[1, T'], scores: fp32 [1, V]."""
+
+    processor: WatchedCallable
+    ids: Tensor
+    scores: Tensor
+
+    def make_again(self) -> None:
+        """Make the call, as one of the text; what it changes stays."""
+        self.processor.keep(self.ids.clone(), self.scores.clone())
 
 
 class AskedText(NamedTuple):
-    """A text to be asked about: its processors, and what of it is drafted, for grammars, which know the rest."""
+    """A text to be asked about: its processors, and what of it is drafted, for grammars, which know the rest.
 
-    processors: Sequence["Processor | GrammarText"]
+    changes: the calls for this text that have changed what a processor keeps, noted while it is asked
+    """
+
+    processors: Sequence["Processor | GrammarText | WatchedCallable"]
     path: Path
+    changes: list[Change]
 
 
 def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target: bool, twice: bool) -> Tensor:
@@ -35,7 +52,7 @@ def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target
             shown = scores.amax(-1) != -torch.inf
             if not shown.all():
                 numbers = shown.nonzero()[:, 0]
-                own = [AskedText([rows[row].processors[place]], rows[row].path) for row in numbers.tolist()]
+                own = [rows[row]._replace(processors=[rows[row].processors[place]]) for row in numbers.tolist()]
                 if own:
                     found = applied(own, ids[numbers], scores[numbers], of_target=of_target, twice=twice)
                     scores = scores.index_copy(0, numbers, found)
@@ -47,28 +64,45 @@ def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target
         elif type(processor) in BATCHED:
             scores = _answer(processor, ids, scores)
         else:
-            answers = [_asked_about(processor, ids, scores, row) for row in range(len(rows))]
+            answers = [_asked_about(place, ids, scores, rows, row) for row in range(len(rows))]
             if twice:
                 for row in reversed(range(len(rows))):
-                    again = _asked_about(processor, ids, scores, row)
+                    again = _asked_about(place, ids, scores, rows, row, note=False)
                     if not torch.equal(again.nan_to_num(), answers[row].nan_to_num()):
                         raise ValueError(
-                            f"the logits processor {name_of(processor)} answered differently when it was asked again "
-                            "about the same text and scores: along a tree its answer must depend on its arguments "
-                            "alone, not on the calls before. Compute what it needs from input_ids, which is the whole "
-                            "text; for a grammar take heavypath.speculative.Grammar"
+                            f"the logits processor {name_of(_own(processor))} answered differently when it was asked "
+                            "again about the same text and scores, and nothing that can be seen of it has changed: "
+                            "along a tree its answer must depend on its arguments alone. Compute what it needs from "
+                            "input_ids, which is the whole text; for a grammar take heavypath.speculative.Grammar"
                         )
             scores = torch.cat(answers)
     return scores
 
 
-def _asked_about(processor: Processor, ids: Tensor, scores: Tensor, row: int) -> Tensor:
+def _own(processor: "Processor | WatchedCallable") -> "Processor":
+    return processor.processor if isinstance(processor, WatchedCallable) else processor
+
+
+def _asked_about(
+    place: int, ids: Tensor, scores: Tensor, rows: Sequence[AskedText], row: int, *, note: bool = True
+) -> Tensor:
     """The answer about one row; copies are given, so that a processor may write into them."""
-    return _answer(processor, ids[row : row + 1].clone(), scores[row : row + 1].clone())
+    processor: Any = rows[row].processors[place]
+    ids, scores = ids[row : row + 1], scores[row : row + 1]
+    if not isinstance(processor, WatchedCallable):
+        return _answer(processor, ids.clone(), scores.clone())
+    answer, changed = processor.ask(ids.clone(), scores.clone())
+    if changed and note:
+        rows[row].changes.append(Change(processor, ids, scores))
+    return _checked(answer, processor.processor, scores)
 
 
-def _answer(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
-    answer = processor(ids, scores)  # pyright: ignore[reportCallIssue]
+def _answer(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    return _checked(processor(ids, scores), processor, scores)
+
+
+def _checked(answer: object, processor: object, scores: Tensor) -> Tensor:
+    """A processor's answer about scores [R, V], if it is one."""
     if not isinstance(answer, Tensor) or answer.shape != scores.shape or not answer.is_floating_point():
         given = f"{answer.dtype} {[*answer.shape]}" if isinstance(answer, Tensor) else type(answer).__name__
         raise TypeError(

@@ -40,14 +40,17 @@ class _ProcessedStep(LogitChange):
         return ProcessedDraft(draft, self._asked, self._lap)
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The logits, processed."""
-        logits = self._asked.of_target(logits, drafted_paths(drafted.tokens, drafted.parents))
+        """The logits, processed; nodes below one at which a processor's state changes become absent."""
+        paths = drafted_paths(drafted.tokens, drafted.parents)
+        logits = self._asked.of_target(logits, paths)
+        for slot, node in self._asked.not_asked(paths):
+            drafted.tokens[slot, node] = -1
         self._lap("processing")
         return logits
 
     def after_verifying(self, verified: Verified) -> None:
-        """Raise ValueError if a token was chosen where the processors had left none."""
-        self._asked.check_reached(verified)
+        """See `StepProcessors.accept`."""
+        self._asked.accept(verified)
 
 
 class ProcessedDraft(Draft):

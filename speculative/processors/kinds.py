@@ -1,8 +1,8 @@
 """Kinds of processors: those that can be asked along a tree, those that take many nodes at once, those refused.
 
 A processor is asked about nodes in the order in which they are drafted, twice for each node, and about nodes that are
-never accepted. So its answers must depend on its arguments alone. Classes of transformers whose rows do not depend on
-each other are given all nodes of one depth in a call. Any other callable is given one row at a time.
+never accepted. Classes of transformers whose rows do not depend on each other are given all nodes of one depth in a
+call. Any other callable is given one row at a time, and what it keeps between its calls is watched: see `watched`.
 """
 
 import inspect
@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as theirs
+
+from heavypath.speculative.processors.penalties import TextPenalties, TokenBias
 
 if TYPE_CHECKING:
     from heavypath.speculative.processors.grammar import Grammar
@@ -45,6 +48,9 @@ BATCHED = TEXTLESS | {
     theirs.SuppressTokensAtBeginLogitsProcessor,
     theirs.WatermarkLogitsProcessor,
 }
+
+# Classes whose answers depend on their arguments alone, and on no function of a user's.
+STATELESS = BATCHED - {theirs.PrefixConstrainedLogitsProcessor} | {TextPenalties, TokenBias}
 
 _ENCODER = "it is made for the input of an encoder, and a decoder-only model has none; leave it out"
 _CHANNELS = "its rows are not one text each; leave it out"
@@ -86,6 +92,9 @@ def lists_for(given: Sequence[Any] | None, batch: int) -> list[list[Processor]]:
         raise TypeError(
             f"logits_processor must be a list of processors, got {type(given).__name__}; put it into a list"
         )
+    if not all(isinstance(each, Sequence) or each is None for each in given):  # a list within a list is callable
+        nested = [[*each] if isinstance(each, LogitsProcessorList) else [each] for each in given]
+        given = [processor for each in nested for processor in each]
     own = [isinstance(each, Sequence) or each is None for each in given]
     if len(given) > 0 and all(own):
         if len(given) != batch:

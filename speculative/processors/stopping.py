@@ -12,12 +12,24 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
+from heavypath.speculative.processors.watched import WatchedCallable, WatchedOnes, is_promised
+
+_STATELESS = {StopStringCriteria, MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria}
 STRINGS_KEPT = 16  # sets of stop strings, for each tokenizer
 _lock = threading.Lock()
 _made: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, OrderedDict[object, StopStringCriteria]]" = (
@@ -27,10 +39,25 @@ _made: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, OrderedDict[object, S
 
 @dataclass(frozen=True)
 class Stopping:
-    """Criteria for a batch; input_ids: LongTensor[B, T], the prompts as they were given."""
+    """Criteria for a batch; input_ids: LongTensor[B, T], the prompts as they were given.
+
+    Those that a user has made keep state for each sequence, as if each had objects of its own.
+    Raises ValueError for one of a batch of which cannot be seen what it keeps.
+    """
 
     input_ids: Tensor
     criteria: StoppingCriteriaList
+
+    def __post_init__(self) -> None:
+        watched, several = WatchedOnes(), len(self.input_ids) > 1
+        own = [
+            [
+                watched.of(each) if several and not (type(each) in _STATELESS or is_promised(each)) else each
+                for each in self.criteria
+            ]
+            for _ in self.input_ids
+        ]
+        object.__setattr__(self, "_of_each", own)
 
     def kept(self, sequence: int, new: Tensor, before: int) -> int | None:
         """With how many of its new tokens LongTensor[any] a sequence ends; None if it goes on.
@@ -39,8 +66,11 @@ class Stopping:
         """
         text = torch.cat([self.input_ids[sequence], new])[None]
         width = self.input_ids.shape[1]
+        own: list[Any] = self._of_each[sequence]  # pyright: ignore[reportAttributeAccessIssue]
+        asks = [each.keep if isinstance(each, WatchedCallable) else each for each in own]
         for end in range(before + 1, len(new) + 1):
-            if bool(self.criteria(text[:, : width + end], None)):  # pyright: ignore[reportArgumentType]
+            answers = [bool(ask(text[:, : width + end], None)) for ask in asks]  # all of them, as in transformers
+            if any(answers):
                 return end
         return None
 

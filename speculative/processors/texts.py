@@ -14,12 +14,11 @@ from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from heavypath.kernels.nodes import Verified
-from heavypath.speculative.processors.applying import AskedText, applied
-from heavypath.speculative.processors.grammar import Grammar
-from heavypath.speculative.processors.kinds import TEXTLESS, Processor, name_of
+from heavypath.speculative.processors.applying import AskedText, Change, applied
+from heavypath.speculative.processors.grammar import Grammar, GrammarProcessor
+from heavypath.speculative.processors.kinds import STATELESS, TEXTLESS, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
-
-STEPS_ASKED_TWICE = 2  # of each text; a tree may be its root alone
+from heavypath.speculative.processors.watched import WatchedCallable, WatchedOnes, is_promised
 
 PathsOf = Sequence[Sequence[Path | None]]  # of nodes, for each sequence; None for an absent one
 
@@ -31,16 +30,25 @@ class _Text:
     stops: the tokens that end it; nobody is asked what follows them
     """
 
-    processors: tuple["Processor | GrammarText", ...]
+    processors: tuple["Processor | GrammarText | WatchedCallable", ...]
     ids: Tensor
     stops: frozenset[int]
     produced: int = 0
     steps: int = 0
 
     def __post_init__(self) -> None:
-        kinds = [GrammarText if isinstance(each, GrammarText) else id(each) for each in self.processors]
-        self._alike = tuple(kinds)
+        self._alike = tuple(map(_kind_of, self.processors))
         self._textless = all(isinstance(each, GrammarText) or type(each) in TEXTLESS for each in self.processors)
+
+    @property
+    def is_unseen(self) -> bool:
+        """True if a processor keeps what cannot be seen, so that it can be called once for each token alone."""
+        return any(isinstance(each, WatchedCallable) and each.unseen for each in self.processors)
+
+    @property
+    def is_asked_twice(self) -> bool:
+        """True in its first step, and then more and more rarely."""
+        return not self.is_unseen and self.steps & (self.steps - 1) == 0
 
     def together(self, path: Path) -> tuple[object, int]:
         """Rows of which this is equal can be asked about in one call."""
@@ -67,6 +75,7 @@ class BatchProcessors:
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
+        self._watched = WatchedOnes()
 
     def begin(
         self, member: int, prompt: Tensor, processors: Sequence[Processor], stops: Iterable[int], number: int
@@ -75,7 +84,8 @@ class BatchProcessors:
 
         stops: the tokens that end it; number: of the sequence in its request
 
-        Raises ValueError for a grammar whose end does not end the text.
+        Raises ValueError for a grammar whose end does not end the text, and for a processor that several texts have and
+        of which cannot be seen what it keeps.
         """
         self._texts.pop(member, None)
         ends = frozenset(stops)
@@ -86,7 +96,27 @@ class BatchProcessors:
                     f"{sorted(ends)}; give Grammar eos_token_id=, or generate"
                 )
         if processors:
-            self._texts[member] = _Text(tuple(_of_sequence(each, number) for each in processors), prompt, ends)
+            own = tuple(self._of_sequence(each, number) for each in processors)
+            self._texts[member] = _Text(own, prompt, ends)
+
+    def end(self, member: int) -> None:
+        """The text of a sequence has ended."""
+        self._texts.pop(member, None)
+
+    def _of_sequence(self, processor: Any, number: int) -> "Processor | GrammarText | WatchedCallable":
+        """A processor as it is to be asked about one sequence of its batch alone."""
+        kind = type(processor)
+        if isinstance(processor, Grammar):
+            return GrammarText(processor)
+        if kind is PrefixConstrainedLogitsProcessor:
+            allowed = processor._prefix_allowed_tokens_fn
+            of_one = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(number, text), 1)
+            return of_one if is_promised(allowed) else self._watched.of(of_one, allowed)
+        if kind is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
+            return RepetitionPenaltyLogitsProcessor(processor.penalty, int(processor.prompt_ignore_length[number]))
+        if kind in STATELESS or kind is GrammarProcessor or is_promised(processor):
+            return processor
+        return self._watched.of(processor)
 
     def step(self, member: Tensor, produced: Tensor, left: Tensor, output: Tensor) -> "StepProcessors":
         """The texts before a step, brought up to date; this waits for the device.
@@ -105,16 +135,11 @@ class BatchProcessors:
         return StepProcessors(texts, lefts)
 
 
-def _of_sequence(processor: Any, number: int) -> "Processor | GrammarText":
-    """A processor as it is to be asked about one sequence of its batch alone."""
-    if isinstance(processor, Grammar):
-        return GrammarText(processor)
-    if type(processor) is PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(number, text), 1)
-    if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
-        return RepetitionPenaltyLogitsProcessor(processor.penalty, int(processor.prompt_ignore_length[number]))
-    return processor
+def _kind_of(processor: "Processor | GrammarText | WatchedCallable") -> object:
+    """What is equal of processors that can be asked in one call."""
+    if isinstance(processor, GrammarText):
+        return GrammarText
+    return id(processor.shared if isinstance(processor, WatchedCallable) else processor)
 
 
 class StepProcessors:
@@ -126,19 +151,25 @@ class StepProcessors:
     def __init__(self, texts: list[_Text | None], left: list[int]):
         self._texts, self._left = texts, left
         self._dead: list[tuple[int, int]] = []
+        self._changes: dict[tuple[int, int], list[Change]] = {}  # that the target's nodes would make
 
     def of_draft(self, logits: Tensor, paths: PathsOf) -> Tensor:
-        """The draft's logits [B, n, V] after nodes, processed, fp32; -inf where a text ends, so that none is below.
+        """The draft's logits [B, n, V] after nodes, processed, fp32; -inf where none may be below: where a text ends.
 
-        What was -inf and of which a processor makes NaN stays -inf: the draft does not propose it.
+        That is also where a processor's state would be another one, and everywhere where it cannot be seen. What was
+        -inf and of which a processor makes NaN stays -inf: the draft does not propose it.
         """
-        out = self._processed(logits, paths, of_target=False)
+        unseen = [text is not None and text.is_unseen for text in self._texts]
+        asked = [() if alone else own for alone, own in zip(unseen, paths, strict=True)]
+        out, changes = self._processed(logits, asked, of_target=False)
         out = out.masked_fill(out.isnan() & (logits == -torch.inf), -torch.inf)
         self._check("draft", out, paths)
         ended = [
-            [text is not None and path is not None and not text.stops.isdisjoint(path[-1:]) for path in each]
-            for text, each in zip(self._texts, paths, strict=True)
+            [alone or (text is not None and path is not None and not text.stops.isdisjoint(path[-1:])) for path in each]
+            for text, each, alone in zip(self._texts, paths, unseen, strict=True)
         ]
+        for slot, column in changes:
+            ended[slot][column] = True
         if any(map(any, ended)):
             out = out.masked_fill(torch.tensor(ended, device=out.device)[..., None], -torch.inf)
         return out
@@ -146,20 +177,35 @@ class StepProcessors:
     def of_target(self, logits: Tensor, paths: PathsOf) -> Tensor:
         """The target's logits [B, N, V] after nodes, processed, fp32.
 
-        Where processors leave no token, the logits stay what they were: `check_reached` says whether that matters.
+        Where processors leave no token, the logits stay what they were: `accept` says whether that matters.
         """
-        out = self._processed(logits, paths, of_target=True)
+        out, self._changes = self._processed(logits, paths, of_target=True)
         largest = self._check("target", out, paths)
         self._dead = (largest == -torch.inf).nonzero().tolist()
         if self._dead:
             out = torch.where((largest == -torch.inf)[..., None], logits.float(), out)
         return out
 
-    def check_reached(self, verified: Verified) -> None:
-        """Raise ValueError if a token was chosen where the processors had left none."""
-        if not self._dead:
+    def not_asked(self, paths: PathsOf) -> list[tuple[int, int]]:
+        """The slots and columns of the nodes below one at which a processor's state changes: not to be accepted."""
+        found = []
+        for slot, changed in self._changed_paths(self._changes, paths).items():
+            below = [column for column, path in enumerate(paths[slot]) if path is not None and _is_below(path, changed)]
+            found += [(slot, column) for column in below]
+        return found
+
+    def accept(self, verified: Verified) -> None:
+        """Make the calls of accepted nodes that change what a processor keeps.
+
+        Raises ValueError if a token was chosen where the processors had left none.
+        """
+        if not self._dead and not self._changes:
             return
         paths, lengths = verified.path.tolist(), verified.length.tolist()
+        for (slot, node), changes in self._changes.items():
+            if node in paths[slot][: lengths[slot] + 1]:
+                for change in changes:
+                    change.make_again()
         for slot, node in self._dead:
             text = self._texts[slot]
             place = paths[slot].index(node) if node in paths[slot][: lengths[slot] + 1] else None
@@ -170,22 +216,43 @@ class StepProcessors:
                     "text: what they ask for cannot be met"
                 )
 
-    def _processed(self, logits: Tensor, paths: PathsOf, *, of_target: bool) -> Tensor:
+    def _processed(
+        self, logits: Tensor, paths: PathsOf, *, of_target: bool
+    ) -> tuple[Tensor, dict[tuple[int, int], list[Change]]]:
+        """The logits, and by slot and column the changes that calls would make."""
         out = logits.float().clone()
         groups: dict[object, list[tuple[int, int, _Text, Path]]] = {}
         for slot, (text, own) in enumerate(zip(self._texts, paths, strict=True)):
             for column, path in enumerate(own):
                 if text is not None and path is not None and self._goes_on(text, slot, path):
                     groups.setdefault(text.together(path), []).append((slot, column, text, path))
-        for rows in groups.values():
+        changes: dict[tuple[int, int], list[Change]] = {}
+        for group in sorted(groups.values(), key=lambda rows: len(rows[0][3])):  # parents before their children
+            changed = self._changed_paths(changes, paths)
+            rows = [row for row in group if not _is_below(row[3], changed.get(row[0], set()))]
+            if not rows:
+                continue
             slots, columns = torch.tensor([row[:2] for row in rows], device=out.device).T
             each = groupby(rows, key=lambda row: row[0])
             ids = [text.with_path([row[3] for row in part]) for slot, part in each if (text := self._texts[slot])]
-            asked = [AskedText(text.processors, path) for _, _, text, path in rows]
-            twice = of_target and any(text.steps <= STEPS_ASKED_TWICE for _, _, text, _ in rows)
+            asked = [AskedText(text.processors, path, []) for _, _, text, path in rows]
+            twice = of_target and any(text.is_asked_twice for _, _, text, _ in rows)
             found = applied(asked, torch.cat(ids), out[slots, columns], of_target=of_target, twice=twice)
             out[slots, columns] = found
-        return out
+            for (slot, column, *_), row in zip(rows, asked, strict=True):
+                if row.changes:
+                    changes[slot, column] = row.changes
+        return out, changes
+
+    @staticmethod
+    def _changed_paths(changes: Iterable[tuple[int, int]], paths: PathsOf) -> dict[int, set[Path]]:
+        """The paths to the nodes of some slots and columns, by slot."""
+        found: dict[int, set[Path]] = {}
+        for slot, column in changes:
+            path = paths[slot][column]
+            assert path is not None
+            found.setdefault(slot, set()).add(path)
+        return found
 
     def _goes_on(self, text: _Text, slot: int, path: Path) -> bool:
         """True if any token can follow a node."""
@@ -206,8 +273,13 @@ class StepProcessors:
         return largest
 
 
-def _names(processors: Sequence["Processor | GrammarText"]) -> list[str]:
-    return ["Grammar" if isinstance(each, GrammarText) else name_of(each) for each in processors]
+def _is_below(path: Path, changed: set[Path]) -> bool:
+    return bool(changed) and any(path[:depth] in changed for depth in range(len(path)))
+
+
+def _names(processors: Sequence["Processor | GrammarText | WatchedCallable"]) -> list[str]:
+    own = [each.processor if isinstance(each, WatchedCallable) else each for each in processors]
+    return ["Grammar" if isinstance(each, GrammarText) else name_of(each) for each in own]
 
 
 def drafted_paths(tokens: Tensor, parents: Tensor) -> list[list[Path | None]]:

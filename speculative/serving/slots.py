@@ -223,6 +223,7 @@ class ServiceSlots:
         for field in (StateField.LEFT, StateField.LENGTHS):  # one by one: a GPU would wait for a list of them
             self._state.numbers[field, len(self.running)] = 0
         self._rows.append(member.row)
+        self._processors.end(member.row)
 
     def step(self) -> list[tuple[Member, Reason | Exception]]:
         """Run a step and pass its new tokens on; those who ended by it, and why. They have to leave.

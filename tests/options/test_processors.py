@@ -59,6 +59,7 @@ def test_contexts_are_texts_that_can_come_about(method, tiny_pair):
         asked.add(tuple(input_ids[0].tolist()))
         return odd_behind_even(input_ids, scores)
 
+    noted.keeps_no_state = True  # that it depends on
     decoder = SpeculativeDecoder(*tiny_pair, method, tree_size=8)
     out = decoder.generate(
         **inputs, max_new_tokens=9, eos_token_id=EOS, pad_token_id=EOS, temperature=0.9, logits_processor=[noted]
@@ -209,8 +210,10 @@ def test_scores_are_those_after_processing_and_logits_those_of_the_model(do_samp
         assert torch.equal(out.sequences, model.generate(ids, logits_processor=own, **options).sequences)
 
 
-class Counting(LogitsProcessor):
-    """Bars another token in each call."""
+class Promising(LogitsProcessor):
+    """Bars another token in each call, and says that it does not."""
+
+    keeps_no_state = True
 
     def __init__(self):
         self.calls = 0
@@ -221,22 +224,19 @@ class Counting(LogitsProcessor):
         return scores
 
 
-class OneTextOnly(LogitsProcessor):
-    """Follows one text by the last token of each call, as grammars' processors for plain decoding do."""
+@pytest.mark.parametrize("begin", [1, 3, 9])
+@pytest.mark.parametrize("method", ["dyspec", "autoregressive"])
+def test_an_answer_that_changes_is_found_out(method, begin, tiny_pair):
+    """Also where it changes late, in the step in which it is asked again."""
+    own = Promising()
 
-    def __init__(self):
-        self.text = None
+    def late(input_ids, scores):
+        return own(input_ids, scores) if input_ids.shape[1] >= begin else scores
 
-    def __call__(self, input_ids, scores):
-        self.text = [] if self.text is None else [*self.text, int(input_ids[0, -1])]
-        return scores.masked_fill(torch.arange(scores.shape[1]) < len(self.text) % 3, -torch.inf)
-
-
-@pytest.mark.parametrize(("stateful", "method"), [(Counting, "dyspec"), (OneTextOnly, "autoregressive")])
-def test_a_processor_that_keeps_state_is_found_out(method, stateful, tiny_pair):
+    late.keeps_no_state = True
     decoder = SpeculativeDecoder(*tiny_pair, method)
-    with pytest.raises(ValueError, match=f"{stateful.__name__} answered differently .* depend on its arguments alone"):
-        decoder.generate(torch.tensor([[1, 2]]), 8, logits_processor=[odd_behind_even, stateful()])
+    with pytest.raises(ValueError, match=r"late answered differently .* depend on its arguments alone"):
+        decoder.generate(torch.tensor([[1, 2]]), 30, logits_processor=[odd_behind_even, late])
 
 
 def nothing_left(input_ids, scores):
@@ -251,7 +251,7 @@ SYNTH_ID = theirs.SynthIDTextWatermarkLogitsProcessor(
 @pytest.mark.parametrize(("given", "message"), [
     (odd_behind_even, "must be a list of processors, got function; put it into a list"),
     ([3], "is called with .* got 3"),
-    ([Counting], "got the class Counting; make an object of it"),
+    ([Promising], "got the class Promising; make an object of it"),
     ([[odd_behind_even], odd_behind_even], "got some of both"),
     ([[odd_behind_even], None, []], "must have a list for each sequence, got 3 for 1"),
     ([SYNTH_ID], "SynthIDTextWatermark.* keeps the texts of the calls before.* WatermarkLogitsProcessor does not"),
