@@ -44,7 +44,7 @@ def decode(
         waits=bool(workspace.changes) or any(watcher.waits for watcher in watchers),
     )  # fmt: skip
     ended: dict[int, SlotNumbers] = {}
-    members = [*range(batch)]  # the sequences in the slots
+    members = [*workspace.order]  # the sequences in the slots
     longest, most_left = request.prompt.shape[1] - 1, request.max_new_tokens
     seen = 0  # steps whose outcome the host knows
     while True:

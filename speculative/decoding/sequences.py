@@ -75,8 +75,12 @@ class Sequences:
         stops: Tensor,
         sequence_ids: Tensor,
         seed: int,
+        members: Tensor | None = None,
     ) -> None:
-        """Put right-padded prompts LongTensor[B, T] into the first slots. The last token of each is its root."""
+        """Put right-padded prompts LongTensor[B, T] into the first slots. The last token of each is its root.
+
+        members: LongTensor[B], the row of `output` that each has (default: as they are given)
+        """
         batch, width = prompt.shape
         ends = prompt_lengths[:, None] - 1
         root, previous = (prompt.gather(1, place)[:, 0] for place in (ends, (ends - 1).clamp(min=0)))
@@ -86,7 +90,7 @@ class Sequences:
             StateField.PREVIOUS: previous,
             StateField.LENGTHS: prompt_lengths - 1,
             StateField.LEFT: zero + new_tokens,
-            StateField.MEMBER: torch.arange(batch, device=prompt.device),
+            StateField.MEMBER: torch.arange(batch, device=prompt.device) if members is None else members,
             StateField.NOISE: sequence_rows(sequence_ids),
         }
         self.numbers.zero_()

@@ -1,8 +1,10 @@
 """The memory that steps work in: the caches and the state of a batch, allocated once, for as many batches as fit."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,9 +19,13 @@ from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
+from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
 
 logger = logging.getLogger(__name__)
+
+# How many rows take as long as to read the weights, and on a GPU to launch a pass, once more.
+ROWS_OF_A_PASS = {"cpu": 16, "cuda": 512}
 
 
 class Size(NamedTuple):
@@ -71,7 +77,10 @@ def tree_rows(plan: StepPlan) -> int:
 
 
 class Workspace:
-    """The caches of a target and, unless there is none, of a draft; the state of the batch; what launches its steps."""
+    """The caches of a target and, unless there is none, of a draft; the state of the batch; what launches its steps.
+
+    order: which sequence of the request is in each of the first slots when it begins
+    """
 
     def __init__(self, plan: StepPlan, size: Size, launcher: Launcher):
         target, draft = plan.target, plan.draft
@@ -82,6 +91,7 @@ class Workspace:
             self._left: Any = None  # the event at which the last generation ends
         self._target, self._draft = target, draft
         self._behind = dict[int, int]()  # see `turn`
+        self.order: list[int] = []
         self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache | None]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
         self.draft_cache = None if draft is None else draft.new_cache(size.sequences, size.cache_rows)
@@ -130,23 +140,33 @@ class Workspace:
         """Put a request's prompts into the first slots, and all of their tokens but the last into the caches.
 
         Returns how many tokens of each prompt the target did not compute, because their rows were in the request's
-        past. A draft that is no model makes its rows anew, which costs nothing.
+        past. A draft that is no model makes its rows anew, which costs nothing. Both are in the order of the slots:
+        what lacks most tokens comes first, so that those that lack few take no part in later passes.
         """
-        *_, reused = self.beginning(request, plan)
+        *_, reused = self.beginning(request, plan, order=_most_missing_first(request))
         return reused
 
-    def beginning(self, request: Request, plan: StepPlan, chunk: int | None = None) -> Iterator[list[int]]:
+    def beginning(
+        self, request: Request, plan: StepPlan, chunk: int | None = None, order: list[int] | None = None
+    ) -> Iterator[list[int]]:
         """`begin` piece by piece: at most `chunk` tokens of each prompt (None for all) go through a model at a time.
+
+        order: which sequence is in which slot (default: as they are given)
 
         Each piece yields what `begin` returns.
         """
+        batch = len(request.prompt)
+        self.order = [*range(batch)] if order is None else order
+        members = torch.tensor(self.order, device=request.prompt.device)
+        prompt, lengths = request.prompt[members], request.lengths[members]
         self.state.begin(
-            request.prompt,
-            request.lengths,
+            prompt,
+            lengths,
             new_tokens=request.max_new_tokens,
             stops=request.stops,
-            sequence_ids=request.sequence_ids,
+            sequence_ids=request.sequence_ids[members],
             seed=request.seed,
+            members=members,
         )
         self.changes = ()
         if request.processors is not None:
@@ -157,19 +177,19 @@ class Workspace:
             for member, own in enumerate(request.processors):
                 processors.begin(member, request.input_ids[member], own, stops, member)
             self.changes = (ProcessedSteps(processors),)
-        before_roots = request.prompt[:, :-1]
-        batch, width = before_roots.shape
+        before_roots = prompt[:, :-1]
+        width = before_roots.shape[1]
         draft = plan.draft
         rests = draft is not None and plan.tree.depth == 0  # and has read nothing until it drafts
         self._behind = dict.fromkeys(range(batch), 0) if rests else {}
         _, target_cache, draft_cache = self.first(batch)
-        target_cache.begin(request.lengths - 1)
+        target_cache.begin(lengths - 1)
         if draft_cache is not None:
-            draft_cache.begin(request.lengths - 1)
+            draft_cache.begin(lengths - 1)
         if width == 0 and request.inputs is None:
             yield [0] * batch
             return
-        past, ends = request.past, (request.lengths - 1).tolist()
+        past, ends = request.past, (lengths - 1).tolist()
         shared = None if past is None else past.shared(before_roots, ends)
 
         def copied(model: Drafting, cache: RowCache) -> list[int]:
@@ -184,25 +204,34 @@ class Workspace:
         cached = copied(self._target, target_cache)
         for reader in readers:  # the last entry was made of another next token
             in_parts[reader] = [max(0, rows - 1) for rows in cached]
-        reused = _starts(ends, cached)
-        taps = None if draft is None or draft_cache is None else draft.taps(draft_cache)
+        rows_of_pass = rows_of_a_pass(plan, alone=request.inputs is not None)
+        blocks = blocks_of(ends, cached, rows_of_pass)
+        reused = [
+            min([cached[slot], *(each.starts[slot] for each in blocks if slot < each.slots)]) for slot in range(batch)
+        ]
         if request.inputs is not None:
+            taps = None if draft is None or draft_cache is None else draft.taps(draft_cache)
             cached = request.inputs.begin(target_cache, taps, reused)
-        for texts, starts in _pieces(before_roots, ends, cached, chunk):
-            self._target.prefill(texts, target_cache, starts, taps)
+            blocks = blocks_of(ends, cached, rows_of_pass)
+        for texts, starts in _pieces(before_roots, blocks, chunk):
+            _, in_target, in_draft = self.first(len(texts))
+            taps = None if draft is None or in_draft is None else draft.taps(in_draft)
+            self._target.prefill(texts, in_target, starts, taps)
             yield reused
         if rests:
-            self._behind = dict(enumerate(in_parts[0]))
+            self._behind = dict(zip(self.order, in_parts[0], strict=True))
             yield reused
             return
         cache: Any  # each part's own kind
-        for (part, cache), have in zip(parts, in_parts, strict=True):
+        for number, ((part, cache), have) in enumerate(zip(parts, in_parts, strict=True)):
             if part.overlap is None:
                 part.prefill(before_roots, cache)
                 continue
             piecewise: Any = part  # whose prefill takes `starts`
-            for texts, starts in _pieces(before_roots, ends, have, chunk, part.overlap):
-                piecewise.prefill(texts, cache, starts)
+            for texts, starts in _pieces(before_roots, blocks_of(ends, have, rows_of_pass), chunk, part.overlap):
+                assert draft is not None
+                _, own = draft.parts(self.first(len(texts))[2])[number]
+                piecewise.prefill(texts, own, starts)
                 yield reused
         yield reused
 
@@ -240,8 +269,8 @@ class Workspace:
         cache.reads_to(lengths.to(state.root.device))
         ends, texts = lengths.tolist(), self._texts(request)[members.to(request.prompt.device)]
         have = [self._behind.pop(member) for member in members.tolist()]
-        for tokens, starts in _pieces(texts, ends, have, None):
-            draft.prefill(tokens, cache, starts)
+        for tokens, starts in _pieces(texts, blocks_of(ends, have, rows_of_a_pass(plan)), None):
+            draft.prefill(tokens, self.first(len(tokens))[2], starts)
         logger.debug("the draft has caught up with %d texts", slots)
 
     def _texts(self, request: Request) -> Tensor:
@@ -305,26 +334,81 @@ class Workspace:
             self.draft_cache.receive(slot, source.draft_cache, of, rows)
 
 
-def _starts(ends: list[int], cached: list[int]) -> list[int]:
-    """The beginning of each text that is to be cached: all get as many tokens as the one that lacks most.
+class Block(NamedTuple):
+    """Tokens that go through a model side by side: `width` of each of the texts in the first `slots` slots.
 
-    Where another lacks fewer, some of its rows are computed again, so that no padding lies after the end of the cache.
+    starts: the place of the first of them in each text
     """
-    width = max(end - have for end, have in zip(ends, cached, strict=True))
-    return [max(0, end - width) for end in ends]
+
+    slots: int
+    width: int
+    starts: list[int]
+
+
+def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[Block]:
+    """The blocks in which texts go through a model that end at `ends` and of which `cached` tokens are cached.
+
+    All texts that lack tokens take part in the first block. Those that lack most go on alone, where that saves more
+    rows than a pass costs: the cheapest of all ways to part the tokens missing, by dynamic programming. Where a text
+    lacks fewer tokens than a block is wide, some of its rows are computed again, so that no padding lies after the end
+    of the cache.
+
+    rows_of_pass: how many rows cost as much as one more pass
+    """
+    missing = [max(0, end - have) for end, have in zip(ends, cached, strict=True)]
+    places = [0, *sorted({*missing} - {0})]  # tokens after which a block may end
+    slots = [1 + max((slot for slot, lacks in enumerate(missing) if lacks > place), default=-1) for place in places]
+    best: list[tuple[float, list[int]]] = [(0, [0])]  # cost, and where blocks end, up to each place
+    for last in range(1, len(places)):
+        ways = (
+            (best[first][0] + slots[first] * (places[last] - places[first]) + rows_of_pass, first)
+            for first in range(last)
+        )
+        cost, first = min(ways)
+        best.append((cost, [*best[first][1], last]))
+    blocks: list[Block] = []
+    for first, last in pairwise(best[-1][1]):
+        width, count = places[last] - places[first], slots[first]
+        both = zip(ends[:count], cached[:count], strict=True)
+        blocks.append(Block(count, width, [max(0, min(have + places[first], end - width)) for end, have in both]))
+    return blocks
+
+
+def rows_of_a_pass(plan: StepPlan, *, alone: bool = False) -> float:
+    """The number of rows that cost as much as one more pass; infinity where all texts are to go through together.
+
+    That is where weights are read for each pass, and where the longest text of a pass decides its rotary embeddings.
+
+    alone: whether prompts hold more than tokens
+    """
+    models = [plan.target, *(plan.draft or NO_DRAFT).models]
+    if alone or plan.target.stream is not None or any(model.rope_limit is not None for model in models):
+        return inf
+    return ROWS_OF_A_PASS["cpu" if host_can_read(plan.target.device) else "cuda"]
+
+
+def _most_missing_first(request: Request) -> list[int]:
+    """The sequences of a request, those first that lack most tokens."""
+    ends = (request.lengths - 1).tolist()
+    have = [0] * len(ends)
+    if request.inputs is None and request.past is not None:
+        have = request.past.shared(request.prompt[:, :-1], ends).lengths
+    elif request.inputs is not None:
+        return [*range(len(ends))]
+    return sorted(range(len(ends)), key=lambda sequence: have[sequence] - ends[sequence])
 
 
 def _pieces(
-    tokens: Tensor, ends: list[int], cached: list[int], chunk: int | None, shared: int = 0
+    tokens: Tensor, blocks: Sequence[Block], chunk: int | None, shared: int = 0
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """The missing parts of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
+    """The blocks of texts LongTensor[B, T] in pieces, which are of the first slots' texts, and where each begins.
 
-    Pieces of at most `chunk` tokens of each text and the first `shared` ones of the next piece, LongTensor[B, any], and
-    where each of them begins.
+    Pieces of at most `chunk` tokens of each text and the first `shared` ones of the next piece, LongTensor[any, any].
     """
-    starts = _starts(ends, cached)
-    width = max(end - have for end, have in zip(ends, cached, strict=True))
-    first = torch.tensor(starts, device=tokens.device)[:, None]
-    for begin in range(0, width, chunk or max(1, width)):
-        column = torch.arange(begin, min(width, begin + (chunk or width) + shared), device=tokens.device)
-        yield tokens.gather(1, first + column), [start + begin for start in starts]
+    for block in blocks:
+        first = torch.tensor(block.starts, device=tokens.device)[:, None]
+        whole = block.width + (0 if block is blocks[-1] else shared)
+        for begin in range(0, block.width, chunk or block.width):
+            column = torch.arange(begin, min(whole, begin + (chunk or block.width) + shared), device=tokens.device)
+            places = (first + column).clamp(max=tokens.shape[1] - 1)  # after a text's end they mean nothing
+            yield tokens[: block.slots].gather(1, places), [start + begin for start in block.starts]
