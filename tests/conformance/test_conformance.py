@@ -4,7 +4,7 @@ from datetime import date
 
 import pytest
 from conformance_parts import BATCHES, Case
-from conformance_rows import LLAMAS, TOYS, at_random, covering, name_of
+from conformance_rows import LLAMAS, SHARE, TOYS, at_random, covering, name_of
 from conformance_texts import by_transformers, greedy_gaps, law_of, sampled, texts
 
 from heavypath.speculative import METHODS, goodness_of_fit
@@ -13,7 +13,10 @@ TIES = {"bfloat16": 0.3, "float16": 0.05}  # logits closer than this may swap be
 
 
 def pytest_generate_tests(metafunc):
-    """Rows by the option --rows; those whose steps the interpreter runs as graphs take long."""
+    """Rows by the option --rows; those whose steps the interpreter runs as graphs take long.
+
+    Of the pairs, the first rows hold most; the others run nightly, as slow tests do.
+    """
     if "row" not in metafunc.fixturenames:
         return
     which = metafunc.config.getoption("--rows")
@@ -27,10 +30,16 @@ def pytest_generate_tests(metafunc):
     rows = [row for row in rows if row["way"] != "ranks"]
     if metafunc.function is test_the_joint_law_of_four_tokens:
         rows = [row for row in rows if row["target"] in TOYS and METHODS[row["method"]].is_lossless]
-    slow = {True: [pytest.mark.slow], False: []}
+    usual = {name_of(row) for row in rows}
+    if which == "pairs":
+        usual = {name_of(row) for row in covering()[: len(covering()) // SHARE]}
+        if metafunc.function is test_the_joint_law_of_four_tokens:  # each way in which trees are verified
+            usual |= {*{(row["method"], row["verifier"]): name_of(row) for row in reversed(rows)}.values()}
+    if metafunc.function is test_texts:
+        usual -= {name_of(row) for row in rows if row["way"] == "graph"}
+    slow = {True: [], False: [pytest.mark.slow]}
     metafunc.parametrize("row", [
-        pytest.param(row, id=name_of(row), marks=slow[metafunc.function is test_texts and row["way"] == "graph"])
-        for row in rows
+        pytest.param(row, id=name_of(row), marks=slow[name_of(row) in usual]) for row in rows
     ])  # fmt: skip
 
 

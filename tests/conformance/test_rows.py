@@ -2,7 +2,7 @@
 
 from itertools import combinations
 
-from conformance_rows import AXES, at_random, covering, fits, name_of
+from conformance_rows import AXES, SHARE, at_random, covering, fits, name_of
 
 
 def pairs_of(rows):
@@ -15,6 +15,14 @@ def test_rows_hold_every_pair_that_some_row_can_hold():
     assert not missing
     every = sum(len(one) * len(other) for one, other in combinations(AXES.values(), 2))
     assert 0.9 * every < len(pairs_of(covering())) < every
+
+
+def test_the_rows_of_the_default_run_hold_every_value_and_most_pairs():
+    usual = covering()[: len(covering()) // SHARE]
+    assert {pair for row in usual for pair in row.items()} == {
+        (axis, value) for axis, values in AXES.items() for value in values
+    }
+    assert len(pairs_of(usual)) > 0.8 * len(pairs_of(covering()))
 
 
 def test_no_row_has_values_that_do_not_go_together_and_each_has_a_name_of_its_own():

@@ -126,6 +126,9 @@ def fits(row, new=None):
     return not any(row.keys() >= {*axes} and refuses(*map(row.get, axes)) for axes, refuses in refused)
 
 
+SHARE = 3  # of the rows, one of so many runs by default; they hold 4 of 5 pairs, and every value
+
+
 @cache
 def covering(strength=2, seed=0):
     """Rows that hold each pair of values (or each triple) that some row can hold.
