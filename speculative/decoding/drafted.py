@@ -166,4 +166,5 @@ def _no_distribution(whose: str, logits: Tensor, state: Sequences, depths: int |
     slot, column = (largest.isnan() | (largest == torch.inf)).nonzero()[0].tolist()
     position = (state.lengths[:, None] + depths).expand_as(largest)[slot, column]
     where = f"position {int(position)} of sequence {int(state.member[slot])}"
-    return ValueError(f"the {whose}'s logits after {where} hold NaN or +inf")
+    why = "; numbers that are too large for float16 need bfloat16 or float32" if logits.dtype == torch.float16 else ""
+    return ValueError(f"the {whose}'s logits after {where} hold NaN or +inf{why}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.forward import Forward, Taps, check_finite
-from heavypath.speculative.models.structure import structure_of, weight_versions, weights_of
+from heavypath.speculative.models.structure import WeightValues, structure_of
 from heavypath.speculative.trees.tails import TRAINED_HEAD, Usual
 
 
@@ -44,7 +44,7 @@ class TappedDraft(Draft, ABC):
             )
         if model.training:
             raise ValueError("draft is in training mode; call draft.eval() first")
-        self._structure, self._weights = structure_of(model), weights_of(model)
+        self._structure, self._values = structure_of(model), WeightValues(model)
 
     @property
     def forward(self) -> "TappedDraft":  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -79,8 +79,8 @@ class TappedDraft(Draft, ABC):
         return structure_of(self.model) == self._structure
 
     def state(self) -> int:
-        """A number that is another one after a change of the module, or of its weights in place."""
-        return hash((*self._structure.function, weight_versions(self._weights), self.target.state()))
+        """A number that is another one after a change of the module, or of its weights' values."""
+        return hash((*self._structure.function, self._values.state(), self.target.state()))
 
     @abstractmethod
     def level_weights(self) -> list[Tensor]:

@@ -20,7 +20,7 @@ from heavypath.kernels.attention.masks import attention_bias, interval_mask
 from heavypath.kernels.attention.prepared import first_row_seen, prepared_attention
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.layer_weights import stream_of, streamed
-from heavypath.speculative.models.structure import structure_of, weight_versions, weights_of
+from heavypath.speculative.models.structure import WeightValues, structure_of
 from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
@@ -172,15 +172,15 @@ class Forward(ABC):
 
     def watch(self, model: nn.Module) -> None:
         """Remember what `model`, which is or contains the model that is called, consists of now."""
-        self._watched, self._structure, self._weights = model, structure_of(model), weights_of(model)
+        self._watched, self._structure, self._values = model, structure_of(model), WeightValues(model)
 
     def is_current(self) -> bool:
         """True if the model's parts are those that it had when it was tried; values of weights may have changed."""
         return structure_of(self._watched) == self._structure
 
     def state(self) -> int:
-        """A number that is another one after a change of the model, or of its weights in place."""
-        return hash((*self._structure.function, weight_versions(self._weights)))
+        """A number that is another one after a change of the model, or of its weights' values."""
+        return hash((*self._structure.function, self._values.state()))
 
     @property
     def alone(self) -> AbstractContextManager[object]:
@@ -312,6 +312,19 @@ def parts_of(model: nn.Module, name: str) -> Parts:
 
         return shards_of(model, name)
     return WHOLE
+
+
+def check_window(window: Any, name: str) -> None:
+    """Raise ValueError for a sliding window that is neither None nor a number from 2 on.
+
+    With one of 1 a token sees itself alone, or all: transformers' masks say the former, its cache the latter.
+    """
+    if window is None or (isinstance(window, int) and window >= 2):
+        return
+    raise ValueError(
+        f"{name} has sliding_window={window!r} in its config, expected a whole number of at least 2, or None for "
+        "layers that see the whole text; correct the config"
+    )
 
 
 def as_logits(logits: Tensor) -> Tensor:

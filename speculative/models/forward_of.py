@@ -6,7 +6,6 @@ which hooks, adapters, patches and subclasses are part. Each is tried on a small
 """
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -107,11 +106,14 @@ def check_alone(what: str, *models: Any) -> None:
 
 def _is_a_llama(model: PreTrainedModel, name: str) -> bool:
     """True if `LlamaForward` gives the model's own logits, tried with one layer of each kind."""
-    from heavypath.speculative.models.probe import gap, with_a_layer_of_each_kind
+    from heavypath.speculative.models.probe import NotFiniteError, gap, with_a_layer_of_each_kind
 
     short = with_a_layer_of_each_kind(model)
     forward = LlamaForward(short, name)
-    return gap(forward, short) <= tolerance_of(forward)
+    try:
+        return gap(forward, short) <= tolerance_of(forward)
+    except NotFiniteError:  # of which the whole model is asked
+        return False
 
 
 def tolerance_of(forward: Forward) -> float:
@@ -120,18 +122,30 @@ def tolerance_of(forward: Forward) -> float:
 
 
 def _check(forward: "TransformersForward", model: nn.Module) -> None:
-    """Raise ValueError if the logits of a small tree are not those of its paths; of a draft, say so."""
-    try:
-        found = forward.gap(model)
-    except Exception as error:
-        raise forward.refusal(f"{error or type(error).__name__}") from error
-    if math.isnan(found):
-        forward.check_weights()
-    if found <= tolerance_of(forward):
-        from heavypath.speculative.models.window_probe import check_windows
+    """Raise ValueError if the logits of a tree are not those of its paths; of a draft, say so.
 
+    A model that runs a function of somebody's own is tried with long texts, too.
+    """
+    from heavypath.speculative.models.probe import NotFiniteError, lengths_to_try
+    from heavypath.speculative.models.window_probe import check_windows
+
+    found, length = 0.0, 0
+    for length in lengths_to_try(forward):
+        try:
+            found = forward.gap(model) if length is None else forward.gap(model, length - length // 8 - 2, length // 8)
+        except NotFiniteError:
+            raise
+        except Exception as error:
+            raise forward.refusal(f"{error or type(error).__name__}") from error
+        if not found <= tolerance_of(forward):
+            break
+    else:
         return check_windows(forward, tolerance_of(forward))
     what = f"a tree's logits differ from those of its paths by {found:.2g} standard deviations"
+    if length is not None:
+        what += f" after {length} tokens, while shorter texts agree"
+    if forward.strange:
+        what += f"; not the library's own: {', '.join(forward.strange)}"
     if forward.name == "draft":
         logger.warning("the draft's logits are not its own (%s): its tokens will be accepted less often", what)
         return

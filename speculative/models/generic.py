@@ -3,8 +3,9 @@
     model(tokens, position_ids=prefix + depths, cache=KeyValueCache.at(rows, ...), attention_mask=4-D)
 
 With attn_implementation "sdpa" or "eager" a 4-D mask says which rows each node sees. There is one mask for each kind of
-layer if they see differently far. With "heavypath" our attention function is an argument of the call. A model's type
-does not tell if it really follows the mask, the positions and the cache; `probe` does.
+layer if they see differently far. With "heavypath" our attention function is an argument of the call. An attention of a
+user's own gets the mask that it was registered for. A model's type does not tell if it really follows the mask, the
+positions and the cache; `probe` does.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,13 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from heavypath.speculative.models.attn_implementation import NAME
+from heavypath.speculative.models.attn_implementation import NAME, attention_forward
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
+from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits, check_window
+from heavypath.speculative.models.functions import is_of_library, strange_parts
+from heavypath.speculative.models.structure import attentions_of
 from heavypath.speculative.models.text_cache import cache_argument
 
-_ATTENTION = ("sdpa", "eager", NAME)
+_OWN = ("sdpa_attention_forward", "eager_attention_forward")  # those of transformers that take a tree's mask
 
 
 class TransformersForward(Forward):
@@ -47,15 +52,21 @@ class TransformersForward(Forward):
                 f"{name} of type {model.config.model_type!r} has rope type 'dynamic', which waits for the GPU in each "
                 "pass, so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
             )
-        window: int | None = getattr(self.text_config, "sliding_window", None) or None
+        window: int | None = getattr(self.text_config, "sliding_window", None)
+        if window == 0 and "sliding_attention" not in self._kinds:  # as some configs say that there is none
+            window = None
+        if {*self._kinds} != {"full_attention"}:
+            check_window(window, name)
         self._window_of = {kind: None if kind == "full_attention" else window for kind in self._kinds}
         self.windows = {*self._window_of.values()}
-        self._attention: str = self.text_config._attn_implementation
-        if self._attention not in _ATTENTION:
-            raise ValueError(
-                f"{name} has attn_implementation={self._attention!r}, which takes no tree; "
-                f'call {name}.set_attn_implementation("sdpa"), or "eager", or "{NAME}"'
-            )
+        attentions = attentions_of(model, type(self.text_config))
+        self.attention = ", ".join(sorted(attentions))
+        forms = {_form_of_masks(each, name) for each in attentions}
+        if "arguments" in forms and len(forms) > 1:
+            raise ValueError(f"{name} has layers with attn_implementation={NAME!r} and others; set one for all")
+        self._by_arguments, self._by_bool = "arguments" in forms, forms == {"bool"}
+        self.has_own_attention = not all(is_of_library(ALL_ATTENTION_FUNCTIONS.get(each)) for each in attentions)
+        self.strange = strange_parts(model, attentions)
         self.cache_argument = cache_argument(model)
         self._called = model
         self._read_layers()
@@ -82,12 +93,14 @@ class TransformersForward(Forward):
         within = (positions + cache.offsets).clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
         arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": within, "use_cache": True}
         first_rows: list[int] = []
-        if self._attention == NAME:
+        if self._by_arguments:
             arguments["tree_attend"] = self._attend(mask)
             any_mask = tokens[:, None, None, :1]  # any 4-D mask keeps transformers from making one
             arguments["attention_mask"] = self._as_masks(dict.fromkeys(self._kinds, any_mask))
         else:
             biases = mask.biases(self.dtype, self.windows)
+            if self._by_bool:
+                biases = {window: bias == 0 for window, bias in biases.items()}
             each = {kind: biases[window].expand(len(tokens), -1, -1, -1) for kind, window in self._window_of.items()}
             arguments["attention_mask"] = self._as_masks(each)
             first_row = {kind: mask.first_row(window) for kind, window in self._window_of.items()}
@@ -134,15 +147,15 @@ class TransformersForward(Forward):
         """The arguments of a call that the model takes, out of all."""
         return arguments
 
-    def gap(self, model: nn.Module) -> float:
+    def gap(self, model: nn.Module, prefix: int = 3, chain: int = 6) -> float:
         """The distance of logits over a tree from the model's own, see `probe`."""
         from heavypath.speculative.models.probe import gap
 
-        return gap(self, model)
+        return gap(self, model, prefix, chain)
 
     def refusal(self, why: str) -> ValueError:
         """The error for a model that cannot be decoded by trees."""
-        how = f"cannot be decoded by trees with attn_implementation={self._attention!r}"
+        how = f"cannot be decoded by trees with attn_implementation={self.attention!r}"
         return ValueError(f"{self.name} of type {self.model.config.model_type!r} {how}: {why}")
 
     @torch.no_grad()
@@ -161,6 +174,30 @@ class TransformersForward(Forward):
         if len({*heads}) > 1:
             raise self.refusal(f"its layers have keys and values of several numbers of heads: {sorted({*heads})}")
         self.layers, self._heads_and_columns = len(shapes), (heads[0], max(columns))
+
+
+def _form_of_masks(attention: str, name: str) -> str:
+    """How an attention is told what nodes see: by an "additive" mask, a "bool" one, or "arguments" of the call.
+
+    Raises ValueError for one that takes no such mask.
+    """
+    function, makes_masks = ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
+    if function is attention_forward:
+        return "arguments"
+    is_own = function is None or is_of_library(function)
+    if is_own and getattr(function, "__name__", "eager_attention_forward") not in _OWN:
+        raise ValueError(
+            f"{name} has attn_implementation={attention!r}, which takes no tree; "
+            f'call {name}.set_attn_implementation("sdpa"), or "eager", or "{NAME}"'
+        )
+    if makes_masks not in (None, sdpa_mask, eager_mask):
+        raise ValueError(
+            f"{name} has attn_implementation={attention!r}, whose masks are made by "
+            f"{getattr(makes_masks, '__qualname__', makes_masks)!r} in transformers' AttentionMaskInterface, and "
+            "a tree's mask would take their place; register transformers.masking_utils.sdpa_mask or eager_mask for it, "
+            f'or call {name}.set_attn_implementation("sdpa")'
+        )
+    return "bool" if makes_masks is sdpa_mask and not is_own else "additive"
 
 
 def _has_alibi(config: Any) -> bool:

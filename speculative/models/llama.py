@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
+from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits, check_window
+from heavypath.speculative.models.functions import is_published, strange_parts
 from heavypath.speculative.models.joined import Joining, gated_by
 from heavypath.speculative.models.layer_weights import streamed, weights_of
 from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone
 from heavypath.speculative.models.native import Ends, native_pass
-from heavypath.speculative.models.structure import has_hooks
+from heavypath.speculative.models.structure import attentions_of, has_hooks
 from heavypath.speculative.ranks.parts import Parts, local_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -70,8 +71,9 @@ class _LlamaLayer:
 def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
     """True if a model is of one of the `MODEL_TYPES`, made of transformers' own modules, without any hook or patch.
 
-    `LlamaForward` does not call most of them, so it would leave out anything that somebody put there. transformers puts
-    its own hooks there to split a model over ranks; these are known.
+    `LlamaForward` does not call most of them, nor the functions that they call, so it would leave out anything that
+    somebody put there: an attention of their own, say. transformers puts its own hooks there to split a model over
+    ranks; these are known.
     """
     kind = model.config.model_type
     hooked = [module for module in model.modules() if has_hooks(module)] if kind in MODEL_TYPES else []
@@ -87,8 +89,8 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
     except AttributeError:
         return False
     home = f"transformers.models.{kind}.modeling_{kind}"
-    own = all(type(module).__module__ == type(module).forward.__module__ == home for module in passed_by)
-    return own and parts.are_usual(model)
+    own = is_plain_embedding(inner.embed_tokens) and all(is_published(type(module), home) for module in passed_by)
+    return own and not strange_parts(model, attentions_of(model), hooks=False) and parts.are_usual(model)
 
 
 class LlamaForward(Forward):
@@ -116,6 +118,8 @@ class LlamaForward(Forward):
         self._look_up()
         self.watch(model)  # as it is after weights were joined
         self.windows = {layer.window for layer in self._layers}
+        for window in self.windows:
+            check_window(window, name)
         self._head_dim: int = every[0].self_attn.head_dim
         self._kv_heads: int = self.parts.heads(self.config.num_key_value_heads)
         self._rotary = self._rotary_table(1)
@@ -252,6 +256,11 @@ def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
     cos, sin = (turn[0] for turn in rotary_emb(like, positions[None]))
     half = cos.shape[-1] // 2
     return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """True for an embedding that looks tokens up in its weight and does no more."""
+    return type(module) is nn.Embedding and module.max_norm is None and type(module.weight) is nn.Parameter
 
 
 def norm_of(module: Any) -> Norm:

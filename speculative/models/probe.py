@@ -6,45 +6,93 @@ logits after its nodes are compared with those after the same tokens as plain te
 """
 
 from copy import copy
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import Forward, TreeMask
 
+LONGEST = 1024  # tokens of a trial
+
 
 @torch.no_grad()
-def gap(forward: Forward, model: nn.Module) -> float:
+def gap(forward: Forward, model: nn.Module, prefix: int = 3, chain: int = 6) -> float:
     """The largest distance of a small tree's logits from those of its paths as texts, in their standard deviations.
 
-    model: the model that the forward pass stands for, which may be a wrapper around `forward.model`
+    model:  the model that the forward pass stands for, which may be a wrapper around `forward.model`
+    prefix: the tokens before the tree; a second text has one less
+    chain:  the nodes of the tree's first path, in rows before those of its second path
 
-    Raises ValueError for logits of another shape than the vocabulary's, and any error of the model.
+    Raises ValueError for logits of another shape than the vocabulary's, for a model whose own logits are NaN or
+    infinite, and any error of the model.
     """
     device, vocab_size = forward.device, forward.vocab_size
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
-    prefix, nodes = torch.randint(vocab_size, (2, 11), generator=noise, device="cpu").to(device).split([3, 8], 1)
-    lengths, depths, ends, paths = (  # a chain of six nodes, and below its root two more, in rows far after it
+    count = chain + 2
+    tokens = torch.randint(vocab_size, (2, prefix + count), generator=noise, device="cpu").to(device)
+    before, nodes = tokens.split([prefix, count], 1)
+    lengths, depths, ends, paths = (  # a chain, and below its root two more nodes, in rows far after it
         torch.tensor(numbers, device=device)
-        for numbers in ([3, 2], [0, 1, 2, 3, 4, 5, 1, 2], [8, 6, 6, 6, 6, 6, 8, 8], [[0, 1, 2], [0, 6, 7]])
+        for numbers in (
+            [prefix, prefix - 1],
+            [*range(chain), 1, 2],
+            [count, *[chain] * (chain - 1), count, count],
+            [[0, 1, 2], [0, chain, chain + 1]],
+        )
     )
     places = (lengths[:, None, None] + torch.arange(3, device=device)).expand(2, 2, 3)
-    texts = torch.cat([prefix, nodes[:, :3]], 1)[:, None].repeat(1, 2, 1).scatter_(2, places, nodes[:, paths])
-    expected = model(input_ids=texts.flatten(0, 1), use_cache=False).logits.float()
-    expected = expected.view(2, 2, 6, -1).gather(2, places[..., None].expand(-1, -1, -1, expected.shape[-1]))
+    texts = torch.cat([before, nodes[:, :3]], 1)[:, None].repeat(1, 2, 1).scatter_(2, places, nodes[:, paths])
+    expected = _last_logits(model, texts.flatten(0, 1)).unflatten(0, (2, 2))  # [2, 2, 4, V]
+    places = places[..., None] - (prefix - 1)
+    expected = expected.gather(2, places.expand(-1, -1, -1, expected.shape[-1]))
+    check_own_logits(forward, expected)
 
-    cache = forward.new_cache(2, 11)
-    forward.prefill(prefix, cache)
-    cache_rows = lengths[:, None] + torch.arange(8, device=device)
-    mask = TreeMask(prefix_length=lengths, visible_rows=11, subtree_end=ends)
+    cache = forward.new_cache(2, prefix + count)
+    forward.prefill(before, cache)
+    cache_rows = lengths[:, None] + torch.arange(count, device=device)
+    mask = TreeMask(prefix_length=lengths, visible_rows=prefix + count, subtree_end=ends)
     logits = forward(nodes, lengths[:, None] + depths, cache_rows, cache, mask)
-    if logits.shape != (2, 8, vocab_size):
-        raise ValueError(f"expected logits {[2, 8, vocab_size]} from its vocabulary, got {[*logits.shape]}")
+    if logits.shape != (2, count, vocab_size):
+        raise ValueError(f"expected logits {[2, count, vocab_size]} from its vocabulary, got {[*logits.shape]}")
     distance = (logits[:, paths] - expected).square().mean(-1).sqrt()
     found = float((distance / expected.std(-1)).max())
     return found if forward.ranks is None else max(forward.ranks.told(found))  # for all to choose alike
+
+
+def lengths_to_try(forward: Any) -> list[int | None]:
+    """The lengths of texts to try a `TransformersForward` with; None for the shortest.
+
+    A function of somebody's own may do something else to long texts, such as an attention with a window. What begins
+    beyond the longest of these is not seen.
+    """
+    longest = min(LONGEST, forward.max_positions) if forward.strange else 0
+    return [None, *sorted({min(length, longest) for length in (64, 256, LONGEST)} - {*range(32)})]
+
+
+class NotFiniteError(ValueError):
+    """A model's own logits are NaN or infinite."""
+
+
+def check_own_logits(forward: Forward, logits: Tensor) -> None:
+    """Raise NotFiniteError for logits of a model itself that are NaN or infinite; ValueError for such weights."""
+    if logits.isfinite().all():
+        return
+    forward.check_weights()
+    others = [each for each in (torch.bfloat16, torch.float32) if each != forward.dtype]
+    raise NotFiniteError(
+        f"{forward.name}'s own logits are NaN or infinite in {forward.dtype}, by transformers' own forward pass, too: "
+        f"load it with dtype={' or '.join(map(str, others))}, whose numbers may be larger, or look at its layers"
+    )
+
+
+def _last_logits(model: nn.Module, texts: Tensor) -> Tensor:
+    """A model's own logits [B, 4, V], fp32, after the last four tokens of texts LongTensor[B, T]."""
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    few = {"logits_to_keep": 4} if "logits_to_keep" in signature(base.forward).parameters else {}
+    return model(input_ids=texts, use_cache=False, **few).logits[:, -4:].float()
 
 
 def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:

@@ -202,16 +202,16 @@ def test_few_functions_stand_between_generate_and_the_targets_first_operation(de
     target, draft, tokenizer = demo_pair
     decoder = SpeculativeDecoder(target, draft, "sequoia")
     stacks = []
-    embed = torch.nn.functional.embedding
+    embed = decoder._target._embed
 
-    def noted(tokens, weight, *options):
-        if weight is target.model.embed_tokens.weight:
-            frames = [frame for frame, _ in traceback.walk_stack(None) if "heavypath" in frame.f_globals["__name__"]]
-            names = [f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}" for frame in frames]
-            stacks.append(names[::-1])
-        return embed(tokens, weight, *options)
+    def noted(tokens):
+        every = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+        frames = [frame for frame in every if "heavypath" in frame.f_globals["__name__"]]
+        names = [f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}" for frame in frames]
+        stacks.append(names[::-1])
+        return embed(tokens)
 
-    monkeypatch.setattr(torch.nn.functional, "embedding", noted)
+    monkeypatch.setattr(decoder._target, "_embed", noted)
     decoder._target._native = None  # which has no operations
     decoder.generate(tokenizer("import os\n", return_tensors="pt").input_ids, max_new_tokens=4)
     step = ["decoder.generate", "loop.decode", "engine.step", "runner.run", "launching.run", "step.__call__"]

@@ -31,6 +31,11 @@ class RecurrentForward(TransformersForward):
     def __init__(self, model: PreTrainedModel, name: str = "model"):
         check_mixers(model, name)
         super().__init__(model, name)
+        if self.has_own_attention:
+            raise ValueError(
+                f"{name} has recurrent layers and attn_implementation={self.attention!r}, which is not transformers' "
+                f'own; call {name}.set_attn_implementation("sdpa")'
+            )
         if self.ranks is not None:
             raise ValueError(f"{name} has recurrent layers and is split over processes; load it in one")
         if self.rope_limit is not None:
@@ -69,8 +74,8 @@ class RecurrentForward(TransformersForward):
         with cache.reading():
             super().prefill(tokens, cache, starts, taps)
 
-    def gap(self, model: torch.nn.Module) -> float:
-        """See `TransformersForward.gap`."""
+    def gap(self, model: torch.nn.Module, prefix: int = 3, chain: int = 6) -> float:
+        """See `TransformersForward.gap`; texts are always short."""
         from heavypath.speculative.models.recurrent.probe import gap
 
         return gap(self, model, HybridCache(self._layout, 2, 32, self.like))

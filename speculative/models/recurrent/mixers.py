@@ -19,6 +19,7 @@ from transformers import Cache
 from heavypath.kernels.recurrent.delta import tree_delta
 from heavypath.kernels.recurrent.kda import tree_kda
 from heavypath.kernels.recurrent.ssd import tree_ssd
+from heavypath.speculative.models.functions import is_as_written, is_of_library
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -198,12 +199,26 @@ def check_mixers(model: nn.Module, name: str) -> None:
     for where, mixer in found:
         names = _names(mixer)
         known = {*CONVOLUTIONS} <= names and (not RECURRENT & names or {*RULES} & names)
+        replaced = _replaced(type(mixer))
+        if replaced:
+            raise ValueError(
+                f"{name} of type {_type(model)} cannot be decoded by trees: of layer {where}, a "
+                f"{type(mixer).__name__}, {', '.join(replaced)} is not transformers' own any more, and its state over "
+                "a tree's nodes is not known; undo the patch"
+            )
         if "forward" in vars(mixer) or not known:
             how = "a forward of its own" if "forward" in vars(mixer) else "functions that are not known"
             raise ValueError(
                 f"{name} of type {_type(model)} cannot be decoded by trees: layer {where}, a {type(mixer).__name__}, "
                 f"keeps a recurrent state by {how}; known are {', '.join([*CONVOLUTIONS, *RULES])}"
             )
+
+
+def _replaced(kind: type[nn.Module]) -> list[str]:
+    """What of a class of mixers is no longer as it was written: its forward, and functions that ours stand for."""
+    names: Any = inspect.unwrap(kind.forward).__globals__
+    functions = (name for name in (*CONVOLUTIONS, *RULES) if not is_of_library(names.get(name)))
+    return [*(() if is_as_written(kind) else ("forward",)), *functions]
 
 
 def over_trees(model: ModuleT) -> ModuleT:

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.generic import TransformersForward
+from heavypath.speculative.models.probe import check_own_logits
 from heavypath.speculative.models.recurrent.cache import HybridCache
 
 ENDS, DEPTHS = [8, 6, 6, 6, 6, 6, 8, 8], [0, 1, 2, 3, 4, 5, 1, 2]
@@ -46,6 +47,8 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
             ways = [_after(forward, model, texts, prompt + 1)]  # which ends with the root
             if forward.dtype.itemsize < 4:
                 ways.append(model(texts, use_cache=False).logits)
+            for way in ways:
+                check_own_logits(forward, way)
             found = logits[text, along].float()
             gaps = torch.stack([_distance(found, way[:, -longest:].float()) for way in ways]).amin(0)
             distances += [own[: len(each)] for own, each in zip(gaps, paths, strict=True)]

@@ -29,13 +29,14 @@ from heavypath.kernels.recurrent.delta import tree_delta
 from heavypath.kernels.recurrent.totals import GateWeights
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Attend, Taps, TreeMask, as_logits
+from heavypath.speculative.models.functions import is_published, strange_parts
 from heavypath.speculative.models.joined import Joining, gated_by
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.linear import Linears, Product, Products
-from heavypath.speculative.models.llama import norm_of
+from heavypath.speculative.models.llama import is_plain_embedding, norm_of
 from heavypath.speculative.models.recurrent.cache import HybridCache
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
-from heavypath.speculative.models.structure import has_hooks
+from heavypath.speculative.models.structure import attentions_of, has_hooks
 
 _HOME = "transformers.models.qwen3_5.modeling_qwen3_5"
 _norm = partial(add_rms_norm, centred=True)
@@ -181,9 +182,9 @@ def is_published_qwen(model: PreTrainedModel) -> bool:
                 return False
     except AttributeError:
         return False
-    return all(
-        type(module).__module__ == type(module).forward.__module__ == _HOME and not has_hooks(module)
-        for module in passed_by
+    own = all(is_published(type(module), _HOME) and not has_hooks(module) for module in passed_by)
+    return (
+        own and is_plain_embedding(inner.embed_tokens) and not strange_parts(model, attentions_of(model), hooks=False)
     )
 
 

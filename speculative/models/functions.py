@@ -1,0 +1,239 @@
+"""The functions that a call of a model runs, and whether they are those that its library was published with.
+
+A class's forward method may be replaced, and so may any function that it looks up by name: `apply_rotary_pos_emb` in a
+modelling module, an attention in transformers' registry, `scaled_dot_product_attention` in PyTorch. Such a patch may
+act on some layers or on long texts alone, so that no short trial shows it. Here its code tells. A function is a
+library's own if its code, that of all it wraps and of what it closes over, lies in the library's folder. That holds of
+the decorators by which transformers defines its functions, and of no function of a user, whatever `functools.wraps`
+copied.
+"""
+
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils.generic import GeneralInterface
+
+FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
+Owner = dict[str, Any] | type | GeneralInterface  # where a name is looked up
+
+_LIBRARIES = tuple(str(Path(each.__file__).parent) + "/" for each in (torch, transformers))
+_PACKAGES = ("torch", "transformers", "builtins", "typing", "collections", "enum", __name__.split(".")[0])
+_KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
+_OURS = str(Path(__file__).parents[2]) + "/"
+_INSTALLED = ("site-packages", "dist-packages")
+_TORCH = (torch.__dict__, nn.functional.__dict__)
+# Of transformers, what computes; the rest of it reads files, logs, and calls these.
+_PARTS = ("models.", "integrations.", "masking_utils", "modeling_", "activations")
+_FOLLOWED = ("torch.nn.modules.", *(f"transformers.{part}" for part in _PARTS))
+
+
+class _Found(NamedTuple):
+    """What calls of modules of some classes run: where each name is looked up, and what was found there.
+
+    codes: of the functions, which may be exchanged, too
+    """
+
+    lookups: list[tuple[Owner, str]]
+    values: list[Any]
+    codes: list[Any]
+
+
+_known: dict[tuple[frozenset[type], frozenset[str]], _Found] = {}
+
+
+def functions_of(types: Iterable[type], attentions: Iterable[str]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The functions that modules of such classes run now, and their codes; equal to earlier ones if they are the same.
+
+    attentions: the names of the attention that they may ask for
+    """
+    found = _found(frozenset(types), frozenset(attentions))
+    return tuple(map(_comparable, found.values)), tuple(found.codes)
+
+
+def strange_functions(types: Iterable[type], attentions: Iterable[str]) -> list[str]:
+    """The names of those functions that no library's own code gives: replaced, patched, or of a user's own class."""
+    found = _found(frozenset(types), frozenset(attentions))
+    every = zip(found.lookups, found.values, strict=True)
+    return sorted({f"{_name_of(owner)}.{name}" for (owner, name), value in every if not _is_usual(owner, value)})
+
+
+def is_as_written(kind: type) -> bool:
+    """True if the forward method of a class is the one in the file of its class, with decorators of libraries alone."""
+    home = next((base.__module__ for base in kind.__mro__ if "forward" in vars(base)), kind.__module__)
+    *decorators, innermost = _chain(kind.forward)
+    code, file = getattr(innermost, "__code__", None), getattr(sys.modules.get(home), "__file__", None)
+    there = code is not None and (innermost.__module__ == home if file is None else code.co_filename == file)
+    own = (*_LIBRARIES, _OURS)
+    return there and all(getattr(each, "__code__", code).co_filename.startswith(own) for each in decorators)
+
+
+def is_published(kind: type, home: str) -> bool:
+    """True if a class is one of the module `home`, with the forward method that it has there."""
+    named = getattr(getattr(_chain(kind.forward)[-1], "__code__", None), "co_qualname", None)
+    return kind.__module__ == home and is_as_written(kind) and named == f"{kind.__qualname__}.forward"
+
+
+def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = True) -> list[str]:
+    """The names of what a model runs besides its library's own code: functions that were put in place of others.
+
+    hooks: whether those of modules count, and modules' own forward functions
+    """
+    named = [*model.named_modules()]
+    functions = [each for where, module in named for each in _functions_in(where, module, hooks)]
+    own = [name for name, value in functions if not is_of_library(value)]
+    return strange_functions((type(module) for _, module in named), attentions) + own
+
+
+def _functions_in(where: str, module: nn.Module, hooks: bool) -> Iterator[tuple[str, Any]]:
+    """The functions among a module's attributes and hooks, with their names."""
+    for name, value in vars(module).items():
+        if isinstance(value, FUNCTIONS) and (hooks or name != "forward"):
+            yield f"{where}.{name}", value.func if isinstance(value, partial) else value
+    if hooks:
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            yield f"a hook of {where}", hook
+
+
+def is_of_library(function: Any) -> bool:
+    """True if a function, all that it wraps and all that it closes over are PyTorch's, transformers' or this package's.
+
+    A functools.partial is not, nor any other object that is called but no function.
+    """
+    return _is_own(function, (*_LIBRARIES, _OURS), set())
+
+
+def _found(types: frozenset[type], attentions: frozenset[str]) -> _Found:
+    known = _known.get((types, attentions))
+    if known is None or known.values != [*map(_look_up, known.lookups)] or known.codes != _codes(known.values):
+        lookups = [*_all_lookups(types, attentions)]
+        values = [*map(_look_up, lookups)]
+        known = _known[types, attentions] = _Found(lookups, values, _codes(values))
+    return known
+
+
+def _look_up(lookup: tuple[Owner, str]) -> Any:
+    owner, name = lookup
+    return getattr(owner, name, None) if isinstance(owner, type) else owner.get(name)
+
+
+def _codes(values: Iterable[Any]) -> list[Any]:
+    return [value.__code__ if type(value) is FunctionType else None for value in values]
+
+
+def _comparable(value: Any) -> Any:
+    return value if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)) else id(value)
+
+
+def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator[tuple[Owner, str]]:
+    """Where names are looked up, beginning with calls of the classes' instances and their forward methods."""
+    waiting: list[tuple[Owner, str, type]] = []
+    for kind in sorted(types, key=lambda each: (each.__module__, each.__qualname__)):
+        waiting += [(kind, name, kind) for name in ("__call__", "forward") if hasattr(kind, name)]
+    seen: set[tuple[int, str]] = set()
+    while waiting:
+        owner, name, kind = waiting.pop()
+        if (id(owner), name) in seen:
+            continue
+        seen.add((id(owner), name))
+        value = _look_up((owner, name))
+        if isinstance(value, GeneralInterface):
+            waiting += [(value, each, kind) for each in sorted(attentions)]
+        if callable(value) or isinstance(owner, GeneralInterface):  # there a name may be missing
+            yield owner, name
+        innermost = _chain(value)[-1]
+        if isinstance(innermost, FunctionType) and _is_followed(innermost):
+            waiting += [(*each, kind) for each in _names_in(innermost, kind)]
+
+
+def _is_followed(function: FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).startswith(_FOLLOWED)
+
+
+def _names_in(function: FunctionType, kind: type) -> Iterator[tuple[Owner, str]]:
+    """Where a function's code looks up its names: in its module, in PyTorch, and in the class of `self`."""
+    for name in _words(function.__code__):
+        for owner in (function.__globals__, *_TORCH):
+            if name in owner and (callable(owner[name]) or isinstance(owner[name], GeneralInterface)):
+                yield owner, name
+        is_method = isinstance(getattr(kind, name, None), FunctionType) and not hasattr(nn.Module, name)
+        if is_method or name == "_call_impl":
+            yield kind, name
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    """All names in a function's code and in those of functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _words(constant)
+
+
+def _chain(function: Any) -> list[Any]:
+    """A function and what it wraps, by `__wrapped__`, to the innermost."""
+    chain = [function]
+    while (inner := getattr(chain[-1], "__wrapped__", None)) is not None and inner not in chain:
+        chain.append(inner)
+    return chain
+
+
+def _is_usual(owner: Owner, value: Any) -> bool:
+    """True for what a library has there: its own functions and classes; for a class's methods, of its own package."""
+    if value is None:
+        return True
+    if isinstance(owner, type) and isinstance(value, FunctionType):
+        return _is_own(value, (*_LIBRARIES, _OURS, *_folder_of(owner)), set())
+    return is_of_library(value)
+
+
+def _folder_of(kind: type) -> Iterator[str]:
+    """The folder of the installed package that a class is of; none for a class of somebody's own program."""
+    package = sys.modules.get(kind.__module__.split(".")[0])
+    path = getattr(package, "__file__", None)
+    if path is not None and any(each in path for each in _INSTALLED):
+        yield str(Path(path).parent) + "/"
+
+
+def _is_own(value: Any, folders: tuple[str, ...], seen: set[int]) -> bool:
+    if id(value) in seen or not callable(value) or _is_kernel(value):
+        return True
+    seen.add(id(value))
+    if isinstance(value, MethodType):
+        return _is_own(value.__func__, folders, seen)
+    if isinstance(value, type):
+        package = value.__module__.split(".")[0]
+        return package in _PACKAGES or package in sys.stdlib_module_names
+    if isinstance(value, BuiltinFunctionType):
+        return True
+    if isinstance(value, FunctionType):
+        inside = [*_contents_of(value.__closure__ or ())]
+        inside += [value.__wrapped__] if hasattr(value, "__wrapped__") else []
+        return value.__code__.co_filename.startswith(folders) and all(_is_own(each, folders, seen) for each in inside)
+    return not isinstance(value, partial) and type(value).__module__.split(".")[0] == "transformers"
+
+
+def _is_kernel(value: Any) -> bool:
+    """True for what transformers takes from packages of kernels where they are installed."""
+    package = str(getattr(value, "__module__", "")).split(".")[0]
+    path = getattr(getattr(value, "__code__", None), "co_filename", package)
+    return package in _KERNELS and package in path
+
+
+def _contents_of(cells: Iterable[Any]) -> Iterator[Any]:
+    for cell in cells:
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+
+
+def _name_of(owner: Owner) -> str:
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}"
+    return owner["__name__"] if isinstance(owner, dict) else type(owner).__name__
