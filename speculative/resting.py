@@ -12,6 +12,9 @@ cost at most a share LOSS of the time, whatever comes of it:
 
     pause = 2^vain TRY / (LOSS - READING r)        vain <= LONGER trials before it that found no more
 
+A draft without weights has nothing to read, and a text that repeats itself shows at once. So it loses LOOK in place of
+TRY, its pauses are as much shorter, and each text begins with a trial.
+
 A draft for which there is no such pause rests until the end of the text. A draft rests from the beginning where fewer
 tokens are expected than the tree costs. It never drafts where the tree costs more tokens than it has levels.
 
@@ -47,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 MOST, FIRST = 8.0, 4.0  # steps of plain decoding: the loss that ends drafting, and how much less a first text may lose
 TRY = 2.0  # steps of plain decoding: what a trial may lose
+LOOK = 0.25  # that of a draft without weights
 LOSS = 0.02  # of the time, for drafts that are tried in vain
 LONGER = 3  # times that pauses double
 READING = 1 / 8  # of a pass over one token: what each token of a text costs that is read at once
@@ -61,7 +65,9 @@ class Gain:
     def __init__(self, target: Forward, draft: Draft):
         self._target, self._draft = target, draft
         self._costs: dict[int, Costs] = {}
-        self.loss, self.pause, self._vain = FIRST, 0, -1
+        self._looks = not draft.models
+        self._trial = LOOK if self._looks else TRY  # what it may lose
+        self.loss, self.pause, self._vain = MOST - LOOK if self._looks else FIRST, 0, -1
         self._said, self._is_new = False, True
 
     def of(self, tokens: float, tree: Shape, running: int) -> float:
@@ -74,7 +80,8 @@ class Gain:
             self._say("no draft is expected to pay, not even one that is always right")
             return None if len(tree) > 1 else tree
         doubtful = self._is_new and self.of(_expected_tokens(tree, self._draft, 0.0), tree, running) < 1
-        return ROOT if doubtful or self.pause > self._rest_of_text else tree
+        waits = self.pause > self._rest_of_text and not self._looks
+        return ROOT if doubtful or waits else tree
 
     def begin(self, first: Shape, *, rests: bool) -> None:
         """Begin a text, whose first step drafts a tree or, if the draft `rests`, nothing in its place."""
@@ -107,7 +114,7 @@ class Gain:
     def _rest(self) -> None:
         share = self._share_of_trials if self._share_of_trials > 0 else LOSS
         self._vain = min(self._vain + 1, LONGER)
-        self.pause, self.loss = math.ceil(2**self._vain * TRY / share), MOST - TRY
+        self.pause, self.loss = math.ceil(2**self._vain * self._trial / share), MOST - self._trial
         self._say("it does not pay; it is tried again at times")
 
     @cached_property

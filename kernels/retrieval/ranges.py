@@ -14,12 +14,12 @@ LongTensors; tokens are -1 where the text had not begun, oldest first.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
@@ -39,18 +39,45 @@ class Appended(NamedTuple):
     parent_rows: Tensor
 
 
-def store_texts(corpus: SortedCorpus, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write the rows of texts from their beginning: token p of text b into row p; tokens LongTensor[B, T]."""
+def store_tokens(tokens: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int] | None = None) -> Tensor:
+    """Write tokens LongTensor[B, T] of texts into their rows, the first of text b into row starts[b], by default 0.
+
+    keys:   [B, rows, M], gets the M tokens before each; values: [B, rows, M], itself after M - 1 tokens before it
+    starts: the rows before them are written
+
+    Returns the rows, LongTensor[B, T].
+    """
     (batch, width), longest = tokens.shape, keys.shape[-1]
-    windows = pad(tokens, (longest, 0), value=-1).unfold(1, longest, 1)  # [B, T + 1, M]
-    keys[:, 1, :width], values[:, 1, :width] = windows[:, :-1], windows[:, 1:]
-    size = len(corpus.steps)
+    first = torch.zeros(batch, 1, dtype=torch.long, device=tokens.device)
+    if starts is not None:
+        first = torch.tensor(starts, device=tokens.device)[:, None]
+    behind = first + torch.arange(-longest, 0, device=tokens.device)
+    before = values[..., -1].gather(1, behind.clamp(min=0)).where(behind >= 0, -1)
+    windows = torch.cat([before, tokens], 1).unfold(1, longest, 1)  # [B, T + 1, M]
+    rows = first + torch.arange(width, device=tokens.device)
+    sequence = torch.arange(batch, device=tokens.device)[:, None]
+    keys[sequence, rows], values[sequence, rows] = windows[:, :-1], windows[:, 1:]
+    return rows
+
+
+def store_texts(
+    corpus: SortedCorpus, tokens: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int] | None = None
+) -> None:
+    """Write the rows of texts: those of `store_tokens`, and their ranges; keys, values: LongTensor[B, 2, rows, M]."""
+    rows = store_tokens(tokens, keys[:, 1], values[:, 1], starts)
+    (batch, width), longest, size = tokens.shape, keys.shape[-1], len(corpus.steps)
+    sequence = torch.arange(batch, device=rows.device)
+    before = rows[:, :1]  # with the ranges of the tokens before the first ones
+    has_any = before > 0
+    lows, highs = (field[sequence, 0, (before[:, 0] - 1).clamp(min=0)].where(has_any, 0) for field in (keys, values))
     low, high = tokens.new_zeros(batch, width), tokens.new_full((batch, width), size)
     first = (tokens + 1) * size
     for k in range(longest):
         low, high = (torch.searchsorted(corpus.steps, first + bound) for bound in (low, high))
-        keys[:, 0, :width, k], values[:, 0, :width, k] = low, high
-        low, high = (pad(bound[:, :-1], (1, 0)) for bound in (low, high))  # of the token before
+        keys[sequence[:, None], 0, rows, k], values[sequence[:, None], 0, rows, k] = low, high
+        low, high = (
+            torch.cat([earlier[:, k, None], bound[:, :-1]], 1) for earlier, bound in ((lows, low), (highs, high))
+        )  # of the token before
 
 
 def renew_ranges(corpus: SortedCorpus, rows: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.library import library
+from heavypath.kernels.native.questions import ask
 from heavypath.kernels.native.recording import do, refuse
 from heavypath.kernels.native.sampling import below_infinity
 from heavypath.kernels.nodes import Laws, Nodes
@@ -138,6 +139,15 @@ def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: 
         ancestor_mask=mask,
         level=level,
     )
+
+
+def any_drafted(tokens: Tensor) -> bool:
+    """True if there is any among drawn tokens, of which those below 0 are absent; waits for the device."""
+    return ask(partial(_any_there, tokens))
+
+
+def _any_there(tokens: Tensor) -> bool:
+    return bool((tokens >= 0).any())
 
 
 def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> None:

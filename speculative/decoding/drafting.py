@@ -7,20 +7,29 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.native.recording import do
+from heavypath.kernels.native.recording import dense, do
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
 from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
-from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
+from heavypath.speculative.decoding.drafted import (
+    Drafted,
+    Lap,
+    Reach,
+    any_drafted,
+    check_distributions,
+    feed_of,
+    root_feed,
+)
 from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.models.caches import RowCache
-from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +37,14 @@ class StaticDrafter:
     """Drafts a static tree for each sequence.
 
     A node is absent where the draft's support ran out, or where it is deeper than its own sequence has tokens left to
-    write.
+    write. On a CPU the trees are their roots alone where no draft proposes anything.
+
+    alone: the root
     """
 
     tree: DeviceTree
     rules: Rules
+    alone: DeviceTree
 
     @property
     def depth(self) -> int:
@@ -55,6 +67,7 @@ class StaticDrafter:
         batch, tree, rules = len(state.root), self.tree, self.rules
         joins = rules.replacement and tree.laws is None  # of several drafts each child is weighed against its own law
         trees = _blank(state, noise_rows[:, : len(tree)], tree, joins)
+        asks = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
         feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
         logits = fed = None
         for depth, level in enumerate(tree.levels):
@@ -82,6 +95,12 @@ class StaticDrafter:
                 uniform_fill=rules.fill,
             )
             check_distributions("draft", children.keys.view(batch, len(level.laws), -1), state, depth)
+            if depth == 0 and asks and not any_drafted(children.tokens):
+                lap("sampling")
+                trees = _blank(state, noise_rows[:, :1], self.alone, joins=False)
+                return _drafted(
+                    self.alone, trees.tokens, place(trees, None, self.alone.every, whole=True), dense(after[:, :1])
+                )
             fed = _placed(trees, children.tokens, tree, depth)
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
@@ -131,4 +150,5 @@ def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) 
 @drafter_of.register
 def static(tree: TokenTree, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> StaticDrafter:
     """The drafter of the top of a static tree, or of its root alone."""
-    return StaticDrafter(device_tree(tree, depth, device, (draft or NO_DRAFT).laws), rules)
+    top = device_tree(tree, depth, device, (draft or NO_DRAFT).laws)
+    return StaticDrafter(top, rules, alone=device_tree(ROOT, 0, device))

@@ -29,13 +29,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.questions import ask
 from heavypath.kernels.native.recording import do
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.trees.assembly import assemble
 from heavypath.kernels.trees.growing import grow
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
-from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
+from heavypath.speculative.decoding.drafted import (
+    Drafted,
+    Lap,
+    Reach,
+    any_drafted,
+    check_distributions,
+    feed_of,
+    root_feed,
+)
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
@@ -85,7 +92,7 @@ class GrowingDrafter:
             logits.append(after)
             lap("sampling")
             tokens = slots.tokens[:, level.first : level.end]
-            if level.depth == growth.depth or (can_trim and not ask(partial(_any_there, tokens))):
+            if level.depth == growth.depth or (can_trim and not any_drafted(tokens)):
                 break
             noise_rows = fed.noise_rows
             feed = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth)
@@ -106,10 +113,6 @@ class GrowingDrafter:
         )
         lap("sampling")
         return drafted
-
-
-def _any_there(tokens: Tensor) -> bool:
-    return bool((tokens >= 0).any())
 
 
 def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device) -> GrowingDrafter:

@@ -196,7 +196,7 @@ class Workspace:
             return [0] * batch if shared is None else shared.copy_rows(model, cache)
 
         parts = [] if draft is None or draft_cache is None else draft.parts(draft_cache)
-        in_parts = [[] if part.forward is None else copied(part.forward, cache) for part, cache in parts]
+        in_parts = [[0] * batch if part.forward is None else copied(part.forward, cache) for part, cache in parts]
         readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
         if shared is not None:  # a head must have read what the target does not compute again
             most = zip(shared.lengths, *(in_parts[reader] for reader in readers), strict=True)

@@ -231,7 +231,7 @@ class CascadeDraft(CompositeDraft):
         logits: dict[int, Tensor] = {}
         for index, (part, part_cache) in enumerate(zip(self.drafts, cache.parts, strict=True)):
             if index >= stage or part.overlap is None:  # below its levels a model is not fed, what is no model is
-                lacks_rows = index < len(self._ends) and part.can_rest
+                lacks_rows = index < len(self._ends) and part.can_rest and part.overlap is not None
                 logits[index] = part(caught_up if lacks_rows else feed, part_cache)
         if feed.drafted is None:
             return logits[stage].float()

@@ -96,7 +96,7 @@ class Draft:
     reads_target: whether its cache is filled by passes of the target, see `taps`
     overlap:  None where `prefill` takes a text at once. Else it takes pieces, with `starts` as `Forward.prefill` does,
               and this many tokens are the last ones of a piece and the first ones of the next
-    can_rest: whether it may leave steps out, and read the text written meanwhile later, by `prefill`
+    can_rest: whether it may leave steps out, and read the text written meanwhile later, by `prefill` with `starts`
     foreign:  the names of code in it that is not the package's
     """
 

@@ -102,6 +102,8 @@ class LookaheadCache(NgramCache):
 class LookaheadDraft(LookupDraft):
     """`Lookahead` at work."""
 
+    can_rest = False  # in each step it reads what the target computes beside the tree
+
     def __init__(self, options: Lookahead, vocab_size: int, device: torch.device):
         super().__init__(PromptLookup(options.ngram - 1), vocab_size, device)
         self._lookahead = options
@@ -116,6 +118,10 @@ class LookaheadDraft(LookupDraft):
     def new_cache(self, batch: int, rows: int) -> LookaheadCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
         return LookaheadCache(batch, rows, self._lookahead, self._columns.device)
+
+    def __call__(self, feed: Feed, cache: Any) -> Tensor:
+        """See `LookupDraft`."""
+        return self.in_plain(feed, cache)
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
         """The occurrences of a node's last tokens: in the pool, and then in the text."""

@@ -1,14 +1,17 @@
 """Prompt lookup: a draft without a model, which proposes what followed the last tokens before, in the text itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from heavypath.kernels.native.retrieval import look_up
+from heavypath.kernels.retrieval.ranges import store_tokens
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
+from heavypath.speculative.drafts.indexed import IndexedCache, text_cache
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
@@ -50,29 +53,41 @@ class NgramCache(RowCache):
 class LookupDraft(Draft):
     """`PromptLookup` at work, as an attention over the text, in which the tokens before a token are its key."""
 
-    name = "prompt lookup"
+    name, can_rest = "prompt lookup", True
 
     def __init__(self, options: PromptLookup, vocab_size: int, device: torch.device):
         self._options = options
         self._vocab_size = vocab_size
         self._device = device
 
-    def new_cache(self, batch: int, rows: int) -> NgramCache:
-        """An empty cache of `rows` rows for each of `batch` sequences."""
-        return NgramCache(batch, rows, self._options.max_ngram, self._device)
+    def new_cache(self, batch: int, rows: int) -> RowCache:
+        """An empty cache of `rows` rows for each of `batch` sequences, as `NgramCache` has them."""
+        cache = NgramCache(batch, rows, self._options.max_ngram, self._device)
+        return text_cache(cache.keys, cache.values, self._vocab_size)
 
-    def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read."""
-        length, width = self._options.max_ngram, tokens.shape[1]
-        windows = pad(tokens, (length, 0), value=-1).unfold(1, length, 1)  # [B, T + 1, M]
-        cache.keys[:, 0, :width], cache.values[:, 0, :width] = windows[:, :-1], windows[:, 1:]
+    def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
+        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read.
+
+        starts: the row of each text's first token; default: 0
+        """
+        store_tokens(tokens, cache.keys[:, 0], cache.values[:, 0], starts)
 
     def usual_acceptance(self, temperature: float) -> Usual:
         """What followed before follows again; less often where the text is sampled."""
         return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """fp32 logits [B, n, V] after each node: -inf for all tokens where nothing of the text occurred before."""
+        """fp32 logits [B, n, V] after each node: -inf for all tokens where nothing of the text occurred before.
+
+        The compiled kernel gives those after the root alone of a step's first feed.
+        """
+        if isinstance(cache, IndexedCache):
+            nodes, shortest = cache.with_nodes(feed), self._options.min_ngram
+            return look_up(nodes, shortest, vocab_size=self._vocab_size, after_last=feed.news > 0)
+        return self.in_plain(feed, cache)
+
+    def in_plain(self, feed: Feed, cache: Any) -> Tensor:
+        """The logits in plain PyTorch, after each node of every feed."""
         batch, nodes = feed.tokens.shape
         sequence = torch.arange(batch, device=feed.tokens.device)[:, None]
         keys, values = cache.keys[:, 0], cache.values[:, 0]

@@ -2,7 +2,6 @@
 
 import threading
 from collections import deque
-from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -11,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.retrieval.corpus import SortedCorpus, sort_corpus
-from heavypath.kernels.retrieval.ranges import renew_ranges
-from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
+from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.retrieval import MOST_NGRAM, CorpusCopy, RetrievalDraft
 from heavypath.speculative.models.forward import Forward
@@ -118,9 +116,10 @@ class LearningCopy(CorpusCopy):
 
 
 class RecallDraft(RetrievalDraft):
-    """`Recall` at work. The ranges in its cache are of the texts as they were, so each step begins by finding them."""
+    """`Recall` at work. The ranges in its cache are of the texts as they were."""
 
     name = "recall"
+    renews = True
 
     def __init__(self, recall: Recall, vocab_size: int, device: torch.device):
         super().__init__(recall, vocab_size, device)
@@ -132,12 +131,6 @@ class RecallDraft(RetrievalDraft):
         for prompt, length, tokens, count in zip(prompts, lengths.tolist(), new, counts.tolist(), strict=True):
             before = prompt[max(0, length - self._recall.max_ngram) : length]
             self._recall.learn(torch.cat([before, tokens[:count].to(before.device)]).cpu().numpy())
-
-    def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """See `RetrievalDraft`."""
-        if feed.news:
-            renew_ranges(self.known.corpus, feed.parent_rows[:, 0].clamp(min=0), cache.keys, cache.values)
-        return super().__call__(feed, cache)
 
 
 @as_draft.register

@@ -1,7 +1,7 @@
 """Retrieval: a draft without a model, which proposes what followed the last tokens in a corpus of texts."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -12,10 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from heavypath.kernels.native.retrieval import retrieve
 from heavypath.kernels.retrieval.corpus import MOST_TOKENS, SortedCorpus, sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
-from heavypath.kernels.retrieval.ranges import Appended, append_tokens, store_texts
+from heavypath.kernels.retrieval.ranges import Appended, append_tokens, renew_ranges, store_texts, store_tokens
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
+from heavypath.speculative.drafts.indexed import IndexedCache, text_cache
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.texts import Text, tokens_of
 from heavypath.speculative.models.caches import RowCache
@@ -129,10 +131,13 @@ class CorpusCopy:
 class RetrievalDraft(Draft):
     """`Retrieval` at work. A row of its cache has the places of the last 1 .. M tokens in the corpus, and the tokens.
 
+    renews: whether the corpus may be another one in each step, which then begins by finding the ranges in it
+
     Raises ValueError if the corpus has tokens that the target lacks.
     """
 
-    name = "retrieval"
+    name, can_rest = "retrieval", True
+    renews = False
 
     def __init__(self, retrieval: KnownTexts, vocab_size: int, device: torch.device):
         if retrieval.largest >= vocab_size:
@@ -146,18 +151,34 @@ class RetrievalDraft(Draft):
     def new_cache(self, batch: int, rows: int) -> RowCache:
         """An empty cache of `rows` rows for each of `batch` sequences: see `kernels/retrieval/ranges.py`."""
         keys = torch.full((batch, 2, rows, self._longest), -1, device=self._device)
-        return RowCache(keys, torch.full_like(keys, -1))
+        return text_cache(keys, torch.full_like(keys, -1), self._vocab_size)
 
-    def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read."""
-        store_texts(self.known.corpus, tokens, cache.keys, cache.values)
+    def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
+        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read.
+
+        starts: the row of each text's first token; default: 0
+        """
+        if self.renews:
+            store_tokens(tokens, cache.keys[:, 1], cache.values[:, 1], starts)
+        else:
+            store_texts(self.known.corpus, tokens, cache.keys, cache.values, starts)
 
     def usual_acceptance(self, temperature: float) -> Usual:
         """What followed before follows again; less often where the text is sampled."""
         return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """fp32 logits [B, n, V] after each node; -inf for what never followed its last token."""
+        """fp32 logits [B, n, V] after each node; -inf for what never followed its last token.
+
+        The compiled kernel gives those after the root alone of a step's first feed.
+        """
+        if isinstance(cache, IndexedCache):
+            nodes, is_first = cache.with_nodes(feed), feed.news > 0
+            return retrieve(
+                nodes, self.known, renews=self.renews and is_first, vocab_size=self._vocab_size, after_last=is_first
+            )
+        if self.renews and feed.news > 0:
+            renew_ranges(self.known.corpus, feed.parent_rows[:, 0].clamp(min=0), cache.keys, cache.values)
         corpus, keys, values = self.known.corpus, cache.keys, cache.values
         append_tokens(corpus, Appended(feed.tokens, feed.cache_rows, feed.parent_rows), keys, values)
         return follower_logprobs(

@@ -19,7 +19,7 @@ from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
-from heavypath.speculative import PromptLookup, SpeculativeDecoder
+from heavypath.speculative import Lookahead, SpeculativeDecoder
 
 pytestmark = needs_compiler
 FILTERS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}]
@@ -140,7 +140,7 @@ def test_a_replay_ends_where_a_tree_has_grown_to_another_size(monkeypatch):
 
 
 def test_what_keeps_a_step_from_being_recorded_is_logged(caplog):
-    decoder = SpeculativeDecoder(tiny_llama(1), PromptLookup(), "dyspec")
+    decoder = SpeculativeDecoder(tiny_llama(1), Lookahead(), "sequoia", tree_size=4)
     with caplog.at_level(logging.DEBUG, "heavypath.speculative.decoding.launching"):
         decoder.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, temperature=0.8)
     (record,) = (each for each in caplog.records if each.name.endswith(".launching"))

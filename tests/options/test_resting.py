@@ -10,8 +10,8 @@ from tiny_models import tiny_llama
 
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.workspace import Workspace
-from heavypath.speculative.drafts.draft import NO_DRAFT
-from heavypath.speculative.resting import FIRST, LOSS, MOST, READING, TRY, Gain
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.resting import FIRST, LONGER, LOOK, LOSS, MOST, READING, TRY, Gain
 from heavypath.speculative.tree_choice import TreesByBatch
 from heavypath.speculative.trees.tree import ROOT
 
@@ -132,7 +132,7 @@ def test_a_draft_that_rests_from_the_first_step_on_reads_the_prompt_later(prompt
     assert (accepted() < 1.0) == (prompts.shape[1] > 1), "a step's first feed has the last token before the root"
 
 
-def gain_with(level, read=0.0):
+def gain_with(level, read=0.0, models=(None,)):
     """The `Gain` of a draft whose level costs this share of a step."""
 
     class Fixed(Gain):
@@ -141,7 +141,7 @@ def gain_with(level, read=0.0):
         def _cost(self, tree, running):
             return 1 + level * tree.depth
 
-    return Fixed(None, NO_DRAFT)
+    return Fixed(None, type("SomeDraft", (Draft,), {"models": models})())
 
 
 def run(gain, tokens, steps, tree=TREE):
@@ -196,6 +196,21 @@ def test_a_draft_that_would_not_pay_if_all_was_accepted_never_drafts():
     assert gain_with(0.9).first(TREE, 1) == ROOT, "it may pay, and is not expected to"
     assert gain_with(0.1).first(TREE, 1) == TREE
     assert gain_with(0.1).first(ROOT, 64) == ROOT, "a batch that drafts nothing may close up"
+
+
+@pytest.mark.parametrize("level", [0.05, 0.1, 0.2])
+def test_a_draft_without_weights_loses_less_and_is_tried_sooner(level):
+    gain, cost = gain_with(level, models=()), level * TREE.depth
+    first, last = run(gain, 1, 8)
+    assert last == ROOT
+    assert first * cost <= LOOK + cost
+    assert gain.pause <= LOOK / LOSS
+    drafted, _ = run(gain, 1, 500, ROOT)
+    assert 0 < drafted * cost <= 500 * LOSS
+    assert gain.pause <= 2**LONGER * LOOK / LOSS
+    assert gain.first(TREE, 1) == TREE, "each text begins with a trial"
+    gain.begin(TREE, rests=False)
+    assert run(gain, 3, 100) == (100, TREE), "of a text that repeats itself nothing is missed"
 
 
 def test_the_gain_of_the_shipped_pair_falls_with_the_batch(pairs):

@@ -7,6 +7,7 @@ from block_checkpoints import said_of
 from head_cases import logits_over, logits_with_masks
 from tiny_models import tiny_llama
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.native.recording import Recording
@@ -79,7 +80,7 @@ def steps_of(decoder, *arguments, **options):
     def noting(plan, workspace, *, slots, **more):
         before = workspace.state.numbers[:, :slots].clone()
         stepped = run(plan, workspace, slots=slots, **more)
-        steps.append((before, stepped.drafted))
+        steps.append((before, tree_map_only(Tensor, torch.clone, stepped.drafted)))  # a replay writes it anew
         return stepped
 
     decoder.runner.run = noting

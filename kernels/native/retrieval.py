@@ -1,0 +1,124 @@
+"""Drafts that look tokens up by the compiled kernels, see retrieval.cpp."""
+
+from ctypes import byref
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heavypath.kernels.native.library import compiled
+from heavypath.kernels.native.recording import Arguments, dense, do, fields
+from heavypath.kernels.retrieval.corpus import SortedCorpus
+
+_HALVINGS = 149  # occurrences that have a weight, at most
+_MOST = 256  # occurrences that are taken of a suffix in a corpus, at most
+_ASKED = (
+    "batch nodes first longest vocab rows step head *tokens *cache_rows *parent_rows *lengths *keys *values *known "
+    "*latest *earlier *out *places *weights"
+)
+
+
+class _Lookup(Arguments):
+    _fields_ = fields(f"{_ASKED} shortest")
+
+
+class _Retrieval(Arguments):
+    _fields_ = fields(f"{_ASKED} renews size *followers *steps")
+
+
+class Index(NamedTuple):
+    """Where B texts have each token; it is brought up to date by whoever looks something up.
+
+    known:   LongTensor[B], tokens of each text that are in it; 0 for a new text
+    latest:  IntTensor[B, V], the last row of each token, -1 for none
+    earlier: IntTensor[B, 1, rows, 1], the row before each with the same token, -1 for none
+    """
+
+    known: Tensor
+    latest: Tensor
+    earlier: Tensor
+
+
+class Sought(NamedTuple):
+    """Nodes of B texts, n of each, and the rows that tell of these texts: LongTensors.
+
+    tokens, cache_rows, parent_rows: [B, n], a parent among them stands before its child
+    lengths:      [B], tokens before the roots
+    keys, values: [B, heads, rows, M], of equal strides, with rows side by side
+    """
+
+    tokens: Tensor
+    cache_rows: Tensor
+    parent_rows: Tensor
+    lengths: Tensor
+    keys: Tensor
+    values: Tensor
+    index: Index
+
+
+def look_up(sought: Sought, shortest: int, *, vocab_size: int, after_last: bool) -> Tensor:
+    """The logits of `LookupDraft`, fp32 [B, n, V], and the rows of the nodes; after_last: after the last node alone."""
+    written, asked = _asked(sought, _HALVINGS, vocab_size, after_last)
+    call = _Lookup(**asked, shortest=shortest)
+    places, logits = written.places.numpy(), written.out.view(-1).numpy()
+
+    def run() -> None:
+        count = compiled().look_up(byref(call))
+        logits[places[:count]] = written.weights[:count].log().numpy()
+
+    do(run, call)
+    return written.out
+
+
+class HasCorpus(Protocol):
+    """What has a sorted corpus, which may be another one in each step."""
+
+    @property
+    def corpus(self) -> SortedCorpus: ...  # noqa: D102
+
+
+def retrieve(sought: Sought, known: HasCorpus, *, renews: bool, vocab_size: int, after_last: bool) -> Tensor:
+    """The logits of `RetrievalDraft`, as `look_up`; renews: whether the corpus may have changed since the last step."""
+    rows, longest = sought.keys.shape[2:]
+    written, asked = _asked(sought, rows + longest * _MOST, vocab_size, after_last)
+    call = _Retrieval(**asked, renews=renews)
+    places, logits, weights = written.places.numpy(), written.out.view(-1).numpy(), written.weights.numpy()
+
+    def run() -> None:
+        corpus = known.corpus  # of a recorded step the one that it finds
+        call.size = len(corpus.steps)
+        call.followers, call.steps = corpus.followers.data_ptr(), corpus.steps.data_ptr()
+        count = compiled().retrieve(byref(call))
+        logits[places[:count]] = np.log(weights[:count])
+
+    do(run, call)
+    return written.out
+
+
+class _Proposed(NamedTuple):
+    """Logits [B, n, V], and the places and weights in them of all that is proposed, as many as there may be."""
+
+    out: Tensor
+    places: Tensor
+    weights: Tensor
+
+
+def _asked(sought: Sought, most: int, vocab_size: int, after_last: bool) -> tuple[_Proposed, dict[str, Any]]:
+    """What is to be written, and the fields of both structures; most: tokens that may be proposed after a node."""
+    (batch, nodes), longest = sought.tokens.shape, sought.keys.shape[3]
+    first = nodes - 1 if after_last else 0
+    out = torch.empty(batch, nodes - first, vocab_size, dtype=torch.float32, device="cpu")
+    room = batch * (nodes - first) * min(most, vocab_size)
+    places = torch.empty(room, dtype=torch.long, device="cpu")
+    weights = torch.empty(room, dtype=torch.float32, device="cpu")
+    step, per_head, *_ = sought.keys.stride()
+    head = (sought.keys.shape[1] - 1) * per_head  # the last one has the tokens
+    tokens, cache_rows, parent_rows, lengths = map(dense, sought[:4])
+    known, latest, earlier = sought.index
+    return _Proposed(out, places, weights), {
+        "batch": batch, "nodes": nodes, "first": first, "longest": longest, "vocab": vocab_size,
+        "rows": sought.keys.shape[2], "step": step, "head": head, "tokens": tokens, "cache_rows": cache_rows,
+        "parent_rows": parent_rows, "lengths": lengths, "keys": sought.keys, "values": sought.values, "known": known,
+        "latest": latest, "earlier": earlier, "out": out, "places": places, "weights": weights,
+    }  # fmt: skip

@@ -1,0 +1,63 @@
+"""The cache of a draft that looks tokens up in its text: for compiled kernels with an index of where each token is."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.native.library import library
+from heavypath.kernels.native.retrieval import Index, Sought
+from heavypath.speculative.drafts.draft import Feed
+from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.host import host_can_read
+
+
+class IndexedCache(RowCache):
+    """Rows [B, heads, rows, M] of a text, see `kernels.native.retrieval`."""
+
+    def __init__(self, keys: Tensor, values: Tensor, vocab_size: int):
+        super().__init__(keys, values)
+        batch, _, rows, _ = keys.shape
+        self.index = Index(
+            known=torch.zeros(batch, dtype=torch.long, device="cpu"),
+            latest=torch.empty(batch, vocab_size, dtype=torch.int32, device="cpu"),
+            earlier=torch.empty(batch, 1, rows, 1, dtype=torch.int32, device="cpu"),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and index."""
+        return super().nbytes + sum(field.nbytes for field in self.index)
+
+    def begin(self, lengths: Tensor) -> None:
+        """See `RowCache.begin`."""
+        self.index.known.zero_()
+
+    def first(self, slots: int) -> Self:
+        """A view of the first `slots` sequences."""
+        view = super().first(slots)
+        view.index = Index(*(field[:slots] for field in self.index))
+        return view
+
+    def remembered(self) -> list[Tensor]:
+        """See `RowCache.remembered`."""
+        return [*super().remembered(), *self.index]
+
+    def with_nodes(self, feed: Feed) -> Sought:
+        """Nodes that are given to the draft, and all that the cache has of their texts."""
+        return Sought(
+            tokens=feed.tokens,
+            cache_rows=feed.cache_rows,
+            parent_rows=feed.parent_rows,
+            lengths=feed.prefix_lengths,
+            keys=self.keys,
+            values=self.values,
+            index=self.index,
+        )
+
+
+def text_cache(keys: Tensor, values: Tensor, vocab_size: int) -> RowCache:
+    """A cache of these rows [B, heads, rows, M], with an index where the compiled kernels read it."""
+    if host_can_read(keys.device) and library() is not None:
+        return IndexedCache(keys, values, vocab_size)
+    return RowCache(keys, values)
