@@ -9,6 +9,7 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -197,7 +198,7 @@ class SpeculativeDecoder:
         def plan() -> StepPlan:
             self._notice_changes()
             prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
-            return self._plan(self._request(prompts, 1, 1.0, NOTHING))
+            return replace(self._plan(self._request(prompts, 1, 1.0, NOTHING)), draft=self._draft)
 
         filters = partial(draft_filters_of, self._options)
         return serve(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)

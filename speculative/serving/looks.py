@@ -55,6 +55,10 @@ class Look:
             return False
         return True
 
+    def let_go(self) -> None:
+        """Hold no memory of weights, which may go: `_sampled` are views of it, so that no step reads what was freed."""
+        self._sampled, self._samples = [], []
+
     def _modules(self) -> Iterator[nn.Module]:
         return (module for model in self._models for module in model.model.modules())
 

@@ -44,7 +44,8 @@ def serve(
 ) -> Service:
     """The service of a decoder, of which all but the numbers is; see `Service` and its `ServiceLimits`.
 
-    new_plan: makes the plan of the models as they are; trees_of: the trees, by running requests, of so many slots
+    new_plan: makes the plan of the models as they are, with the draft even where its tree is a root alone
+    trees_of: the trees, by running requests, of so many slots
     max_tokens: default 2,048, and never more than the target has positions, and the last token, which needs none.
     seed: of the noise
     unseeded: a number from which requests without a seed take theirs, in the order of `submit`; None for a random one,
@@ -62,7 +63,14 @@ def serve(
     if plan.draft is not None and limits.max_tokens > plan.draft.positions:
         logger.warning("the draft has %d positions: longer texts go on without it", plan.draft.positions)
     trees = trees_of(slots)
+    drafts = any(len(tree) > 1 for tree in trees.trees)
+
+    def with_trees() -> StepPlan:
+        plan = new_plan()
+        draft = plan.draft if drafts else None
+        return replace(plan, tree=trees.of(slots), others=trees.trees, draft=draft)
+
     return Service(
-        lambda: replace(new_plan(), tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,
+        with_trees, trees.of, checked, draft_filters,
         limits=limits, seed=seed, unseeded=unseeded, cuda_graphs=runner.cuda_graphs,
     )  # fmt: skip

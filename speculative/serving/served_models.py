@@ -35,6 +35,12 @@ class ServedModels:
             self.is_stale = True
         return is_current
 
+    def let_go(self) -> None:
+        """Take them for stale, and hold none of their weights' memory: they are about to change."""
+        self.is_stale = True
+        self._of_target.let_go()
+        self._of_draft.let_go()
+
     def renewed(self, device: torch.device, max_tokens: int) -> StepPlan:
         """The plan by the models as they are now. Raises ModelChanged where they cannot be decoded so.
 

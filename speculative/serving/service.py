@@ -280,8 +280,8 @@ class Service:
                     begin = time.monotonic()
                     self._end_interrupted()
                     if self._pauses.is_asked and not self._slots.running and self._entering is None:
+                        self._models.let_go()
                         self._pauses.stand()
-                        self._models.is_stale = True
                         continue
                     self._admit()
                     self._advance()
