@@ -23,7 +23,7 @@ from transformers.utils.generic import GeneralInterface
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 Owner = dict[str, Any] | type | GeneralInterface  # where a name is looked up
 
-_LIBRARIES = tuple(str(Path(each.__file__).parent) + "/" for each in (torch, transformers))
+_LIBRARIES = tuple(str(Path(str(each.__file__)).parent) + "/" for each in (torch, transformers))
 _PACKAGES = ("torch", "transformers", "builtins", "typing", "collections", "enum", __name__.split(".")[0])
 _KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 _OURS = str(Path(__file__).parents[2]) + "/"
@@ -68,10 +68,12 @@ def is_as_written(kind: type) -> bool:
     """True if the forward method of a class is the one in the file of its class, with decorators of libraries alone."""
     home = next((base.__module__ for base in kind.__mro__ if "forward" in vars(base)), kind.__module__)
     *decorators, innermost = _chain(kind.forward)
-    code, file = getattr(innermost, "__code__", None), getattr(sys.modules.get(home), "__file__", None)
+    code: Any = getattr(innermost, "__code__", None)
+    file = getattr(sys.modules.get(home), "__file__", None)
     there = code is not None and (innermost.__module__ == home if file is None else code.co_filename == file)
     own = (*_LIBRARIES, _OURS)
-    return there and all(getattr(each, "__code__", code).co_filename.startswith(own) for each in decorators)
+    codes = (getattr(each, "__code__", None) for each in decorators)
+    return there and all(each is None or each.co_filename.startswith(own) for each in codes)
 
 
 def is_published(kind: type, home: str) -> bool:
@@ -213,7 +215,7 @@ def _is_own(value: Any, folders: tuple[str, ...], seen: set[int]) -> bool:
         return True
     if isinstance(value, FunctionType):
         inside = [*_contents_of(value.__closure__ or ())]
-        inside += [value.__wrapped__] if hasattr(value, "__wrapped__") else []
+        inside += _chain(value)[1:]
         return value.__code__.co_filename.startswith(folders) and all(_is_own(each, folders, seen) for each in inside)
     return not isinstance(value, partial) and type(value).__module__.split(".")[0] == "transformers"
 

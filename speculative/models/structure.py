@@ -142,7 +142,7 @@ def _contents(weights: list[Tensor]) -> list[bytes]:
     return [torch.cat(numbers).cpu().view(torch.uint8).numpy().tobytes() for numbers in by_type.values()]
 
 
-def _plain_parts(weight: Tensor) -> list[Tensor]:
+def _plain_parts(weight: Any) -> list[Tensor]:
     """The ordinary tensors that a weight consists of, as those of torchao do of several; none if it does not say."""
     if type(weight) in (nn.Parameter, Tensor):
         return [] if weight.is_meta or weight.numel() == 0 else [weight.detach()]

@@ -3,6 +3,7 @@
 import copy
 import functools
 import types
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -225,8 +226,17 @@ PATCHES = {
     "rotate_half": lambda: late(modeling_llama, "rotate_half"),
     "rotary": lambda: late(modeling_llama, "apply_rotary_pos_emb"),
     "sdpa": lambda: late(nn.functional, "scaled_dot_product_attention"),
-    "a copied code": lambda: patch.object(modeling_llama.LlamaMLP.forward, "__code__", _doubled.__code__),
+    "an exchanged code": lambda: _exchanged(modeling_llama.LlamaMLP.forward),
 }
+
+
+@contextmanager
+def _exchanged(function):
+    own, function.__code__ = function.__code__, _doubled.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = own
 
 
 def _doubled(self, x):
