@@ -133,7 +133,7 @@ def _check(forward: "TransformersForward", model: nn.Module) -> None:
     for length in lengths_to_try(forward):
         try:
             found = forward.gap(model) if length is None else forward.gap(model, length - length // 8 - 2, length // 8)
-        except NotFiniteError:
+        except (NotFiniteError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise forward.refusal(f"{error or type(error).__name__}") from error

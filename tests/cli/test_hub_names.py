@@ -247,6 +247,7 @@ COMMANDS = ("generate x", "chat", "serve --port 0", "batch FILE --out OUT", "com
 
 
 @pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.few(4)
 def test_each_command_that_loads_models_can_be_told_to_stay_offline(heavypath, hub, tmp_path, line):
     (tmp_path / "FILE").write_text('"x"\n')
     words = [str(tmp_path / word) if word in ("FILE", "OUT") else word for word in line.split()]

@@ -46,6 +46,7 @@ def run(heavypath, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.few(2)
 def test_a_target_alone_drafts_by_recall_and_a_method_that_can_rest(run, folders, decoders, command):
     code, _, errors = run(command, "--target", folders / "target")
     assert code == 0, errors
@@ -53,7 +54,7 @@ def test_a_target_alone_drafts_by_recall_and_a_method_that_can_rest(run, folders
     assert decoders == [(Recall, "ersd")]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(("given", "draft", "method"), [
     (["--method", "chain"], Recall, "chain"),

@@ -41,6 +41,7 @@ def test_the_law_of_four_tokens_is_the_targets(tiny_pair):
 
 
 @pytest.mark.parametrize("draft_length", [0, 1, 4])
+@pytest.mark.few(2)
 def test_there_are_exactly_as_many_new_tokens_as_asked_for_and_greedy_ones_are_those_of_transformers(
     draft_length, tiny_pair
 ):

@@ -33,6 +33,7 @@ def text(target, draft, method):
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "autoregressive"])
+@pytest.mark.few(2)
 def test_a_method_writes_the_same_text(method, tiny_pair, default):
     expected = text(*tiny_pair, method)
     default()
@@ -40,6 +41,7 @@ def test_a_method_writes_the_same_text(method, tiny_pair, default):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.few(2)
 def test_a_draft_writes_the_same_text(draft, default, tmp_path):
     target = tiny_llama(1, layers=3)
     made = DRAFTS[draft](target, tmp_path)
@@ -55,10 +57,12 @@ def test_recurrent_layers_write_the_same_text(default):
     assert_alike(text(target, draft, "sequoia"), expected)
 
 
+@pytest.mark.few(2)
 def test_a_service_writes_the_same_text(tiny_pair, default):
     def texts():
         with SpeculativeDecoder(*tiny_pair, "ersd", tree_size=4).serve(slots=2, max_tokens=32) as service:
-            sent = [service.submit(prompt.tolist(), 6, temperature=0.8, eos_token_id=None) for prompt in PROMPTS]
+            asked = {"temperature": 0.8, "eos_token_id": None, "seed": 1}
+            sent = [service.submit(prompt.tolist(), 6, **asked) for prompt in PROMPTS]
             return [completion.result(60).tokens for completion in sent]
 
     expected = texts()
@@ -66,6 +70,7 @@ def test_a_service_writes_the_same_text(tiny_pair, default):
     assert texts() == expected
 
 
+@pytest.mark.few(2)
 def test_transformers_generate_writes_the_same_text(tiny_pair, default):
     target, draft = tiny_pair
 

@@ -321,6 +321,7 @@ def by_reference(monkeypatch):
 
 @pytest.mark.parametrize("name", GROWTHS)
 @pytest.mark.usefixtures("by_reference")
+@pytest.mark.few(2)
 def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
     """The law of the first two tokens, over all outcomes of the draws."""
     growth, draft_law, target_law = GROWTHS[name], random_law(VOCAB, 7), random_law(VOCAB, 100)

@@ -146,6 +146,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.few(3)
 def test_a_later_change_is_noticed(change, without_collector):
     model = tiny_llama(1)
     own = storages(model)

@@ -96,6 +96,7 @@ def largest(found, expected):
 
 
 @pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.few(2)
 def test_logits_over_trees_are_those_of_transformers_token_by_token(kind, monkeypatch):
     """By the probe that each model passes when a decoder is made; here to the rounding of fp32.
 
@@ -190,7 +191,7 @@ def some(*often):
     ])  # fmt: skip
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "kind"), CROSSED)
 def test_every_method_writes_the_targets_text(method, kind):
     """With a draft of recurrent layers; a static and a growing tree with a dense target or draft, too.
@@ -211,7 +212,7 @@ def test_every_method_writes_the_targets_text(method, kind):
             assert check_states(decoder) > 0
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", FOUR)
 @pytest.mark.parametrize(("method", "options"), [
     ("sequoia", {"tree": TokenTree.from_branching([2, 2])}), ("specinfer", {"tree": TokenTree.independent(2, 2)}),
@@ -305,7 +306,7 @@ def test_a_draft_that_rests_reads_later_what_it_missed(kind, monkeypatch):
     )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer", "dyspec", "rsd-s"])
 @some(FOUR[1])
 def test_a_draft_that_is_the_target_is_never_wrong(kind, method):

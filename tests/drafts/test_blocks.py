@@ -42,7 +42,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
     ("causal", "chain"), ("from the root", "dyspec"), ("four tokens", "rsd-s"), ("windows", "eagle-2"),
@@ -144,6 +144,7 @@ SOME = [([*LAWS][place % len(LAWS)], *way, 3_000) for place, way in enumerate(WA
 @pytest.mark.parametrize(
     ("law", "method", "verifier", "sequences"), [*SOME, *(pytest.param(*row, marks=pytest.mark.slow) for row in EVERY)]
 )
+@pytest.mark.few(2)
 def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, sequences, tmp_path):
     """By enumeration. The draft has few of the tokens, so that Q lacks what P has."""
     target = tiny_llama(0)

@@ -90,6 +90,7 @@ def test_lookahead_and_medusa_heads_take_part(target, small, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("specinfer", 0.0), ("specinfer", 0.9), ("naive", 0.9)])
+@pytest.mark.few(2)
 def test_a_trace_weighs_each_node_against_the_law_of_its_own_draft(method, temperature, target, small, tmp_path):
     decoder = SpeculativeDecoder(target, Merge(small), method, tree=TREE)
     path, options = tmp_path / "trace.jsonl", {"max_new_tokens": 40, "temperature": temperature, "seed": 2}

@@ -68,6 +68,7 @@ def is_lossless(decoder, sequences):
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
+@pytest.mark.few(2)
 def test_the_joint_law_and_the_greedy_text_are_the_targets_with_an_adversarial_draft(method):
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, Moody(target), method, tree_size=7)
@@ -136,6 +137,7 @@ def without(*names, **added):
     (lambda logits: 5, "must be a causal language model of transformers, .* got 'int', which lacks new_cache"),
     (lambda logits: nn.Linear(2, 2), "draft must be a transformers causal language model, got 'Linear'"),
 ])  # fmt: skip
+@pytest.mark.few(3)
 def test_what_a_draft_lacks_is_named_when_a_decoder_is_made(make, message):
     with pytest.raises(TypeError, match=message):
         SpeculativeDecoder(tiny_llama(1), make(random_table(VOCAB)))
@@ -153,6 +155,7 @@ def test_what_a_draft_lacks_is_named_when_a_decoder_is_made(make, message):
     ({"new_cache": lambda self, batch, rows: RowCache(*torch.zeros(2, batch, 1, rows - 1, 1))}, ValueError,
      r"Mine.new_cache\(1, (\d+)\) must return keys and values of one shape \[1, heads, \1, D\]"),
 ])  # fmt: skip
+@pytest.mark.few(3)
 def test_what_a_draft_returns_is_checked_when_it_is_asked(change, error, message):
     decoder = SpeculativeDecoder(tiny_llama(1), without(**change)(random_table(VOCAB)))
     with pytest.raises(error, match=message):

@@ -89,7 +89,7 @@ def test_a_collapse_by_flat_deep_laws_is_cured_by_calibrating(tmp_path, monkeypa
     assert reached[1] == 6 > 2 * reached[0]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("law", "method", "verifier"), [
     ("of depths", "sequoia", "held_traversal"), ("of tokens", "dyspec", "traversal"),
     ("of paths", "chain", "rejection"),
@@ -108,6 +108,7 @@ def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, tmp_
 
 
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec", "rsd-s"])
+@pytest.mark.few(2)
 def test_a_profiles_temperatures_are_those_that_a_head_may_be_given(method, tmp_path):
     """The same text and steps, in a batch and in a service; at temperature 0 the profile changes nothing."""
     target = tiny_llama(0, max_position_embeddings=128)
@@ -179,6 +180,7 @@ def test_a_depth_takes_what_is_surely_better_than_what_the_depth_above_has():
 
 @pytest.mark.parametrize("kind", ["p-eagle", "medusa", "pard", *LAWS, "model", "eagle-3", "prompt lookup"])
 @torch.inference_mode()
+@pytest.mark.few(3)
 def test_they_are_fitted_for_drafts_of_one_pass_alone_by_the_overlap_of_laws(kind, tmp_path):
     """Above temperature 0. With a target that takes any token alike nothing is sharpened."""
     target = tiny_llama(0, max_position_embeddings=256).double()

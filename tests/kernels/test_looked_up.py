@@ -122,6 +122,7 @@ def test_a_text_read_in_pieces_leaves_the_rows_of_one_read_at_once(draft_of):
 @pytest.mark.parametrize("draft", [PromptLookup(), Retrieval([[3, 1, 4, 1, 5] * 5]), Recall(64, max_ngram=3)],
                          ids=["lookup", "retrieval", "recall"])  # fmt: skip
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 0.9), ("dyspec", 0.9)])
+@pytest.mark.few(2)
 def test_steps_are_recorded(draft, method, temperature, monkeypatch):
     decoder = SpeculativeDecoder(tiny_llama(1), draft, method, tree_size=6)
     prompts = [torch.tensor([3, 1, 4, 1, 5, 3, 1])]

@@ -87,6 +87,7 @@ def test_it_is_compiled_once_and_found_again(cache, caplog):
 
 
 @pytest.mark.parametrize("how", [0o1777, 0o775, 0o720, "link", "owner"])
+@pytest.mark.few(4)
 def test_a_folder_that_somebody_else_could_write_is_neither_read_nor_written(how, cache, planted, monkeypatch, caplog):
     code, mark = planted
     put(cache, code)

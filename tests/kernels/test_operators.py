@@ -168,14 +168,14 @@ TOLD = {
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", TOLD)
 def test_pytorch_is_told_the_truth_about_operators(name):
     call, operator = there(TOLD[name]), OPERATORS[name.split()[0]]
     torch.library.opcheck(operator.overload, tuple(operator.leaves(call.given, call.named)))
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_whole_graph_does_the_same(name):
     torch.compiler.reset()

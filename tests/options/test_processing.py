@@ -100,12 +100,14 @@ def test_what_is_not_asked_for_is_not_done(tiny_pair, monkeypatch):
     ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria needs the scores"),
     ({"input_ids": torch.tensor([[1], [2]]), "stopping_criteria": [Watching(0, 1)]}, "pad_token_id or eos_token_id"),
 ])  # fmt: skip
+@pytest.mark.few(5)
 def test_controls_that_cannot_be_met_are_refused(options, message, tiny_pair):
     with pytest.raises((ValueError, TypeError), match=message):
         SpeculativeDecoder(*tiny_pair).generate(**{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 4} | options)
 
 
 @pytest.mark.parametrize("strings", [["\n\n"], ["def", "class"], "):"], ids=str)
+@pytest.mark.few(2)
 def test_a_vocabulary_is_read_once_for_the_same_stop_strings(strings, demo_pair, monkeypatch):
     """By the next texts, and by requests of a service; not where the tokenizer has become another one."""
     target, draft, tokenizer = demo_pair

@@ -36,6 +36,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.few(3)
 def test_drafts_are_told_of_processors(kind):
     """Of a draft that is the target itself nothing is refused; the bias is so strong that it would be otherwise."""
     target = tiny_llama(1, layers=3 if kind == "early exit" else 2)
@@ -103,7 +104,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_pair, monkeypatch):
     target = tiny_pair[0]
@@ -132,6 +133,7 @@ DOUBLED = {
 
 
 @pytest.mark.parametrize("name", DOUBLED)
+@pytest.mark.few(3)
 def test_a_users_processor_takes_the_place_of_a_settings_of_its_class(name, tiny_pair, monkeypatch):
     target = tiny_pair[0]
     settings, own = DOUBLED[name]

@@ -41,7 +41,7 @@ def text_model(model):
     return draft
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "method"), [
     ("gemma3", "sequoia"), ("qwen2_5_vl", "dyspec"), ("llava", "chain"), ("qwen3_vl", "sequoia"),
     ("voxtral", "sequoia"),
@@ -90,6 +90,7 @@ def test_each_sequence_keeps_its_positions_when_the_batch_closes_up(model_of):
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "voxtral"])
+@pytest.mark.few(2)
 def test_a_text_goes_on_behind_the_images_of_its_past(kind, model_of):
     model, prompts = model_of(kind), shown(kind, batch=2)
     decoder = SpeculativeDecoder(model, text_model(model), "sequoia", tree_size=6)

@@ -36,6 +36,7 @@ def sizes_of(stats):
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("dyspec", 0.0), ("ersd", 0.8)])
+@pytest.mark.few(2)
 def test_a_draft_that_knows_nothing_rests_and_the_text_stays(method, temperature, pairs, caplog):
     target, drafts, prompt = pairs
     options = {"max_new_tokens": 60, "temperature": temperature, "eos_token_id": None, "seed": 3}
@@ -84,6 +85,7 @@ def test_a_sampled_text_that_drafts_do_not_pay_for_is_told_so(pairs, caplog):
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
+@pytest.mark.few(2)
 def test_a_sampled_batch_that_drafts_do_not_pay_for_is_decoded_without(method, pairs):
     target, drafts, prompt = pairs
     decoder = SpeculativeDecoder(target, drafts["good"], method)

@@ -112,6 +112,7 @@ MUCH = 340_000  # of something small: a megabyte
     "unknown_fields", "many_prompts",
     "fewer_prompts", "text", "shorter_text", "many_tokens", "small_penalty", "large_penalty", "small_top_p",
 ])  # fmt: skip
+@pytest.mark.few(3)
 def test_what_is_wrong_or_too_much_holds_up_nobody(base, path, body, param, said, caplog):
     error = refused(base, path, body, caplog)
     assert error["param"] == param

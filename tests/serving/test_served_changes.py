@@ -126,7 +126,7 @@ def check(change, model, draft):
     return before, expected
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("draft", ["none", "model", "exit"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_unannounced_change_ends_what_is_under_way_and_counts_for_all_that_follow(change, draft, model):
@@ -144,6 +144,7 @@ def test_adapters_that_are_switched_or_changed(change, model):
 
 
 @pytest.mark.parametrize("change", [loaded, copied_unseen, replaced])
+@pytest.mark.few(2)
 def test_an_idle_services_next_prompt_takes_no_rows_of_the_model_before(change, model):
     with SpeculativeDecoder(model, method="autoregressive").serve(slots=1, max_tokens=64) as service:
         long = PROMPT + PROMPT

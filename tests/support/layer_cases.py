@@ -21,7 +21,7 @@ MODELS = {
     "head of 2": ("llama", {"head_dim": 2}),
     "head norms": ("qwen3", {}),
     "qwen2": ("qwen2", {}),
-    "a window of 1": ("mistral", {"sliding_window": 1}),
+    "a window of 2": ("mistral", {"sliding_window": 2}),
     "a window of 3": ("mistral", {"sliding_window": 3}),
     "a window of 20": ("mistral", {"sliding_window": 20}),
     "llama 3": ("llama", {"rope_parameters": LLAMA3}),
