@@ -41,9 +41,10 @@ from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.tree_choice import TreesByBatch, is_toy, tree_by_estimates, trees_up_to
+from heavypath.speculative.tree_choice import TreesByBatch, is_toy, tree_by_estimates, trees_up_to, usual_acceptance
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.planning import expected_tokens
+from heavypath.speculative.trees.tails import Usual
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,9 @@ class Gain:
         if tree.depth + 1 <= self._cost(tree, running):
             self._say("no draft is expected to pay, not even one that is always right")
             return None if len(tree) > 1 else tree
-        doubtful = self._is_new and self.of(_expected_tokens(tree, self._draft, 0.0), tree, running) < 1
+        doubtful = (
+            self._is_new and self.of(_expected_tokens(tree, self._draft.usual_acceptance(0.0)), tree, running) < 1
+        )
         waits = self.pause > self._rest_of_text and not self._looks
         return ROOT if doubtful or waits else tree
 
@@ -173,7 +176,8 @@ class EstimatedTrees:
         tree = self._tree(1, temperature)
         if batch == 1 or self._is_fixed or len(tree) == 1 or is_toy(self._target):
             return tree
-        pays = self.gain.of(_expected_tokens(tree, self._draft, temperature), tree, batch) >= 1
+        usual = usual_acceptance(self._method, self._draft, temperature)
+        pays = self.gain.of(_expected_tokens(tree, usual), tree, batch) >= 1
         return tree if pays else ROOT
 
     @cached_property
@@ -218,8 +222,8 @@ class Resting(Watcher):
         return plan if tree == plan.tree else replace(plan, tree=tree)
 
 
-def _expected_tokens(tree: Shape, draft: Draft, temperature: float) -> float:
-    """The tokens that a step with a tree brings, by the usual acceptance of a draft at a temperature."""
+def _expected_tokens(tree: Shape, usual: Usual) -> float:
+    """The tokens that a step with a tree brings."""
     static = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth) if tree.grows else tree
     assert isinstance(static, TokenTree)
-    return expected_tokens(static, draft.usual_acceptance(temperature).rates())
+    return expected_tokens(static, usual.rates())

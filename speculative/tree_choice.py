@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 SEQUENCES = 3  # independent ones, by default
 TOY_BYTES, TOY_SIZE = 1e6, 5  # of a model's weights, and nodes of its trees in any batch
-SURE = 1.1  # the gain by estimated costs from which on several sequences have a tree: estimates are that far off
+SURE = 1.15  # the gain by estimated costs from which on several sequences have a tree: estimates are that far off
 
 
 def chosen_tree(
@@ -121,8 +121,15 @@ def tree_by_estimates(
     """
     own = draft or NO_DRAFT
     costs = estimates(target, own.models, batch)
-    tree = default_tree(method, costs, own.levels, batch, own.usual_acceptance(temperature))
+    tree = default_tree(method, costs, own.levels, batch, usual_acceptance(method, own, temperature))
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+
+
+def usual_acceptance(method: str, draft: Draft, temperature: float) -> Usual:
+    """How often a method usually accepts the tokens of such a draft, where the target is sampled so."""
+    usual = draft.usual_acceptance(temperature)
+    by_a_sample = temperature > 0 and METHODS[method].verification == "target_sample"
+    return usual.by_a_sample() if by_a_sample else usual
 
 
 class TreesByBatch:

@@ -14,6 +14,7 @@ tree is that of one sequence, or none for all of a text where the batch would be
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -74,7 +75,7 @@ def checked_profile(method: str, row: Method, options: Mapping[str, Any]) -> "Pr
 
     if not isinstance(given, Profile | str | PathLike):
         raise TypeError(f"profile must be a Profile or the file of one, got {given!r}")
-    return given if isinstance(given, Profile) else Profile.load(given)
+    return given if isinstance(given, Profile) else Profile.load(Path(given))
 
 
 def _given_trees(options: Mapping[str, Any]) -> dict[str, Any]:

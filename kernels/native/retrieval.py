@@ -54,7 +54,7 @@ class Sought(NamedTuple):
     lengths: Tensor
     keys: Tensor
     values: Tensor
-    index: Index
+    known_rows: Index
 
 
 def look_up(sought: Sought, shortest: int, *, vocab_size: int, after_last: bool) -> Tensor:
@@ -115,7 +115,7 @@ def _asked(sought: Sought, most: int, vocab_size: int, after_last: bool) -> tupl
     step, per_head, *_ = sought.keys.stride()
     head = (sought.keys.shape[1] - 1) * per_head  # the last one has the tokens
     tokens, cache_rows, parent_rows, lengths = map(dense, sought[:4])
-    known, latest, earlier = sought.index
+    known, latest, earlier = sought.known_rows
     return _Proposed(out, places, weights), {
         "batch": batch, "nodes": nodes, "first": first, "longest": longest, "vocab": vocab_size,
         "rows": sought.keys.shape[2], "step": step, "head": head, "tokens": tokens, "cache_rows": cache_rows,

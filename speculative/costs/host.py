@@ -40,8 +40,8 @@ DISK = 2e9  # bytes in a second that a disk brings, of a target that is larger t
 LAYER = 20e-6  # seconds of a layer beside its weights, most of which threads wait for each other
 SEQUENCE_LAYER = 3e-6  # and of each sequence in it: its attention
 STEP, STEP_SEQUENCE = 50e-6, 12e-6  # of verifying and committing: of a step, and of each sequence
-DRAFT = 250e-6  # of a step that drafts: to begin a tree, to feed the draft what is new, and to order the nodes
-LEVEL, LEVEL_SEQUENCE = 30e-6, 10e-6  # of drawing a level's tokens
+DRAFT = 100e-6  # of a step that drafts: to begin a tree, to feed the draft what is new, and to order the nodes
+LEVEL, LEVEL_SEQUENCE = 20e-6, 10e-6  # of drawing a level's tokens
 LEVEL_NODES = 2  # that a level has, about
 SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger ones do not pay
 

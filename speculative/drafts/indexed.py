@@ -52,7 +52,7 @@ class IndexedCache(RowCache):
             lengths=feed.prefix_lengths,
             keys=self.keys,
             values=self.values,
-            index=self.index,
+            known_rows=self.index,
         )
 
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.output.options import NUMBERS, RequestOptions, checked_options
+from heavypath.speculative.output.options import RequestOptions, checked_options
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, ModelChanged, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.pauses import Pauses
@@ -141,15 +142,17 @@ class Service:
         self._process.check()
         self._arrivals.check_open()
         given = checked_options("submit", options, RequestOptions, "max_new_tokens", "temperature")
-        numbers = {"seed": seed, "deadline": deadline, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-        numbers = {key: None if value is None else NUMBERS[key](key, value) for key, value in numbers.items()}
+        seed = None if seed is None else whole("seed", seed)
+        deadline = None if deadline is None else real("deadline", deadline)
+        logprobs = None if logprobs is None else whole("logprobs", logprobs)
+        prompt_logprobs = None if prompt_logprobs is None else whole("prompt_logprobs", prompt_logprobs)
         if prompt_logprobs is not None and self._slots.plan.target.state_bytes:
             raise ValueError("prompt_logprobs read a prompt twice, which a target with recurrent layers cannot do")
         prompt = _tokens_of(input_ids)
-        if deadline is not None and not numbers["deadline"] > 0:
+        if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline must be None or a number of seconds > 0, got {deadline!r}")
         with self._lock:
-            name = self._names.randrange(MAX_SEQUENCES) if seed is None else numbers["seed"]
+            name = self._names.randrange(MAX_SEQUENCES) if seed is None else seed
         if not 0 <= name < MAX_SEQUENCES:
             raise ValueError(f"seed must be None or in 0 .. {MAX_SEQUENCES - 1}, got {seed!r}")
         with self._apart(prompt):
@@ -171,11 +174,11 @@ class Service:
                 request,
                 self._draft_filters(request.filters),
                 clock=time.monotonic,
-                deadline=None if deadline is None else now + numbers["deadline"],
+                deadline=None if deadline is None else now + deadline,
                 client=client,
                 group=group,
-                logprobs=_likeliest("logprobs", numbers["logprobs"]),
-                prompt_logprobs=_likeliest("prompt_logprobs", numbers["prompt_logprobs"]),
+                logprobs=_likeliest("logprobs", logprobs),
+                prompt_logprobs=_likeliest("prompt_logprobs", prompt_logprobs),
             )
         self._lend(request)
         try:

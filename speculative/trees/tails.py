@@ -52,6 +52,9 @@ def of_any_pair(children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
     return rows
 
 
+BY_A_SAMPLE = 0.65  # the share of what rejection accepts
+
+
 class Usual(NamedTuple):
     """How often the tokens of a kind of draft are accepted, before anybody measured it: what default trees assume.
 
@@ -64,6 +67,10 @@ class Usual(NamedTuple):
     harder: float
     later: float = 1.0
 
+    def by_a_sample(self) -> "Usual":
+        """Where a sample of the target accepts a child that has its token: rejection accepts half as many more."""
+        return self._replace(first=BY_A_SAMPLE * self.first)
+
     def rates(self, children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
         """Acceptance fp64 [depth, child]; later children share the misses of the first as those of the shipped pair."""
         later = self.later * with_tail(DEFAULT_ACCEPTANCE, children)[1:] / (1 - DEFAULT_ACCEPTANCE[0])
@@ -73,9 +80,9 @@ class Usual(NamedTuple):
 
 # Measured with the shipped models by `bench/decoding.py --sweep defaults`, at temperatures 0, 0.6 and 1 together.
 SMALL_MODEL = Usual(0.63, 0.94)
-TRAINED_HEAD = Usual(0.75, 0.93)
+TRAINED_HEAD = Usual(0.72, 0.93)
 # A lookup proposes nothing where nothing is found. Its token is certain, and a sampled text follows it less.
-LOOKUP, SAMPLED_LOOKUP = Usual(0.5, 0.9, 0.1), Usual(0.25, 0.9, 0.1)
+LOOKUP, SAMPLED_LOOKUP = Usual(0.7, 1.0, 0.1), Usual(0.25, 0.9, 0.1)
 
 
 def falling(acceptance: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.replanning import EVERY, Replanner, Shapes
-from heavypath.speculative.tree_choice import TreesByBatch, tree_by_estimates, trees_up_to
+from heavypath.speculative.tree_choice import TreesByBatch, tree_by_estimates, trees_up_to, usual_acceptance
 from heavypath.speculative.trees.growth import Growth
 
 ROOT, CHAIN, STAR, WIDE = TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 1), TokenTree([-1, 0, 1, 1, 0])
@@ -187,7 +187,7 @@ def test_no_default_tree_promises_less_than_a_chain_of_at_most_its_size(kind, te
         for method in ("sequoia", "ersd", "rsd-c", "chain", "naive"):
             decoder = SpeculativeDecoder(target, drafts[kind], method)
             tree, draft = decoder.tree_for(Filters(temperature)), decoder._draft
-            rates = torch.from_numpy(draft.usual_acceptance(temperature).rates())
+            rates = torch.from_numpy(usual_acceptance(method, draft, temperature).rates())
             costs = estimates(decoder._target, draft.models)
 
             def speedup(tree, rates=rates, costs=costs):
