@@ -82,7 +82,6 @@ BUGS = {  # what is put where; and another pair, number of tokens, or options of
 }  # fmt: skip
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("bug", [None, *BUGS])
 def test_a_bug_is_found(bug, monkeypatch):
     place, wrong, options = BUGS.get(bug, ("", None, {}))
