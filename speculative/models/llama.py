@@ -89,7 +89,9 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
     except AttributeError:
         return False
     home = f"transformers.models.{kind}.modeling_{kind}"
-    own = is_plain_embedding(inner.embed_tokens) and all(is_published(type(module), home) for module in passed_by)
+    embedding = inner.embed_tokens
+    is_plain = is_plain_embedding(embedding) or parts.knows_hook_of(embedding)  # which is one, of this rank's part
+    own = is_plain and all(is_published(type(module), home) for module in passed_by)
     return own and not strange_parts(model, attentions_of(model), hooks=False) and parts.are_usual(model)
 
 
