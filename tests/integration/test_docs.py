@@ -45,7 +45,7 @@ def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_prompts.txt").write_text("def read(self, size=-1):\n    return self\n" * 20)
     # A calibration of a few seconds instead of a minute.
-    brief = {"sizes": (1, 2, 6), "tokens": 6, "sequences": 3, "batch_sizes": [1, 2], "limit": 5.0}
+    brief = {"sizes": (1, 2, 6), "tokens": 6, "sequences": 3, "batch_sizes": [1, 2], "limit": 600.0}
     measure = calibration.calibrate
     monkeypatch.setattr(calibration, "calibrate", lambda *models, **given: measure(*models, **given | brief))
     # A training of a few steps, on a few of the files.
