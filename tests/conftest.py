@@ -124,7 +124,8 @@ def pytest_terminal_summary(terminalreporter, config):
     ]
     seconds = {each.nodeid: dict(each.user_properties).get("processor_seconds", 0.0) for each in reports}
     longest = sorted(seconds, key=lambda name: -seconds[name])[:SHOWN]
-    whole = sum(os.times()[:4]) + config.stash.get(OF_WORKERS, 0.0)
+    workers = config.stash.get(OF_WORKERS, 0.0)
+    whole = sum(os.times()[: 2 if workers else 4]) + workers  # of which some are children that have been waited for
     terminalreporter.write_line(f"{whole:.0f} s of processors; the tests that took most:")
     for name in longest:
         terminalreporter.write_line(f"{seconds[name]:6.1f} s  {name}")
