@@ -290,37 +290,6 @@ def batches() -> None:
     source("batch_sizes")
 
 
-def defaults() -> None:
-    """Methods by their defaults: over plain decoding, and of one sequence over the fastest chain, too."""
-    shown, rows = ("sequoia", "ersd"), results("defaults")["rows"]
-    cases = dict.fromkeys((row["draft"], row["temperature"], row["batch"]) for row in rows)
-    lines = []
-    for case in cases:
-        own = {row["way"]: row for row in rows if (row["draft"], row["temperature"], row["batch"]) == case}
-        draft, temperature, batch = case
-        methods = {way: row for way, row in own.items() if way != "plain" and not way.startswith("chain of")}
-        worst = min(methods, key=lambda way: methods[way]["to_plain"])
-        line = [f"{draft}, T = {temperature:g}, batch of {batch}", f"{own['plain']['tokens_per_second']:,.0f}"]
-        for name in shown:
-            to_chain = f" / {own[name]['to_chain']:.2f}" if batch == 1 else ""
-            line.append(f"{own[name]['to_plain']:.2f}{to_chain}")
-        line += [
-            own["sequoia"]["best_chain"].removeprefix("chain of "),
-            f"{own[own['sequoia']['best_chain']]['to_plain']:.2f}",
-        ]
-        lines.append([*line, f"{code(worst)} {methods[worst]['to_plain']:.2f}"])
-    heads = [
-        "draft",
-        "plain, tokens/s",
-        *map(code, shown),
-        "levels of the fastest chain",
-        "its speed",
-        "slowest default",
-    ]
-    table(heads, lines)
-    source("defaults")
-
-
 def in_vain() -> None:
     """Defaults over plain decoding where the draft is of no use; the shipped draft alone is left out."""
     rows = [row for row in results("in-vain")["rows"] if row["draft"] != "the shipped draft"]

@@ -47,18 +47,18 @@ def chosen_tree(
 
     given: the options that are not None. A tree is in heavy-path order
     """
-    own, size, tree, chosen_by = draft or NO_DRAFT, 0, None, ""
+    own, size, tree, chosen_by = draft or NO_DRAFT, TOY_SIZE, None, "by the options given"
     if is_toy(target):
-        size, chosen_by = TOY_SIZE, "the default of models of less than a megabyte"
-        tree = tree_of_options(method, given, size, own.levels)
+        chosen_by = chosen_by if given else "the default of models of less than a megabyte"
     elif not {"tree", "tree_size"} & given.keys():
         tree = tree_by_estimates(method, target, draft)
         if tree.depth and _root_children(tree) < own.laws:
             tree = METHODS[method].tree_of(1 + 2 * own.laws)
         size = max(2, len(tree))
-        chosen_by = f"by costs estimated for {estimated_for(target)}"
     if tree is None or given:
-        tree, chosen_by = tree_of_options(method, given, size, own.levels), "by the options given"
+        tree = tree_of_options(method, given, size, own.levels)
+    else:
+        chosen_by = f"by costs estimated for {estimated_for(target)}"
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
         drafts, children = own.laws, _root_children(tree)
