@@ -157,8 +157,8 @@ class TreeSource:
     def for_serving(self, slots: int) -> TreesByBatch:
         """The trees for requests that come and go, each sampled in its own way.
 
-        Where their texts depend on the tree it is always the same one, of one sequence by default and for all slots by a
-        profile: a text is not to depend on the others.
+        Where their texts depend on the tree it is always the same one, since a text is not to depend on the others: by
+        default that of one sequence, by a profile that for all slots.
         """
         plain = Filters()
         if self._by_default is not None and not self.ignored_by_texts(plain):
