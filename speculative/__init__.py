@@ -1,7 +1,7 @@
 """Tree speculative decoding for Hugging Face models.
 
-Importing it registers attn_implementation="heavypath" with transformers. The `heavypath` command imports the names only
-when one of them is asked for, so that it starts fast.
+Importing it registers attn_implementation="heavypath" with transformers. A public name is imported when somebody asks
+for it, so that a program loads the modules that it uses.
 """
 
 import os
@@ -11,21 +11,201 @@ from typing import TYPE_CHECKING, Any
 
 from heavypath.speculative.costs.threads import is_command, wait_passively
 
-if TYPE_CHECKING:
-    from heavypath.speculative.public import *  # noqa: F403
+if TYPE_CHECKING:  # the public names for type checkers and editors; at run time MODULES has them
+    from heavypath.kernels.nodes import Verified as Verified
+    from heavypath.kernels.verifying.top_down import top_down as top_down
+    from heavypath.speculative.calibration import calibrate as calibrate
+    from heavypath.speculative.comparison import compare as compare
+    from heavypath.speculative.decoder import SpeculativeDecoder as SpeculativeDecoder
+    from heavypath.speculative.decoding.rules import Verifier as Verifier
+    from heavypath.speculative.decoding.statistics import Statistics as Statistics
+    from heavypath.speculative.demo import (
+        load_demo_head as load_demo_head,
+    )
+    from heavypath.speculative.demo import (
+        load_demo_pair as load_demo_pair,
+    )
+    from heavypath.speculative.distillation import distil as distil
+    from heavypath.speculative.drafts.blocks.head import BlockHead as BlockHead
+    from heavypath.speculative.drafts.blocks.pard import Pard as Pard
+    from heavypath.speculative.drafts.composite import (
+        Cascade as Cascade,
+    )
+    from heavypath.speculative.drafts.composite import (
+        Mixture as Mixture,
+    )
+    from heavypath.speculative.drafts.draft import (
+        Draft as Draft,
+    )
+    from heavypath.speculative.drafts.draft import (
+        Feed as Feed,
+    )
+    from heavypath.speculative.drafts.heads.eagle import EagleHead as EagleHead
+    from heavypath.speculative.drafts.lookahead import Lookahead as Lookahead
+    from heavypath.speculative.drafts.lookup import PromptLookup as PromptLookup
+    from heavypath.speculative.drafts.medusa.heads import MedusaHeads as MedusaHeads
+    from heavypath.speculative.drafts.merge import Merge as Merge
+    from heavypath.speculative.drafts.model import EarlyExit as EarlyExit
+    from heavypath.speculative.drafts.recall import Recall as Recall
+    from heavypath.speculative.drafts.retrieval import Retrieval as Retrieval
+    from heavypath.speculative.drafts.translated import Translated as Translated
+    from heavypath.speculative.layer_choice import (
+        LayerChoice as LayerChoice,
+    )
+    from heavypath.speculative.layer_choice import (
+        choose_layers as choose_layers,
+    )
+    from heavypath.speculative.loading import load_draft as load_draft
+    from heavypath.speculative.losslessness.chi_square import detectable_total_variation as detectable_total_variation
+    from heavypath.speculative.losslessness.goodness_of_fit import (
+        Departure as Departure,
+    )
+    from heavypath.speculative.losslessness.goodness_of_fit import (
+        GoodnessOfFit as GoodnessOfFit,
+    )
+    from heavypath.speculative.losslessness.goodness_of_fit import (
+        check_losslessness as check_losslessness,
+    )
+    from heavypath.speculative.losslessness.goodness_of_fit import (
+        goodness_of_fit as goodness_of_fit,
+    )
+    from heavypath.speculative.losslessness.law import joint_law as joint_law
+    from heavypath.speculative.methods import (
+        LOSSLESS_METHODS as LOSSLESS_METHODS,
+    )
+    from heavypath.speculative.methods import (
+        METHODS as METHODS,
+    )
+    from heavypath.speculative.methods import (
+        Method as Method,
+    )
+    from heavypath.speculative.models.caches import RowCache as RowCache
+    from heavypath.speculative.models.layer_weights import stream_of as stream_of
+    from heavypath.speculative.models.text_cache import TextCache as TextCache
+    from heavypath.speculative.output.generation import Generation as Generation
+    from heavypath.speculative.output.text_stream import TextStream as TextStream
+    from heavypath.speculative.output.trace import read_trace as read_trace
+    from heavypath.speculative.processors.grammar import Grammar as Grammar
+    from heavypath.speculative.profile import Profile as Profile
+    from heavypath.speculative.ranks.agreement import RankMismatchError as RankMismatchError
+    from heavypath.speculative.ranks.group import RankFailedError as RankFailedError
+    from heavypath.speculative.streaming.load import load_streamed as load_streamed
+    from heavypath.speculative.streaming.offloaded import stream_layers as stream_layers
+    from heavypath.speculative.streaming.stream import LayerStream as LayerStream
+    from heavypath.speculative.training.beginnings import (
+        draft_of_layers as draft_of_layers,
+    )
+    from heavypath.speculative.training.beginnings import (
+        most_frequent as most_frequent,
+    )
+    from heavypath.speculative.training.beginnings import (
+        new_block as new_block,
+    )
+    from heavypath.speculative.training.beginnings import (
+        new_head as new_head,
+    )
+    from heavypath.speculative.training.documents import read_documents as read_documents
+    from heavypath.speculative.training.settings import DistilSettings as DistilSettings
+    from heavypath.speculative.trees.growth import Confidence as Confidence
+    from heavypath.speculative.trees.planning import (
+        Plan as Plan,
+    )
+    from heavypath.speculative.trees.planning import (
+        expected_tokens as expected_tokens,
+    )
+    from heavypath.speculative.trees.planning import (
+        greedy_tree as greedy_tree,
+    )
+    from heavypath.speculative.trees.planning import (
+        select_tree as select_tree,
+    )
+    from heavypath.speculative.trees.planning import (
+        sequoia_tree as sequoia_tree,
+    )
+    from heavypath.speculative.trees.tree import TokenTree as TokenTree
+
+# The module of each public name.
+MODULES = {
+    "LOSSLESS_METHODS": "heavypath.speculative.methods",
+    "METHODS": "heavypath.speculative.methods",
+    "BlockHead": "heavypath.speculative.drafts.blocks.head",
+    "Cascade": "heavypath.speculative.drafts.composite",
+    "Confidence": "heavypath.speculative.trees.growth",
+    "Departure": "heavypath.speculative.losslessness.goodness_of_fit",
+    "DistilSettings": "heavypath.speculative.training.settings",
+    "Draft": "heavypath.speculative.drafts.draft",
+    "EagleHead": "heavypath.speculative.drafts.heads.eagle",
+    "EarlyExit": "heavypath.speculative.drafts.model",
+    "Feed": "heavypath.speculative.drafts.draft",
+    "Generation": "heavypath.speculative.output.generation",
+    "GoodnessOfFit": "heavypath.speculative.losslessness.goodness_of_fit",
+    "Grammar": "heavypath.speculative.processors.grammar",
+    "LayerChoice": "heavypath.speculative.layer_choice",
+    "LayerStream": "heavypath.speculative.streaming.stream",
+    "Lookahead": "heavypath.speculative.drafts.lookahead",
+    "MedusaHeads": "heavypath.speculative.drafts.medusa.heads",
+    "Merge": "heavypath.speculative.drafts.merge",
+    "Method": "heavypath.speculative.methods",
+    "Mixture": "heavypath.speculative.drafts.composite",
+    "Pard": "heavypath.speculative.drafts.blocks.pard",
+    "Plan": "heavypath.speculative.trees.planning",
+    "Profile": "heavypath.speculative.profile",
+    "PromptLookup": "heavypath.speculative.drafts.lookup",
+    "RankFailedError": "heavypath.speculative.ranks.group",
+    "RankMismatchError": "heavypath.speculative.ranks.agreement",
+    "Recall": "heavypath.speculative.drafts.recall",
+    "Retrieval": "heavypath.speculative.drafts.retrieval",
+    "RowCache": "heavypath.speculative.models.caches",
+    "SpeculativeDecoder": "heavypath.speculative.decoder",
+    "Statistics": "heavypath.speculative.decoding.statistics",
+    "TextCache": "heavypath.speculative.models.text_cache",
+    "TextStream": "heavypath.speculative.output.text_stream",
+    "TokenTree": "heavypath.speculative.trees.tree",
+    "Translated": "heavypath.speculative.drafts.translated",
+    "Verified": "heavypath.kernels.nodes",
+    "Verifier": "heavypath.speculative.decoding.rules",
+    "calibrate": "heavypath.speculative.calibration",
+    "check_losslessness": "heavypath.speculative.losslessness.goodness_of_fit",
+    "choose_layers": "heavypath.speculative.layer_choice",
+    "compare": "heavypath.speculative.comparison",
+    "detectable_total_variation": "heavypath.speculative.losslessness.chi_square",
+    "distil": "heavypath.speculative.distillation",
+    "draft_of_layers": "heavypath.speculative.training.beginnings",
+    "expected_tokens": "heavypath.speculative.trees.planning",
+    "goodness_of_fit": "heavypath.speculative.losslessness.goodness_of_fit",
+    "greedy_tree": "heavypath.speculative.trees.planning",
+    "joint_law": "heavypath.speculative.losslessness.law",
+    "load_demo_head": "heavypath.speculative.demo",
+    "load_demo_pair": "heavypath.speculative.demo",
+    "load_draft": "heavypath.speculative.loading",
+    "load_streamed": "heavypath.speculative.streaming.load",
+    "most_frequent": "heavypath.speculative.training.beginnings",
+    "new_block": "heavypath.speculative.training.beginnings",
+    "new_head": "heavypath.speculative.training.beginnings",
+    "read_documents": "heavypath.speculative.training.documents",
+    "read_trace": "heavypath.speculative.output.trace",
+    "select_tree": "heavypath.speculative.trees.planning",
+    "sequoia_tree": "heavypath.speculative.trees.planning",
+    "stream_layers": "heavypath.speculative.streaming.offloaded",
+    "stream_of": "heavypath.speculative.models.layer_weights",
+    "top_down": "heavypath.kernels.verifying.top_down",
+}
 
 if is_command(sys.argv, sys.orig_argv):
     wait_passively(os.environ)  # before PyTorch is imported, which reads the environment once
 else:
-    import_module("heavypath.speculative.public")
+    import_module("heavypath.speculative.models.attn_implementation")  # which registers itself
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") and name != "__all__":  # what else Python asks packages for; it must not import anything
+    if name == "__all__":
+        return [*MODULES]
+    if name not in MODULES:
         raise AttributeError(f"module 'heavypath.speculative' has no attribute {name!r}")
-    public = import_module("heavypath.speculative.public")
-    return public.__all__ if name == "__all__" else getattr(public, name)
+    found = getattr(import_module(MODULES[name]), name)
+    globals()[name] = found  # the next time Python finds it without asking here
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted(import_module("heavypath.speculative.public").__all__)
+    return sorted({*globals(), *MODULES})

@@ -17,15 +17,15 @@ __version__ = version("heavypath")
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name != "__all__":  # what else Python asks packages for; it must not import anything
+        raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
+    public = import_module("heavypath.speculative")
     if name == "__all__":
-        return ["__version__", *import_module("heavypath.speculative").__all__]
-    if name.startswith("__"):  # what else Python asks packages for; it must not import anything
+        return ["__version__", *public.MODULES]
+    if name not in public.MODULES:
         raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
-    package = import_module("heavypath.speculative")
-    if name not in package.__all__:
-        raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
-    return getattr(package, name)
+    return getattr(public, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({"__version__", "kernels", *import_module("heavypath.speculative").__all__})
+    return sorted({"__version__", "kernels", *import_module("heavypath.speculative").MODULES})

@@ -15,7 +15,7 @@ from heavypath.speculative.cli import options, planning, simulation
 from heavypath.speculative.costs.simulation import SIZES
 from heavypath.speculative.training.losses import LOSSES, lk, tv_kl
 
-SLOW = ("torch", "transformers", "triton", "heavypath.speculative.public", "heavypath.speculative.decoder")
+SLOW = ("torch", "transformers", "triton", "heavypath.speculative.models", "heavypath.speculative.decoder")
 COMMANDS = (
     "demo", "generate", "chat", "serve", "batch", "compare", "info", "calibrate", "plan", "distil", "layers", "trace",
     "simulate",

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+import heavypath
+import heavypath.speculative
 from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parents[2]
@@ -251,3 +253,14 @@ def test_every_test_that_the_makefile_names_is_there():
     assert len(named) > 15
     for path, test in named:
         assert f"def {test}" in (ROOT / "tests" / path).read_text(encoding="utf-8"), f"{path}::{test}"
+
+
+def test_type_checkers_see_the_public_names_that_there_are_at_run_time():
+    package = ROOT / "speculative" / "__init__.py"
+    block = next(
+        node for node in nodes(package) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert seen == heavypath.speculative.MODULES
+    for name in seen:
+        assert getattr(heavypath.speculative, name) is getattr(heavypath, name)
