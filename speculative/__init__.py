@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from heavypath.speculative.costs.threads import is_command, wait_passively
+from heavypath.speculative.names import PUBLIC, load
 
-if TYPE_CHECKING:  # the public names for type checkers and editors; at run time MODULES has them
+if TYPE_CHECKING:  # the public names for type checkers and editors; at run time `names.PUBLIC` has them
     from heavypath.kernels.nodes import Verified as Verified
     from heavypath.kernels.verifying.top_down import top_down as top_down
     from heavypath.speculative.calibration import calibrate as calibrate
@@ -124,73 +125,6 @@ if TYPE_CHECKING:  # the public names for type checkers and editors; at run time
     )
     from heavypath.speculative.trees.tree import TokenTree as TokenTree
 
-# The module of each public name.
-MODULES = {
-    "LOSSLESS_METHODS": "heavypath.speculative.methods",
-    "METHODS": "heavypath.speculative.methods",
-    "BlockHead": "heavypath.speculative.drafts.blocks.head",
-    "Cascade": "heavypath.speculative.drafts.composite",
-    "Confidence": "heavypath.speculative.trees.growth",
-    "Departure": "heavypath.speculative.losslessness.goodness_of_fit",
-    "DistilSettings": "heavypath.speculative.training.settings",
-    "Draft": "heavypath.speculative.drafts.draft",
-    "EagleHead": "heavypath.speculative.drafts.heads.eagle",
-    "EarlyExit": "heavypath.speculative.drafts.model",
-    "Feed": "heavypath.speculative.drafts.draft",
-    "Generation": "heavypath.speculative.output.generation",
-    "GoodnessOfFit": "heavypath.speculative.losslessness.goodness_of_fit",
-    "Grammar": "heavypath.speculative.processors.grammar",
-    "LayerChoice": "heavypath.speculative.layer_choice",
-    "LayerStream": "heavypath.speculative.streaming.stream",
-    "Lookahead": "heavypath.speculative.drafts.lookahead",
-    "MedusaHeads": "heavypath.speculative.drafts.medusa.heads",
-    "Merge": "heavypath.speculative.drafts.merge",
-    "Method": "heavypath.speculative.methods",
-    "Mixture": "heavypath.speculative.drafts.composite",
-    "Pard": "heavypath.speculative.drafts.blocks.pard",
-    "Plan": "heavypath.speculative.trees.planning",
-    "Profile": "heavypath.speculative.profile",
-    "PromptLookup": "heavypath.speculative.drafts.lookup",
-    "RankFailedError": "heavypath.speculative.ranks.group",
-    "RankMismatchError": "heavypath.speculative.ranks.agreement",
-    "Recall": "heavypath.speculative.drafts.recall",
-    "Retrieval": "heavypath.speculative.drafts.retrieval",
-    "RowCache": "heavypath.speculative.models.caches",
-    "SpeculativeDecoder": "heavypath.speculative.decoder",
-    "Statistics": "heavypath.speculative.decoding.statistics",
-    "TextCache": "heavypath.speculative.models.text_cache",
-    "TextStream": "heavypath.speculative.output.text_stream",
-    "TokenTree": "heavypath.speculative.trees.tree",
-    "Translated": "heavypath.speculative.drafts.translated",
-    "Verified": "heavypath.kernels.nodes",
-    "Verifier": "heavypath.speculative.decoding.rules",
-    "calibrate": "heavypath.speculative.calibration",
-    "check_losslessness": "heavypath.speculative.losslessness.goodness_of_fit",
-    "choose_layers": "heavypath.speculative.layer_choice",
-    "compare": "heavypath.speculative.comparison",
-    "detectable_total_variation": "heavypath.speculative.losslessness.chi_square",
-    "distil": "heavypath.speculative.distillation",
-    "draft_of_layers": "heavypath.speculative.training.beginnings",
-    "expected_tokens": "heavypath.speculative.trees.planning",
-    "goodness_of_fit": "heavypath.speculative.losslessness.goodness_of_fit",
-    "greedy_tree": "heavypath.speculative.trees.planning",
-    "joint_law": "heavypath.speculative.losslessness.law",
-    "load_demo_head": "heavypath.speculative.demo",
-    "load_demo_pair": "heavypath.speculative.demo",
-    "load_draft": "heavypath.speculative.loading",
-    "load_streamed": "heavypath.speculative.streaming.load",
-    "most_frequent": "heavypath.speculative.training.beginnings",
-    "new_block": "heavypath.speculative.training.beginnings",
-    "new_head": "heavypath.speculative.training.beginnings",
-    "read_documents": "heavypath.speculative.training.documents",
-    "read_trace": "heavypath.speculative.output.trace",
-    "select_tree": "heavypath.speculative.trees.planning",
-    "sequoia_tree": "heavypath.speculative.trees.planning",
-    "stream_layers": "heavypath.speculative.streaming.offloaded",
-    "stream_of": "heavypath.speculative.models.layer_weights",
-    "top_down": "heavypath.kernels.verifying.top_down",
-}
-
 if is_command(sys.argv, sys.orig_argv):
     wait_passively(os.environ)  # before PyTorch is imported, which reads the environment once
 else:
@@ -199,13 +133,13 @@ else:
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        return [*MODULES]
-    if name not in MODULES:
+        return [*PUBLIC]
+    if name not in PUBLIC:
         raise AttributeError(f"module 'heavypath.speculative' has no attribute {name!r}")
-    found = getattr(import_module(MODULES[name]), name)
+    found = load(name)
     globals()[name] = found  # the next time Python finds it without asking here
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES})
+    return sorted({*globals(), *PUBLIC})

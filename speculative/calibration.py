@@ -24,7 +24,7 @@ from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, describe, dra
 from heavypath.speculative.methods import METHODS, measured_row, row_of
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import check_alone, forward_of
-from heavypath.speculative.output.options import NOTHING
+from heavypath.speculative.options import NOTHING
 from heavypath.speculative.output.remark import without_remarks
 from heavypath.speculative.profile import Profile, streaming_of
 from heavypath.speculative.visits import (

@@ -27,7 +27,7 @@ from heavypath.speculative.drafts.merge import Merge
 from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.files.prompts import Prompt, tokens_of
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, row_of
-from heavypath.speculative.output.options import NOTHING
+from heavypath.speculative.options import NOTHING
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.tree import TokenTree
 

@@ -45,7 +45,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.models.prompt_inputs import given_inputs
 from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache
-from heavypath.speculative.output.options import ANOTHER_WAY, NOTHING, UNSERVED, unknown_settings
+from heavypath.speculative.options import ANOTHER_WAY, NOTHING, UNSERVED, unknown_settings
 from heavypath.speculative.output.watchers import Streamer
 from heavypath.speculative.ranks.peers import ALONE, Peers
 

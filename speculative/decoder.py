@@ -8,7 +8,7 @@ committed tokens: `length` of them in the target's cache, then the root, which i
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,22 +20,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import whole
-from heavypath.speculative.decoder_options import DecoderOptions
 from heavypath.speculative.decoding.launching import has_graphs
 from heavypath.speculative.decoding.loop import decode
-from heavypath.speculative.decoding.request import Prompts, Request
+from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft
-from heavypath.speculative.method_rules import asked_row, draft_filters_of, rules_of
-from heavypath.speculative.methods import check_laws, default_verifier
+from heavypath.speculative.methods import asked_row, check_laws, default_verifier, draft_filters_of, rules_of
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of, peers_of
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.options import NOTHING, DecoderOptions, GenerateOptions, SamplingOptions, checked_options
 from heavypath.speculative.output.generation import Generation
-from heavypath.speculative.output.options import NOTHING, GenerateOptions, SamplingOptions, checked_options, request_of
 from heavypath.speculative.output.remark import Remark, in_words
 from heavypath.speculative.output.watchers import checked_streamers, watching
 from heavypath.speculative.trees.growth import Growth
@@ -148,8 +146,7 @@ class SpeculativeDecoder:
         begin = self.clock()
         given = checked_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")
         self._notice_changes()
-        prompts = Prompts(input_ids, *map(given.get, ("attention_mask", "sequence_ids", "past", "model_inputs")))
-        request = self._request(prompts, max_new_tokens, temperature, given, seed=given.get("seed", 0))
+        request = self._request(input_ids, max_new_tokens, temperature, given, seed=given.get("seed", 0))
         streamers = checked_streamers(given.get("streamer"), len(input_ids))
         plan = self._plan(request)
         self._remark.at_positions(plan.draft, request.most_tokens)
@@ -197,8 +194,8 @@ class SpeculativeDecoder:
 
         def plan() -> StepPlan:
             self._notice_changes()
-            prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
-            return replace(self._plan(self._request(prompts, 1, 1.0, NOTHING)), draft=self._draft)
+            prompt = torch.zeros(1, 1, dtype=torch.long, device=self._target.device)
+            return replace(self._plan(self._request(prompt, 1, 1.0, NOTHING)), draft=self._draft)
 
         filters = partial(draft_filters_of, self._options)
         return serve(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)
@@ -226,7 +223,7 @@ class SpeculativeDecoder:
         given = checked_options("warm_up", options, SamplingOptions, "max_new_tokens", "temperature")
         self._notice_changes()
         shape = whole("batch_size", batch_size), whole("prompt_tokens", prompt_tokens)
-        prompts = Prompts(torch.zeros(shape, dtype=torch.long, device=self._target.device))
+        prompts = torch.zeros(shape, dtype=torch.long, device=self._target.device)
         request = self._request(prompts, max_new_tokens, temperature, given)
         plan = self._plan(request)
         warm_up(self.runner, request, plan, self.trees.of_slots(request.filters, batch_size))
@@ -235,10 +232,11 @@ class SpeculativeDecoder:
         return seconds
 
     def _request(
-        self, prompts: Prompts, max_new_tokens: int, temperature: float | None, options: Any, **more: Any
+        self, input_ids: Tensor, max_new_tokens: int, temperature: float | None, options: Mapping[str, Any], **more: Any
     ) -> Request:
-        """See `request_of`."""
-        return request_of(prompts, self._target, self._models[1:], max_new_tokens, temperature, options, **more)
+        """The checked request of a call, for the models as they are; more: as of `Request.of`."""
+        drafting = self._models[1:]
+        return Request.of(self._target, drafting, input_ids, max_new_tokens, temperature, options, **more)
 
     def _plan(self, request: Request) -> StepPlan:
         """The plan of all steps of a request; ValueError where the method cannot sample so."""

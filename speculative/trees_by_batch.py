@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.decoder_options import TreeOptions
 from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.rules import OWN
@@ -29,6 +28,7 @@ from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import Method
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.options import TreeOptions
 from heavypath.speculative.tree_choice import TreesByBatch, chosen_tree
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree

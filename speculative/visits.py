@@ -37,7 +37,7 @@ from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts.kinds import AnyDraft
 from heavypath.speculative.methods import LOSSLESS_METHODS, VERIFIERS
-from heavypath.speculative.output.options import NOTHING
+from heavypath.speculative.options import NOTHING
 from heavypath.speculative.profile import MeasuredAcceptance, MethodGain, Profile
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.planning import greedy_tree, select_tree

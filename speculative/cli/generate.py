@@ -14,7 +14,7 @@ from heavypath.speculative.cli.ranks import join_ranks, leave_ranks, this_rank
 
 if TYPE_CHECKING:
     from heavypath.speculative.decoding.statistics import Statistics
-    from heavypath.speculative.output.options import SamplingOptions
+    from heavypath.speculative.options import SamplingOptions
 
 
 def generate(
@@ -74,7 +74,8 @@ def generate(
         from heavypath.speculative.cli.support import choose, encode, grammar_of, load, read_schema
         from heavypath.speculative.cli.texts import ColouredStream, show_dimmed
         from heavypath.speculative.decoder import SpeculativeDecoder
-        from heavypath.speculative.output.options import settings_of
+        from heavypath.speculative.decoding.request import filters_of
+        from heavypath.speculative.options import with_generation_config
         from heavypath.speculative.output.text_stream import TextStream
         from heavypath.speculative.profile import Profile
 
@@ -116,13 +117,14 @@ def generate(
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()
         vocab_size = pair.target.config.get_text_config(decoder=True).vocab_size
-        in_force = settings_of(temperature, sampling, pair.target.generation_config, vocab_size)
-        tree_size = len(decoder.tree_for(in_force.filters))
+        in_force = with_generation_config(sampling, temperature, pair.target.generation_config, vocab_size)
+        filters = filters_of(in_force)
+        tree_size = len(decoder.tree_for(filters))
         settings = {
             "method": method,
             "verifier": verifier,
-            **in_force.filters._asdict(),
-            "repetition_penalty": in_force.repetition_penalty,
+            **filters._asdict(),
+            "repetition_penalty": in_force["repetition_penalty"],
         }
         settings |= {"stop": stop or [], "chat": chat, "seed": seed, "regex": regex}
         settings |= {"json_schema": None if schema is None else json.loads(schema)}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
@@ -15,35 +14,13 @@ from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.text_cache import TextCache
-from heavypath.speculative.processors.kinds import Processor
-from heavypath.speculative.processors.settings import GivenProcessors, Penalties, Texts, chain_of
+from heavypath.speculative.names import load
+from heavypath.speculative.options import NOTHING, with_generation_config
 
 if TYPE_CHECKING:
     from heavypath.speculative.decoding.processing import Processing
     from heavypath.speculative.models.prompt_inputs import PromptInputs, Seen
     from heavypath.speculative.processors.stopping import Stopping
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The prompts as they were given; see `SpeculativeDecoder.generate`."""
-
-    input_ids: Tensor
-    attention_mask: Tensor | None = None
-    sequence_ids: Tensor | None = None
-    past: TextCache | None = None
-    model_inputs: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The ends of a text, as they were given; see `SpeculativeDecoder.generate`."""
-
-    max_new_tokens: int
-    min_new_tokens: int
-    eos_token_id: int | Sequence[int] | None
-    pad_token_id: int | None
-    criteria: StoppingCriteriaList
 
 
 @dataclass(frozen=True)
@@ -73,11 +50,73 @@ class Request:
     stops: Tensor
     pad: int
     processing: "Processing | None"
-    processors: list[list[Processor]] | None
+    processors: list[list[Any]] | None
     input_ids: Tensor
     stopping: "Stopping | None"
     past: TextCache | None
     inputs: "PromptInputs | Seen | None"
+
+    @classmethod
+    def of(
+        cls,
+        target: Forward,
+        drafting: Sequence[Drafting],
+        input_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float | None,
+        options: Mapping[str, Any],
+        *,
+        seed: int = 0,
+        penalties_as_processors: bool = False,
+    ) -> "Request":
+        """The request that the arguments of a call make, with what the target's generation_config adds to them.
+
+        drafting: the models that draft
+        options: of `GenerateOptions`, without the seed
+        penalties_as_processors: whether penalties are logits processors also where there are no others: in a batch of
+            requests that differ
+
+        Raises TypeError or ValueError that says what was given and what is expected, also for what a model cannot do.
+        """
+        temperature = None if temperature is None else real("temperature", temperature)
+        settings = with_generation_config(options, temperature, target.model.generation_config, target.vocab_size)
+        filters = filters_of(settings).check()
+        seed = whole("seed", seed)
+        max_new_tokens = whole("max_new_tokens", max_new_tokens)
+        _check_tokens(input_ids, options.get("model_inputs"), target)
+        _check_past(options.get("past"), target)
+        lengths = _prompt_lengths(input_ids, options.get("attention_mask"))
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        _check_positions(target, drafting, lengths, max_new_tokens)
+        eos, pad = _stop_tokens(settings["eos_token_id"], settings["pad_token_id"], target.vocab_size)
+        stopping = _stopping(input_ids, settings["stop_strings"], options)
+        batch, width = input_ids.shape
+        if stopping is not None and batch > 1 and not eos and settings["pad_token_id"] is None:
+            raise ValueError("sequences of a batch that stop early need pad_token_id or eos_token_id, got neither")
+        columns = torch.arange(int(lengths.max()), device=input_ids.device) + (width - lengths)[:, None]
+        request = cls(
+            prompt=input_ids.gather(1, columns.clamp(max=width - 1)),
+            lengths=lengths,
+            max_new_tokens=max_new_tokens,
+            filters=filters,
+            seed=seed,
+            sequence_ids=_checked_sequence_ids(options.get("sequence_ids"), batch, input_ids.device),
+            stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
+            pad=pad,
+            processing=_processing(settings, max_new_tokens, bool(eos)),
+            processors=None,
+            input_ids=input_ids,
+            stopping=stopping,
+            past=options.get("past"),
+            inputs=_inputs(input_ids, lengths, target, max_new_tokens, options),
+        )
+        config, vocab_size = settings["processors"], target.vocab_size
+        given = [options.get(name) for name in ("logits_processor", "prefix_allowed_tokens_fn")]
+        penalties = penalties_as_processors and request.processing is not None
+        if penalties or any(each is not None for each in (config, *given)):
+            return load("with_processors")(request, options, config, vocab_size=vocab_size, penalties=penalties)
+        return request
 
     @property
     def most_tokens(self) -> int:
@@ -99,85 +138,42 @@ class Request:
         }
 
 
-def checked_request(
-    target: Forward,
-    drafting: Sequence[Drafting],
-    prompts: Prompts,
-    ending: Ending,
-    *,
-    filters: Filters,
-    seed: int,
-    repetition_penalty: float,
-    processors: GivenProcessors,
-) -> Request:
-    """The request, or a ValueError that says what was given and what is expected."""
-    filters.check()
-    seed = whole("seed", seed)
-    max_new_tokens = whole("max_new_tokens", ending.max_new_tokens)
-    input_ids = prompts.input_ids
-    _check_tokens(prompts, target)
-    _check_past(prompts.past, target)
-    lengths = _prompt_lengths(input_ids, prompts.attention_mask)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    target.check_positions(longest + max_new_tokens - 1, f"({longest} + {max_new_tokens} - 1: the last is not read)")
-    for model in (target, *drafting):
-        _check_rotary_lengths(model, shortest, longest, max_new_tokens)
-    eos, pad = _stop_tokens(ending, target.vocab_size)
-    batch, width = input_ids.shape
-    if ending.criteria and batch > 1 and not eos and ending.pad_token_id is None:
-        raise ValueError("sequences of a batch that stop early need pad_token_id or eos_token_id, got neither")
-    processing = _processing(repetition_penalty, ending.min_new_tokens, max_new_tokens, bool(eos))
-    penalties = Penalties()
-    if processing is not None:
-        penalties = Penalties(processing.repetition_penalty, processing.min_new_tokens)
-    texts = Texts(input_ids, lengths, max_new_tokens, eos, target.vocab_size)
-    chain = chain_of(processors, texts, penalties, filters)
-    columns = torch.arange(int(lengths.max()), device=input_ids.device) + (width - lengths)[:, None]
-    return Request(
-        prompt=input_ids.gather(1, columns.clamp(max=width - 1)),
-        lengths=lengths,
-        max_new_tokens=max_new_tokens,
-        filters=chain.filters,
-        seed=seed,
-        sequence_ids=_checked_sequence_ids(prompts.sequence_ids, batch, input_ids.device),
-        stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
-        pad=pad,
-        processing=processing if chain.lists is None else None,
-        processors=chain.lists,
-        input_ids=input_ids,
-        stopping=_stopping(input_ids, ending),
-        past=prompts.past,
-        inputs=_inputs(prompts, lengths, target, max_new_tokens),
-    )
+def filters_of(settings: Mapping[str, Any]) -> Filters:
+    """The filters of settings that have all of `SamplingOptions`, and the temperature; one that is off is None."""
+    given = {name: settings[name] for name in ("top_k", "top_p", "min_p")}
+    on = {name: value for name, value in given.items() if value != NOTHING[name]}
+    return Filters(settings["temperature"], **on)
 
 
-def _inputs(prompts: Prompts, lengths: Tensor, target: Forward, new: int) -> "PromptInputs | Seen | None":
-    if prompts.model_inputs is None and (prompts.past is None or prompts.past.seen is None):
+def _inputs(
+    input_ids: Tensor, lengths: Tensor, target: Forward, new: int, options: Mapping[str, Any]
+) -> "PromptInputs | Seen | None":
+    """What the prompts have besides tokens, or had in the past."""
+    given, past = options.get("model_inputs"), options.get("past")
+    if given is None and (past is None or past.seen is None):
         return None
-    from heavypath.speculative.models.prompt_inputs import inputs_of
-
-    return inputs_of(prompts.model_inputs, prompts.input_ids, lengths, target, new, prompts.past)
+    return load("inputs_of")(given, input_ids, lengths, target, new, past)
 
 
-def _stopping(input_ids: Tensor, ending: Ending) -> "Stopping | None":
-    """The stopping criteria, if there are any."""
-    if not ending.criteria:
+def _stopping(
+    input_ids: Tensor, stop_strings: str | Sequence[str] | None, options: Mapping[str, Any]
+) -> "Stopping | None":
+    """The criteria that end a sequence besides end-of-sequence tokens and length; None for none."""
+    if stop_strings is None and options.get("stopping_criteria") is None:
         return None
-    from heavypath.speculative.processors.stopping import Stopping
-
-    return Stopping(input_ids, ending.criteria)
+    return load("stopping_of")(input_ids, stop_strings, options.get("tokenizer"), options.get("stopping_criteria"))
 
 
-def _stop_tokens(ending: Ending, vocab_size: int) -> tuple[list[int], int]:
+def _stop_tokens(
+    eos_token_id: int | Sequence[int] | None, pad_token_id: int | None, vocab_size: int
+) -> tuple[list[int], int]:
     """The end-of-sequence tokens, and the token that follows them."""
-    given = ending.eos_token_id
-    eos = [] if given is None else [*given] if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    several = isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str)
+    eos = [] if eos_token_id is None else [*eos_token_id] if several else [eos_token_id]
     eos = [whole("eos_token_id", token) for token in eos]
     pad = eos[0] if eos else 0
-    if ending.pad_token_id is not None:
-        pad = whole("pad_token_id", ending.pad_token_id)
+    if pad_token_id is not None:
+        pad = whole("pad_token_id", pad_token_id)
     for name, tokens in (("eos_token_id", eos), ("pad_token_id", [pad])):
         for token in tokens:
             if not 0 <= token < vocab_size:
@@ -185,25 +181,21 @@ def _stop_tokens(ending: Ending, vocab_size: int) -> tuple[list[int], int]:
     return eos, pad
 
 
-def _processing(
-    repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, has_stops: bool
-) -> "Processing | None":
-    """The changes of the target's logits; None where there would be none."""
-    if not 0 < real("repetition_penalty", repetition_penalty) < math.inf:
+def _processing(settings: Mapping[str, Any], max_new_tokens: int, has_stops: bool) -> "Processing | None":
+    """The penalties of the target's logits; None where there would be none."""
+    repetition_penalty = real("repetition_penalty", settings["repetition_penalty"])
+    if not 0 < repetition_penalty < math.inf:
         raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
-    min_new_tokens = whole("min_new_tokens", min_new_tokens)
+    min_new_tokens = whole("min_new_tokens", settings["min_new_tokens"])
     if not 0 <= min_new_tokens <= max_new_tokens:
         raise ValueError(f"min_new_tokens must be in 0 .. max_new_tokens = {max_new_tokens}, got {min_new_tokens}")
     early = min_new_tokens if has_stops else 0
     if repetition_penalty == 1 and early < 1:
         return None
-    from heavypath.speculative.decoding.processing import Processing
-
-    return Processing(float(repetition_penalty), early)
+    return load("Processing")(float(repetition_penalty), early)
 
 
-def _check_tokens(prompts: Prompts, target: Forward) -> None:
-    input_ids = prompts.input_ids
+def _check_tokens(input_ids: object, model_inputs: object, target: Forward) -> None:
     if not isinstance(input_ids, Tensor):
         how = "; pass tokenizer(text, return_tensors='pt').input_ids, or the whole with ** before it"
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {type(input_ids).__name__}{how}")
@@ -211,7 +203,7 @@ def _check_tokens(prompts: Prompts, target: Forward) -> None:
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {input_ids.dtype} {[*input_ids.shape]}")
     if 0 in input_ids.shape:
         given = f"got input_ids of shape {[*input_ids.shape]}"
-        if isinstance(prompts.model_inputs, Mapping) and "inputs_embeds" in prompts.model_inputs:
+        if isinstance(model_inputs, Mapping) and "inputs_embeds" in model_inputs:
             given += " and inputs_embeds; give the tokens that they stand for, too: a draft reads tokens alone"
         raise ValueError(f"the prompt must have at least one token, {given}")
     if input_ids.device != target.device:
@@ -221,7 +213,7 @@ def _check_tokens(prompts: Prompts, target: Forward) -> None:
         raise ValueError(f"input_ids must be in 0 .. {target.vocab_size - 1}, got {least} .. {largest}")
 
 
-def _check_past(past: TextCache | None, target: Forward) -> None:
+def _check_past(past: object, target: Forward) -> None:
     if past is None:
         return
     if not isinstance(past, TextCache):
@@ -244,8 +236,15 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return mask.ne(0).sum(1)
 
 
+def _check_positions(target: Forward, drafting: Sequence[Drafting], lengths: Tensor, new: int) -> None:
+    """Raise ValueError where prompts of these lengths have no room for `new` tokens, the last of which is not read."""
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    target.check_positions(longest + new - 1, f"({longest} + {new} - 1: the last is not read)")
+    for model in (target, *drafting):
+        _check_rotary_lengths(model, shortest, longest, new)
+
+
 def _check_rotary_lengths(model: Drafting, shortest: int, longest: int, new: int) -> None:
-    """shortest, longest: tokens of the prompts; new: max_new_tokens, the last of which is not read."""
     limit = model.rope_limit
     if limit is not None and shortest <= limit < longest + new - 1:
         lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"

@@ -11,7 +11,7 @@ from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.models.host import host_can_read
 
 
-def checked(verifier: Verifier) -> Verifier:
+def checked_verifier(verifier: Verifier) -> Verifier:
     """A user's own verifier, whose answers are checked: shapes always, and on a CPU that the path is one.
 
     It is given logits in fp32, of whatever dtype the models are.

@@ -21,6 +21,7 @@ from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
+from heavypath.speculative.names import load
 
 logger = logging.getLogger(__name__)
 
@@ -170,13 +171,7 @@ class Workspace:
         )
         self.changes = ()
         if request.processors is not None:
-            from heavypath.speculative.processors.draft import ProcessedSteps
-            from heavypath.speculative.processors.texts import BatchProcessors
-
-            processors, stops = BatchProcessors(), request.stops.tolist()
-            for member, own in enumerate(request.processors):
-                processors.begin(member, request.input_ids[member], own, stops, member)
-            self.changes = (ProcessedSteps(processors),)
+            self.changes = (load("ProcessedSteps").of(request),)
         before_roots = prompt[:, :-1]
         width = before_roots.shape[1]
         draft = plan.draft

@@ -19,13 +19,13 @@ __version__ = version("heavypath")
 def __getattr__(name: str) -> Any:
     if name.startswith("__") and name != "__all__":  # what else Python asks packages for; it must not import anything
         raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
-    public = import_module("heavypath.speculative")
+    package = import_module("heavypath.speculative")
     if name == "__all__":
-        return ["__version__", *public.MODULES]
-    if name not in public.MODULES:
+        return ["__version__", *package.__all__]
+    if name not in package.__all__:
         raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
-    return getattr(public, name)
+    return getattr(package, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({"__version__", "kernels", *import_module("heavypath.speculative").MODULES})
+    return sorted({"__version__", "kernels", *import_module("heavypath.speculative").__all__})

@@ -6,7 +6,7 @@ processed target would refuse. Static and growing trees are drafted through the 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,23 @@ from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.processors.matching import Path
 from heavypath.speculative.processors.texts import BatchProcessors, StepProcessors, drafted_paths
 
+if TYPE_CHECKING:
+    from heavypath.speculative.decoding.request import Request
+
 
 class ProcessedSteps(LogitChange):
     """The processors of a batch, as a change of each step's logits; it asks the host."""
 
     def __init__(self, processors: BatchProcessors):
         self.processors = processors
+
+    @classmethod
+    def of(cls, request: "Request") -> "ProcessedSteps":
+        """Those of a request. Raises ValueError for processors that do not fit its sequences."""
+        processors, stops = BatchProcessors(), request.stops.tolist()
+        for member, own in enumerate(request.processors or ()):
+            processors.begin(member, request.input_ids[member], own, stops, member)
+        return cls(processors)
 
     def of_step(self, state: Any, lap: Callable[[str], object]) -> "_ProcessedStep":
         """With the texts before the step brought up to date."""

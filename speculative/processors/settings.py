@@ -9,10 +9,10 @@ As in transformers a user's processor takes the place of a setting's of its clas
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,72 +21,44 @@ from transformers.generation import logits_process as theirs
 from transformers.utils import logging
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.processors.kinds import Processor, lists_for
+from heavypath.speculative.processors.kinds import lists_for
+
+if TYPE_CHECKING:
+    from heavypath.speculative.decoding.request import Request
 
 logger = logging.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class GivenProcessors:
-    """The processors and settings that `generate` was given.
+def with_processors(
+    request: "Request",
+    options: Mapping[str, Any],
+    config: GenerationConfig | None,
+    *,
+    vocab_size: int,
+    penalties: bool,
+) -> "Request":
+    """A request with its processors. Its penalties are among them, and filters where these have another order.
 
-    config:   a model's, where its settings are asked, else None
-    always:   whether penalties are processors where there are no others, too: in a batch of requests that differ
-    """
-
-    logits_processor: Sequence[Any] | None = None
-    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None
-    config: GenerationConfig | None = None
-    always: bool = False
-
-
-class Texts(NamedTuple):
-    """The texts that processors are made for.
-
-    input_ids: LongTensor[B, T], the prompts as they were given
-    lengths:   LongTensor[B], without padding
-    max_new_tokens, eos, vocab_size: of the texts; eos may be empty
-    """
-
-    input_ids: Tensor
-    lengths: Tensor
-    max_new_tokens: int
-    eos: Sequence[int]
-    vocab_size: int
-
-
-class Penalties(NamedTuple):
-    """The settings that the decoder does by itself, if it does them alone; 1 and 0 are none."""
-
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-
-
-class ProcessorChain(NamedTuple):
-    """The changes of logits: by a list of processors for each sequence, or None; then by the filters."""
-
-    lists: list[list[Processor]] | None
-    filters: Filters
-
-
-def chain_of(given: GivenProcessors, texts: Texts, penalties: Penalties, filters: Filters) -> ProcessorChain:
-    """The processors of a request. Where there are lists, the penalties are in them.
-
+    options: `logits_processor` and `prefix_allowed_tokens_fn` of `RequestOptions`
+    config: a model's, where its settings are asked
+    penalties: whether these are processors where there are no others, too
     Raises TypeError or ValueError for what is no processor, and for one that cannot be asked along a tree.
     """
-    own = lists_for(given.logits_processor, len(texts.input_ids))
-    config = GenerationConfig() if given.config is None else given.config
+    own = lists_for(options.get("logits_processor"), len(request.input_ids))
+    config = GenerationConfig() if config is None else config
+    filters, eos = request.filters, request.stops.tolist()
     biases = _biases(config)
-    others = _others(config, given.prefix_allowed_tokens_fn, texts, penalties.min_new_tokens)
-    warpers, marks = _warpers(config, texts) if filters.temperature > 0 else [], _watermarks(config, texts)
-    first = _penalties(penalties, texts)
-    if not (any(own) or biases or others or warpers or marks or (given.always and any(first))):
-        return ProcessorChain(None, filters)
+    others = _others(config, options.get("prefix_allowed_tokens_fn"), request, eos)
+    marks = _watermarks(config, vocab_size, request.input_ids.device)
+    warpers = _warpers(config, request.input_ids.device) if filters.temperature > 0 else []
+    first = _penalties(request, eos)
+    if not (any(own) or biases or others or warpers or marks or (penalties and any(first))):
+        return request
     if filters.temperature > 0 and (warpers or marks):
         warpers, filters = _in_order(filters, warpers), Filters(1.0)
-    behind = [*warpers, *marks]
-    lists = [[*_merged([*biases, *one, *others], each), *behind] for one, each in zip(first, own, strict=True)]
-    return ProcessorChain(lists_for(lists, len(lists)), filters)
+    last = [*warpers, *marks]
+    lists = [[*_merged([*biases, *one, *others], each), *last] for one, each in zip(first, own, strict=True)]
+    return replace(request, processors=lists_for(lists, len(lists)), filters=filters, processing=None)
 
 
 def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
@@ -103,18 +75,19 @@ def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
     return merged
 
 
-def _penalties(penalties: Penalties, texts: Texts) -> list[list[Any]]:
-    """The decoder's own penalties as processors of each sequence. Padding is no part of a text."""
-    width, device = texts.input_ids.shape[1], str(texts.input_ids.device)
-    found: list[list[Any]] = [[] for _ in texts.input_ids]
-    if penalties.repetition_penalty != 1:
-        padding = (width - texts.lengths).tolist()
-        kinds = {each: theirs.RepetitionPenaltyLogitsProcessor(penalties.repetition_penalty, each) for each in padding}
+def _penalties(request: "Request", eos: list[int]) -> list[list[Any]]:
+    """The decoder's own penalties as processors of each sequence. Padding is no part of a sequence."""
+    width, device, given = request.input_ids.shape[1], str(request.input_ids.device), request.processing
+    found: list[list[Any]] = [[] for _ in request.input_ids]
+    if given is None:
+        return found
+    if given.repetition_penalty != 1:
+        padding = (width - request.lengths).tolist()
+        kinds = {each: theirs.RepetitionPenaltyLogitsProcessor(given.repetition_penalty, each) for each in padding}
         found = [[kinds[each]] for each in padding]
-    if penalties.min_new_tokens > 0 and texts.eos:  # of which transformers makes two processors
-        least, eos = penalties.min_new_tokens, list(texts.eos)
-        by_width = theirs.MinLengthLogitsProcessor(width + least, eos, device)
-        by_new = theirs.MinNewTokensLengthLogitsProcessor(width, least, eos, device)
+    if given.min_new_tokens > 0 and eos:  # of which transformers makes two processors
+        by_width = theirs.MinLengthLogitsProcessor(width + given.min_new_tokens, eos, device)
+        by_new = theirs.MinNewTokensLengthLogitsProcessor(width, given.min_new_tokens, eos, device)
         found = [[*each, by_width, by_new] for each in found]
     return found
 
@@ -126,11 +99,15 @@ def _biases(config: GenerationConfig) -> list[Any]:
 
 
 def _others(
-    config: GenerationConfig, allowed: Callable[[int, Tensor], list[int]] | None, texts: Texts, min_new_tokens: int
+    config: GenerationConfig,
+    allowed: Callable[[int, Tensor], list[int]] | None,
+    request: "Request",
+    eos_tokens: list[int],
 ) -> list[Any]:
     """The processors that transformers asks after the penalties and before a user's processors, in its order."""
-    width, device = texts.input_ids.shape[1], str(texts.input_ids.device)
-    eos = torch.tensor(list(texts.eos), dtype=torch.long, device=device)
+    width, device = request.input_ids.shape[1], str(request.input_ids.device)
+    eos = torch.tensor(eos_tokens, dtype=torch.long, device=device)
+    has_least = request.processing is not None and request.processing.min_new_tokens > 0
 
     def of(name: str) -> Any:
         return getattr(config, name, None)
@@ -139,20 +116,20 @@ def _others(
     if of("no_repeat_ngram_size"):
         found.append(theirs.NoRepeatNGramLogitsProcessor(of("no_repeat_ngram_size")))
     if of("bad_words_ids") is not None:
-        found.append(theirs.NoBadWordsLogitsProcessor(of("bad_words_ids"), eos if texts.eos else None))
-    if of("min_length") and not min_new_tokens and texts.eos:  # of the two transformers takes min_new_tokens
+        found.append(theirs.NoBadWordsLogitsProcessor(of("bad_words_ids"), eos if eos_tokens else None))
+    if of("min_length") and not has_least and eos_tokens:  # of the two transformers takes min_new_tokens
         found.append(theirs.MinLengthLogitsProcessor(of("min_length"), eos, device=device))
     if allowed is not None:
         found.append(theirs.PrefixConstrainedLogitsProcessor(allowed, 1))
     if of("forced_bos_token_id") is not None:
         found.append(theirs.ForcedBOSTokenLogitsProcessor(of("forced_bos_token_id")))
     if of("forced_eos_token_id") is not None:
-        longest = width + texts.max_new_tokens
+        longest = width + request.max_new_tokens
         found.append(theirs.ForcedEOSTokenLogitsProcessor(longest, of("forced_eos_token_id"), device=device))
     if of("remove_invalid_values") is True:
         found.append(theirs.InfNanRemoveLogitsProcessor())
     if of("exponential_decay_length_penalty") is not None:
-        if not texts.eos:
+        if not eos_tokens:
             raise ValueError("exponential_decay_length_penalty raises end-of-sequence tokens; give eos_token_id")
         found.append(theirs.ExponentialDecayLengthPenalty(of("exponential_decay_length_penalty"), eos, width))
     if of("suppress_tokens") is not None:
@@ -163,14 +140,14 @@ def _others(
     return found
 
 
-def _warpers(config: GenerationConfig, texts: Texts) -> list[Any]:
+def _warpers(config: GenerationConfig, device: torch.device) -> list[Any]:
     """The warpers that the decoder's kernels do not have, in transformers' order."""
     found: list[Any] = []
     for name, kind, off in (
         ("top_h", theirs.TopHLogitsWarper, None),
         ("typical_p", theirs.TypicalLogitsWarper, 1),
         ("epsilon_cutoff", theirs.EpsilonLogitsWarper, 0),
-        ("eta_cutoff", partial(theirs.EtaLogitsWarper, device=str(texts.input_ids.device)), 0),
+        ("eta_cutoff", partial(theirs.EtaLogitsWarper, device=str(device)), 0),
     ):
         value = getattr(config, name, None)
         if value not in (None, off):
@@ -193,15 +170,15 @@ def _in_order(filters: Filters, warpers: list[Any]) -> list[Any]:
     return own + [each for each in warpers if not isinstance(each, theirs.TopHLogitsWarper)]
 
 
-def _watermarks(config: GenerationConfig, texts: Texts) -> list[Any]:
+def _watermarks(config: GenerationConfig, vocab_size: int, on: torch.device) -> list[Any]:
     """The processors that transformers asks last."""
     watermark = getattr(config, "watermarking_config", None)
     if watermark is None:
         return []
-    device = str(texts.input_ids.device)
+    device = str(on)
     if type(watermark) is not WatermarkingConfig:
-        return [watermark.construct_processor(texts.vocab_size, device)]
-    own = copy.copy(_watermark(texts.vocab_size, device, tuple(sorted(watermark.to_dict().items()))))
+        return [watermark.construct_processor(vocab_size, device)]
+    own = copy.copy(_watermark(vocab_size, device, tuple(sorted(watermark.to_dict().items()))))
     own.rng = torch.Generator(device)  # which each call seeds: texts of two threads must not share it
     return [own]
 

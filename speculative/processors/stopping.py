@@ -75,12 +75,25 @@ class Stopping:
         return None
 
 
-def checked_criteria(
+def stopping_of(
+    input_ids: Tensor,
+    stop_strings: str | Sequence[str] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    stopping_criteria: Sequence[StoppingCriteria] | None,
+) -> Stopping | None:
+    """The criteria for prompts LongTensor[B, T], as they were given; None for none.
+
+    Raises TypeError or ValueError for arguments of another kind.
+    """
+    criteria = _checked_criteria(stop_strings, tokenizer, stopping_criteria)
+    return Stopping(input_ids, criteria) if criteria else None
+
+
+def _checked_criteria(
     stop_strings: str | Sequence[str] | None,
     tokenizer: PreTrainedTokenizerBase | None,
     stopping_criteria: Sequence[StoppingCriteria] | None,
 ) -> StoppingCriteriaList:
-    """All criteria as one list, which may be empty. Raises TypeError or ValueError for arguments of another kind."""
     criteria = StoppingCriteriaList()
     if stop_strings is not None:
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)

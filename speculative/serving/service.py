@@ -17,10 +17,10 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
-from heavypath.speculative.decoding.request import Prompts, Request
+from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.output.options import RequestOptions, checked_options
+from heavypath.speculative.options import RequestOptions, checked_options
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, ModelChanged, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.pauses import Pauses
@@ -81,7 +81,7 @@ class Service:
 
         new_plan: makes the plan for temperature 1 without filters, by the models as they are when it is called
         tree_of: one of its trees, for so many running requests
-        checked: makes a request, as `request_of` does for the decoder's models
+        checked: makes a request, as `Request.of` does for the decoder's models
         draft_filters: how the draft is sampled where the target is sampled so
         """
         self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
@@ -157,12 +157,12 @@ class Service:
             raise ValueError(f"seed must be None or in 0 .. {MAX_SEQUENCES - 1}, got {seed!r}")
         with self._apart(prompt):
             request = self._checked(
-                Prompts(prompt[None].to(self._device), sequence_ids=torch.tensor([name], device=self._device)),
+                prompt[None].to(self._device),
                 max_new_tokens,
                 temperature,
-                given,
+                {**given, "sequence_ids": torch.tensor([name], device=self._device)},
                 seed=self._seed,
-                processors_always=True,
+                penalties_as_processors=True,
             )
             if len(prompt) + request.max_new_tokens > self.limits.max_tokens:
                 raise ValueError(

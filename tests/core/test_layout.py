@@ -17,11 +17,12 @@ import torch
 import heavypath
 import heavypath.speculative
 from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.names import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "kernels", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts", "processors", "costs",
-    "training", "demo", "decoding", "output", "serving", "root", "http", "cli", "examples", "package",
+    "kernels", "names", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts", "costs", "training",
+    "demo", "options", "decoding", "processors", "output", "serving", "root", "http", "cli", "examples", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
 MOST_LINES = 500
@@ -50,23 +51,35 @@ def nodes(path: Path) -> list[ast.AST]:
     return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
+@cache
+def run_nodes(path: Path) -> list[ast.AST]:
+    """Without what type checkers alone read."""
+    unread = set()
+    for node in nodes(path):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            unread.update(map(id, (inner for each in node.body for inner in ast.walk(each))))
+    return [node for node in nodes(path) if id(node) not in unread]
+
+
 def folder_of(name: str) -> str:
-    """One of ORDER. What starts the command belongs to the command."""
+    """One of ORDER. What starts the command belongs to the command, and two files have a place of their own."""
     parts = name.split(".")
     if parts[1] == "kernels":
         return "kernels"
     if parts[2:] == ["__main__"]:
         return "cli"
+    if parts[2:] in (["names"], ["options"]):
+        return parts[2]
     return parts[2] if len(parts) > 3 else "root"
 
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """The modules of the package that each one imports, wherever in the file."""
+    """The modules of the package that each one imports, wherever in the file; types alone are not counted."""
     found = {}
     for name, path in modules().items():
         taken = set()
-        for node in nodes(path):
+        for node in run_nodes(path):
             if isinstance(node, ast.Import):
                 taken |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -261,6 +274,6 @@ def test_type_checkers_see_the_public_names_that_there_are_at_run_time():
         node for node in nodes(package) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     )
     seen = {alias.asname: node.module for node in block.body for alias in node.names}
-    assert seen == heavypath.speculative.MODULES
+    assert seen == PUBLIC
     for name in seen:
         assert getattr(heavypath.speculative, name) is getattr(heavypath, name)

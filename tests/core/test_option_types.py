@@ -23,9 +23,8 @@ from heavypath.speculative import (
     select_tree,
     sequoia_tree,
 )
-from heavypath.speculative.decoder_options import DecoderOptions
-from heavypath.speculative.output import options as options_module
-from heavypath.speculative.output.options import ANOTHER_WAY, HARMLESS, SERVED, UNSERVED, GenerateOptions
+from heavypath.speculative import options as options_module
+from heavypath.speculative.options import ANOTHER_WAY, HARMLESS, SERVED, UNSERVED, DecoderOptions, GenerateOptions
 
 IDS = torch.tensor([[1, 2, 3]])
 NO_NUMBERS = {

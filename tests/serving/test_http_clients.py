@@ -13,7 +13,7 @@ from rounding import rounding_of
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.http.logprobs import Spelling
 from heavypath.speculative.http.requests import CompletionRequest
-from heavypath.speculative.output.options import SamplingOptions
+from heavypath.speculative.options import SamplingOptions
 
 PROMPT = "def read_lines(path):"
 BODY = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 12}

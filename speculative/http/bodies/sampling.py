@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import Field, create_model, field_validator
 
 from heavypath.speculative.http.bodies.fields import Body, Token
-from heavypath.speculative.output.options import SamplingOptions
+from heavypath.speculative.options import SamplingOptions
 
 # Which a server sets itself, or by fields of OpenAI's and vLLM's: ignore_eos, stop_token_ids and stop.
 _OF_SERVER = ("eos_token_id", "pad_token_id", "stop_strings")

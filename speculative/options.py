@@ -1,27 +1,29 @@
-"""The options of `generate`, `submit` and `warm_up`, declared once, and the request that they make.
+"""All options of a decoder and of a call, declared once, and what a generation_config adds to them.
 
 What a call leaves out is taken from the target's generation_config, as transformers does. What is not set there either
-is off: no end of sequence, greedy text, no filter, no penalty. (transformers' own generate takes top_k=50 where nobody
-said anything.)
+is off: no end of sequence, greedy decoding, no filter, no penalty. (transformers' own generate takes top_k=50 where
+nobody said anything.)
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
 
-from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
-from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
-from heavypath.speculative.drafts.draft import Drafting
-from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.models.text_cache import TextCache
-from heavypath.speculative.output.watchers import Streamer
-from heavypath.speculative.processors.settings import GivenProcessors
+
+if TYPE_CHECKING:
+    from heavypath.speculative.decoding.rules import Verifier
+    from heavypath.speculative.models.text_cache import TextCache
+    from heavypath.speculative.output.watchers import Streamer
+    from heavypath.speculative.profile import Profile
+    from heavypath.speculative.trees.growth import Confidence
+    from heavypath.speculative.trees.planning import Acceptance
+    from heavypath.speculative.trees.tree import TokenTree
 
 EosTokens = int | Sequence[int] | None | Literal["model"]
 _LEFT_OUT = {"eos_token_id": "model"}  # what stands for an argument that was left out, if it is not None
@@ -34,6 +36,24 @@ NOTHING: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
     "eos_token_id": None,
+}
+# Settings that stand for logits processors, and the values with which there is none.
+PROCESSORS: dict[str, tuple[Any, ...]] = {
+    "sequence_bias": (None,),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None,),
+    "min_length": (None, 0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "remove_invalid_values": (None, False),
+    "exponential_decay_length_penalty": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "top_h": (None,),
+    "typical_p": (None, 1),
+    "epsilon_cutoff": (None, 0),
+    "eta_cutoff": (None, 0),
+    "watermarking_config": (None,),
 }
 # Settings of a generation_config that `generate` does not have, and the values with which they change no text: those
 # that custom_generate finds there, too, and those that it finds among the processors and criteria.
@@ -50,10 +70,8 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 # Those that `generate` has as options, or asks as processors, or that mean its options under other names.
 SERVED = {
     *("temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty", "stop_strings", "eos_token_id"),
-    *("pad_token_id", "min_new_tokens", "min_length", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-    *("no_repeat_ngram_size", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
-    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
-    *("watermarking_config", "max_new_tokens", "max_length", "output_scores", "output_logits"),
+    *("pad_token_id", "min_new_tokens", "max_new_tokens", "max_length", "output_scores", "output_logits"),
+    *PROCESSORS,
 }
 # Those that change no text of a decoder: of beams and of encoders, which it has not; how another would draft, cache or
 # compile; the form of an answer; and what transformers notes for itself.
@@ -83,6 +101,78 @@ _UNSERVED: dict[str, tuple[Any, ...]] = UNSERVED | {
     "encoder_no_repeat_ngram_size": (None, 0),
     "max_time": (None,),
 }
+
+
+class TreeOptions(TypedDict, total=False):
+    """Options for the trees of a decoder. All but tree_size are options of some methods, which the others refuse.
+
+    tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
+        smaller one. Default: 5 on a CPU; where weights are streamed by what a pass reads and computes, see
+        `costs.streamed`. On a GPU it is the size and the levels that pay for one sequence, by costs which
+        `costs.roofline` estimates from the device and the models. At temperature 0, and for ersd, the default follows
+        the batch, because texts do not depend on trees. By estimated costs, several sequences have smaller trees, down
+        to plain decoding, and larger ones while the batch shrinks
+    tree: a TokenTree to use instead, for methods whose trees do not grow
+    acceptance: [child] or [depth, child], the chance that child j of an accepted node is accepted, for planned trees
+    max_depth:  at most so many levels of planned and grown trees (default: any by an `acceptance`, else by the nodes)
+    width:      sequences of specinfer and spectr, children of a node in rsd-c, nodes on a level of grown trees
+    branching:  for rsd-c: children of a node at each level (default: those that promise most by `acceptance`)
+    threshold:  for chain, dyspec, eagle-2: slots of less value stay empty; see `decoding.growing`
+    confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default:
+        growth.DEFAULT_CONFIDENCE), or "draft" for the paper's, where they are the acceptance
+    profile: the measurements of `heavypath calibrate`, as a file or a `Profile`, instead of all these. Each step takes
+        the tree with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text
+        is another sample of the same law in another batch, for the same seed and id, except with ersd. Where that must
+        not be, calibrate with batch_sizes=[1]
+    replan: with a profile, change the tree every few steps by the acceptance in this text so far, see `replanning`
+    """
+
+    tree: "TokenTree | None"
+    tree_size: int | None
+    acceptance: "Acceptance | None"
+    max_depth: int | None
+    width: int | None
+    branching: Sequence[int] | None
+    threshold: float | None
+    confidence: 'Confidence | Literal["draft"] | None'
+    profile: "Profile | str | Path | None"
+    replan: bool
+
+
+class RuleOptions(TypedDict, total=False):
+    """Rules by which a draft is sampled and its nodes are verified, and by which a lossy method accepts.
+
+    verifier: the rule that decides about drafted nodes. Methods whose papers have recursive rejection are chain,
+        specinfer, sequoia, dyspec, rsd-c and rsd-s. They take "rejection", or a rule that accepts more of the same
+        trees. "held" holds siblings back (`heavypath.kernels.verifying.held`), "traversal" tries leaves before the
+        nodes above them (`.traversal`), "held_traversal" does both, for trees that do not grow; default:
+        `methods.DEFAULT_VERIFIERS`. Or, for any method and also at temperature 0, a callable as `Verifier` describes
+        it, such as `top_down(rule)`. You must then keep the target's law yourself, and there is no profile, since one
+        measures the built-in rules
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft is sampled; None takes the target's setting.
+        Where the draft takes its likeliest tokens, draft_temperature is that of the probabilities by which trees grow
+        (default: 0.6)
+    epsilon, delta: for typical-lossy: a drafted token is accepted iff P > min(epsilon, delta exp(-H(P))), where the
+        target samples (default: 0.09 and 0.3)
+    """
+
+    verifier: "Verifier | str | None"
+    epsilon: float | None
+    delta: float | None
+    draft_temperature: float | None
+    draft_top_k: int | None
+    draft_top_p: float | None
+    draft_min_p: float | None
+
+
+class DecoderOptions(TreeOptions, RuleOptions, total=False):
+    """Options for the drafted trees, the rules that draw and verify them, and how steps run.
+
+    cuda_graphs: replay each step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a
+        debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
+    """
+
+    cuda_graphs: bool | None
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -150,11 +240,11 @@ class GenerateOptions(RequestOptions, total=False):
     seed: int
     attention_mask: Tensor | None
     sequence_ids: Tensor | None
-    streamer: Streamer | Sequence[Streamer] | None
+    streamer: "Streamer | Sequence[Streamer] | None"
     trace: str | Path | None
     output_scores: bool
     output_logits: bool
-    past: TextCache | None
+    past: "TextCache | None"
     model_inputs: Mapping[str, Any] | None
 
 
@@ -216,89 +306,39 @@ def _as_python_has_it(name: str, value: Any) -> Any:
     return value
 
 
-def request_of(
-    prompts: Prompts, target: Forward, drafting: Sequence[Drafting], max_new_tokens: int, temperature: float | None,
-    options: Mapping[str, Any], *, seed: int = 0, processors_always: bool = False,
-) -> Request:  # fmt: skip
-    """The request that options make, with what the target's generation config adds to them.
+def with_generation_config(
+    options: Mapping[str, Any], temperature: float | None, config: GenerationConfig | None, vocab_size: int
+) -> dict[str, Any]:
+    """All of `SamplingOptions`, and the temperature: what was left out is taken from a model's config.
 
-    options: of `RequestOptions`; processors_always: as of `GivenProcessors`
-    Raises TypeError or ValueError for options that do not fit, or that a model cannot follow.
-    """
-    temperature = None if temperature is None else real("temperature", temperature)
-    settings = settings_of(temperature, options, target.model.generation_config, target.vocab_size)
-    ending = Ending(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=settings.min_new_tokens,
-        eos_token_id=settings.eos_token_id,
-        pad_token_id=settings.pad_token_id,
-        criteria=_criteria(settings.stop_strings, options),
-    )
-    processors = GivenProcessors(
-        options.get("logits_processor"), options.get("prefix_allowed_tokens_fn"), settings.config, processors_always
-    )
-    return checked_request(
-        target, drafting, prompts, ending, filters=settings.filters, seed=seed,
-        repetition_penalty=settings.repetition_penalty, processors=processors,
-    )  # fmt: skip
+    options: of `SamplingOptions`, others are not looked at
+    Tokens of the config that the model does not have end no sequence, and are no padding. The result has "processors",
+    too: the config if settings of it stand for logits processors, else None.
 
-
-def _criteria(stop_strings: str | Sequence[str] | None, options: Mapping[str, Any]) -> StoppingCriteriaList:
-    """The criteria that stop a text besides end-of-sequence tokens and length; none where none was asked for."""
-    if stop_strings is None and options.get("stopping_criteria") is None:
-        return StoppingCriteriaList()
-    from heavypath.speculative.processors.stopping import checked_criteria
-
-    return checked_criteria(stop_strings, options.get("tokenizer"), options.get("stopping_criteria"))
-
-
-class Settings(NamedTuple):
-    """Settings with nothing left out; see `SpeculativeDecoder.generate`. A filter that is off is None.
-
-    config: whose settings of logits processors are in force, too; None for none
-    """
-
-    filters: Filters
-    repetition_penalty: float
-    min_new_tokens: int
-    eos_token_id: int | Sequence[int] | None
-    pad_token_id: int | None
-    stop_strings: str | Sequence[str] | None
-    config: GenerationConfig | None = None
-
-
-def settings_of(
-    temperature: float | None, given: Mapping[str, Any], config: GenerationConfig | None, vocab_size: int
-) -> Settings:
-    """The settings of a text, with what was left out taken from a model's config.
-
-    Tokens of the config that the model does not have end no text, and are no padding.
-
-    Raises ValueError for a setting of the config that changes the text and that `generate` does not have. Where
+    Raises ValueError for a setting of the config that changes the output and that `generate` does not have. Where
     nothing but pad_token_id was left out, no other setting is looked at.
     """
     config = GenerationConfig() if config is None else config
-    found: dict[str, Any] = {name: given.get(name, _LEFT_OUT.get(name)) for name in SamplingOptions.__annotations__}
-    found["temperature"] = temperature
+    found: dict[str, Any] = {name: options.get(name, _LEFT_OUT.get(name)) for name in SamplingOptions.__annotations__}
+    found["temperature"], found["processors"] = temperature, None
     if found["pad_token_id"] is None and config.pad_token_id in range(vocab_size):
         found["pad_token_id"] = config.pad_token_id
     left_out = [name for name in ("temperature", *NOTHING) if found[name] == _LEFT_OUT.get(name)]
-    if left_out:
-        theirs = {name: getattr(config, name) for name in NOTHING}
-        eos = config.eos_token_id
-        ends = eos if isinstance(eos, Sequence) else [eos]
-        theirs["eos_token_id"] = [token for token in ends if token in range(vocab_size)]
-        own_temperature = 1.0 if config.temperature is None else config.temperature
-        theirs["temperature"] = own_temperature if config.do_sample else 0.0
-        for name in left_out:
-            found[name] = NOTHING[name] if theirs[name] is None else theirs[name]
-        if found["stop_strings"] is None:
-            found["stop_strings"] = config.stop_strings
-        _check_served(config)
-        found["config"] = config
-    filters = {name: found.pop(name) for name in ("top_k", "top_p", "min_p")}
-    filters = {name: None if value == NOTHING[name] else value for name, value in filters.items()}
-    return Settings(Filters(found.pop("temperature"), **filters), **found)
+    if not left_out:
+        return found
+    theirs = {name: getattr(config, name) for name in NOTHING}
+    ends = config.eos_token_id if isinstance(config.eos_token_id, Sequence) else [config.eos_token_id]
+    theirs["eos_token_id"] = [token for token in ends if token in range(vocab_size)]
+    own_temperature = 1.0 if config.temperature is None else config.temperature
+    theirs["temperature"] = own_temperature if config.do_sample else 0.0
+    for name in left_out:
+        found[name] = NOTHING[name] if theirs[name] is None else theirs[name]
+    if found["stop_strings"] is None:
+        found["stop_strings"] = config.stop_strings
+    _check_served(config)
+    if any(getattr(config, name, None) not in off for name, off in PROCESSORS.items()):
+        found["processors"] = config
+    return found
 
 
 def unknown_settings(config: GenerationConfig) -> dict[str, Any]:

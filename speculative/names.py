@@ -1,0 +1,86 @@
+"""Names that are imported when they are asked for: the public ones, and options that the decoder's core plugs in.
+
+The core imports no option. It asks `load` for one by its name, where a call asks for the option.
+"""
+
+from importlib import import_module
+from typing import Any
+
+PUBLIC = {
+    "LOSSLESS_METHODS": "heavypath.speculative.methods",
+    "METHODS": "heavypath.speculative.methods",
+    "BlockHead": "heavypath.speculative.drafts.blocks.head",
+    "Cascade": "heavypath.speculative.drafts.composite",
+    "Confidence": "heavypath.speculative.trees.growth",
+    "Departure": "heavypath.speculative.losslessness.goodness_of_fit",
+    "DistilSettings": "heavypath.speculative.training.settings",
+    "Draft": "heavypath.speculative.drafts.draft",
+    "EagleHead": "heavypath.speculative.drafts.heads.eagle",
+    "EarlyExit": "heavypath.speculative.drafts.model",
+    "Feed": "heavypath.speculative.drafts.draft",
+    "Generation": "heavypath.speculative.output.generation",
+    "GoodnessOfFit": "heavypath.speculative.losslessness.goodness_of_fit",
+    "Grammar": "heavypath.speculative.processors.grammar",
+    "LayerChoice": "heavypath.speculative.layer_choice",
+    "LayerStream": "heavypath.speculative.streaming.stream",
+    "Lookahead": "heavypath.speculative.drafts.lookahead",
+    "MedusaHeads": "heavypath.speculative.drafts.medusa.heads",
+    "Merge": "heavypath.speculative.drafts.merge",
+    "Method": "heavypath.speculative.methods",
+    "Mixture": "heavypath.speculative.drafts.composite",
+    "Pard": "heavypath.speculative.drafts.blocks.pard",
+    "Plan": "heavypath.speculative.trees.planning",
+    "Profile": "heavypath.speculative.profile",
+    "PromptLookup": "heavypath.speculative.drafts.lookup",
+    "RankFailedError": "heavypath.speculative.ranks.group",
+    "RankMismatchError": "heavypath.speculative.ranks.agreement",
+    "Recall": "heavypath.speculative.drafts.recall",
+    "Retrieval": "heavypath.speculative.drafts.retrieval",
+    "RowCache": "heavypath.speculative.models.caches",
+    "SpeculativeDecoder": "heavypath.speculative.decoder",
+    "Statistics": "heavypath.speculative.decoding.statistics",
+    "TextCache": "heavypath.speculative.models.text_cache",
+    "TextStream": "heavypath.speculative.output.text_stream",
+    "TokenTree": "heavypath.speculative.trees.tree",
+    "Translated": "heavypath.speculative.drafts.translated",
+    "Verified": "heavypath.kernels.nodes",
+    "Verifier": "heavypath.speculative.decoding.rules",
+    "calibrate": "heavypath.speculative.calibration",
+    "check_losslessness": "heavypath.speculative.losslessness.goodness_of_fit",
+    "choose_layers": "heavypath.speculative.layer_choice",
+    "compare": "heavypath.speculative.comparison",
+    "detectable_total_variation": "heavypath.speculative.losslessness.chi_square",
+    "distil": "heavypath.speculative.distillation",
+    "draft_of_layers": "heavypath.speculative.training.beginnings",
+    "expected_tokens": "heavypath.speculative.trees.planning",
+    "goodness_of_fit": "heavypath.speculative.losslessness.goodness_of_fit",
+    "greedy_tree": "heavypath.speculative.trees.planning",
+    "joint_law": "heavypath.speculative.losslessness.law",
+    "load_demo_head": "heavypath.speculative.demo",
+    "load_demo_pair": "heavypath.speculative.demo",
+    "load_draft": "heavypath.speculative.loading",
+    "load_streamed": "heavypath.speculative.streaming.load",
+    "most_frequent": "heavypath.speculative.training.beginnings",
+    "new_block": "heavypath.speculative.training.beginnings",
+    "new_head": "heavypath.speculative.training.beginnings",
+    "read_documents": "heavypath.speculative.training.documents",
+    "read_trace": "heavypath.speculative.output.trace",
+    "select_tree": "heavypath.speculative.trees.planning",
+    "sequoia_tree": "heavypath.speculative.trees.planning",
+    "stream_layers": "heavypath.speculative.streaming.offloaded",
+    "stream_of": "heavypath.speculative.models.layer_weights",
+    "top_down": "heavypath.kernels.verifying.top_down",
+}
+OPTIONS = {
+    "checked_verifier": "heavypath.speculative.decoding.verifiers",
+    "inputs_of": "heavypath.speculative.models.prompt_inputs",
+    "ProcessedSteps": "heavypath.speculative.processors.draft",
+    "Processing": "heavypath.speculative.decoding.processing",
+    "stopping_of": "heavypath.speculative.processors.stopping",
+    "with_processors": "heavypath.speculative.processors.settings",
+}
+
+
+def load(name: str) -> Any:
+    """What a name of one of the tables stands for, imported now if it has not been yet."""
+    return getattr(import_module(PUBLIC.get(name) or OPTIONS[name]), name)
