@@ -32,19 +32,23 @@ from heavypath.speculative.methods import asked_row, check_laws, default_verifie
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of, peers_of
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.names import load
 from heavypath.speculative.options import NOTHING, DecoderOptions, GenerateOptions, SamplingOptions, checked_options
 from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.remark import Remark, in_words
 from heavypath.speculative.output.watchers import checked_streamers, watching
+from heavypath.speculative.tree_policy import FixedTree, TreePolicy, policy_of
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
-from heavypath.speculative.trees_by_batch import TreeSource, checked_profile
 
 if TYPE_CHECKING:  # options, which are loaded where they are asked for
     from heavypath.speculative.custom_generate import SpeculativeOutput
+    from heavypath.speculative.profile import Profile
     from heavypath.speculative.serving.service import Service
 
 logger = logging.getLogger(__name__)
+
+SET_LATER = "set later"  # what a tree was chosen by that was set in the place of the decoder's own
 
 
 class SpeculativeDecoder:
@@ -63,8 +67,9 @@ class SpeculativeDecoder:
     generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError for models or options
     that do not fit.
 
-    `trees` has the trees for any number of sequences. `runner` runs the steps, and may be replaced by an object that
-    observes them. `runner.kept` are the caches of the last two generations, for `past`: its clear() frees them.
+    `trees` is the policy that chooses the tree of each step; one's own may take its place, see `TreePolicy`. `runner`
+    runs the steps, and may be replaced by an object that observes them. `runner.kept` are the caches of the last two
+    generations, for `past`: its clear() frees them.
     """
 
     def __init__(
@@ -75,7 +80,9 @@ class SpeculativeDecoder:
         self.method, self.target, self._given_draft, self.verifier = method, target, draft, given.get("verifier")
         self.clock, self._remark = time.perf_counter, Remark()
         self._options, self._row = given, asked_row(method, given)
-        self.profile = checked_profile(method, self._row, given)
+        self.profile: Profile | None = None
+        if given.get("profile") is not None or given.get("replan"):
+            self.profile = load("profile_of")(method, self._row, given)
         self._target = forward_of(target, "target")
         self.runner = StepRunner(cuda_graphs=has_graphs(given.get("cuda_graphs"), self._target))
         self._draft: Draft | None = None
@@ -87,9 +94,14 @@ class SpeculativeDecoder:
         if self.verifier is None:
             by_default = default_verifier(method, self._target.device.type, (self._draft or NO_DRAFT).laws)
             self._row = self._row.verified_by(by_default)
-        if self.profile is not None:
+        self.trees: TreePolicy
+        if self.profile is None:
+            self.trees = policy_of(method, self._row, given, self._target, self._draft)
+        else:
             self.profile.check(target, draft, method, self._row.verification)
-        self.trees = TreeSource(method, self._row, given, self.profile, self._target, self._draft)
+            replan = given.get("replan", False)
+            by_profile = load("TreeByProfile")
+            self.trees = by_profile(self.profile, method, self._row, self._target, self._draft, replan=replan)
         self._peers = peers_of(self._models, self._target.device)
 
     def __repr__(self) -> str:
@@ -97,7 +109,7 @@ class SpeculativeDecoder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For the modules copy and pickle: the models, the method and the options, of which a decoder is made anew."""
-        later = {"tree": self.tree} if self.trees.tree_from == "set later" else {}
+        later = {"tree": self.tree} if self.trees.chosen_by == SET_LATER else {}
         return partial(type(self), **self._options), (self.target, self._given_draft, self.method), (None, later)
 
     @property
@@ -117,16 +129,15 @@ class SpeculativeDecoder:
     @property
     def tree(self) -> TokenTree | Growth | None:
         """The tree of the options, or the default of one sequence; None by a profile. Another may take its place."""
-        return self.trees.tree
+        return self.trees.alone
 
     @tree.setter
     def tree(self, tree: TokenTree | Growth) -> None:
-        self.trees.tree_from = "set later"
-        self.trees.tree = tree if tree.grows else tree.reordered("heavy_path")[0]  # pyright: ignore[reportAttributeAccessIssue]
+        self.trees = FixedTree(tree, SET_LATER)
 
     def tree_for(self, filters: Filters, batch: int = 1) -> TokenTree | Growth:
         """The tree that so many sequences begin with, or how trees grow, where the target is sampled so."""
-        return self.trees.first(filters, batch)[0]
+        return self.trees.tree(filters, batch)
 
     def generate(
         self,
@@ -169,7 +180,8 @@ class SpeculativeDecoder:
             stats.reused_tokens = sum(workspace.begin(request, plan))
             stats.prefill_tokens = int((request.lengths - 1).sum()) - stats.reused_tokens
             stats.lap("prefill")
-            watchers += self.trees.changing(plan, request.filters, len(input_ids))
+            if len(self.trees.candidates(request.filters, len(input_ids))) > 1:
+                watchers.append(self.trees.watcher(plan, request.filters, len(input_ids)))
             new = decode(request, plan, self.runner, workspace, stats=stats, watchers=watchers)
             cache = self.runner.keep(workspace, request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
@@ -226,7 +238,7 @@ class SpeculativeDecoder:
         prompts = torch.zeros(shape, dtype=torch.long, device=self._target.device)
         request = self._request(prompts, max_new_tokens, temperature, given)
         plan = self._plan(request)
-        warm_up(self.runner, request, plan, self.trees.of_slots(request.filters, batch_size))
+        warm_up(self.runner, request, plan, self.trees.to_warm_up(request.filters, batch_size))
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
         return seconds
@@ -241,11 +253,12 @@ class SpeculativeDecoder:
     def _plan(self, request: Request) -> StepPlan:
         """The plan of all steps of a request; ValueError where the method cannot sample so."""
         rules = rules_of(self.method, self._row, self._options, request, self._draft, self.profile)
-        tree, trees = self.trees.first(request.filters, len(request.prompt))
+        batch = len(request.prompt)
+        tree, candidates = self.trees.tree(request.filters, batch), self.trees.candidates(request.filters, batch)
         if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
-        draft = self._draft if any(len(each) > 1 for each in trees.trees) else None
-        plan = StepPlan(self._target, draft, tree, rules, trees.trees, peers=self._peers)
+        draft = self._draft if any(len(each) > 1 for each in candidates) else None
+        plan = StepPlan(self._target, draft, tree, rules, candidates, peers=self._peers)
         return plan.after(int(request.lengths.min()) - 1)
 
     def __call__(

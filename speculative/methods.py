@@ -115,6 +115,11 @@ class Method:
         draw = "top_k" if greedy or draft_temperature == 0 else self.draw
         return draw, "greedy" if greedy and self.verification != OWN else self.verification
 
+    def texts_ignore_trees(self, filters: Filters) -> bool:
+        """True if a text is the same by all trees: where the target's likeliest tokens are taken, and by races."""
+        _, verification = self.at(filters.temperature)
+        return verification in ("greedy", "race")
+
     @property
     def verifiers(self) -> tuple[str, ...]:
         """The words of VERIFIERS that may verify its trees; none where it is not verified by one of them.

@@ -72,11 +72,15 @@ PUBLIC = {
     "top_down": "heavypath.kernels.verifying.top_down",
 }
 OPTIONS = {
+    "Adapting": "heavypath.speculative.adapting",
     "checked_verifier": "heavypath.speculative.decoding.verifiers",
     "inputs_of": "heavypath.speculative.models.prompt_inputs",
     "ProcessedSteps": "heavypath.speculative.processors.draft",
     "Processing": "heavypath.speculative.decoding.processing",
+    "profile_of": "heavypath.speculative.tree_by_profile",
+    "Rest": "heavypath.speculative.adapting",
     "stopping_of": "heavypath.speculative.processors.stopping",
+    "TreeByProfile": "heavypath.speculative.tree_by_profile",
     "with_processors": "heavypath.speculative.processors.settings",
 }
 

@@ -124,7 +124,7 @@ class TreeOptions(TypedDict, total=False):
         the tree with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text
         is another sample of the same law in another batch, for the same seed and id, except with ersd. Where that must
         not be, calibrate with batch_sizes=[1]
-    replan: with a profile, change the tree every few steps by the acceptance in this text so far, see `replanning`
+    replan: with a profile, change the tree every few steps by the acceptance in this text so far, see `tree_by_profile`
     """
 
     tree: "TokenTree | None"

@@ -9,7 +9,7 @@ trees of their kind for the others.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.kernels.numbers import whole
 from heavypath.speculative.costs.estimates import estimated_for, estimates
 from heavypath.speculative.costs.roofline import Work
-from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
@@ -132,43 +131,13 @@ def usual_acceptance(method: str, draft: Draft, temperature: float) -> Usual:
     return usual.by_a_sample() if by_a_sample else usual
 
 
-class TreesByBatch:
-    """The trees of steps at each number of running sequences.
+def tokens_of_tree(tree: TokenTree | Growth, usual: Usual) -> float:
+    """The tokens that a step is expected to bring; trees that grow count as the best static tree of their size."""
+    from heavypath.speculative.trees.planning import expected_tokens
 
-    by_batch: {sequences: the tree, or how trees grow}; a number between these takes the nearest's, see `standing_for`
-    besides: what may be drafted instead at any number
-    """
-
-    def __init__(self, by_batch: Mapping[int, TokenTree | Growth], *besides: TokenTree | Growth):
-        self.by_batch, self._besides = dict(sorted(by_batch.items())), besides
-
-    @property
-    def trees(self) -> tuple[TokenTree | Growth, ...]:
-        """All trees that may be drafted, each once: `others` of a `StepPlan`."""
-        return tuple(dict.fromkeys((*self.by_batch.values(), *self._besides)))
-
-    def of(self, running: int) -> TokenTree | Growth:
-        """The tree or growth that is drafted while so many sequences run."""
-        return self.by_batch[standing_for(running, self.by_batch)]
-
-
-def trees_up_to(
-    most: int, batches: Iterable[int], tree_at: Callable[[int], TokenTree | Growth], method: str, *, rests: bool
-) -> TreesByBatch:
-    """The trees for 1 to `most` running sequences.
-
-    batches: for which trees can be found; tree_at: finds one for such a number of sequences
-    rests: whether the draft may rest, so that a tree may be the root alone
-    """
-    known = [*batches]
-    needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
-    trees = {batch: tree_at(batch) for batch in needed}
-    if len(trees[needed[0]]) == 1:  # where one sequence does not gain by drafts, several do not either
-        return TreesByBatch({needed[0]: trees[needed[0]]})
-    if not rests:
-        smallest = METHODS[method].tree_of(2)
-        trees = {batch: tree if len(tree) > 1 else smallest for batch, tree in trees.items()}
-    return TreesByBatch(trees)
+    static = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth) if isinstance(tree, Growth) else tree
+    assert isinstance(static, TokenTree)
+    return expected_tokens(static, usual.rates())
 
 
 def default_tree(

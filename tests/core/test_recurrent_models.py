@@ -14,6 +14,7 @@ from rounding import SMALL_MODEL
 from texts_with_rules import left_padded
 from tiny_models import exact_law, tiny_llama
 from transformers.generation import logits_process as theirs
+from tree_policies import Scripted
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
@@ -33,6 +34,7 @@ from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.recurrent import probe
 from heavypath.speculative.models.recurrent.cache import HybridCache
 from heavypath.speculative.models.recurrent.forward import RecurrentForward
+from heavypath.speculative.trees.tree import ROOT
 from heavypath.speculative.walking import Extent, walk
 
 PROMPTS = ([3, 17, 4, 41, 6, 2, 22, 50, 3, 6, 11], [6, 29, 7], [9, 1, 12, 7, 4, 44])
@@ -288,15 +290,10 @@ def test_requests_that_join_and_leave_a_service_get_the_texts_of_generate(kind):
 @some(FOUR[0], FOUR[3])
 def test_a_draft_that_rests_reads_later_what_it_missed(kind, monkeypatch):
     """It is the target, so that nothing is rejected as long as its state is that of the text."""
-    from heavypath.speculative.resting import Gain
-    from heavypath.speculative.trees.tree import ROOT
-    from heavypath.speculative.trees_by_batch import TreesByBatch
-
     target, tree = recurrent(kind, 5), TokenTree.chain(2)
     decoder = SpeculativeDecoder(target, target, "ersd")
     sizes = [tree, tree, ROOT, ROOT, ROOT, tree, tree, ROOT, tree] * 9
-    monkeypatch.setattr(decoder.trees, "first", lambda *_: (ROOT, TreesByBatch({1: ROOT}, tree)))
-    monkeypatch.setattr(Gain, "after", lambda *_: sizes.pop())
+    decoder.trees = Scripted([ROOT, tree], sizes.pop)
     out = decoder.generate(**BATCH, max_new_tokens=40, temperature=1.2, pad_token_id=0)
     assert out.stats.replans
     assert out.stats.acceptance_by_depth[0] == 1.0

@@ -7,6 +7,7 @@ import torch
 from drafted_cases import steps_of
 from played_steps import PADDING, PROMPTS
 from tiny_models import tiny_llama
+from tree_policies import Scripted
 
 from heavypath.kernels.commit import StateField
 from heavypath.speculative import (
@@ -24,8 +25,6 @@ from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.resting import Gain
-from heavypath.speculative.tree_choice import TreesByBatch
 from heavypath.speculative.trees.tree import ROOT
 
 VOCAB = 40
@@ -114,8 +113,7 @@ def test_a_draft_that_rested_knows_the_text_written_meanwhile(name, method, temp
     monkeypatch.setattr(Recall, "learn", lambda *_: None)
     target, chain, turns = tiny_llama(1), TokenTree.chain(3), random.Random(0)
     decoder = SpeculativeDecoder(target, DRAFTS[name], method)
-    monkeypatch.setattr(decoder.trees, "first", lambda *_: (ROOT, TreesByBatch({1: ROOT}, chain)))
-    monkeypatch.setattr(Gain, "after", lambda *_: turns.choice([ROOT, chain]))
+    decoder.trees = Scripted([ROOT, chain], lambda: turns.choice([ROOT, chain]))
     options = {"max_new_tokens": 60, "temperature": temperature, "eos_token_id": None, "attention_mask": PADDING}
     out, steps = steps_of(decoder, PROMPTS, **options)
     plain = SpeculativeDecoder(target, None, "autoregressive").generate(PROMPTS, **options)

@@ -1,6 +1,7 @@
 """Trees that change while a text is decoded: the choice by hand, the law of the text, and what drafts must be told."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ from head_cases import head_of
 from played_steps import PADDING, PROMPTS, Tape
 from profile_cases import WAYS, counts, greedy_counts, profile_of
 from tiny_models import tiny_llama
+from tree_policies import Scripted
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import LOSSLESS_METHODS, Cascade, SpeculativeDecoder, TokenTree
-from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.kinds import describe
-from heavypath.speculative.replanning import EVERY, HALF_LIFE, WEIGHT, Replanner, Shapes, ValuedShape, _together
+from heavypath.speculative.tree_by_profile import EVERY, HALF_LIFE, WEIGHT, BestShape, Shapes, ValuedShape, _together
 from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
 
 ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]
@@ -34,8 +35,8 @@ def profile(target=None, draft=None, accepted=ACCEPTED):
 def replanner(rates, *shapes):
     shapes = shapes or (ValuedShape(CHAIN, CHAIN, {1: 1.3}), ValuedShape(WIDE, WIDE, {1: 1.0}))
     plan = StepPlan(None, None, shapes[0].tree, None, tuple(shape.tree for shape in shapes))
-    chooser = Replanner(plan, Shapes(shapes, torch.tensor(rates, dtype=torch.float64)))
-    return chooser, lambda counts: chooser.replanned(plan, EVERY, 1, counts).tree
+    chooser = BestShape(plan, Shapes(shapes, torch.tensor(rates, dtype=torch.float64)))
+    return chooser, lambda counts: chooser(1, EVERY, counts)
 
 
 def counted(offered, accepted):
@@ -112,24 +113,23 @@ def test_fewer_steps_are_taken_where_more_is_accepted_than_the_profile_says(meth
     assert tree in str(out.stats)
 
 
-class Schedule(Watcher):
-    """Stands in the place of `Replanner`: a deep tree twice, and then shallow and deep ones in turn.
+def schedule(deep, shallow, delay):
+    """A deep tree twice, and then shallow and deep ones in turn.
 
     delay: 1 where the host sees each step only after the next one, and chooses for the step behind that
     """
+    steps = count(2 + delay)
 
-    def __init__(self, deep, shallow, delay):
-        self.deep, self.shallow = deep, shallow
-        self.step = 1 + delay
+    def next_tree():
+        step = next(steps)
+        return shallow if step > 2 and step % 2 else deep
 
-    def replanned(self, plan, steps, running, looked):
-        self.step += 1
-        return replace(plan, tree=self.shallow if self.step > 2 and self.step % 2 else self.deep)
+    return Scripted([deep, shallow], next_tree)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["head", "cascade", "model"])
-def test_drafts_are_told_what_deeper_trees_before_have_accepted(kind, as_on_a_gpu, monkeypatch):
+def test_drafts_are_told_what_deeper_trees_before_have_accepted(kind, as_on_a_gpu):
     """On a GPU the host does not know how much is new, and the step before may have drafted more levels than this."""
     target, model, other = (tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 2, 6))
     draft = {
@@ -141,9 +141,7 @@ def test_drafts_are_told_what_deeper_trees_before_have_accepted(kind, as_on_a_gp
 
     def decoded(delay):
         decoder = SpeculativeDecoder(target, draft, "sequoia", tree=deep)
-        plan_of = decoder._plan
-        monkeypatch.setattr(decoder, "_plan", lambda request: replace(plan_of(request), others=(deep, shallow)))
-        monkeypatch.setattr(decoder.trees, "changing", lambda *_: [Schedule(deep, shallow, delay)])
+        decoder.trees = schedule(deep, shallow, delay)
         options = {"attention_mask": PADDING, "max_new_tokens": 16, "pad_token_id": 0, "temperature": 4.0, "seed": 4}
         return decoder.generate(PROMPTS, **options)
 

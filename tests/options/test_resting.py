@@ -7,16 +7,16 @@ import pytest
 import torch
 from played_steps import PADDING, PROMPTS
 from tiny_models import tiny_llama
+from tree_policies import Scripted
 
 from heavypath.speculative import SpeculativeDecoder, TokenTree
+from heavypath.speculative.adapting import FIRST, LONGER, LOOK, LOSS, MOST, READING, TRY, Rest
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.resting import FIRST, LONGER, LOOK, LOSS, MOST, READING, TRY, Gain
-from heavypath.speculative.tree_choice import TreesByBatch
+from heavypath.speculative.tree_choice import tokens_of_tree
 from heavypath.speculative.trees.tree import ROOT
 
 TREE = TokenTree.chain(2)
-TREES = TreesByBatch({1: TREE})
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_draft_that_knows_nothing_rests_and_the_text_stays(method, temperature
     target, drafts, prompt = pairs
     options = {"max_new_tokens": 60, "temperature": temperature, "eos_token_id": None, "seed": 3}
     decoder = SpeculativeDecoder(target, drafts["bad"], method)
-    with caplog.at_level(logging.INFO, "heavypath.speculative.resting"):
+    with caplog.at_level(logging.INFO, "heavypath.speculative.adapting"):
         first, second = (decoder.generate(prompt, **options) for _ in range(2))
     expected = SpeculativeDecoder(target, None, "autoregressive").generate(prompt, **options)
     assert torch.equal(first.sequences, expected.sequences)
@@ -50,7 +50,7 @@ def test_a_draft_that_knows_nothing_rests_and_the_text_stays(method, temperature
     assert first.stats.replans[0][0] <= 16
     assert sizes_of(second.stats)[0] == 1, "the decoder has learned it"
     assert len(caplog.records) == 1
-    assert "the draft rests, which changes no text" in caplog.text
+    assert "the draft rests: by the costs of steps it does not pay" in caplog.text
 
 
 def test_a_draft_that_pays_does_not_rest(pairs):
@@ -120,8 +120,7 @@ def test_a_draft_that_rests_from_the_first_step_on_reads_the_prompt_later(prompt
     """Its rows are those of the text, or less would be accepted: it is the target, and wins the same races."""
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, target, "ersd")
-    monkeypatch.setattr(decoder.trees, "first", lambda *_: (ROOT, TreesByBatch({1: ROOT}, TREE)))
-    monkeypatch.setattr(Gain, "after", lambda *_: TREE)
+    decoder.trees = Scripted([ROOT, TREE], lambda: TREE)
     options = {"temperature": 1.5, "eos_token_id": None, "attention_mask": PADDING[:, -prompts.shape[1] :]}
 
     def accepted():
@@ -135,15 +134,14 @@ def test_a_draft_that_rests_from_the_first_step_on_reads_the_prompt_later(prompt
 
 
 def gain_with(level, read=0.0, models=(None,)):
-    """The `Gain` of a draft whose level costs this share of a step."""
+    """The `Rest` of a draft whose level costs this share of a step; few of its tokens are expected to be accepted."""
 
-    class Fixed(Gain):
+    class Fixed(Rest):
         _share_of_trials = LOSS - READING * read
 
-        def _cost(self, tree, running):
-            return 1 + level * tree.depth
-
-    return Fixed(None, type("SomeDraft", (Draft,), {"models": models})())
+    draft = type("SomeDraft", (Draft,), {"models": models})()
+    usual = draft.usual_acceptance(0.0)
+    return Fixed(None, draft, lambda tree, running: 1 + level * tree.depth, lambda tree: tokens_of_tree(tree, usual))
 
 
 def run(gain, tokens, steps, tree=TREE):
@@ -194,7 +192,9 @@ def test_a_draft_that_reads_too_slowly_is_tried_again_in_a_later_text_alone():
 
 
 def test_a_draft_that_would_not_pay_if_all_was_accepted_never_drafts():
-    assert gain_with(1.0).first(TREE, 1) is None
+    assert gain_with(1.0).never_drafts(TREE, 1)
+    assert gain_with(1.0).first(TREE, 1) == ROOT
+    assert not gain_with(0.9).never_drafts(TREE, 1)
     assert gain_with(0.9).first(TREE, 1) == ROOT, "it may pay, and is not expected to"
     assert gain_with(0.1).first(TREE, 1) == TREE
     assert gain_with(0.1).first(ROOT, 64) == ROOT, "a batch that drafts nothing may close up"
@@ -218,7 +218,7 @@ def test_a_draft_without_weights_loses_less_and_is_tried_sooner(level):
 def test_the_gain_of_the_shipped_pair_falls_with_the_batch(pairs):
     target, drafts, _ = pairs
     decoder = SpeculativeDecoder(target, drafts["good"])
-    gains = [decoder.trees._estimated.gain.of(2.0, decoder.tree, batch) for batch in (1, 2, 4, 8, 16)]
+    gains = [2 / decoder.trees.cost(decoder.tree, batch) for batch in (1, 2, 4, 8, 16)]
     assert gains == sorted(gains, reverse=True)
     assert 1.1 < gains[0] < 1.5, "docs/results.md has it measured"
     assert gains[-1] < 1

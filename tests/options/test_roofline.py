@@ -129,4 +129,4 @@ def test_the_tree_of_this_gpu_has_few_levels():
     for method in METHODS:
         decoder = SpeculativeDecoder(pair[0], None if method == "autoregressive" else pair[1], method)
         assert decoder.tree.depth <= 8
-        assert torch.cuda.get_device_name() in decoder.trees.tree_from
+        assert torch.cuda.get_device_name() in decoder.trees.chosen_by

@@ -200,7 +200,7 @@ def test_a_step_costs_reading_until_its_products_take_longer(shared, demo_pair, 
 def test_the_default_tree_has_dozens_of_nodes_and_a_prompt_goes_through_in_one_pass(demo_pair, model, ids):
     decoder, taken = SpeculativeDecoder(model, demo_pair[1]), []
     assert len(decoder.tree) == 64
-    assert decoder.trees.tree_from == "by costs estimated for 0.0273 GB that each pass reads"
+    assert decoder.trees.chosen_by == "by costs estimated for 0.0273 GB that each pass reads"
     trees = decoder.trees.by_batch(Filters(0.0), 8)
     assert [len(trees.of(running)) for running in (1, 4, 8)] == [64, 16, 8], "a batch shares the nodes that are free"
     stream_of(model).on_take = taken.append

@@ -1,6 +1,5 @@
 """Trees that follow the batch: no text is another one for them, drafts that rested know the text, costs choose well."""
 
-import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ from head_cases import head_of
 from played_steps import PADDING, PROMPTS
 from profile_cases import counts, greedy_counts, profile_of
 from tiny_models import tiny_llama
+from tree_policies import Scripted, at_random
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
@@ -28,40 +28,20 @@ from heavypath.speculative.costs.estimates import estimates
 from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import BATCHES, Costs, CostsByBatch, standing_for
-from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.replanning import EVERY, Replanner, Shapes
-from heavypath.speculative.tree_choice import TreesByBatch, tree_by_estimates, trees_up_to, usual_acceptance
+from heavypath.speculative.tree_by_profile import EVERY, BestShape, Shapes
+from heavypath.speculative.tree_choice import tree_by_estimates, usual_acceptance
+from heavypath.speculative.tree_policy import trees_up_to
 from heavypath.speculative.trees.growth import Growth
 
 ROOT, CHAIN, STAR, WIDE = TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 1), TokenTree([-1, 0, 1, 1, 0])
 IDS = torch.tensor([4, 0, 7])
 FAST = Device(3.35e12, 989e12, 62e12)
-
-
-class AtRandom(Watcher):
-    """Stands in the place of `FollowBatch`: another tree before each step, the smallest among them."""
-
-    def __init__(self, trees, seed=0):
-        self.trees, self.random = trees, random.Random(seed)
-        self.chosen = []
-
-    def replanned(self, plan, steps, running, looked):
-        self.chosen.append(self.random.choice(self.trees))
-        return replace(plan, tree=self.chosen[-1])
-
-
-def at_random(monkeypatch, decoder, trees, chooser=AtRandom):
-    """Have a decoder take these trees at random, from a generation's first step on."""
-    choosers = []
-    monkeypatch.setattr(decoder.trees, "first", lambda *_: (trees[0], TreesByBatch(dict(enumerate(trees, 1)))))
-    monkeypatch.setattr(decoder.trees, "changing", lambda *_: choosers.append(chooser(trees)) or [choosers[-1]])
-    return choosers
 
 
 def continued(decoder, new=24, **options):
@@ -71,7 +51,7 @@ def continued(decoder, new=24, **options):
 
 @pytest.mark.parametrize("kind", ["model", "early exit", "lookup", "head"])
 @pytest.mark.few(2)
-def test_no_text_is_another_one_for_trees_that_change_at_random(kind, monkeypatch):
+def test_no_text_is_another_one_for_trees_that_change_at_random(kind):
     """In a ragged batch that closes up, since texts end at token 6; drafts that can catch up rest at times."""
     target = tiny_llama(1, layers=3)
     draft = {
@@ -81,21 +61,21 @@ def test_no_text_is_another_one_for_trees_that_change_at_random(kind, monkeypatc
     options = {"temperature": 0.9, "eos_token_id": 6}
     decoder = SpeculativeDecoder(target, draft, "ersd")
     trees = [*([ROOT] if kind in ("model", "early exit") else []), TokenTree.chain(1), CHAIN, STAR, WIDE]
-    choosers = at_random(monkeypatch, decoder, trees)
+    decoder.trees = at_random(trees)
     plain = SpeculativeDecoder(target, None, "autoregressive")
     for seed in range(3):
         out = continued(decoder, seed=seed, **options)
         assert torch.equal(out.sequences, continued(plain, seed=seed, **options).sequences)
-        assert len({*choosers[-1].chosen}) >= 3
+        assert len({*decoder.trees.chosen}) >= 3
         assert out.stats.replans
 
 
 @pytest.mark.parametrize("method", ["dyspec", "eagle-2"])
-def test_trees_that_grow_change_with_static_ones_and_the_text_stays(method, monkeypatch):
+def test_trees_that_grow_change_with_static_ones_and_the_text_stays(method):
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, tiny_llama(2, layers=1), method)
     by = decoder.tree.by
-    at_random(monkeypatch, decoder, [ROOT, Growth(by, 5, 2, 3), Growth(by, 3, 2, 2), Growth(by, 2, 1, 1)])
+    decoder.trees = at_random([ROOT, Growth(by, 5, 2, 3), Growth(by, 3, 2, 2), Growth(by, 2, 1, 1)])
     expected = continued(SpeculativeDecoder(target, None, "autoregressive"), temperature=0.0, eos_token_id=6)
     assert torch.equal(continued(decoder, temperature=0.0, eos_token_id=6).sequences, expected.sequences)
 
@@ -109,28 +89,22 @@ def test_a_draft_that_rested_knows_the_text_before_it_drafts_again(first, monkey
     """The draft is the target, and both win their races: a row that it lacks would show in what is accepted."""
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, target, "ersd")
-    choosers = at_random(monkeypatch, decoder, [first, ROOT, CHAIN])
+    decoder.trees = at_random([first, ROOT, CHAIN])
     stats = [continued(decoder, 40, temperature=1.5, eos_token_id=None, seed=seed).stats for seed in range(3)]
     assert all(map(accepts_everything, stats))
     monkeypatch.setattr(Workspace, "_catch_up", lambda *_: None)
     stats = [continued(decoder, 40, temperature=1.5, eos_token_id=None, seed=seed).stats for seed in range(3)]
     assert not any(map(accepts_everything, stats)), "without the rows less would be accepted"
-    turns = list(zip([first, *choosers[0].chosen], choosers[0].chosen, strict=False))
+    turns = list(zip([first, *decoder.trees.chosen], decoder.trees.chosen, strict=False))
     assert sum(before == ROOT != after for before, after in turns) >= 2
 
 
 @pytest.mark.parametrize("first", [ROOT, CHAIN], ids=["from the first step on", "at the end"])
-def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(first, monkeypatch):
+def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(first):
     target, draft = tiny_llama(1), tiny_llama(1)  # another model of equal weights
-
-    class Once(AtRandom):
-        def replanned(self, plan, steps, running, looked):
-            return replace(plan, tree=ROOT)
-
-    with monkeypatch.context() as patch:
-        resting = SpeculativeDecoder(target, draft, "ersd")
-        at_random(patch, resting, [first, CHAIN, ROOT], Once)
-        before = continued(resting, 16, temperature=1.5, eos_token_id=None)
+    resting = SpeculativeDecoder(target, draft, "ersd")
+    resting.trees = Scripted([first, CHAIN, ROOT], lambda: ROOT)
+    before = continued(resting, 16, temperature=1.5, eos_token_id=None)
     decoder = SpeculativeDecoder(target, draft, "ersd", tree=CHAIN)
     for row, mask in zip(before.sequences, PADDING, strict=True):
         prompt = row[int((mask == 0).sum()) :][None]
@@ -363,9 +337,9 @@ def test_re_planning_takes_the_costs_of_as_many_sequences_as_run():
     assert {*shapes.shapes[0].costs} == {1, 4, 8}
     assert min(len(shape.planned) for shape in shapes.shapes) == 2, "nothing is learned without a draft"
     first = StepPlan(None, None, shapes.trees[0], None, shapes.trees)
-    choose = Replanner(first, shapes)
+    choose = BestShape(first, shapes)
     nothing = torch.zeros(2, first.depth * first.branching, dtype=torch.long)
-    sizes = [len(choose.replanned(first, EVERY, running, nothing).tree) for running in (1, 4, 8)]
+    sizes = [len(choose(running, EVERY, nothing)) for running in (1, 4, 8)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[2] == 2
 

@@ -1,4 +1,4 @@
-"""Change the tree while a text is decoded: to the best of a few shapes for the tokens accepted in this text so far.
+"""Trees by a profile: the best for each number of running sequences, and with `replan` by what is accepted of a text.
 
 A profile says how much is accepted on average. Some texts are easier for the draft and some harder, and one text may
 change half way. So every EVERY steps the host looks at the counts; a count is worth half after HALF_LIFE steps. Child j
@@ -14,7 +14,7 @@ The next steps draft the fastest shape, by the costs for as many sequences as ar
 on a GPU each is captured once. They are the best trees where the profile's shares are multiplied by SCALES, for each of
 the profile's batches up to this one. A child that was never offered is believed to be s times as good as usual. As
 counts fade, the profile is believed again, so that larger trees are tried again by themselves. Each shape drafts a
-level at least, since nothing is learned without a draft.
+level at least, since nothing is learned without a draft; whether to draft at all is decided by `adapting.Rest`.
 
 The choice depends on steps that are over, and on a GPU not on the last of them either. So the draws and the
 verification of a step follow the target's law with any choice. A text depends on the choice, though, as it does on the
@@ -24,25 +24,31 @@ Source: Sequoia (Chen et al. 2024) plans once; that acceptance is measured while
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.adapting import Adapting, Rest
 from heavypath.speculative.costs.table import standing_for
+from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.engine import Watcher
-from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.rules import OWN
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.methods import Method
+from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.tree_choice import TreesByBatch, as_drafted, best_plan, top, trees_up_to
+from heavypath.speculative.tree_choice import as_drafted, best_plan, top
+from heavypath.speculative.tree_policy import TreePolicy, TreesByBatch, given_trees, trees_up_to
 from heavypath.speculative.trees.growth import Growth
-from heavypath.speculative.trees.planning import node_probabilities
+from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -51,6 +57,32 @@ EVERY = 4  # steps between two choices
 HALF_LIFE = 8  # steps
 WEIGHT = 6.0  # counts that the profile's acceptance is worth
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # of the profile's shares, for each of which there is a shape
+
+
+def profile_of(method: str, row: Method, options: Mapping[str, Any]) -> "Profile | None":
+    """The profile that a decoder was given, or None; ValueError where the decoder cannot have one, or needs one.
+
+    options: of the decoder
+    """
+    given, replan, others = options.get("profile"), options.get("replan", False), given_trees(options)
+    if given is not None and row.verification == OWN:
+        raise ValueError(
+            "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
+            "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
+        )
+    if given is not None and not row.is_lossless:
+        raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
+    if replan and given is None:
+        raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
+    if replan and method == "autoregressive":
+        raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
+    if given is None:
+        return None
+    if others:
+        raise ValueError(f"a profile says what trees to take; leave out {', '.join(others)}")
+    if not isinstance(given, Profile | str | PathLike):
+        raise TypeError(f"profile must be a Profile or the file of one, got {given!r}")
+    return given if isinstance(given, Profile) else Profile.load(Path(given))
 
 
 class ValuedShape(NamedTuple):
@@ -105,18 +137,61 @@ class Shapes(NamedTuple):
         return tuple(shape.tree for shape in self.shapes)
 
 
-class ProfileTrees:
-    """The trees of a decoder with a profile, for each way to sample and each number of sequences, computed once."""
+class TreeByProfile(TreePolicy):
+    """The trees of a decoder with a profile, for each way to sample and each number of sequences, computed once.
 
-    def __init__(self, profile: Profile, method: str, draft: Draft | None):
-        self._profile, self._method, self._draft = profile, method, draft
+    replan: whether trees are chosen anew by the tokens that were accepted of a text
+    """
+
+    chosen_by = "by the profile"
+
+    def __init__(
+        self, profile: Profile, method: str, row: Method, target: Forward, draft: Draft | None, *, replan: bool = False
+    ):
+        self._profile, self._method, self._row = profile, method, row
+        self._target, self._draft, self._replan = target, draft, replan
         self._trees: dict[tuple[Filters, int], TokenTree | Growth] = {}
         self._shapes: dict[tuple[Filters, int], Shapes] = {}
+        self._rests: dict[Filters, Rest] = {}
 
-    def up_to(self, most: int, filters: Filters, rests: bool = True) -> TreesByBatch:
-        """The trees that are best on average for 1 to `most` running sequences; rests: as of `EstimatedTrees.up_to`."""
-        batches, rests = self._profile.costs.batches, rests and (self._draft or NO_DRAFT).can_rest
-        return trees_up_to(most, batches, partial(self._tree, filters), self._method, rests=rests)
+    def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
+        """See `TreePolicy`; the trees that are best on average."""
+        rests = rests and (self._draft or NO_DRAFT).can_rest
+        return trees_up_to(most, self._profile.costs.batches, partial(self._tree, filters), self._method, rests=rests)
+
+    def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
+        """See `TreePolicy`."""
+        if not self._replan:
+            return super().tree(filters, running)
+        tree, rest = self.shapes(filters, running).trees[0], self._rest(filters)
+        return tree if rest is None else rest.first(tree, running)
+
+    def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
+        """See `TreePolicy`."""
+        if not self._replan:
+            return super().candidates(filters, batch)
+        trees = self.shapes(filters, batch).trees
+        return trees if self._rest(filters) is None else (*trees, ROOT)
+
+    def for_serving(self, slots: int) -> TreesByBatch:
+        """See `TreePolicy`; the tree for all slots where a text depends on its tree: it must not depend on others."""
+        plain = Filters()
+        trees = self.by_batch(plain, slots, rests=False)
+        return trees if self._row.texts_ignore_trees(plain) else TreesByBatch({1: trees.of(slots)})
+
+    def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
+        """See `TreePolicy`."""
+        if not self._replan:
+            trees = self.by_batch(filters, batch)
+            return Adapting(lambda running, *_: trees.of(running))
+        shapes, rest = self.shapes(filters, batch), self._rest(filters)
+        if rest is not None:
+            rest.begin(plan.tree, rests=plan.tree != shapes.trees[0])
+        return Adapting(BestShape(plan, shapes), rest, counts=True)
+
+    def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
+        """See `TreePolicy`; with `replan` any shape may be drafted in any batch."""
+        return None if self._replan else super().to_warm_up(filters, batch)
 
     def shapes(self, filters: Filters, most: int = 1) -> Shapes:
         """The shapes that may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
@@ -126,6 +201,25 @@ class ProfileTrees:
             self._shapes[key] = shapes = Shapes.of(self._profile, self._method, filters, levels, most)
             logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
         return self._shapes[key]
+
+    def _rest(self, filters: Filters) -> Rest | None:
+        """What has the draft rest for texts that are sampled so; None for a draft that cannot catch up."""
+        if self._draft is None or not self._draft.can_rest:
+            return None
+        if filters not in self._rests:
+            self._rests[filters] = Rest(self._target, self._draft, self._cost, partial(self._expected, filters))
+        return self._rests[filters]
+
+    def _expected(self, filters: Filters, tree: Shape) -> float:
+        """The tokens that a step with one of the shapes brings on average."""
+        known = [shapes for (sampled, _), shapes in self._shapes.items() if sampled == filters]
+        planned = next(shape.planned for shapes in known for shape in shapes.shapes if shape.tree == tree)
+        return expected_tokens(planned, known[0].rates)
+
+    def _cost(self, tree: Shape, running: int) -> float:
+        """A step with a tree, in steps of plain decoding of as many sequences, as it was measured."""
+        costs = self._profile.costs.at(standing_for(running, self._profile.costs.batches))
+        return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
 
     def _tree(self, filters: Filters, batch: int) -> TokenTree | Growth:
         if self._draft is None:
@@ -144,8 +238,8 @@ class ProfileTrees:
         return self._trees[filters, batch]
 
 
-class Replanner(Watcher):
-    """Chooses among the shapes of one generation."""
+class BestShape:
+    """Chooses among the shapes of one generation, by what was accepted of it so far."""
 
     def __init__(self, plan: StepPlan, shapes: Shapes):
         """plan: of the first steps, which names all shapes' trees."""
@@ -158,22 +252,20 @@ class Replanner(Watcher):
         self._expected[:rows, :children] = _shares(shapes.rates)[:rows, :children]
         self._before = torch.zeros(2, *self._expected.shape, dtype=torch.float64, device="cpu")
         self._counts = torch.zeros_like(self._before)
+        self._best = self._shapes[0].tree
 
-    def looks_at(self, state: Sequences) -> Tensor:
-        """The counts of all steps."""
-        return state.counts
-
-    def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
-        """The plan of the next steps."""
+    def __call__(self, running: int, steps: int, counts: Tensor | None) -> Shape:
+        """The best tree for `running` sequences after `steps` steps; counts: LongTensor[2, any], see `commit`."""
         if steps % EVERY:
-            return plan
-        assert looked is not None
-        counts = looked[:, : self._expected.numel()].view_as(self._before).double()
-        self._counts = self._counts * 0.5 ** (EVERY / HALF_LIFE) + counts - self._before
-        self._before = counts
+            return self._best
+        assert counts is not None
+        table = counts[:, : self._expected.numel()].view_as(self._before).double()
+        self._counts = self._counts * 0.5 ** (EVERY / HALF_LIFE) + table - self._before
+        self._before = table
         tokens = self._has @ node_probabilities(self._nodes, self.rates()).numpy()
         costs = self._costs[standing_for(running, self._costs)]
-        return replace(plan, tree=self._shapes[int((tokens / costs).argmax())].tree)
+        self._best = self._shapes[int((tokens / costs).argmax())].tree
+        return self._best
 
     def rates(self) -> Tensor:
         """The acceptance of this text, as far as it is known: fp64 [depth, child]."""

@@ -1,0 +1,274 @@
+"""Which tree a step drafts: the policy of a decoder, chosen once.
+
+    FixedTree       one tree: that of the options, or one that was set later
+    TreeByCosts     by default: the best by estimated costs, for as many sequences as are running
+    TreeByProfile   the best by the measurements of `heavypath calibrate`, see `tree_by_profile`
+
+A batch of B sequences verifies B n rows, so large batches want small trees, down to the root alone, which is plain
+decoding: from some batch on a drafted token costs more than it brings. The number of running sequences is rounded to a
+few, so that there are few trees and, on a GPU, few graphs. While steps draft nothing the draft reads nothing, it rests;
+before it drafts again `Workspace.turn` gives it what it has missed. Drafts that cannot be given that have trees of one
+drafted token at least.
+
+A sampled text depends on the trees that it is drafted by, as one sample of a distribution differs from another. It does
+not at temperature 0 and where tokens are the outcomes of races (ersd): there trees follow the batch by themselves, also
+while sequences end. Elsewhere they do with a profile alone, whose user has asked for the trees that are fastest. A
+default tree is that of one sequence, or none for a whole generation where the batch would be slower by it than plain
+decoding.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.costs.estimates import estimates
+from heavypath.speculative.costs.table import BATCHES, Costs, standing_for
+from heavypath.speculative.decoding.drafters import Shape
+from heavypath.speculative.decoding.engine import Watcher
+from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.methods import METHODS, Method
+from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.names import load
+from heavypath.speculative.options import TreeOptions
+from heavypath.speculative.tree_choice import (
+    chosen_tree,
+    is_toy,
+    tokens_of_tree,
+    tree_by_estimates,
+    usual_acceptance,
+)
+from heavypath.speculative.trees.growth import Growth
+from heavypath.speculative.trees.tree import ROOT, TokenTree
+
+if TYPE_CHECKING:
+    from heavypath.speculative.adapting import Rest
+
+logger = logging.getLogger(__name__)
+
+
+class TreesByBatch:
+    """The trees of steps at each number of running sequences.
+
+    by_batch: {sequences: the tree, or how trees grow}; a number between these takes the nearest's, see `standing_for`
+    """
+
+    def __init__(self, by_batch: Mapping[int, TokenTree | Growth]):
+        self.by_batch = dict(sorted(by_batch.items()))
+
+    @property
+    def trees(self) -> tuple[TokenTree | Growth, ...]:
+        """All trees that may be drafted, each once."""
+        return tuple(dict.fromkeys(self.by_batch.values()))
+
+    def of(self, running: int) -> TokenTree | Growth:
+        """The tree or growth that is drafted while `running` sequences are decoded."""
+        return self.by_batch[standing_for(running, self.by_batch)]
+
+
+def trees_up_to(
+    most: int, batches: Iterable[int], tree_at: Callable[[int], TokenTree | Growth], method: str, *, rests: bool
+) -> TreesByBatch:
+    """The trees for 1 to `most` running sequences.
+
+    batches: for which trees can be found; tree_at: finds one for such a number of sequences
+    rests: whether the draft may rest, so that a tree may be the root alone
+    """
+    known = [*batches]
+    needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
+    trees = {batch: tree_at(batch) for batch in needed}
+    if len(trees[needed[0]]) == 1:  # where one sequence does not gain by drafts, several do not either
+        return TreesByBatch({needed[0]: trees[needed[0]]})
+    if not rests:
+        smallest = METHODS[method].tree_of(2)
+        trees = {batch: tree if len(tree) > 1 else smallest for batch, tree in trees.items()}
+    return TreesByBatch(trees)
+
+
+class TreePolicy:
+    """Chooses trees; the base of all policies. One's own may take the place of `SpeculativeDecoder.trees`.
+
+    It has `by_batch`, or `tree` and `candidates`. Sampled texts depend on what it chooses, their distribution does not.
+
+    alone: the tree of one sequence; None where that depends on how the target is sampled
+    chosen_by: what it chooses by, in words
+    """
+
+    alone: TokenTree | Growth | None = None
+    chosen_by = "by a policy of your own"
+
+    def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
+        """The trees while 1 to `most` sequences are decoded together, where the target is sampled by `filters`.
+
+        rests: whether steps may draft nothing and later ones draft again, which asks for `Workspace.turn`
+        """
+        raise NotImplementedError
+
+    def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
+        """The tree for so many sequences. It is asked before the first step, and between steps if there are others."""
+        return self.by_batch(filters, running).of(running)
+
+    def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
+        """All trees that `tree` may give to a generation of `batch` sequences, at any of its steps."""
+        return self.by_batch(filters, batch).trees
+
+    def for_serving(self, slots: int) -> TreesByBatch:
+        """The trees for requests that come and go, each sampled in its own way."""
+        return self.by_batch(Filters(), slots, rests=False)
+
+    def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
+        """What chooses the trees of a generation's later steps, where `candidates` are several."""
+        return load("Adapting")(lambda running, *_: self.tree(filters, running))
+
+    def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
+        """The tree of each number of running sequences; None where any of the candidates may be drafted at any."""
+        trees = self.by_batch(filters, batch)
+        return None if len(trees.trees) < 2 else trees.of
+
+    def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
+        """The gain of a tree over plain decoding that a generation had by estimated costs; None if there are none."""
+        return None
+
+    def in_words(self, tree: Shape, batch: int) -> str:
+        """The size of a batch's tree, and what it was chosen by."""
+        size = f"{len(tree)} nodes, {tree.depth} level{'s' * (tree.depth > 1)}" if tree.depth else "1 node, no draft"
+        return f"{size}, {self.chosen_by}"
+
+
+class FixedTree(TreePolicy):
+    """One tree, for any number of sequences. A static one is put into heavy-path order."""
+
+    def __init__(self, tree: TokenTree | Growth, chosen_by: str):
+        self.alone = tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+        self.chosen_by = chosen_by
+        self._trees = TreesByBatch({1: self.alone})
+
+    def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
+        """The one tree."""
+        return self._trees
+
+
+class TreeByCosts(TreePolicy):
+    """The best trees by estimated costs, where no option says anything of trees; see `tree_choice`."""
+
+    def __init__(self, method: str, row: Method, target: Forward, draft: Draft | None):
+        """row: of the method, verified as it will be."""
+        self.alone, self.chosen_by = chosen_tree(method, {}, target, draft)
+        self._method, self._row, self._target, self._draft = method, row, target, draft or NO_DRAFT
+        # A lookahead adds nodes of its own to each pass. The trees of a merge have a child of the root for each of its
+        # drafts. So their trees are the same in all batches.
+        self._is_fixed = self._draft.extra_nodes > 0 or self._draft.laws > 1
+        self._can_rest = draft is not None and draft.can_rest
+        self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
+        self._costs: dict[int, Costs] = {}
+
+    def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
+        """See `TreePolicy`; where texts depend on trees, one tree for all that a batch of `most` does.
+
+        A draft that cannot catch up with what was written while it rested drafts a token at least. But where plain
+        decoding is best for all `most` sequences, that is done until they have ended.
+        """
+        if not self._row.texts_ignore_trees(filters):
+            return TreesByBatch({1: self._for_the_whole_text(most, filters.temperature)})
+        if self._is_fixed:
+            return TreesByBatch({1: self.alone})
+        if rests and not self._can_rest and len(self._tree(standing_for(most, BATCHES), filters.temperature)) == 1:
+            return TreesByBatch({1: ROOT})
+        return trees_up_to(
+            most,
+            BATCHES,
+            lambda batch: self._tree(batch, filters.temperature),
+            self._method,
+            rests=rests and self._can_rest,
+        )
+
+    def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
+        """See `TreePolicy`; the root alone while the draft rests."""
+        tree = super().tree(filters, running)
+        return self.rest.first(tree, running) if self._may_rest(filters) else tree
+
+    def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
+        """See `TreePolicy`; the root among them where the draft may rest."""
+        trees = self.by_batch(filters, batch)
+        if not self._may_rest(filters):
+            return trees.trees
+        return (ROOT,) if self.rest.never_drafts(trees.of(batch), batch) else tuple(dict.fromkeys((*trees.trees, ROOT)))
+
+    def for_serving(self, slots: int) -> TreesByBatch:
+        """See `TreePolicy`; the tree of one sequence where a text depends on its tree: it must not depend on others."""
+        plain = Filters()
+        return self.by_batch(plain, slots if self._row.texts_ignore_trees(plain) else 1, rests=False)
+
+    def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
+        """See `TreePolicy`."""
+        trees, rest = self.by_batch(filters, batch), None
+        if self._may_rest(filters):
+            rest = self.rest
+            rest.begin(plan.tree, rests=plan.tree != trees.of(batch))
+        return load("Adapting")(lambda running, *_: trees.of(running), rest)
+
+    def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
+        """See `TreePolicy`."""
+        return None if len(tree) == 1 else stats.tokens_per_step / self.cost(tree, len(stats.tokens_of))
+
+    def in_words(self, tree: Shape, batch: int) -> str:
+        """See `TreePolicy`; of a tree that another number of sequences would not have, with that number."""
+        if tree == self.alone:
+            return super().in_words(tree, batch)
+        words = FixedTree(tree, f"by costs estimated for {batch} sequence{'s' * (batch > 1)}")
+        return words.in_words(tree, batch)
+
+    def cost(self, tree: Shape, running: int) -> float:
+        """A step with a tree, in steps of plain decoding of as many sequences, by estimates."""
+        batch = standing_for(running, BATCHES)
+        if batch not in self._costs:
+            self._costs[batch] = estimates(self._target, self._draft.models, batch)
+        costs = self._costs[batch]
+        return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
+
+    @cached_property
+    def rest(self) -> "Rest":
+        """What has the draft rest where it does not pay."""
+        usual = self._draft.usual_acceptance(0.0)
+        return load("Rest")(self._target, self._draft, self.cost, lambda tree: tokens_of_tree(tree, usual))
+
+    def _may_rest(self, filters: Filters) -> bool:
+        return self._can_rest and self._row.texts_ignore_trees(filters)
+
+    def _for_the_whole_text(self, batch: int, temperature: float) -> TokenTree | Growth:
+        """The tree of one sequence if it pays for a batch, else the root.
+
+        So sampled texts are the same in all batches that gain by drafts, and none is slower than plain decoding.
+        """
+        tree = self._tree(1, temperature)
+        if batch == 1 or self._is_fixed or len(tree) == 1 or is_toy(self._target):
+            return tree
+        tokens = tokens_of_tree(tree, usual_acceptance(self._method, self._draft, temperature))
+        return tree if tokens >= self.cost(tree, batch) else ROOT
+
+    def _tree(self, batch: int, temperature: float) -> TokenTree | Growth:
+        asked = batch, temperature == 0
+        if asked not in self._found:
+            tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature)
+            is_alone = batch == 1 and (tree == self.alone or is_toy(self._target))
+            assert self.alone is not None
+            self._found[asked] = self.alone if self._is_fixed or is_alone else tree
+            logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
+        return self._found[asked]
+
+
+def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forward, draft: Draft | None) -> TreePolicy:
+    """The policy of a decoder without a profile. Raises TypeError or ValueError for options that do not fit."""
+    given = given_trees(options)
+    if not given:
+        return TreeByCosts(method, row, target, draft)
+    return FixedTree(*chosen_tree(method, given, target, draft))
+
+
+def given_trees(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of trees that were given, but for a profile."""
+    names = [name for name in TreeOptions.__annotations__ if name not in ("profile", "replan")]
+    return {name: options[name] for name in names if options.get(name) is not None}

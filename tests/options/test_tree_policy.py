@@ -1,0 +1,48 @@
+"""A tree policy of one's own is asked before the first step and between steps; texts of ersd are the same with any."""
+
+import torch
+from played_steps import PADDING, PROMPTS
+from tiny_models import tiny_llama
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import SpeculativeDecoder, TokenTree
+from heavypath.speculative.tree_policy import FixedTree, TreeByCosts, TreePolicy
+
+
+class SmallInBatches(TreePolicy):
+    alone, together = TokenTree.chain(6), TokenTree.chain(2)
+
+    def tree(self, filters, running):
+        return self.alone if running == 1 else self.together
+
+    def candidates(self, filters, batch):
+        return (self.alone,) if batch == 1 else (self.together, self.alone)
+
+
+def ends_late(ids, scores):
+    """The second prompt goes on longest, alone."""
+    return ids.shape[1] >= PROMPTS.shape[1] + (20 if int(ids[0, 1]) == 6 else 6)
+
+
+def test_a_policy_of_ones_own_chooses_the_tree_of_each_step():
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    options = {"attention_mask": PADDING, "max_new_tokens": 24, "pad_token_id": 0, "stopping_criteria": [ends_late]}
+    decoder = SpeculativeDecoder(target, draft, "ersd")
+    decoder.trees = SmallInBatches()
+    out = decoder.generate(PROMPTS, temperature=0.9, **options)
+    assert out.stats.tree == "3 nodes, 2 levels, by a policy of your own"
+    assert [tree for _, tree in out.stats.replans] == ["7 nodes, 6 levels"]
+    plain = SpeculativeDecoder(target, None, "autoregressive").generate(PROMPTS, temperature=0.9, **options)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert decoder.generate(PROMPTS[:1], 4).stats.tree == "7 nodes, 6 levels, by a policy of your own"
+
+
+def test_a_decoder_chooses_its_policy_once_by_its_options():
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    by_default, given = SpeculativeDecoder(target, draft), SpeculativeDecoder(target, draft, tree_size=4)
+    assert type(by_default.trees) is TreeByCosts
+    assert type(given.trees) is FixedTree
+    assert given.trees.tree(Filters(0.6), 1) == given.trees.tree(Filters(0.6), 64) == given.tree
+    by_default.tree = TokenTree.chain(3)
+    assert type(by_default.trees) is FixedTree
+    assert by_default.trees.candidates(Filters(), 8) == (TokenTree.chain(3),)
