@@ -5,13 +5,13 @@ P_i is the target's distribution of the i-th new token, and Q_i the draft's. One
 
     1. Draft:   x_i ~ Q_i for i = 1, ..., k, one after the other.
     2. Score:   one forward pass of the target on prefix, x_1, ..., x_k gives P_1, ..., P_k+1.
-    3. Accept:  x_i with probability min(1, P_i(x_i) / Q_i(x_i)), from the first on, until one is rejected.
+    3. Accept:  x_i with probability min(1, P_i(x_i) / Q_i(x_i)), for i = 1, ..., k, until one is rejected.
     4. Sample:  if x_i was rejected, one more token ~ norm(max(P_i - Q_i, 0)), the residual distribution.
                 If all were accepted, one more token ~ P_k+1.
 
 Each new token follows P exactly (appendix A.1). Token x is drafted and accepted with probability
 Q(x) min(1, P(x) / Q(x)) = min(P(x), Q(x)). A rejection has probability 1 - sum min(P, Q) = sum max(P - Q, 0), by which
-`norm` divides. So x is rejected first and then sampled with probability max(P(x) - Q(x), 0).
+`norm` divides. So x is sampled after a rejection with probability max(P(x) - Q(x), 0). Together that is P(x).
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from heavypath.kernels.noise import Stream, coins, gumbel_noise
 
-ROWS_PER_STEP = 4096  # rows of random numbers, one for each node
-LEAST_TEMPERATURE = 1e-30  # in place of 0: leaves the likeliest token all the probability
+ROWS_PER_STEP = 4096  # rows of random numbers; a step uses one for each of its nodes
+LEAST_TEMPERATURE = 1e-30  # instead of 0: the most likely token has all the probability
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def chain_decode(
     end = len(prefix) + max_new_tokens
     while len(prefix) < end:
         k = min(draft_length, end - len(prefix) - 1)  # the step ends with one more token
-        first_row = ROWS_PER_STEP * (len(prefix) - 1)
+        first_row = ROWS_PER_STEP * (len(prefix) - 1)  # random numbers after i drafted tokens are in row first_row + i
 
         # 1. Draft.
         sequence = prefix
@@ -56,8 +56,8 @@ def chain_decode(
         drafted = sequence[len(prefix) :]  # [k]
 
         # 2. Score.
-        logits = with_temperature(target(sequence[None]).logits[0, len(prefix) - 1 :], temperature)
-        target_probs = torch.softmax(logits, -1)  # [k + 1, V]
+        logits = with_temperature(target(sequence[None]).logits[0, len(prefix) - 1 :], temperature)  # [k + 1, V]
+        target_probs = torch.softmax(logits, -1)
 
         # 3. Accept.
         accepted = 0
@@ -90,7 +90,7 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 def sample(logits: Tensor, seed: int, use: Stream, row: int, count: int = 1) -> Tensor:
     """Draw `count` tokens from softmax(logits [V]) without replacement: LongTensor[count], in draw order.
 
-    They are those with the largest sums of logit and Gumbel noise (Gumbel top-k, Kool et al. 2019, arXiv 1903.06059).
+    They have the largest sums of logit and Gumbel noise (Gumbel top-k; Kool et al. 2019, arXiv 1903.06059).
     """
     noise = gumbel_noise(seed, use, torch.tensor([row], device=logits.device), len(logits))[0]  # [V]
     return (logits + noise).topk(count).indices

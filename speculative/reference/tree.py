@@ -1,22 +1,23 @@
 """Speculative decoding with a tree of drafted tokens.
 
-Sequoia (Chen et al. 2024, arXiv 2402.12374), algorithm 2. The shape of the tree is planned before (section 3.1, see
-`speculative/trees/planning.py`). The root is the last token of the prefix. After a node, P is the target's distribution
-of the next token, and Q the draft's. One step:
+Algorithm 2 of Chen et al. 2024, "Sequoia" (arXiv 2402.12374), with a tree of fixed shape, as `sequoia_tree` plans it
+(section 3.1). The root of the tree is the last token of the prefix. At each node, P is the target's distribution of the
+next token, and Q the draft's. One step:
 
     1. Draft:   level by level, the children x_1, x_2, ... of each node ~ Q without replacement.
-    2. Score:   one forward pass of the target on prefix and tree gives P after each node.
+    2. Score:   one forward pass of the target on prefix and tree gives P at each node.
                 A node attends to the prefix, to its ancestors and to itself.
-    3. Verify:  from the root down. At a node, for x_1, x_2, ...
-                    accept x_j with probability min(1, P(x_j) / Q(x_j)), and go on at x_j;
+    3. Verify:  from the root down. At each node, for x_1, x_2, ...
+                    accept x_j with probability min(1, P(x_j) / Q(x_j)), and continue at x_j;
                     if it is rejected,  P <- norm(max(P - Q, 0)),  Q(x_j) <- 0,  Q <- norm(Q).
-    4. Sample:  where no child is accepted, one more token ~ P.
+    4. Sample:  one more token ~ P, at the last accepted node.
 
-Each new token follows P exactly: x_j is a sample of the Q that it is compared with. So, as in `chain.py`, a rejection
-leaves the residual distribution to be sampled, and that is the P for the next child.
+Each new token follows the first P of its node exactly. Given the siblings before it, x_j ~ the current Q. So by the
+argument of `chain.py` a token follows the current P if it follows the residual distribution after a rejection. That is
+the P of the next trial, and the last P is sampled.
 
-Where Q has no mass left, the paper samples uniformly. That does not happen here: logits are finite, and Q is
-softmax(logits), with -inf for rejected tokens.
+Where Q has no mass left, the paper takes a uniform Q. Here that does not happen: logits are finite, and Q is
+softmax(logits) with -inf for rejected tokens.
 """
 
 from typing import Any
@@ -41,15 +42,15 @@ def tree_decode(
     """Continue a prompt LongTensor[1, T] to LongTensor[1, T + max_new_tokens]; temperature 0 is greedy.
 
     target, draft: causal language models of transformers that take a 4D attention mask, with one vocabulary
-    parents: of the N nodes; parents[0] = -1 and parents[i] < i. Siblings are drafted in the order of their numbers.
+    parents: the parent of each of the N nodes; parents[0] = -1, parents[i] < i. Siblings are drafted in index order.
     """
     children = [[i for i, parent in enumerate(parents) if parent == node] for node in range(len(parents))]
     prefix = input_ids[0]
     end = len(prefix) + max_new_tokens
     while len(prefix) < end:
-        first_row = ROWS_PER_STEP * (len(prefix) - 1)
+        first_row = ROWS_PER_STEP * (len(prefix) - 1)  # random numbers of node i are in row first_row + i
 
-        # 1. Draft. Node 0 is the root; tokens of nodes below the level mean nothing yet.
+        # 1. Draft. No drafted node attends to nodes that are not drafted yet, so any token may stand for them.
         tokens = prefix[-1:].repeat(len(parents))  # [N]
         draft_logits = torch.empty(len(parents), 0, device=prefix.device)
         level = [0]
@@ -82,16 +83,16 @@ def verify(
     seed: int,
     first_row: int,
 ) -> tuple[list[int], Tensor]:
-    """The path of accepted nodes, which begins with the root, and the distribution [V] of the token after it."""
+    """The path from the root to the last accepted node, and the distribution [V] of the token after it."""
     path = [0]
     while True:
         node = path[-1]
-        target_probs = torch.softmax(target_logits[node], -1)  # P
+        target_probs = torch.softmax(target_logits[node], -1)  # P, [V]
         logits = draft_logits[node].clone()
         offered = children[node] if len(path) < max_length else []
         for j, child in enumerate(offered):
             token = tokens[child]
-            draft_probs = torch.softmax(logits, -1)  # Q
+            draft_probs = torch.softmax(logits, -1)  # Q, [V]
             if uniform(seed, first_row + node, j) < target_probs[token] / draft_probs[token]:
                 path.append(child)
                 break
@@ -102,7 +103,10 @@ def verify(
 
 
 def tree_logits(model: Any, prefix: Tensor, tokens: Tensor, parents: list[int]) -> Tensor:
-    """Logits [N, V] after the nodes of a tree, by one forward pass on the prefix [T], whose last token is the root."""
+    """Logits [N, V] at the nodes, by one forward pass on the prefix LongTensor[T] and the tokens LongTensor[N].
+
+    Token 0 of the tree is the last one of the prefix, and is fed once.
+    """
     before = len(prefix) - 1
     length = before + len(parents)
     attends = torch.ones(length, length, dtype=torch.bool, device=prefix.device).tril()
