@@ -48,7 +48,7 @@ help:
 	@echo "make check        run ruff and pyright"
 	@echo "make docs         check that generated tables are up to date, and build the site into build/docs"
 	@echo "make docs-serve   show the site at http://127.0.0.1:8000 while pages are written"
-	@echo "make docs-tables  write the tables of README.md and docs/ from bench/results again"
+	@echo "make docs-tables  write the tables of README.md and docs/ from bench/results again, and listings of source files"
 	@echo "make report       say what changed kernels compile to for three generations of GPUs, and fail on spills"
 	@echo "make nightly      run everything else, which takes hours: slow tests, every triple of options, mutants, races,"
 	@echo "                  a GPU that is played, all of bench/gpu.sh in miniature, other libraries. Its parts:"

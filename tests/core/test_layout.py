@@ -21,8 +21,9 @@ from heavypath.speculative.names import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "kernels", "names", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts", "costs", "training",
-    "demo", "options", "decoding", "processors", "output", "serving", "root", "http", "cli", "examples", "package",
+    "kernels", "reference", "names", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts", "costs",
+    "training", "demo", "options", "decoding", "processors", "output", "serving", "root", "http", "cli", "examples",
+    "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
 MOST_LINES = 500
@@ -236,7 +237,7 @@ def test_few_functions_stand_between_generate_and_the_targets_first_operation(de
 
 def test_a_step_enters_what_the_page_of_a_step_says_that_it_enters(demo_pair):
     """And that is few files; those of a step whose forward pass is in PyTorch."""
-    block = (ROOT / "docs" / "step.md").read_text(encoding="utf-8").split("```")[1]
+    block = (ROOT / "docs" / "step.md").read_text(encoding="utf-8").split("```\ngenerate(prompt)")[1].split("```")[0]
     listed, folder = [], ""
     for name in re.findall(r"[\w/]+(?:\.py|/)(?=[\s,])", block):
         folder = name[: name.rstrip("/").rindex("/") + 1] if "/" in name.rstrip("/") else folder
