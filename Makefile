@@ -200,7 +200,7 @@ try-hub: setup
 
 hub-generate:
 	rm -rf build/hub-generate && mkdir -p build
-	cp -r speculative/examples/hub build/hub-generate
+	cp -r bench/hub_generate build/hub-generate
 
 wheels: setup
 	$(PIP) build twine
