@@ -200,7 +200,7 @@ try-hub: setup
 
 hub-generate:
 	rm -rf build/hub-generate && mkdir -p build
-	cp -r speculative/examples/hub build/hub-generate
+	cp -r bench/hub_generate build/hub-generate
 
 wheels: setup
 	$(PIP) build twine
@@ -231,7 +231,7 @@ pictures: setup
 
 clean:
 	rm -rf .venv .venv-* .editable build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
-	find kernels speculative tests bench -name __pycache__ -prune -exec rm -rf {} +
+	find kernels speculative tests bench docs -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(INSTALLED)
 

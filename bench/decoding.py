@@ -59,6 +59,7 @@ from common import (
     times_as_fast,
     token_ids,
 )
+from demo_pair import corpus
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
@@ -81,7 +82,7 @@ from heavypath.speculative import (
 from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoding import loop
-from heavypath.speculative.demo import corpus, demo_prompts
+from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookup import LookupDraft

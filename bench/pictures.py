@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import argument_parser, figure_of, made, quiet_demo_pair, random_tree
+from simulation.formulas import Setting, Simulated, simulate
+from simulation.hardware import DEVICES
+from simulation.shapes import SHAPES
 
 from heavypath.speculative import SpeculativeDecoder, TokenTree
-from heavypath.speculative.costs.hardware import DEVICES
-from heavypath.speculative.costs.shapes import SHAPES
-from heavypath.speculative.costs.simulation import Setting, Simulated, simulate
 from heavypath.speculative.output.trace import read_trace
 from heavypath.speculative.trees.drawing import layout
 from heavypath.speculative.trees.tails import of_any_pair

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import MAX_NODES
-from heavypath.speculative.costs.simulation import MATTERS
 from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import CostsByBatch
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
@@ -49,6 +48,7 @@ VERSION = 6
 STREAMED = "streamed_megabytes"  # in the environment: what a pass reads, of a target that is streamed
 _RANK = re.compile(r"-[12]|[0-9]{1,3}")
 ALIKE = 0.25  # of that: as long as it is within this, the costs are those that were measured
+MATTERS = 1.05  # times as fast without something: where that is less, it is not what limits
 SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take
 
 

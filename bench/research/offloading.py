@@ -3,7 +3,7 @@
     python bench/research/offloading.py
 
 Sequoia (Chen et al. 2024) and DySpec (Xiong et al. 2024) decode Llamas whose weights lie in the host's memory. Each row
-is simulated by costs/simulation.py. In go
+is simulated by bench/simulation/formulas.py. In go
 
     the GPU's data sheet          memory bandwidth and tensor cores, of which the shares of roofline.py are reached
     the models' config.json       weights, layers, channels
@@ -41,10 +41,9 @@ from pathlib import Path
 
 import beside  # noqa: F401
 from common import argument_parser, environment, show, write_results
-
-from heavypath.speculative.costs.hardware import DEVICES
-from heavypath.speculative.costs.shapes import SHAPES, ModelSize
-from heavypath.speculative.costs.simulation import Setting
+from simulation.formulas import Setting
+from simulation.hardware import DEVICES
+from simulation.shapes import SHAPES, ModelSize
 
 BLOG = "together.ai/blog/sequoia, March 2024"
 TABLE_2 = "Sequoia, NeurIPS 2024, table 2; baseline: arXiv 2402.12374v2, abstract"

@@ -13,11 +13,10 @@ from functools import partial
 from statistics import fmean, stdev
 
 import torch
+from demo_pair.corpus import read_corpus
 from papers_cells import Cell, rsd_1, rsd_2
 from papers_setting import Decoded, Row, Setting, difference
 from rejection import kseq_multiplier, least_rejection, rounds_rejection, uncovered
-
-from heavypath.speculative.demo.corpus import read_corpus
 
 FAMILIES = {1: ("RSD-S",), 2: ("RSD-C", "RSD-S")}  # of which the paper has one ahead of all others, by experiment
 SAMPLINGS: dict[str, dict] = {

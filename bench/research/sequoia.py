@@ -14,13 +14,13 @@ import torch
 from batches import jackknife
 from papers_setting import Row, Setting, difference
 from rejection import power_law, rounds_rejection
+from simulation.formulas import Setting as Machine
+from simulation.hardware import DEVICES
+from simulation.shapes import SHAPES, ModelSize
 from torch import Tensor
 
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.speculative import EarlyExit, TokenTree, expected_tokens, greedy_tree, load_demo_head, select_tree
-from heavypath.speculative.costs.hardware import DEVICES
-from heavypath.speculative.costs.shapes import SHAPES, ModelSize
-from heavypath.speculative.costs.simulation import Setting as Machine
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.acceptance import chain_acceptance

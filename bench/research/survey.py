@@ -5,12 +5,12 @@ import time
 
 import torch
 from common import ROOT
+from demo_pair.corpus import encode_documents, read_corpus, training_batches
 from papers_setting import Row, Setting, difference
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from heavypath.speculative import DistilSettings, distil, greedy_tree, load_draft, new_block
-from heavypath.speculative.demo.corpus import encode_documents, read_corpus, training_batches
 from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE

@@ -24,7 +24,6 @@ from heavypath.speculative.cli import (
     layers,
     planning,
     serve,
-    simulation,
     trace,
 )
 from heavypath.speculative.cli.batches import command as batches
@@ -47,7 +46,6 @@ for command in (
     planning.plan, distil.distil, layers.layers, trace.trace,
 ):  # fmt: skip
     app.command()(command)
-app.command("simulate")(simulation.simulate_command)
 
 
 def _say_version(wanted: bool) -> None:

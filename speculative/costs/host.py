@@ -17,16 +17,13 @@ threads alone, and the same call does the same on every CPU. `heavypath calibrat
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.table import Costs
-
-if TYPE_CHECKING:  # `heavypath simulate` reads the figures below, and starts no PyTorch for them
-    import torch
-
-    from heavypath.speculative.drafts.draft import Drafting
-    from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.drafts.draft import Drafting
+from heavypath.speculative.models.forward import Forward
 
 GROUP = 6  # rows that the compiled products multiply at once, MOST_ROWS of kernels/native/vectors.h
 # Of the time in which a weight is read: what each row costs, and each group of rows but the first. Weights of two bytes
@@ -46,10 +43,8 @@ LEVEL_NODES = 2  # that a level has, about
 SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger ones do not pay
 
 
-def pass_seconds(work: Work, dtype: "torch.dtype", nodes: int, batch: int) -> float:
+def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> float:
     """Of a pass over trees of so many nodes; a type that the compiled pass does not have is taken for fp32."""
-    import torch
-
     name = str(dtype).removeprefix("torch.")
     row, more_groups = (share.get(name, share["float32"]) for share in (ROW, MORE_GROUPS))
     if not work.weights:
@@ -62,7 +57,7 @@ def pass_seconds(work: Work, dtype: "torch.dtype", nodes: int, batch: int) -> fl
     return products + (work.layers + 1) * LAYER + batch * work.layers * SEQUENCE_LAYER
 
 
-def host_costs(target: "Forward", drafting: "Sequence[Drafting]", batch: int, sizes: Sequence[int]) -> Costs:
+def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes: Sequence[int]) -> Costs:
     """The costs of steps and levels on a CPU, where `batch` sequences are decoded together.
 
     What drafts without a model costs the draws alone.

@@ -21,15 +21,14 @@ the same text on every run. `heavypath calibrate` measures.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from heavypath.speculative.costs.table import Costs
-
-if TYPE_CHECKING:  # `heavypath simulate` reads the figures below, and starts no PyTorch for them
-    import torch
-
-    from heavypath.speculative.drafts.draft import Drafting
-    from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.drafts.draft import Drafting
+from heavypath.speculative.models.forward import Forward
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
 LEVEL_NODES = 8  # that a level has, about
@@ -58,10 +57,8 @@ class Device(NamedTuple):
     plain_peak: float
 
     @classmethod
-    def of(cls, device: "torch.device") -> "Device":
+    def of(cls, device: torch.device) -> "Device":
         """The facts that CUDA gives of a device."""
-        import torch
-
         facts: Any = torch.cuda.get_device_properties(device)
         cycles = facts.multi_processor_count * facts.clock_rate * 1e3  # of all multiprocessors in a second
         tensor = TENSOR_CORES.get((facts.major, facts.minor), OTHER_TENSOR_CORES)
@@ -86,7 +83,7 @@ class Work(NamedTuple):
     chosen: float = 1.0
 
     @classmethod
-    def of(cls, model: "Drafting") -> "Work":
+    def of(cls, model: Drafting) -> "Work":
         """The work of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
         Of ranks that hold a model together each has its part; their messages to each other are not counted.
 
@@ -113,7 +110,7 @@ class Work(NamedTuple):
         )  # fmt: skip
 
     @classmethod
-    def split(cls, model: "Drafting") -> "tuple[Work, Work]":
+    def split(cls, model: Drafting) -> "tuple[Work, Work]":
         """A draft's work once a step, and for each level: nearly all is the first where one pass drafts all levels."""
         from heavypath.speculative.drafts.tapped import TappedDraft
 
@@ -124,7 +121,7 @@ class Work(NamedTuple):
         return (cls.of(model), nothing) if model.drafts_at_once else (nothing, cls.of(model))
 
     @classmethod
-    def _with(cls, weights: "Sequence[torch.Tensor]", layers: int, itemsize: int) -> "Work":
+    def _with(cls, weights: Sequence[Tensor], layers: int, itemsize: int) -> "Work":
         return cls(sum(one.nbytes for one in weights), sum(one.numel() for one in weights), layers, itemsize)
 
     def seconds(self, tokens: int, device: Device) -> float:
@@ -137,7 +134,7 @@ class Work(NamedTuple):
         return products + self.layers * LAYER_KERNELS * SMALL_KERNEL
 
 
-def experts_among(config: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> "tuple[list[torch.Tensor], float]":
+def experts_among(config: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], float]:
     """The weights of all experts among a model's, given with their names, and the share that a token goes through."""
     count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
     found = [weight for name, weight in weights if ".experts." in name and weight.shape[:1] == (count,)]
@@ -151,7 +148,7 @@ def _largest(config: Any, names: Sequence[str]) -> int:
 
 
 def estimated_costs(
-    target: "Forward", drafting: "Sequence[Drafting]", device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
+    target: Forward, drafting: Sequence[Drafting], device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
 ) -> Costs:
     """The costs of steps and levels. What drafts without a model costs nothing but the kernels of a level.
 

@@ -5,9 +5,9 @@ two times: that of reading, and that of the same pass with all weights in memory
 
     t(n) = max(S / LINK, t_resident(n)) + t_draft(n) - t_draft(1)
 
-A tree costs nothing as long as its products are hidden. Beyond N* nodes of `simulation` it costs as much as they do. N*
-is 240 in fp32 on a CPU before its disk if little of the target stays in memory, and in proportion fewer if more of it
-does. Besides, the draft multiplies as many rows: its levels together have n.
+A tree costs nothing as long as its products are hidden. Beyond N* nodes it costs as much as they do. N* is 240 in fp32
+on a CPU before its disk if little of the target stays in memory, and in proportion fewer if more of it does. Besides,
+the draft multiplies as many rows: its levels together have n.
 
 An estimate, and no measurement: LINK is a constant for each kind of device. So the trees follow from the models and the
 memory that the target was given, and the same call does the same on every machine. `heavypath calibrate` measures.
@@ -18,13 +18,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from heavypath.speculative.costs.hardware import LINK_REACHED, PCIE_4
 from heavypath.speculative.costs.host import DISK, host_costs, pass_seconds
 from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 
+PCIE_4 = 31.5e9  # bytes a second of 16 lanes in one direction
+LINK_REACHED = 0.85  # of PCIe, by copies of pinned memory
 LINK = {"cpu": DISK, "cuda": LINK_REACHED * PCIE_4}  # bytes a second, from a disk and from pinned memory
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # nodes of the trees that are estimated
 

@@ -23,8 +23,8 @@ class Verifier(Protocol):
 
     The verifier alone makes the text follow the target's law. With any tree, the token after each accepted one must be
     a sample of the target's filtered distribution there. `verify_tree` has the built-in rules,
-    `heavypath.speculative.examples.own_verifier` is one in plain PyTorch, and `top_down` makes one of a rule for one
-    node.
+    `docs/examples/own_verifier.py` of the repository is one in plain PyTorch, and `top_down` makes one of a rule for
+    one node.
     """
 
     def __call__(

@@ -1,7 +1,7 @@
 """The pair that ships with the package: a small Llama target, a smaller draft and their tokenizer; and a trained head.
 
 Everything is read from this folder; nothing is downloaded. `record.json` beside the weights says how they were
-trained and what they reach, `train.py` makes them again.
+trained and what they reach; `bench/train_demo_pair.py` of the repository makes them again.
 """
 
 import json

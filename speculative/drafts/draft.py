@@ -17,7 +17,7 @@
     SpeculativeDecoder(target, Bigrams(logits))
 
 The text follows the target's law for any logits: the draft decides how many tokens a step accepts, and nothing else.
-`heavypath.speculative.examples.own_draft` is a program that runs.
+`docs/examples/own_draft.py` of the repository is a program that runs.
 """
 
 import math

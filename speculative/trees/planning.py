@@ -37,17 +37,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.trees.tree import TokenTree
 
-if TYPE_CHECKING:  # PyTorch is imported where a tensor is asked for: `heavypath simulate` asks for none
-    from torch import Tensor
-
-Acceptance = Union[Sequence[float], Sequence[Sequence[float]], np.ndarray, "Tensor"]
+Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray | Tensor
 PathAcceptance = Callable[[tuple[int, ...]], Sequence[float]]
 
 ROUNDING = 1e-6  # what rows may sum to above 1: they may be fp32
@@ -78,10 +77,8 @@ def expected_tokens(tree: TokenTree, acceptance: Acceptance | PathAcceptance) ->
     return float(_probabilities(tree, acceptance).sum())
 
 
-def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> "Tensor":
+def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> Tensor:
     """The probability that each node is accepted, fp64 [N]; 1 for the root. acceptance: as in `expected_tokens`."""
-    import torch
-
     return torch.from_numpy(_probabilities(tree, acceptance))
 
 

@@ -11,14 +11,12 @@ import torch
 from heavypath.kernels import ordering
 from heavypath.kernels.attention import kernel
 from heavypath.speculative import calibration, methods
-from heavypath.speculative.cli import options, planning, simulation
-from heavypath.speculative.costs.simulation import SIZES
+from heavypath.speculative.cli import options, planning
 from heavypath.speculative.training.losses import LOSSES, lk, tv_kl
 
 SLOW = ("torch", "transformers", "triton", "heavypath.speculative.models", "heavypath.speculative.decoder")
 COMMANDS = (
     "demo", "generate", "chat", "serve", "batch", "compare", "info", "calibrate", "plan", "distil", "layers", "trace",
-    "simulate",
 )  # fmt: skip
 
 
@@ -28,7 +26,6 @@ def test_the_words_of_options_are_those_of_the_package():
     assert options.LOSSLESS_METHODS == methods.LOSSLESS_METHODS
     assert options.VERIFIERS == methods.VERIFIERS
     assert options.MAX_NODES == kernel.MAX_NODES == ordering.MAX_NODES
-    assert simulation.SIZES == SIZES
     assert planning.LIMIT == calibration.LIMIT
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in options.Precision)
     assert {"tv-kl": tv_kl, "lk": lk} == LOSSES
@@ -66,16 +63,6 @@ def test_what_computes_nothing_imports_nothing_that_is_slow():
     codes, modules = loaded(*wrong)
     assert all(codes)
     assert modules == []
-
-
-@pytest.mark.integration
-def test_simulate_imports_no_pytorch():
-    lines = (
-        "simulate",
-        "simulate --device h100 --ranks 1,2 --memory 8G --json",
-        "simulate --acceptance 0.7,0.1 --bits 4",
-    )
-    assert loaded(*lines) == ([0, 0, 0], ["numpy"])
 
 
 WITHOUT_TRITON = """

@@ -21,11 +21,11 @@ from heavypath.speculative.names import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "kernels", "reference", "names", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts", "costs",
-    "training", "demo", "options", "decoding", "processors", "output", "serving", "root", "http", "cli", "examples",
+    "kernels", "reference", "names", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts",
+    "costs", "training", "demo", "options", "decoding", "processors", "output", "serving", "root", "http", "cli",
     "package",
 )  # fmt: skip
-APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
+APART = [{"trees", "models"}]  # neither of the two imports the other
 MOST_LINES = 500
 FREE_OF_NAMES = (  # take any arguments alike
     "zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func", "field_validator",
@@ -133,7 +133,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_the_package_itself_is_imported_by_nothing_below_it():
     """`heavypath.speculative` imports everything: who imports it from within hides what it needs."""
-    inner = {name for name in modules() if folder_of(name) not in ("cli", "examples", "package")}
+    inner = {name for name in modules() if folder_of(name) not in ("cli", "package")}
     wrong = [name for name in inner if "heavypath.speculative.__init__" in imports()[name]]
     assert not wrong
 
@@ -205,9 +205,7 @@ def test_new_tensors_have_a_device_and_the_memory_of_kernels_has_a_type():
             given = {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else {}
             if maker not in makers or None in given:
                 continue
-            is_free = "nn.Module" in text or name.startswith(
-                ("heavypath.speculative.demo", "heavypath.speculative.exam")
-            )
+            is_free = "nn.Module" in text
             untyped = maker in with_numbers and name.startswith("heavypath.kernels.") and "dtype" not in given
             if untyped or ("device" not in given and not is_free):
                 found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from own_verifier import sample_the_target
 from tiny_models import transformers_greedy
 
 from heavypath.kernels.nodes import VerifyInputs
 from heavypath.kernels.verification import verify_unchecked
 from heavypath.speculative import METHODS, Method, Profile, SpeculativeDecoder, TokenTree, Verified, read_trace
-from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.output.page import trace_page
 from heavypath.speculative.trees.growth import Growth
 

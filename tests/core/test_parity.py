@@ -8,13 +8,14 @@ from functools import cache
 
 import pytest
 import torch
+from bench_scripts import script
 from texts_with_rules import left_padded
 from tiny_models import assert_same_text, transformers_greedy
 
 from heavypath.speculative import METHODS, SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.demo.corpus import choose_prompts, read_corpus
 
+corpus = script("demo_pair.corpus")
 BATCH = 14
 
 
@@ -38,7 +39,7 @@ def test_texts_of_every_method_are_those_of_transformers(method, nightly, demo_p
     """Of one prompt; nightly of the shipped ones and 32 more from files that no model was trained on, in batches."""
     (target, draft, tokenizer), prompts, new_tokens = demo_pair, demo_prompts()[:1], 32
     if nightly:
-        prompts = [*dict.fromkeys([*demo_prompts(), *choose_prompts(read_corpus(), tokenizer, 100)])][:56]
+        prompts = [*dict.fromkeys([*demo_prompts(), *corpus.choose_prompts(corpus.read_corpus(), tokenizer, 100)])][:56]
         new_tokens = 128
         assert len(prompts) >= 50
     decoder = SpeculativeDecoder(target, draft, method)

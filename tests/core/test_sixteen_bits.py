@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from own_verifier import sample_the_target
 from tiny_models import assert_alike, tiny_llama
 
 from heavypath.speculative import EarlyExit, Lookahead, SpeculativeDecoder
 from heavypath.speculative.decoding.rules import Rules
-from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.models import generic, llama
 from heavypath.speculative.models.native import NativePass
 

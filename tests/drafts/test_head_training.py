@@ -1,30 +1,15 @@
-"""The training of an EAGLE head: its loss, against entries run one by one, and its loop."""
-
-from dataclasses import replace
+"""The training of an EAGLE head: its loss and what it measures, against entries run one by one."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from head_training_cases import DEPTHS, VOCABULARY, WIDTH, random_rows, tiny_head, tiny_target
+from head_training_cases import DEPTHS, VOCABULARY, WIDTH, agreement, random_rows, tiny_head, tiny_target
 
-from heavypath.speculative.demo import head_training
-from heavypath.speculative.demo.head_training import HeadPhase, HeadTraining, RowSet
 from heavypath.speculative.training import learning
-from heavypath.speculative.training.learning import learn, measure_agreement
+from heavypath.speculative.training.learning import learn
 from heavypath.speculative.training.losses import KL_WEIGHT, tv_kl
-from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Taught, Teacher
-
-SETTINGS = HeadTraining(
-    steps=8, warmup_steps=1, decay_steps=4, tokens_per_step=64, phases=(HeadPhase(5, 16, 2), HeadPhase(3, 32, 3)),
-    corpus_sets=(RowSet(8, 32), RowSet(16, 16)), sampled_rows=0, decay=0.7,
-)  # fmt: skip
-
-
-def agreement(head, target, tokens, depths):
-    student, teacher = student_of_head(head, target), Teacher(target, head.config.taps)
-    return measure_agreement(student, teacher, tokens, depths, RowsAtATime(2, "lower it", print))
 
 
 def one_entry(head, feature, embedded, position, seen):
@@ -95,45 +80,3 @@ def test_what_is_measured_is_the_overlap_of_every_node_of_every_chain():
     overlaps, top_1 = agreement(head, target, tokens, 5)
     torch.testing.assert_close(overlaps, expected, atol=1e-5, rtol=1e-5)
     assert ((top_1 >= 0) & (top_1 <= 1)).all()
-
-
-def test_batches_go_through_all_phases_with_every_row_long_enough():
-    rows = [random_rows(5, 8, 32), random_rows(6, 16, 16)]
-    batches = list(head_training.tap_batches(rows, SETTINGS))
-    assert [(*batch.tokens.shape, depths) for batch, depths in batches] == [(4, 16, 2)] * 5 + [(2, 32, 3)] * 3
-    pieces = [*rows[0].tokens[:, :16], *rows[0].tokens[:, 16:], *rows[1].tokens]
-    for batch, _ in batches[:5]:
-        for row in batch.tokens:
-            assert sum(torch.equal(row, piece) for piece in pieces) == 1
-
-
-def trained(head, target, folder, resume=False):
-    """The head after a training on texts of the target."""
-    folder.mkdir(exist_ok=True)
-    settings = replace(SETTINGS, steps=30, decay_steps=15, phases=(HeadPhase(20, 16, 3), HeadPhase(10, 32, 3)))
-    documents = [random_rows(8, 1, 600).tokens[0]]
-    rows = head_training.ask_for_taps(target, documents, (1, 2, 3), settings, folder, resume=resume)
-    head_training.train_head(head, target, rows, settings, folder, resume=resume)
-    return head
-
-
-def test_a_training_raises_the_overlap_and_continues_as_if_it_had_not_been_interrupted(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    target, interrupted, held_out = tiny_target(), tmp_path / "interrupted", random_rows(9, 8, 32).tokens.long()
-    whole = trained(tiny_head(7), target, tmp_path / "whole")
-    before, after = (agreement(head, target, held_out, 3)[0] for head in (tiny_head(7), whole))
-    assert (after > before + 0.05).all()
-    monkeypatch.setattr(head_training, "CHECKPOINT_STEPS", 3)
-    step_taken = head_training.Optimization.step
-
-    def step_or_stop(self, step):
-        if step == 4:
-            raise RuntimeError("killed")
-        step_taken(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(head_training.Optimization, "step", step_or_stop)
-        with pytest.raises(RuntimeError, match="killed"):
-            trained(tiny_head(7), target, interrupted)
-    again = trained(tiny_head(10), target, interrupted, resume=True)
-    torch.testing.assert_close(again.state_dict(), whole.state_dict(), atol=1e-6, rtol=1e-5)

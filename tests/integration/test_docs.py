@@ -41,7 +41,7 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", blocks("sh", "console"))
 def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch, capsys, any_noise):
-    """Targets of the Makefile exist; the heavypath command runs here, one line after the other."""
+    """Targets of the Makefile exist; the heavypath command runs here, scripts of a clone in processes of their own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_prompts.txt").write_text("def read(self, size=-1):\n    return self\n" * 20)
     # A calibration of a few seconds instead of a minute.
@@ -63,8 +63,12 @@ def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch
                 assert done.returncode == 0, line
             case "heavypath":
                 assert main(arguments) == 0, line
+            case "python":
+                script = [sys.executable, ROOT / arguments[0], *arguments[1:]]
+                done = subprocess.run(script, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, f"{line}: {done.stderr}"
             case _:
-                pytest.fail(f"neither a target of the Makefile nor the heavypath command: {line}")
+                pytest.fail(f"no target of the Makefile, heavypath command or script of a clone: {line}")
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(ROOT)))

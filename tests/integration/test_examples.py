@@ -18,6 +18,7 @@ import pytest
 import torch
 from http_server import client_of
 from matplotlib import image
+from own_method import weigh_the_last
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.speculative import (
@@ -25,18 +26,17 @@ from heavypath.speculative import (
     METHODS,
     SpeculativeDecoder,
     TokenTree,
-    examples,
     load_demo_pair,
     top_down,
 )
 from heavypath.speculative.comparison import ASSISTED, PLAIN
 from heavypath.speculative.demo import FOLDER, demo_prompts
-from heavypath.speculative.examples.own_method import weigh_the_last
 
 pytestmark = pytest.mark.integration
 
-SCRIPTS = sorted(path for path in Path(examples.__file__).parent.glob("*.py") if path.name != "__init__.py")
-MODULE = "heavypath.speculative.examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PYTHONS_OWN = {"__name__", "__doc__", "__file__", "__init__", "__call__"}
 
 
@@ -47,8 +47,7 @@ def example(monkeypatch, capsys):
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         capsys.readouterr()
-        monkeypatch.delitem(sys.modules, f"{MODULE}.{name}", raising=False)  # another test may have imported it
-        runpy.run_module(f"{MODULE}.{name}", run_name="__main__")
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 
     return run
@@ -81,6 +80,7 @@ def test_an_example_is_short_and_tested_and_uses_public_names_alone(path):
     source = path.read_text(encoding="utf-8")
     assert len(source.splitlines()) < 40
     assert any(name.startswith(f"test_{path.stem}_") for name in globals())
+    assert ast.get_docstring(ast.parse(source))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "heavypath.speculative":
             assert {alias.name for alias in node.names} <= set(sys.modules[node.module].__all__)
@@ -88,8 +88,10 @@ def test_an_example_is_short_and_tested_and_uses_public_names_alone(path):
         assert not any(part.startswith("_") for name in names if name for part in name.split("."))
 
 
-def test_the_folder_lists_its_examples():
-    assert sorted(re.findall(r"^(\w+):", examples.__doc__, re.MULTILINE)) == [path.stem for path in SCRIPTS]
+def test_the_page_of_examples_lists_them():
+    page = (EXAMPLES / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[`(\w+)\.py`\]\(\1\.py\) \|", page, re.MULTILINE)
+    assert sorted(listed) == [path.stem for path in SCRIPTS]
 
 
 def numbers_of(table):
@@ -257,7 +259,7 @@ def test_models_are_taken_from_folders(name, arguments, printed, example, answer
     assert printed in example(name, *arguments, "--models", *folders)
 
 
-HUB = Path(examples.__file__).parent / "hub"
+HUB = ROOT / "bench" / "hub_generate"
 
 
 def test_the_folder_for_the_hub_generates_as_transformers_does(tmp_path, monkeypatch):

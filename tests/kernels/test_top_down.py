@@ -1,11 +1,14 @@
 """A method of one's own, from a rule for one node to the text; and what breaks the rule, or is around it, is found.
 
-The rule is that of examples/own_method.py. The oracle runs the example's own lines, so it is the code that is proved.
+The rule is that of docs/examples/own_method.py. The oracle runs the example's own lines, so the code is what is
+proved.
 """
 
+import own_method
 import pytest
 import torch
 import verification_oracle as oracle
+from own_method import weigh_the_last
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from tiny_models import exact_law
 from verification_cases import Problem
@@ -18,8 +21,6 @@ from heavypath.kernels.noise import Noise
 from heavypath.kernels.verifying import top_down as module
 from heavypath.kernels.verifying.top_down import children_of
 from heavypath.speculative import METHODS, Method, SpeculativeDecoder, TokenTree, top_down
-from heavypath.speculative.examples import own_method
-from heavypath.speculative.examples.own_method import weigh_the_last
 
 PROMPT = torch.tensor([3, 1, 4])
 TREE = TokenTree([-1, 0, 0, 1, 1, 1, 2, 3], [0, 1, 0, 0, 2, 1, 0, 0])  # siblings out of index order

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from own_verifier import sample_the_target
 from profile_cases import greedy_counts, profile_of
 from rich.console import Console
 from tiny_models import tiny_llama
@@ -23,7 +24,6 @@ from heavypath.speculative.comparison import (
     plot_ratios,
 )
 from heavypath.speculative.drafts.kinds import describe
-from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.files.prompts import read_prompts
 
 PROMPTS = [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 9, 2]])]

@@ -5,11 +5,10 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from bench_scripts import script
 from safetensors import safe_open
 
 from heavypath.speculative.demo import FOLDER, demo_prompts
-from heavypath.speculative.demo.head_training import head_config
-from heavypath.speculative.demo.train import HEAD_PHASES, draft_config, target_config
 from heavypath.speculative.drafts.heads.checkpoint import load_head
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.training.learning import measure_agreement
@@ -18,6 +17,7 @@ from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Teacher
 from heavypath.speculative.trees.acceptance import measure_acceptance
 
+training = script("train_demo_pair")
 RECORD, OF_HEAD = (json.loads((folder / "record.json").read_text()) for folder in (FOLDER, FOLDER / "head"))
 
 
@@ -41,14 +41,14 @@ def test_all_is_small_and_its_weights_are_safetensors_in_half_precision():
 
 
 def test_the_models_have_the_shapes_that_the_scripts_train(demo_pair, head):
-    for model, config in ((demo_pair.target, target_config()), (demo_pair.draft, draft_config())):
+    for model, config in ((demo_pair.target, training.target_config()), (demo_pair.draft, training.draft_config())):
         assert not model.training
         assert model.dtype == torch.float32
         for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
             assert getattr(model.config, field) == getattr(config, field)
         assert model.config.num_key_value_heads < model.config.num_attention_heads
-    assert head.config == head_config()
-    assert OF_HEAD["training"]["phases"] == json.loads(json.dumps([asdict(phase) for phase in HEAD_PHASES]))
+    assert head.config == training.head_config()
+    assert OF_HEAD["training"]["phases"] == json.loads(json.dumps([asdict(phase) for phase in training.HEAD_PHASES]))
 
 
 def test_the_tokenizer_gives_back_any_text_and_pads_on_the_left(demo_pair):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from own_verifier import sample_the_target
 from transformers import AutoModelForCausalLM, StoppingCriteria, logging
 from transformers.distributed import DistributedConfig
 
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative import EarlyExit, SpeculativeDecoder, TokenTree
-from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.ranks.agreement import RankMismatchError
 from heavypath.speculative.ranks.group import RankFailedError
 

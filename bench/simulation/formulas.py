@@ -1,5 +1,7 @@
 """Costs of decoding where a target is larger than a device: it is read through a link in each pass, or split.
 
+`python bench/simulate.py` prints what follows from them.
+
 The target has P weights in W bytes and l layers. Each of R ranks has 1/R of it, room for m bytes of that, and reads the
 other S = max(0, W/R - m) bytes through its link in each pass. A pass over n nodes takes
 
@@ -36,11 +38,13 @@ products take as long as the reading.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from heavypath.speculative.costs.hardware import Hardware
+from simulation.hardware import Hardware
+from simulation.shapes import ModelSize
+
 from heavypath.speculative.costs.roofline import (
     DRAW,
     LAYER_KERNELS,
@@ -49,14 +53,13 @@ from heavypath.speculative.costs.roofline import (
     SMALL_KERNEL,
     STEP_KERNELS,
 )
-from heavypath.speculative.costs.shapes import ModelSize
+from heavypath.speculative.profile import MATTERS
 from heavypath.speculative.trees.planning import Acceptance, select_tree
 from heavypath.speculative.trees.tree import TokenTree
 
 AHEAD = 2  # places for layers that pass, as `streaming.stream` has them
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_DEPTH = 32  # levels of a tree
-MATTERS = 1.05  # times as fast without something: where that is less, it is not what limits
 REMOVABLE = ("products", "drafting", "telling")  # what a tree costs beside a token
 
 
@@ -240,13 +243,11 @@ def simulate(
     setting: Setting,
     acceptance: Acceptance,
     sizes: Sequence[int] = SIZES,
-    report: Callable[[str], object] = lambda line: None,
 ) -> Simulated:
     """The best tree of each of some sizes, the best of all, and what limits it.
 
     acceptance: of children, [child] or [depth, child], as `select_tree` takes it
     sizes:      nodes of trees, root included; those that the acceptance has no tree of are left out
-    report:     called with a line that says what is being planned
 
     Trees are planned by T(n, d) without what drafting hides, which is linear in the levels; their seconds have it.
     Raises ValueError for acceptance or sizes out of range.
@@ -255,13 +256,11 @@ def simulate(
         raise ValueError(f"sizes must be numbers of nodes of at least 1, got {[*sizes]}")
     plain, rows = setting.step(1, 0), []
     for size in sorted({1, *sizes}):
-        report(f"planning a tree of {size} nodes")
         if (row := _planned(setting, acceptance, [size], plain)) is not None:
             rows.append(row)
     best = max(rows, key=lambda row: row.gain)
     limits = {}
     for name in REMOVABLE:
-        report(f"planning as if {name} cost nothing")
         freed = replace(setting, without=frozenset({name}))
         found = _planned(freed, acceptance, [len(row.tree) for row in rows], plain)
         assert found is not None

@@ -1,6 +1,7 @@
 """Machines as numbers: what a device reads, computes and tells others in a second.
 
 Peaks are those of data sheets; how much of them is reached is said apart, and is the same for all machines of a kind.
+`python bench/simulate.py --device NAME` takes one of them.
 """
 
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ from types import MappingProxyType
 
 from heavypath.speculative.costs import host
 from heavypath.speculative.costs.roofline import REACHED, REACHED_PEAK
+from heavypath.speculative.costs.streamed import LINK_REACHED, PCIE_4
 
-PCIE_3, PCIE_4, PCIE_5 = 15.8e9, 31.5e9, 63.0e9  # bytes a second of 16 lanes in one direction
-LINK_REACHED = 0.85  # of PCIe, by copies of pinned memory
+PCIE_3, PCIE_5 = 15.8e9, 63.0e9  # bytes a second of 16 lanes in one direction
 COLLECTIVE = 10e-6  # seconds of a collective of few bytes between two ranks; an assumption
 
 

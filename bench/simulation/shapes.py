@@ -8,11 +8,18 @@ query heads and k key heads of size h / q, and V tokens has
 
 beside its norms, which are thousands of times smaller. Where a token goes through a share s of the experts, a row is
 multiplied with s of them. As if each chose by itself, n rows read 1 - (1 - s)^n of them.
+
+`python bench/simulate.py --target NAME --draft NAME` takes two of them, or folders.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heavypath.speculative.costs.roofline import experts_among
 
 QWEN3_TOKENS = 151936  # of every Qwen3's vocabulary
 
@@ -74,11 +81,6 @@ class ModelSize:
 
         Raises OSError or ValueError for a folder without a config of a causal language model.
         """
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        from heavypath.speculative.costs.roofline import experts_among
-
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
@@ -95,6 +97,8 @@ class ModelSize:
 
     def stored_in(self, bits: float) -> "ModelSize":
         """The same with weights of so many bits each, such as 4.25 with their scales; products are as they were."""
+        if not bits > 0:
+            raise ValueError(f"bits of a weight must be above 0, got {bits:g}")
         return replace(self, itemsize=bits / 8)
 
 

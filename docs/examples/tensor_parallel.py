@@ -1,6 +1,6 @@
 """Split a target over the processes that torchrun starts; without it the same program decodes in one process.
 
-torchrun --nproc-per-node 2 -m heavypath.speculative.examples.tensor_parallel --models TARGET DRAFT
+torchrun --nproc-per-node 2 docs/examples/tensor_parallel.py --models TARGET DRAFT
 """
 
 import argparse

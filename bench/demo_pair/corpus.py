@@ -1,4 +1,7 @@
-"""The demo pair's text: the running Python's standard library, its tokenizer, and windows of tokens to train on."""
+"""The demo pair's text: the running Python's standard library, its tokenizer, and windows of tokens to train on.
+
+`python bench/train_demo_pair.py` reads it, and scripts that ask for texts which the pair was or was not trained on.
+"""
 
 import hashlib
 import random

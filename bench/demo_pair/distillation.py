@@ -1,7 +1,7 @@
 """The draft learns the target's next-token distribution rather than the text, by the loss TV + 0.5 KL.
 
 The target runs once over the corpus and over text it wrote itself; its last hidden states are kept, and P is recomputed
-from them at every step.
+from them at every step. `python bench/train_demo_pair.py` runs it.
 """
 
 import copy
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from demo_pair import corpus
 from transformers import LlamaForCausalLM
 
-from heavypath.speculative.demo import corpus
 from heavypath.speculative.training.learning import Learnt, learn
 from heavypath.speculative.training.loop import Checkpoints, train
 from heavypath.speculative.training.losses import LOSSES

@@ -1,10 +1,11 @@
 """Train the demo pair from nothing: tokenizer, target, draft, a head for the target, and records of what they reach.
 
-    python -m heavypath.speculative.demo.train                    # everything, about three hours on two CPU cores
-    python -m heavypath.speculative.demo.train --stage target --resume
-    python -m heavypath.speculative.demo.train --stage head       # for the package's target if there is no other
+    python bench/train_demo_pair.py                          # everything, about three hours on two CPU cores
+    python bench/train_demo_pair.py --stage target --resume
+    python bench/train_demo_pair.py --stage head             # for the package's target if there is no other
 
-Checkpoints and half-made models stay in the work folder; the package's own folder changes only when the pair is whole.
+Checkpoints and half-made models stay in the work folder; speculative/demo/ changes only when the pair is whole. Its
+record.json and head/record.json are what the stages measure and measure-head write.
 """
 
 import argparse
@@ -21,11 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from heavypath.speculative.demo import FOLDER, corpus, load_demo_pair
-from heavypath.speculative.demo.distillation import DraftTraining, LongDraftTraining, fast_autocast, train_draft
-from heavypath.speculative.demo.head_training import (
+from demo_pair import corpus
+from demo_pair.distillation import DraftTraining, LongDraftTraining, fast_autocast, train_draft
+from demo_pair.head_training import (
     DeepHeadTraining,
     GentleHeadTraining,
     HeadTraining,
@@ -34,7 +33,10 @@ from heavypath.speculative.demo.head_training import (
     head_config,
     train_head,
 )
-from heavypath.speculative.demo.measurement import agreement_on, measure_pair
+from demo_pair.measurement import agreement_on, measure_pair
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from heavypath.speculative.demo import FOLDER, load_demo_pair
 from heavypath.speculative.drafts.heads.checkpoint import load_head, save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.files.typed_json import read_json

@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 from bench_scripts import script
 from families import tiny
+from profile_cases import greedy_counts, profile_of
 
-from heavypath.speculative.cli.app import main
-from heavypath.speculative.costs.hardware import DEVICES, Hardware
+from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.roofline import Work
-from heavypath.speculative.costs.shapes import SHAPES, ModelSize, shape_of
-from heavypath.speculative.costs.simulation import AHEAD, Setting, StepSeconds, simulate
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
+from heavypath.speculative.trees.planning import expected_tokens, greedy_tree, sequoia_tree
+
+command = script("simulate")
+formulas, hardware, shapes = (script(f"simulation.{name}") for name in ("formulas", "hardware", "shapes"))
+Setting, simulate = formulas.Setting, formulas.simulate
+DEVICES, SHAPES, ModelSize = hardware.DEVICES, shapes.SHAPES, shapes.ModelSize
 
 PUBLISHED = {  # billions of parameters, by the models' cards
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-22b": 21.8, "llama-2-70b": 68.98, "vicuna-33b": 32.5,
@@ -25,7 +28,7 @@ PUBLISHED = {  # billions of parameters, by the models' cards
     "qwen3-14b": 14.77, "qwen3-32b": 32.76,
 }  # fmt: skip
 # Round numbers: a byte takes a second by the link, a tenth from memory, and an operation a thousandth.
-PLAIN = Hardware(memory=1e3, bandwidth=10, peak=1e3, link=1, wire=2, collective=3, reached=(1.0, 1.0, 1.0))
+PLAIN = hardware.Hardware(memory=1e3, bandwidth=10, peak=1e3, link=1, wire=2, collective=3, reached=(1.0, 1.0, 1.0))
 TARGET = ModelSize(weights=1000, layers=10, hidden=4, vocab=8, itemsize=2)
 DRAFT = ModelSize(weights=10, layers=1, hidden=4, vocab=8, itemsize=2)
 SMALL = (10 * 6 + 30) * 2e-6  # seconds of small kernels
@@ -45,17 +48,17 @@ def test_shapes_have_the_parameters_that_their_models_are_known_for():
 def test_the_shape_of_a_folder_is_that_of_the_model_in_it(demo_pair, tmp_path):
     target = demo_pair.target
     target.config.save_pretrained(tmp_path)
-    shape, work = shape_of(str(tmp_path)), Work.of(LlamaForward(target))
+    shape, work = shapes.shape_of(str(tmp_path)), Work.of(LlamaForward(target))
     assert (shape.weights, shape.nbytes, shape.layers) == (work.weights, work.weight_bytes, work.layers)
     assert shape.stored_in(4).nbytes == work.weights / 2
     with pytest.raises(ValueError, match=r"expected a folder with config\.json or one of llama-2-7b"):
-        shape_of("llama-2-8b")
+        shapes.shape_of("llama-2-8b")
 
 
 def test_a_mixture_of_experts_reads_those_that_the_nodes_choose(tmp_path):
     model = tiny("mixtral", hidden_size=32)  # of 4 experts 2 for a token
     model.config.save_pretrained(tmp_path)
-    shape, work = shape_of(str(tmp_path)), Work.of(forward_of(model, "target"))
+    shape, work = shapes.shape_of(str(tmp_path)), Work.of(forward_of(model, "target"))
     assert (shape.weights, shape.experts, shape.chosen) == (work.weights, work.expert_weights, 0.5)
     assert shape.experts == 2 * 4 * 3 * 32 * model.config.intermediate_size
     others = shape.weights - shape.experts
@@ -76,7 +79,7 @@ def test_a_pass_reads_what_there_is_no_room_for_and_the_longer_of_reading_and_co
     assert setting.step(1, 0) == 1600
     nodes = 900  # whose products take 2 * 900 * 1000 / 1000 s, and weights 2000 / 10 s
     assert setting.step(nodes, 0) == pytest.approx(math.hypot(1800, 200) + SMALL)
-    assert setting.parts(nodes, 0) == StepSeconds(1600, 200, 1800, 0, 0, pytest.approx(SMALL))
+    assert setting.parts(nodes, 0) == formulas.StepSeconds(1600, 200, 1800, 0, 0, pytest.approx(SMALL))
     assert streamed(ahead=False).step(nodes, 0) == pytest.approx(1600 + math.hypot(1800, 200) + SMALL)
     assert streamed(memory=None).streamed == 1000, "of a device of 1000 bytes"
     assert streamed(memory=3000.0).streamed == 0
@@ -89,7 +92,7 @@ def test_drafting_is_hidden_as_far_as_layers_have_places():
     setting = streamed(draft=DRAFT)
     level = 2 + (6 + 6) * 2e-6 + 10e-6  # 20 bytes from memory; kernels; a draw
     assert setting.drafting(50, 3) == pytest.approx(3 * level + 2 * 50 * 10 / 1000)
-    hidden = 1600 * AHEAD / 10
+    hidden = 1600 * formulas.AHEAD / 10
     assert setting.step(50, 3) == 1600, "shorter than two layers"
     deep = 400
     assert setting.drafting(50, deep) > hidden
@@ -102,14 +105,14 @@ def test_drafting_is_hidden_as_far_as_layers_have_places():
 
 def test_trees_are_free_up_to_as_many_nodes_as_the_formula_says():
     llama = SHAPES["llama-2-70b"]
-    for hardware in DEVICES.values():
-        setting = Setting(hardware, llama, memory=4e9)
+    for device in DEVICES.values():
+        setting = Setting(device, llama, memory=4e9)
         nodes = setting.free_nodes
         assert setting.device(round(nodes)) == pytest.approx(setting.reading, rel=0.01)
         assert setting.step(round(0.9 * nodes), 0) == setting.step(1, 0)
         assert setting.step(round(2 * nodes), 0) > 1.9 * setting.step(1, 0)
         share = setting.streamed / llama.nbytes
-        assert nodes == pytest.approx(llama.itemsize / 2 * hardware.computes / hardware.brings * share, rel=0.01)
+        assert nodes == pytest.approx(llama.itemsize / 2 * device.computes / device.brings * share, rel=0.01)
     # The figures of the docstring:
     assert Setting(DEVICES["rtx-4090"], llama, memory=0.0).free_nodes == pytest.approx(3700, rel=0.01)
     assert Setting(DEVICES["rtx-4090"], llama, memory=1e12).free_nodes == pytest.approx(115, rel=0.01)
@@ -208,12 +211,12 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
 
 def simulated(capsys, options):
     """What the command says of each setting."""
-    assert main(["simulate", *options.split(), "--json"]) == 0
+    command.main([*options.split(), "--json"])
     return json.loads(capsys.readouterr().out)["settings"]
 
 
 def test_the_command_says_what_trees_bring_and_what_limits_them(capsys):
-    assert main(["simulate", "--nodes", "1,64,256"]) == 0
+    command.main(["--nodes", "1,64,256"])
     text = " ".join(capsys.readouterr().out.split())
     assert "llama-2-70b drafted for by llama-2-7b, on rtx-4090" in text
     assert "limited by acceptance" in text
@@ -232,8 +235,9 @@ def test_the_command_says_what_trees_bring_and_what_limits_them(capsys):
 def test_the_commands_figures_can_be_ones_own(capsys):
     options = "--device cpu --link 4 --target llama-2-7b --draft tinyllama-1.1b --memory 3G --acceptance 0.7,0.1"
     (found,) = simulated(capsys, f"{options} --nodes 1,32 --one-by-one")
-    hardware = replace(DEVICES["cpu"], link=4e9)
-    setting = Setting(hardware, SHAPES["llama-2-7b"], SHAPES["tinyllama-1.1b"], 3e9, ahead=False)
+    setting = Setting(
+        replace(DEVICES["cpu"], link=4e9), SHAPES["llama-2-7b"], SHAPES["tinyllama-1.1b"], 3e9, ahead=False
+    )
     expected = simulate(setting, [0.7, 0.1], (1, 32))
     assert found["plain_seconds"] == pytest.approx(expected.plain)
     assert found["best"]["speedup"] == pytest.approx(expected.best.gain)
@@ -245,15 +249,25 @@ def test_the_commands_figures_can_be_ones_own(capsys):
     assert quarter["streamed_bytes"] == pytest.approx(four.nbytes - (room - four.embedding / 2))
 
 
+def test_the_acceptance_can_be_that_of_a_profile(capsys, tmp_path):
+    profile = profile_of(greedy_counts([[600_000, 200_000]] * 6, [1_000_000] * 6))
+    profile.save(tmp_path / "profile.json")
+    (found,) = simulated(capsys, f"--profile {tmp_path / 'profile.json'} --nodes 1,8")
+    row, rates = found["rows"][1], profile.plan("sequoia", Filters(0.0)).acceptance.rates()
+    assert row["tokens"] == pytest.approx(expected_tokens(sequoia_tree(rates, 8, row["depth"]), rates))
+
+
 @pytest.mark.parametrize(("options", "message"), [
-    (["--device", "h1000"], "--device must be one of rtx-2080-ti, "),
+    (["--device", "h1000"], "invalid choice: 'h1000'"),
     (["--target", "llama"], "expected a folder with config.json or one of"),
-    (["--ranks", "1,two"], "--ranks must be numbers with commas between them, got '1,two'"),
+    (["--ranks", "1,two"], "--ranks: must be numbers with commas between them, got '1,two'"),
     (["--ranks", "2"], "2 ranks tell each other something"),
-    (["--bits", "0"], "--bits must be above 0"),
-    (["--acceptance", "0.5", "--profile", "x.json"], "got both"),
+    (["--bits", "0"], "bits of a weight must be above 0"),
+    (["--acceptance", "0.5", "--profile", "x.json"], "not allowed with argument --acceptance"),
+    (["--profile", "x.json"], "x.json"),
     (["--memory", "lots"], "expected a size of memory"),
 ])  # fmt: skip
 def test_the_command_says_what_is_wrong_with_its_options(capsys, options, message):
-    assert main(["simulate", *options]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        command.main(options)
     assert message in capsys.readouterr().err

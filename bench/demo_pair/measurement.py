@@ -1,11 +1,14 @@
-"""Acceptance of the pair and the head, on text that neither the tokenizer nor the models saw."""
+"""Acceptance of the pair and the head, on text that neither the tokenizer nor the models saw.
+
+`python bench/train_demo_pair.py --stage measure` and `--stage measure-head` run it.
+"""
 
 from itertools import pairwise
 
 import torch
+from demo_pair import corpus
 from transformers import LlamaForCausalLM
 
-from heavypath.speculative.demo import corpus
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training.learning import measure_agreement
 from heavypath.speculative.training.memory import RowsAtATime

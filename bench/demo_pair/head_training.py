@@ -1,7 +1,7 @@
 """An EAGLE-3 head for the demo's target, by the training-time test: its settings, its rows and its rounds.
 
 The target runs once, and its hidden states are kept. The last of them, after its final norm, is one of the head's taps,
-and P is recomputed from it.
+and P is recomputed from it. `python bench/train_demo_pair.py` runs it.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from demo_pair import corpus
+from demo_pair.distillation import Distillation, cached, write_text
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from heavypath.speculative.demo import corpus
-from heavypath.speculative.demo.distillation import Distillation, cached, write_text
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training.learning import Learnt, learn
