@@ -81,7 +81,7 @@ from heavypath.speculative import (
 )
 from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.comparison import compare
-from heavypath.speculative.decoding import loop
+from heavypath.speculative.decoding import run
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.kinds import as_draft
@@ -243,19 +243,19 @@ def ends_at(prompts: Tensor, new: Sequence[int]) -> Callable[[Tensor, None], boo
 
 
 def ragged(bench: Bench) -> Iterator[Row]:
-    texts, closing = batch_of(bench.few_prompts(bench.given.batch[0])), loop.close_up
+    texts, closing = batch_of(bench.few_prompts(bench.given.batch[0])), run.close_up
     new = [16 * (row + 1) for row in range(len(texts.tokens))]
     asked = {"max_new_tokens": new[-1], "stopping_criteria": [ends_at(texts.tokens, new)], **texts.options}
     for method in bench.given.method:
         decoder = bench.decoder(method)
 
-        def run(close_up: Callable, decoder: SpeculativeDecoder = decoder) -> None:
-            loop.close_up = close_up
+        def decoded(close_up: Callable, decoder: SpeculativeDecoder = decoder) -> None:
+            run.close_up = close_up
             assert decoder.generate(texts.tokens, **asked).stats.tokens_of.tolist() == new
 
-        ways = {"closing up": partial(run, closing), "carried along": partial(run, lambda *slots: None)}
+        ways = {"closing up": partial(decoded, closing), "carried along": partial(decoded, lambda *slots: None)}
         times = in_turns(ways, bench.given.rounds)
-        loop.close_up = closing
+        run.close_up = closing
         seconds = {f"{name}, s": median(each) for name, each in times.items()}
         yield {"method": method, **seconds, "ratio": times_as_fast(times, *times).median}
 

@@ -57,7 +57,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.run import StepRunner
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import demo_prompts

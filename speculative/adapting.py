@@ -35,7 +35,7 @@ from torch import Tensor
 
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.decoding.drafters import Shape
-from heavypath.speculative.decoding.engine import SlotNumbers, Watcher
+from heavypath.speculative.decoding.run import SlotNumbers, Watcher
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.drafts.draft import Draft

@@ -8,7 +8,8 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,6 @@ from heavypath.speculative.methods import METHODS, measured_row, row_of
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import check_alone, forward_of
 from heavypath.speculative.options import NOTHING
-from heavypath.speculative.output.remark import without_remarks
 from heavypath.speculative.profile import Profile, streaming_of
 from heavypath.speculative.visits import (
     GraphVisits,
@@ -70,7 +70,22 @@ def _numbers(name: str, given: Any) -> list[int] | None:
     return [whole(name, number) for number in given]
 
 
-@without_remarks()
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep decoders quiet in the block, of which some are tried that do not pay."""
+    decoders = logging.getLogger(SpeculativeDecoder.__module__)
+    decoders.addFilter(_is_no_warning)
+    try:
+        yield
+    finally:
+        decoders.removeFilter(_is_no_warning)
+
+
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING
+
+
+@_without_warnings()
 def calibrate(
     target: PreTrainedModel,
     draft: AnyDraft,

@@ -1,14 +1,15 @@
 """`SpeculativeDecoder`: decode a Hugging Face model through token trees that a draft proposes.
 
-The way of a step: `generate` checks the request and calls `decoding.loop.decode`, which asks `decoding.engine` for one
-step after another; `decoding.step` does one, in which `models` do the forward passes. Between steps a sequence is its
-committed tokens: `length` of them in the target's cache, then the root, which is not cached yet: first a prompt's last.
+The way of a step: `generate` checks the request and calls `decoding.run.decode`, which runs one step after another;
+`decoding.step` does one, in which `models` do the forward passes. Between steps a sequence is its committed tokens:
+`length` of them in the target's cache, then the root, which is not cached yet: first a prompt's last.
 """
 
 import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,23 +21,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import whole
-from heavypath.speculative.decoding.launching import has_graphs
-from heavypath.speculative.decoding.loop import decode
 from heavypath.speculative.decoding.request import Request
-from heavypath.speculative.decoding.runner import StepRunner
-from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.decoding.run import StepRunner, decode, has_graphs
+from heavypath.speculative.decoding.statistics import ENOUGH_STEPS, Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft
 from heavypath.speculative.methods import asked_row, check_laws, default_verifier, draft_filters_of, rules_of
-from heavypath.speculative.models.forward import check_no_autocast
+from heavypath.speculative.models.forward import check_no_autocast, host_can_read
 from heavypath.speculative.models.forward_of import forward_of, peers_of
-from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.names import load
 from heavypath.speculative.options import NOTHING, DecoderOptions, GenerateOptions, SamplingOptions, checked_options
 from heavypath.speculative.output.generation import Generation
-from heavypath.speculative.output.remark import Remark, in_words
-from heavypath.speculative.output.watchers import checked_streamers, watching
 from heavypath.speculative.tree_policy import FixedTree, TreePolicy, policy_of
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
@@ -48,6 +44,7 @@ if TYPE_CHECKING:  # options, which are loaded where they are asked for
 
 logger = logging.getLogger(__name__)
 
+WATCHED = ("streamer", "trace", "output_scores", "output_logits")  # options that look at each step
 SET_LATER = "set later"  # what a tree was chosen by that was set in the place of the decoder's own
 
 
@@ -78,7 +75,7 @@ class SpeculativeDecoder:
     ):  # fmt: skip
         given: Any = checked_options("SpeculativeDecoder", options, DecoderOptions)
         self.method, self.target, self._given_draft, self.verifier = method, target, draft, given.get("verifier")
-        self.clock, self._remark = time.perf_counter, Remark()
+        self.clock, self._warned = time.perf_counter, set[str]()
         self._options, self._row = given, asked_row(method, given)
         self.profile: Profile | None = None
         if given.get("profile") is not None or given.get("replan"):
@@ -105,7 +102,10 @@ class SpeculativeDecoder:
         self._peers = peers_of(self._models, self._target.device)
 
     def __repr__(self) -> str:
-        return in_words(self, self._given_draft)
+        target = type(self.target).__name__
+        draft = None if self._given_draft is None else type(self._given_draft).__name__
+        tree = "by profile" if self.tree is None else f"{len(self.tree)} nodes"
+        return f"SpeculativeDecoder(target={target}, draft={draft}, method={self.method!r}, tree={tree})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For the modules copy and pickle: the models, the method and the options, of which a decoder is made anew."""
@@ -158,9 +158,10 @@ class SpeculativeDecoder:
         given = checked_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")
         self._notice_changes()
         request = self._request(input_ids, max_new_tokens, temperature, given, seed=given.get("seed", 0))
-        streamers = checked_streamers(given.get("streamer"), len(input_ids))
         plan = self._plan(request)
-        self._remark.at_positions(plan.draft, request.most_tokens)
+        if plan.draft is not None and request.most_tokens > plan.draft.positions:
+            message = f"the draft has {plan.draft.positions:.0f} positions: longer texts go on without it"
+            self._warn_once("positions", message)
         self._peers.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, self._target)
         stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
         stats.tree = self.trees.in_words(plan.tree, len(input_ids))
@@ -170,10 +171,13 @@ class SpeculativeDecoder:
             self.method, len(input_ids), request.max_new_tokens, stats.tree, stats.verification,
             stats.law_changed_by and f"; the text's law is changed by {stats.law_changed_by}",
         )  # fmt: skip
+        watched = nullcontext(([], None))
+        if request.stopping is not None or any(given.get(name) for name in WATCHED):
+            watched = load("watching")(request, plan, self.method, self._draft, given, stats.lap)
         with (
             self._peers.interruptible(),
             torch.inference_mode(),
-            watching(request, plan, self.method, self._draft, streamers, given, stats.lap) as (watchers, chosen),
+            watched as (watchers, chosen),
             self.runner.workspace(request, plan) as workspace,
         ):
             stats.cache_bytes = workspace.cache_bytes
@@ -186,11 +190,10 @@ class SpeculativeDecoder:
             cache = self.runner.keep(workspace, request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
         (self._draft or NO_DRAFT).learn(request.prompt, request.lengths, new, stats.tokens_of)
-        tells_phases = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
-        drafting = self._draft if tells_phases and min(map(len, plan.trees)) > 1 else None
-        if drafting is not None and request.most_tokens > drafting.positions:
-            drafting = None  # what it did not draft says nothing of what it costs
-        self._remark(stats, drafting, self.trees.expected_gain(stats, plan.tree))
+        times_phases = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
+        drafted = min(map(len, plan.trees)) > 1 and request.most_tokens <= (self._draft or NO_DRAFT).positions
+        if times_phases and drafted:
+            self._warn_of_loss(stats, self.trees.expected_gain(stats, plan.tree))
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,
@@ -229,8 +232,6 @@ class SpeculativeDecoder:
         batch_size, prompt_tokens, max_new_tokens: the most that is to come. What is no larger uses what was made here.
         The other arguments are those of `generate`. Raises ValueError for arguments that do not fit.
         """
-        from heavypath.speculative.decoding.graphs import warm_up
-
         begin = time.perf_counter()
         given = checked_options("warm_up", options, SamplingOptions, "max_new_tokens", "temperature")
         self._notice_changes()
@@ -238,7 +239,7 @@ class SpeculativeDecoder:
         prompts = torch.zeros(shape, dtype=torch.long, device=self._target.device)
         request = self._request(prompts, max_new_tokens, temperature, given)
         plan = self._plan(request)
-        warm_up(self.runner, request, plan, self.trees.to_warm_up(request.filters, batch_size))
+        load("warm_up")(self.runner, request, plan, self.trees.to_warm_up(request.filters, batch_size))
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
         return seconds
@@ -260,6 +261,24 @@ class SpeculativeDecoder:
         draft = self._draft if any(len(each) > 1 for each in candidates) else None
         plan = StepPlan(self._target, draft, tree, rules, candidates, peers=self._peers)
         return plan.after(int(request.lengths.min()) - 1)
+
+    def _warn_of_loss(self, stats: Statistics, expected: float | None) -> None:
+        """Warn once if drafting costs more than it brings; expected: its gain by estimated costs, None for unknown."""
+        why = stats.does_not_pay
+        if not why and expected is not None and expected < 1 and stats.steps >= ENOUGH_STEPS:
+            why = (
+                f"the draft does not pay: {stats.tokens_per_step:.2f} tokens a step, by costs estimated for a batch of "
+                f"{len(stats.tokens_of)}, are {expected:.2f} times the speed of method 'autoregressive'. Sampled texts "
+                "would change with the tree, so it stays; give tree_size=2, or take method 'ersd', which drafts less"
+            )
+        if why:
+            self._warn_once("loss", f"{why}; `heavypath calibrate` finds out which trees pay")
+
+    def _warn_once(self, about: str, message: str) -> None:
+        """Log a warning, unless this decoder has warned about this before."""
+        if about not in self._warned:
+            self._warned.add(about)
+            logger.warning(message)
 
     def __call__(
         self, model: PreTrainedModel, input_ids: Tensor, *, seed: int | None = None,

@@ -74,13 +74,18 @@ PUBLIC = {
 OPTIONS = {
     "Adapting": "heavypath.speculative.adapting",
     "checked_verifier": "heavypath.speculative.decoding.verifiers",
+    "CudaGraphs": "heavypath.speculative.decoding.graphs",
     "inputs_of": "heavypath.speculative.models.prompt_inputs",
     "ProcessedSteps": "heavypath.speculative.processors.draft",
     "Processing": "heavypath.speculative.decoding.processing",
     "profile_of": "heavypath.speculative.tree_by_profile",
     "Rest": "heavypath.speculative.adapting",
     "stopping_of": "heavypath.speculative.processors.stopping",
+    "streamed_bytes": "heavypath.speculative.costs.streamed",
+    "streamed_costs": "heavypath.speculative.costs.streamed",
     "TreeByProfile": "heavypath.speculative.tree_by_profile",
+    "warm_up": "heavypath.speculative.decoding.graphs",
+    "watching": "heavypath.speculative.output.watchers",
     "with_processors": "heavypath.speculative.processors.settings",
 }
 

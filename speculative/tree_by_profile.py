@@ -38,8 +38,8 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.adapting import Adapting, Rest
 from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.decoding.drafters import Shape
-from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.rules import OWN
+from heavypath.speculative.decoding.run import Watcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import Method

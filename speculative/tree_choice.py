@@ -90,10 +90,11 @@ def best_plan(
     For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on the
     draft of each step.
     """
-    from heavypath.speculative.trees.branching import select_branching
     from heavypath.speculative.trees.planning import select_tree
 
     if method == "rsd-c":
+        from heavypath.speculative.trees.branching import select_branching
+
         return select_branching(rates, costs, level)
     trees = _trees(method, max(costs), rates, sequence_count)
     return select_tree(rates, costs, level) if trees is None else _best(trees, rates, costs, level)

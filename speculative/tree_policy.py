@@ -26,7 +26,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.estimates import estimates
 from heavypath.speculative.costs.table import BATCHES, Costs, standing_for
 from heavypath.speculative.decoding.drafters import Shape
-from heavypath.speculative.decoding.engine import Watcher
+from heavypath.speculative.decoding.run import Watcher
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft

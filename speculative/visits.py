@@ -31,7 +31,7 @@ from heavypath.kernels.verification import verify_unchecked
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.run import StepRunner
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace

@@ -32,9 +32,8 @@ from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.speculative.decoding.drafted import Reach, check_distributions, root_feed
-from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.rules import Rules
-from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.sequences import Sequences, root_rows
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.tempered import TEMPERATURES, fitted
 from heavypath.speculative.methods import REJECTION, VERIFIERS

@@ -89,7 +89,7 @@ DEVICES = MappingProxyType(
         ),
         "cpu": Hardware(
             16e9, host.BANDWIDTH, FP32_ON_A_CPU, host.DISK, reached=(1.0, 1.0, 1.0),
-            source="two threads of an AMD EPYC with AVX-512 in fp32, as costs/host.py has them, and its disk",
+            source="two threads of an AMD EPYC with AVX-512 in fp32, as costs/estimates.py has them, and its disk",
         ),
     }
 )  # fmt: skip

@@ -29,6 +29,7 @@ from torch import Tensor
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.ranks.parts import part_owned
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
 LEVEL_NODES = 8  # that a level has, about
@@ -89,10 +90,7 @@ class Work(NamedTuple):
 
         Of a trained head it is the work of a level. Of Medusa heads a level takes one, and has no layers of its own.
         """
-        from heavypath.speculative.drafts.tapped import TappedDraft
-        from heavypath.speculative.ranks.parts import part_owned
-
-        if isinstance(model, TappedDraft):
+        if model.is_head:
             return cls._with(model.level_weights(), 0 if model.levels else model.layers, model.dtype.itemsize)
         head: Any = model.model.get_output_embeddings()
         own_head = getattr(head, "weight", None) is not model.embedding.weight
@@ -112,10 +110,8 @@ class Work(NamedTuple):
     @classmethod
     def split(cls, model: Drafting) -> "tuple[Work, Work]":
         """A draft's work once a step, and for each level: nearly all is the first where one pass drafts all levels."""
-        from heavypath.speculative.drafts.tapped import TappedDraft
-
         nothing = cls(0, 0, 0, model.dtype.itemsize)
-        if isinstance(model, TappedDraft):
+        if model.is_head:
             passed = model.pass_weights()
             return cls._with(passed, model.layers, model.dtype.itemsize) if passed else nothing, cls.of(model)
         return (cls.of(model), nothing) if model.drafts_at_once else (nothing, cls.of(model))

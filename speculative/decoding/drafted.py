@@ -15,7 +15,7 @@ from heavypath.kernels.nodes import Laws, Nodes
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import ExtraNodes, Feed
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
 

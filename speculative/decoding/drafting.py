@@ -23,12 +23,11 @@ from heavypath.speculative.decoding.drafted import (
     root_feed,
 )
 from heavypath.speculative.decoding.drafters import drafter_of
-from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root_rows
 from heavypath.speculative.decoding.rules import Rules
-from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.sequences import Sequences, node_rows, race_rows, root_rows
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.models.caches import RowCache
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 

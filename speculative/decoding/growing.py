@@ -43,12 +43,11 @@ from heavypath.speculative.decoding.drafted import (
     feed_of,
     root_feed,
 )
-from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.rules import Rules
-from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.sequences import Sequences, root_rows
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.caches import RowCache
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.trees.growth import Growth
 
 

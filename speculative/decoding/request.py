@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
-from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
+from heavypath.speculative.decoding.sequences import MAX_SEQUENCES
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.text_cache import TextCache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.speculative.decoding.rules import Verifier
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 
 
 def checked_verifier(verifier: Verifier) -> Verifier:

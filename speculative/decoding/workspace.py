@@ -5,23 +5,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.commit import StateField
-from heavypath.speculative.decoding.launching import Launcher
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
 from heavypath.speculative.names import load
+
+if TYPE_CHECKING:
+    from heavypath.speculative.decoding.run import Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class Workspace:
     order: which sequence of the request is in each of the first slots when it begins
     """
 
-    def __init__(self, plan: StepPlan, size: Size, launcher: Launcher):
+    def __init__(self, plan: StepPlan, size: Size, launcher: "Launcher"):
         target, draft = plan.target, plan.draft
         self.size, self.launcher = size, launcher
         self.changes: tuple[LogitChange, ...] = ()  # that ask the host, of the generation that is under way

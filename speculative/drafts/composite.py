@@ -22,8 +22,7 @@ from heavypath.kernels.layers.rotary import store_rows
 from heavypath.speculative.drafts.draft import Draft, Draftable, ExtraNodes, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.models.caches import RowCache
-from heavypath.speculative.models.forward import Forward, Taps
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import Forward, Taps, host_can_read
 from heavypath.speculative.trees.tails import Usual
 
 FIRST = 0.9  # weight of the first draft of a mixture, which is to be the strongest

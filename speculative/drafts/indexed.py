@@ -9,7 +9,7 @@ from heavypath.kernels.native.library import library
 from heavypath.kernels.native.retrieval import Index, Sought
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.models.caches import RowCache
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 
 
 class IndexedCache(RowCache):

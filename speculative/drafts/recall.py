@@ -13,8 +13,7 @@ from heavypath.kernels.retrieval.corpus import SortedCorpus, sort_corpus
 from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.retrieval import MOST_NGRAM, CorpusCopy, RetrievalDraft
-from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import Forward, host_can_read
 
 MOST_TOKENS = 2**22  # kept: to sort so many takes seconds
 _AFTER = 16  # as much as a 16th of what is sorted may wait to be sorted with it

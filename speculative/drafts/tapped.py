@@ -26,6 +26,7 @@ class TappedDraft(Draft, ABC):
 
     reads_target = True
     is_foreign = False
+    is_head = True
     drafts_at_once = False  # whether one pass gives the laws of all levels
     ranks = None  # each rank has the whole module
     rope_limit: int | None = None

@@ -29,9 +29,8 @@ from heavypath.speculative.drafts.kinds import as_draft, describe, draft_paramet
 from heavypath.speculative.drafts.model import silence
 from heavypath.speculative.drafts.vocabularies import Vocabularies
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
-from heavypath.speculative.models.forward import PREFILL_CHUNK, Forward, TreeMask
+from heavypath.speculative.models.forward import PREFILL_CHUNK, Forward, TreeMask, host_can_read
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.models.host import host_can_read
 
 MOST_STRETCH = 2  # a text has at most so many of the draft's tokens for each of the target's
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from starlette.types import Receive
 from transformers import PreTrainedTokenizerBase
 
-from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
+from heavypath.speculative.decoding.sequences import MAX_SEQUENCES
 from heavypath.speculative.http.answer_forms import AUTO, AnswerForm
 from heavypath.speculative.http.answer_texts import AnswerParts, AnswerReader
 from heavypath.speculative.http.answers import Counted, Piece, Reason

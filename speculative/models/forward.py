@@ -128,6 +128,7 @@ class Forward(ABC):
     """
 
     is_foreign: bool = False  # whether it calls code that is not the package's
+    is_head: bool = False  # whether it reads the target's passes, as `TappedDraft`
     drafts_at_once: bool = False  # whether one pass of it drafts all levels
     state_bytes: int = 0  # of recurrent layers, that a sequence keeps beside its rows
     layers: int  # layers that a forward pass goes through
@@ -330,6 +331,11 @@ def check_window(window: Any, name: str) -> None:
 def as_logits(logits: Tensor) -> Tensor:
     """Logits of a type that kernels take: fp32, or 16 bits as they are."""
     return logits if logits.dtype.itemsize < 8 else logits.float()
+
+
+def host_can_read(device: torch.device) -> bool:
+    """True if the host may read a device's tensors at any time, as on a CPU; for a GPU's tensors it would wait."""
+    return device.type == "cpu"
 
 
 def check_no_autocast(device: torch.device) -> None:

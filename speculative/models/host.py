@@ -1,15 +1,8 @@
-"""Facts about the host: which of a device's tensors it may read while steps run there, and its memory."""
+"""The memory of the host that is free."""
 
 from pathlib import Path
 
-import torch
-
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
-
-
-def host_can_read(device: torch.device) -> bool:
-    """True if the host may read a device's tensors at any time, as on a CPU; for a GPU's tensors it would wait."""
-    return device.type == "cpu"
 
 
 def free_memory() -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heavypath.speculative.decoding.runner import KEPT
+from heavypath.speculative.decoding.run import KEPT
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.models.text_cache import TextCache
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from heavypath.speculative.decoding.engine import SlotNumbers, Watcher
 from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.run import SlotNumbers, Watcher
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.drafts.draft import Draft
@@ -109,14 +109,15 @@ class Observing(Watcher):
 
 @contextmanager
 def watching(
-    request: Request, plan: StepPlan, method: str, draft: Draft | None, streamers: Sequence[Streamer],
-    options: Mapping[str, Any], lap: Callable[[str], object],
+    request: Request, plan: StepPlan, method: str, draft: Draft | None, options: Mapping[str, Any],
+    lap: Callable[[str], object],
 ) -> Iterator[tuple[list[Watcher], "Chosen | None"]]:  # fmt: skip
     """The watchers that a call of `generate` asks for, within the block; and what collects the logits, if asked for.
 
     options: of `GenerateOptions`; lap: of the time that looking at a step takes
     """
-    streamers, trace = plan.peers.of_first([*streamers], options.get("trace"))
+    streamers = checked_streamers(options.get("streamer"), len(request.prompt))
+    streamers, trace = plan.peers.of_first(streamers, options.get("trace"))
     watchers: list[Watcher] = [] if request.stopping is None else [Criteria(request.stopping, plan.peers)]
     if streamers:
         with plan.peers.holding():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from heavypath.speculative.decoding.launching import Launcher
+from heavypath.speculative.decoding.run import Launcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
 from heavypath.speculative.drafts.draft import NO_DRAFT

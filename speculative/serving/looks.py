@@ -16,7 +16,7 @@ import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.models.structure import version_of
 
 SAMPLE = 16  # elements of each weight that are compared, since a change through `.data` leaves its version as it is

@@ -8,7 +8,7 @@ from typing import Protocol
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import whole
 from heavypath.speculative.decoding.request import Request
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.run import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.models.forward_of import check_alone
 from heavypath.speculative.serving.service import Service

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
-from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.sequences import MAX_SEQUENCES
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.options import RequestOptions, checked_options
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, ModelChanged, QueueFull
 from heavypath.speculative.serving.completion import Completion

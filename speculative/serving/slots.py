@@ -28,12 +28,11 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.kernels.numbers import whole
 from heavypath.speculative.decoding.drafted import no_lap
-from heavypath.speculative.decoding.engine import Engine, SlotNumbers
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.run import Engine, SlotNumbers, StepRunner
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, tree_rows
 from heavypath.speculative.drafts.draft import NO_DRAFT
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival

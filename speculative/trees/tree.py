@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # a tree is made of arrays, and PyTorch imported where a tens
 Order = Literal["breadth_first", "depth_first", "heavy_path"]
 Integers = Union[Sequence[int], np.ndarray, "Tensor"]
 
-NODE_BITS = 12  # the noise of a step has so many bits for the number of a node, see `decoding.noise_rows`
+NODE_BITS = 12  # the noise of a step has so many bits for the number of a node, see `decoding.sequences`
 
 
 class TokenTree:

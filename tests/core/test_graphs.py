@@ -19,8 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from heavypath.kernels import cache_compaction
 from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder
-from heavypath.speculative.decoding.engine import Snapshots
 from heavypath.speculative.decoding.graphs import MOST, Graphs
+from heavypath.speculative.decoding.run import Snapshots
 from heavypath.speculative.decoding.workspace import Workspace
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs have tests of their own")

@@ -228,7 +228,7 @@ def test_few_functions_stand_between_generate_and_the_targets_first_operation(de
     monkeypatch.setattr(decoder._target, "_embed", noted)
     decoder._target._native = None  # which has no operations
     decoder.generate(tokenizer("import os\n", return_tensors="pt").input_ids, max_new_tokens=4)
-    step = ["decoder.generate", "loop.decode", "engine.step", "runner.run", "launching.run", "step.__call__"]
+    step = ["decoder.generate", "run.decode", "run.step", "run.run", "run.run", "step.__call__"]
     step.append("llama.__call__")
     assert stacks[-1] == step, "the way of a step"
 

@@ -1,7 +1,5 @@
 """Rotary embeddings whose factors depend on the text's length: longrope and dynamic, where one set of factors holds."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from families import tiny
@@ -99,12 +97,17 @@ def test_what_mixes_both_kinds_is_refused_before_any_work(kind, whose, length, p
 ])  # fmt: skip
 @pytest.mark.few(2)
 def test_nodes_beyond_the_end_of_the_text_change_nothing(kind, method, monkeypatch):
-    """On a GPU whole trees are drafted to the end; here the runner is told that it is on one."""
+    """On a GPU whole trees are drafted to the end; here the runner is asked for them."""
     gpt = {"n_embd": 32, "n_head": 4, "n_layer": 2, "max_position_embeddings": LIMIT}
     model = tiny(kind, **gpt if kind == "gpt2" else LONGROPE)
     decoder = SpeculativeDecoder(model, model, method, tree_size=8)
-    monkeypatch.setattr("heavypath.speculative.decoding.runner.host_can_read", lambda device: False)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    run = decoder.runner.run
+
+    def whole(plan, workspace, *, slots, levels, longest, lap):
+        most = workspace.most_visible(plan)
+        return run(plan, workspace, slots=slots, levels=plan.tree.depth, longest=most, lap=lap)
+
+    monkeypatch.setattr(decoder.runner, "run", whole)
     check_text(decoder, 6, 2, LIMIT - 5)
 
 

@@ -29,8 +29,8 @@ from heavypath.speculative import (
     TokenTree,
 )
 from heavypath.speculative.decoding.drafters import drafter_of
-from heavypath.speculative.decoding.engine import SlotNumbers, Snapshots
 from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.run import SlotNumbers, Snapshots
 from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.drafts.blocks.pard import PardDraft
 from heavypath.speculative.drafts.kinds import as_draft

@@ -19,7 +19,7 @@ from heavypath.speculative import (
     goodness_of_fit,
     joint_law,
 )
-from heavypath.speculative.costs.host import host_costs
+from heavypath.speculative.costs.estimates import host_costs
 from heavypath.speculative.costs.roofline import LEVEL_NODES, Device, Work, estimated_costs
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft

@@ -10,7 +10,7 @@ from rope_cases import DYNAMIC, LIMIT, LONGROPE
 from tiny_models import tiny_llama, transformers_greedy
 
 from heavypath.speculative import Lookahead, SpeculativeDecoder, TokenTree, calibrate, load_draft
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.run import StepRunner
 from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 

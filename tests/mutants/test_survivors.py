@@ -30,7 +30,7 @@ from heavypath.kernels.verification import verify_unchecked
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
 from heavypath.speculative.decoding.drafted import Drafted, given_to_target
-from heavypath.speculative.decoding.noise_rows import node_rows
+from heavypath.speculative.decoding.sequences import node_rows
 from heavypath.speculative.drafts.draft import ExtraNodes
 
 LN2 = math.log(2)

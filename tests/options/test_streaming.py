@@ -35,7 +35,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.cli.generate import summary
-from heavypath.speculative.costs.host import host_costs, pass_seconds
+from heavypath.speculative.costs.estimates import host_costs, pass_seconds
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.loading import load_pair

@@ -24,8 +24,7 @@ from heavypath.speculative import (
     expected_tokens,
     load_demo_head,
 )
-from heavypath.speculative.costs.estimates import estimates
-from heavypath.speculative.costs.host import host_costs
+from heavypath.speculative.costs.estimates import estimates, host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import BATCHES, Costs, CostsByBatch, standing_for
 from heavypath.speculative.decoding.step import StepPlan

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.native.recording import Recording
 from heavypath.speculative import BlockHead, Cascade, MedusaHeads, Merge, Mixture, Pard, PromptLookup, Translated
-from heavypath.speculative.decoding import runner
-from heavypath.speculative.decoding.launching import Launcher
+from heavypath.speculative.decoding import run as steps_module
+from heavypath.speculative.decoding.run import Launcher
 
 PROMPTS = [torch.tensor([3, 1, 4, 1, 5, 2]), torch.tensor([2, 6, 5])]
 
@@ -121,7 +121,7 @@ def assert_replays_as_run(decoder, prompts, monkeypatch, **options):
     replays, replay = [], Recording.replay
     monkeypatch.setattr(Recording, "replay", lambda self: (replays.append(replay(self)), replays[-1])[1])
     found = drafted(decoder, prompts, **options)
-    monkeypatch.setattr(runner, "Recordings", Launcher)
+    monkeypatch.setattr(steps_module, "Recordings", Launcher)
     count = len(replays)
     assert_equal(found, drafted(decoder, prompts, **options))
     assert len(replays) == count

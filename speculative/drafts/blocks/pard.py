@@ -22,8 +22,7 @@ from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
-from heavypath.speculative.models.forward import Forward, Taps, as_logits
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import Forward, Taps, as_logits, host_can_read
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,7 @@ from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.native import NativeHead
 from heavypath.speculative.drafts.tapped import TappedDraft
-from heavypath.speculative.models.forward import PREFILL_CHUNK, Taps, TreeMask, chain_mask
-from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.models.forward import PREFILL_CHUNK, Taps, TreeMask, chain_mask, host_can_read
 
 
 class EntriesDraft(TappedDraft):

@@ -1,0 +1,411 @@
+"""Run the steps of a generation: the loop, one step of it, and how a step is launched.
+
+    decode           one step after another until every sequence has ended
+      Engine         runs a step, and says what became of each sequence in it; the service has one, too
+        StepRunner   keeps steps and their memory
+          Launcher   runs a step call by call, from a recording on a CPU, or as a CUDA graph, see `graphs`
+
+Sequences that go on take the slots of those that have ended, and the next steps are smaller. What else happens after a
+step is done by watchers: streams, stopping criteria, traces, another tree.
+
+On a GPU the host learns what a step did while the next one is under way. So one more step may run after the end, where
+the host could not know that it was one; what it did is discarded. A recording and a graph are bound to the memory that
+they were made with, so a launcher belongs to one workspace.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache, partial
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.native.recording import Recording, do, recorded
+from heavypath.speculative.decoding.drafted import Lap
+from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.decoding.step import Step, Stepped, StepPlan, new_step
+from heavypath.speculative.decoding.workspace import Size, Workspace
+from heavypath.speculative.models.forward import Forward, host_can_read
+from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.names import load
+
+logger = logging.getLogger(__name__)
+
+KEPT = 2  # caches of texts, for each thread: that of a chat which goes on, and of one text between its turns
+MOST_STEPS = 64  # kept: one for each plan and, on a CPU, for each depth near the end of a text
+BRANCHES = 6  # recordings of a step that are kept, each with memory of its own
+
+Launch = Callable[[Lap], Stepped]  # runs a step in a workspace
+Who = TypeVar("Who")
+What = TypeVar("What")
+
+
+def decode(
+    request: Request,
+    plan: StepPlan,
+    runner: "StepRunner",
+    workspace: Workspace,
+    *,
+    stats: Statistics,
+    watchers: Sequence["Watcher"] = (),
+) -> Tensor:
+    """The new tokens of each sequence, LongTensor[B, most new tokens of a sequence], with padding after them.
+
+    workspace: holds the prompts already
+    watchers: of which one may choose the plan of later steps, among those whose trees `plan` names
+
+    Raises ValueError for logits that are no distribution. With ranks all of them raise RankMismatchError after the step
+    in which they differ, and what one of them is to raise, see `Agreement.hold`.
+    """
+    peers, state, batch = plan.peers, workspace.state, len(request.prompt)
+    looks = [watcher.looks_at(state) for watcher in watchers]
+    engine = Engine[int](
+        runner, workspace, [tensor for tensor in looks if tensor is not None],
+        waits=bool(workspace.changes) or any(watcher.waits for watcher in watchers),
+    )  # fmt: skip
+    ended: dict[int, SlotNumbers] = {}
+    members = [*workspace.order]  # the sequences in the slots
+    longest, most_left = request.prompt.shape[1] - 1, request.max_new_tokens
+    seen = 0  # steps whose outcome the host knows
+    while True:
+        for watcher in watchers:
+            watcher.before(state)
+        peers.tell()
+        outcome = engine.step(
+            plan, members[:], slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap,
+            ends=most_left == 1,
+        )  # fmt: skip
+        if outcome is None:
+            continue
+        seen += 1
+        rows = {slot: row for slot, row in enumerate(outcome.rows) if row.member not in ended}
+        for row in rows.values():
+            if row.left < 0:
+                raise peers.error(row.left, seen) or row.error(f" of sequence {row.member}")
+        for watcher in watchers:
+            ends = watcher.ends([*rows.values()], state)
+            for slot, row in rows.items():
+                if row.member in ends:
+                    rows[slot] = row._replace(produced=ends[row.member], left=0)
+                    state.produced[slot], state.left[slot] = ends[row.member], 0
+        copies = iter(outcome.looked)
+        looked = [None if tensor is None else next(copies) for tensor in looks]
+        for watcher, copy in zip(watchers, looked, strict=True):
+            with peers.holding():
+                watcher.see(outcome.stepped, state, [*rows.values()], copy)
+        ended |= {row.member: row for row in rows.values() if row.left == 0}
+        if len(ended) == batch:
+            break
+        longest, most_left = max(row.lengths for row in outcome.rows), max(row.left for row in rows.values())
+        running = batch - len(ended)
+        slots = running if engine.on_host else 1 << (running - 1).bit_length()
+        close_up(workspace, members, ended, slots, longest + 2 * (plan.depth + 1))  # a step may be under way
+        before, shortest = plan, min(row.lengths for row in rows.values() if row.left > 0)
+        for watcher, copy in zip(watchers, looked, strict=True):
+            plan = watcher.replanned(plan, seen, len(members), copy)
+        plan = plan.after(shortest)
+        if plan.tree != before.tree:
+            stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
+            workspace.turn(request, before, plan, len(members))
+        stats.lap("host")
+
+    peers.end()
+    tokens_of, steps_of, nodes_of = torch.tensor(
+        [(ended[member].produced, ended[member].steps, ended[member].nodes) for member in range(batch)], device="cpu"
+    ).unbind(1)
+    stats.end(state.counts, tokens_of.clone(), steps_of.clone(), int(nodes_of.sum()))
+    new = state.output[:batch, : int(tokens_of.max())]
+    column = torch.arange(new.shape[1], device="cpu")
+    return new.where((column < tokens_of[:, None]).to(new.device), request.pad)
+
+
+def close_up(workspace: Workspace, members: list[int], ended: Container[int], slots: int, rows: int) -> None:
+    """Move the sequences that go on, of at most `rows` rows, into the first slots; `members` says who is in these."""
+    if slots < len(members):
+        logger.debug("the batch closes up from %d slots to %d", len(members), slots)
+    free = [slot for slot, member in enumerate(members[:slots]) if member in ended]
+    for slot in range(slots, len(members)):
+        if members[slot] not in ended:
+            destination = free.pop(0)
+            workspace.swap(slot, destination, rows)  # what has ended keeps its cache rows, for a later text
+            members[destination] = members[slot]
+    del members[slots:]
+
+
+class SlotNumbers(NamedTuple):
+    """The numbers of one slot after a step, in the order of `StateField`, which says what they are."""
+
+    root: int
+    previous: int
+    lengths: int
+    produced: int
+    left: int
+    steps: int
+    nodes: int
+    member: int
+    noise: int
+
+    def error(self, where: str) -> ValueError:
+        """The error to be raised where a step has left a `left` below 0; where: in whose text, for the message."""
+        return ValueError(
+            "the target's logits hold NaN or +inf, or nothing but -inf, within a step after position "
+            f"{self.lengths}{where}"
+        )
+
+
+class Watcher:
+    """Hooks around the steps of a generation; here they do nothing.
+
+    waits: whether the host waits for each step, so that it knows what the last one did, and not the one before
+    """
+
+    waits = False
+
+    def looks_at(self, state: Sequences) -> Tensor | None:
+        """A tensor of the state, whose copy on the host is `looked` after each step."""
+        return None
+
+    def before(self, state: Sequences) -> None:
+        """Called before each step."""
+
+    def ends(self, rows: Sequence[SlotNumbers], state: Sequences) -> dict[int, int]:
+        """After a step, {sequence: with how many new tokens it ends now}. rows: of sequences that went on before it."""
+        return {}
+
+    def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
+        """Called after each step. rows: as of `ends`, with 0 `left` where a sequence has ended.
+
+        stepped, state: are of this step if the host waits
+        """
+
+    def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
+        """The plan of the next steps, after so many of them, for so many slots; with one of the trees of `plan`."""
+        return plan
+
+
+class Outcome(NamedTuple, Generic[Who]):
+    """The host's knowledge after a step: the sequences in it, the numbers of their slots, and the values it looked at.
+
+    stepped: what the last step did, which is this one if the host waits for steps
+    """
+
+    who: Sequence[Who]
+    rows: list[SlotNumbers]
+    looked: list[Tensor]
+    stepped: Stepped
+
+
+class Engine(Generic[Who]):
+    """Runs the steps of a workspace.
+
+    looked_at: tensors of its state, copies of which are looked at after each step; waits: as of `Watcher`
+    """
+
+    def __init__(self, runner: "StepRunner", workspace: Workspace, looked_at: Sequence[Tensor], *, waits: bool):
+        self.runner, self.workspace, numbers = runner, workspace, workspace.state.numbers
+        self.on_host = host_can_read(numbers.device)
+        self._snapshots = Snapshots[Sequence[Who]]([numbers, *looked_at], late=not waits and not self.on_host)
+
+    def step(
+        self, plan: StepPlan, who: Sequence[Who], *, slots: int, levels: int, longest: int, lap: Lap, ends: bool = False
+    ) -> Outcome[Who] | None:
+        """Run a step, as `StepRunner.run` does; what came of it, or of the one before, None where there was none.
+
+        who: is in the first slots; ends: whether a step ends all texts. If one is under way, it does, and none is run
+        """
+        if ends and self._snapshots.taken:
+            taken = self._snapshots.next()
+        else:
+            self._stepped = self.runner.run(plan, self.workspace, slots=slots, levels=levels, longest=longest, lap=lap)
+            taken = self._snapshots.take(who)
+        if taken is None:
+            return None
+        (numbers, *looked), who = taken
+        rows = [SlotNumbers._make(row) for row in numbers[:, : len(who)].T.tolist()]
+        return Outcome(who, rows, looked, self._stepped)
+
+
+class Snapshots(Generic[What]):
+    """Copies of small tensors on the host: as they are after this step or, if `late`, as they were one step before.
+
+    If the host waited for the step that a GPU is working at, the GPU would have nothing to do until the host had looked
+    and launched the next step. So the host looks at the step before the one under way.
+    """
+
+    def __init__(self, tensors: list[Tensor], late: bool):
+        self._tensors, self._late = tensors, late
+        self.taken: list[tuple[list[Tensor], torch.cuda.Event, What]] = []  # that nobody has seen
+        self._free = [[_on_host(tensor) for tensor in tensors] for _ in range(2 * late)]
+
+    def take(self, what: What) -> tuple[list[Tensor], What] | None:
+        """Copy the tensors. Returns what is known on the host, and the `what` that was given for it, as who was there.
+
+        That is None if `late` and there was no step before.
+        """
+        if not self._late:
+            return [tensor.cpu() for tensor in self._tensors], what
+        copies, event = self._free.pop(), torch.cuda.Event()
+        for copy, tensor in zip(copies, self._tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        event.record()
+        self.taken.append((copies, event, what))
+        return None if len(self.taken) < 2 else self.next()
+
+    def next(self) -> tuple[list[Tensor], What]:
+        """The first copies that nobody has seen, as of `take`; waits for them."""
+        copies, event, what = self.taken.pop(0)
+        event.synchronize()
+        self._free.append(copies)
+        return copies, what
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Memory for a copy of a tensor, which a GPU can write to by itself."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
+
+
+class StepRunner:
+    """Runs the steps of one decoder.
+
+    cuda_graphs: replay each step as a CUDA graph. Then the memory of the last generation is kept, for the next one.
+    """
+
+    def __init__(self, cuda_graphs: bool):
+        self.cuda_graphs = cuda_graphs
+        self.idle: Workspace | None = None  # kept for the next generation
+        self._warned = set[str]()  # why steps cannot be captured
+        self._of_thread, self._lock = threading.local(), threading.Lock()
+        self.step = lru_cache(MOST_STEPS)(new_step)
+
+    @property
+    def kept(self) -> deque[TextCache]:
+        """The texts of this thread's last generations: other threads must not take them away before they are used."""
+        if not hasattr(self._of_thread, "kept"):
+            self._of_thread.kept = deque(maxlen=KEPT)
+        return self._of_thread.kept
+
+    @contextmanager
+    def workspace(self, request: Request, plan: StepPlan) -> Iterator[Workspace]:
+        """A workspace for one generation: the idle one if it fits, or a new one. The models' GPU is the current one."""
+        size, device = Size.of(request, plan), plan.target.device
+        with nullcontext() if host_can_read(device) else torch.cuda.device(device):
+            if not self.cuda_graphs:
+                yield self.new_workspace(plan, size)
+                return
+            with self._lock:
+                workspace, self.idle = self.idle, None
+            if workspace is None or not workspace.fits(size, plan):
+                del workspace  # before memory is taken for another one
+                workspace = self.new_workspace(plan, size.rounded())
+            with workspace.in_turn():
+                yield workspace
+            self.idle = workspace  # not after an exception: what it holds may be half done
+
+    def new_workspace(self, plan: StepPlan, size: Size) -> Workspace:
+        """A new workspace; where memory is short, the texts kept for later give theirs."""
+        launcher = Recordings() if host_can_read(plan.target.device) else Launcher()
+        if self.cuda_graphs:
+            launcher = load("CudaGraphs")(plan.target.device, self._warned)
+        try:
+            return Workspace(plan, size, launcher)
+        except torch.OutOfMemoryError:
+            if not self.kept:
+                raise
+        self.kept.clear()  # outside of the handler, whose traceback holds a part of what was allocated
+        return Workspace(plan, size, launcher)
+
+    def keep(self, workspace: Workspace, request: Request, plan: StepPlan) -> TextCache:
+        """Keep the texts of a request that has been decoded: where memory is short those alone, or without rows."""
+        if len(self.kept) == KEPT:
+            self.kept.popleft()  # before memory is taken for another one
+        for rows in (None, None, 0):
+            with suppress(torch.OutOfMemoryError):
+                self.kept.append(workspace.finish(request, plan, rows))
+                break
+            self.kept.clear()
+        return self.kept[-1]
+
+    def run(self, plan: StepPlan, workspace: Workspace, *, slots: int, levels: int, longest: int, lap: Lap) -> Stepped:
+        """Run one step of the sequences in the first `slots` slots.
+
+        levels:  how many levels of the tree can still be emitted; on a CPU no more are drafted
+        longest: rows of the longest prefix, at most
+        """
+        depth, visible = plan.tree.depth, workspace.most_visible(plan)
+        if host_can_read(plan.target.device):  # elsewhere the host does not know the lengths, and one step serves all
+            depth, visible = min(depth, levels), longest
+        step = self.step(plan, depth)
+        launch = partial(step, *workspace.first(slots), visible)
+        if workspace.changes:  # which ask the host
+            return launch(lap, workspace.changes)
+        again = depth == plan.tree.depth  # a tree is cut once, near the end of a text
+        return workspace.launcher.run(step, slots, launch, lap, again=again)
+
+
+def has_graphs(given: bool | None, target: Forward) -> bool:
+    """True if a decoder's steps are graphs: as it was told, or else wherever they can be.
+
+    Raises ValueError for graphs on a CPU, and of a target that the host reads from disk in each step.
+    """
+    on_host, stream = host_can_read(target.device), target.stream
+    if given and on_host:
+        raise ValueError(f"cuda_graphs needs models on a CUDA device, got {target.device}; leave it out")
+    is_fixed = stream is None or stream.is_fixed
+    if given and not is_fixed:
+        raise ValueError(
+            "cuda_graphs needs a target whose layers stay in memory, got one that is read from disk in each step; "
+            "leave it out, or load the target with a larger host_memory"
+        )
+    return not on_host and is_fixed if given is None else given
+
+
+class Launcher:
+    """Runs steps call by call.
+
+    outlives: whether its workspace is kept for the next generation
+    """
+
+    outlives = False
+
+    def prepare(self, step: Step, launch: Launch) -> None:
+        """Do ahead what the first run of a step would do besides the step. Nothing is run."""
+
+    def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
+        """Run a step in the first `slots` slots; again: whether it may be expected to come again."""
+        return launch(lap)
+
+
+class Recorded(NamedTuple):
+    """A step that can be replayed, and what it did, in tensors that each replay writes anew."""
+
+    recording: Recording
+    result: Stepped
+
+
+class Recordings(Launcher):
+    """Replays steps on a CPU by `kernels.native.recording`. One that branches has several recordings."""
+
+    def __init__(self) -> None:
+        self._known = dict[tuple[Step, int], list[Recorded] | None]()  # the last used first; None for an obstacle
+
+    def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
+        """See `Launcher`."""
+        known = self._known.get((step, slots), [])
+        for place, each in enumerate(known or ()):
+            if known and each.recording.replay():
+                known.insert(0, known.pop(place))
+                return each.result
+        if not again or known is None or not step.peers.is_alone:  # a collective cannot be replayed
+            return launch(lap)
+        with recorded() as recording:
+            stepped = launch(lambda phase: do(partial(lap, phase)))
+        self._known[step, slots] = None if recording.obstacle else [Recorded(recording, stepped), *known][:BRANCHES]
+        if recording.obstacle:
+            logger.debug("a step is not recorded because of %s", recording.obstacle)
+        return stepped
