@@ -46,7 +46,7 @@ class VerifyInputs(NamedTuple):
     target_logits:  [B, N, V], the target's after each node
     draft_logits:   [B, N, V], those that each node's children were drawn from, or `Laws`. None for a method that does
                     not ask for them, and for trees of a root alone
-    method:         of `verify_tree`, or "typical" for typical acceptance
+    method:         of `verify_tree`
     replacement:    whether siblings are independent draws; the names of some methods say so
     max_depth:      edges of the deepest path considered
     target_filters, draft_filters: what turns both into distributions

@@ -21,15 +21,21 @@ def asked_row(method: str, options: Mapping[str, Any]) -> Method:
     """
     verifier = options.get("verifier")
     row = row_of(method, verifier if isinstance(verifier, str) else None)
-    typical = row.typical(options.get("epsilon"), options.get("delta"))
+    limits = {name: options[name] for name in ("epsilon", "delta") if options.get(name) is not None}
+    if limits and row.verification != "typical":
+        raise ValueError(f"{' and '.join(limits)} are options of typical acceptance, method 'typical-lossy'")
     draft_filters_of(options, Filters()).check("draft_")
     own = row.verifier if verifier is None or isinstance(verifier, str) else verifier
+    if own is None and row.verification == "typical":
+        from heavypath.speculative.decoding.typical import Typical
+
+        return replace(row, verifier=Typical(**limits).check())
     if own is None:
-        return replace(row, verifier=typical)
+        return row
     from heavypath.speculative.decoding.verifiers import checked
 
     own = checked(own)
-    if typical is not None:
+    if row.verification == "typical":
         raise ValueError(f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'")
     return replace(row, verification=OWN, verifier=own)
 

@@ -17,7 +17,6 @@ from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, DEFAULT_CONFI
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
-    from heavypath.kernels.typical.acceptance import Typical
     from heavypath.speculative.trees.planning import Acceptance
 
 DRAWS = ("without_replacement", "with_replacement", "top_k")
@@ -132,20 +131,6 @@ class Method:
     def is_lossless(self) -> bool:
         """True if the text keeps the target's law, at any temperature."""
         return self.verification in LOSSLESS_FOR
-
-    def typical(self, epsilon: float | None, delta: float | None) -> "Typical | None":
-        """The limits of typical acceptance, None for its defaults; None for a method that verifies otherwise.
-
-        Raises ValueError for limits of such a method, and for limits out of range.
-        """
-        given = {name: limit for name, limit in (("epsilon", epsilon), ("delta", delta)) if limit is not None}
-        if self.verification != "typical" and given:
-            raise ValueError(f"{' and '.join(given)} are options of typical acceptance, method 'typical-lossy'")
-        if self.verification != "typical":
-            return None
-        from heavypath.kernels.typical.acceptance import Typical
-
-        return Typical(**given).check()
 
     @property
     def independent_sequences(self) -> bool:

@@ -1,5 +1,4 @@
-// Which drafted nodes are accepted: what the references of `heavypath.kernels.verification` and
-// `heavypath.kernels.typical.acceptance` do.
+// Which drafted nodes are accepted: what the references of `heavypath.kernels.verification` do.
 
 #include <map>
 
@@ -7,7 +6,7 @@
 
 namespace heavypath {
 
-enum Method { GREEDY, NAIVE, RACE, REJECTION, HELD, K_SEQ, TRAVERSAL, HELD_TRAVERSAL, TYPICAL };
+enum Method { GREEDY, NAIVE, RACE, REJECTION, HELD, K_SEQ, TRAVERSAL, HELD_TRAVERSAL };
 
 struct Verification {
     int64_t batch, nodes, vocab, max_depth, method, independent;
@@ -17,7 +16,6 @@ struct Verification {
     const float *target, *draft;      // [B, N, V]; the draft's is null for a root alone, and [B, M, V] with laws
     int64_t target_step, draft_step;  // from one sequence to the next
     Filters target_filters, draft_filters;
-    double log_epsilon, log_delta;  // of typical acceptance, to base 2
     const int64_t* seed;
     int64_t *path, *length, *next_token;  // [B, max_depth + 1], [B], [B]
     int64_t* bad;                         // side (0 target, 1 draft), sequence and node of a row without distribution
@@ -339,36 +337,6 @@ void walk(const Tree& tree) {
     }
 }
 
-// Typical acceptance: the longest path of nodes that the target finds likely enough, and of several the likeliest.
-void typical(const Tree& tree) {
-    const Verification& call = tree.call;
-    std::map<int64_t, float> likely = {{0, 0}};  // log2 P of the paths to the accepted nodes of a level
-    int64_t last = 0;
-    for (int64_t level = 0; level < call.max_depth && !likely.empty(); level++) {
-        std::map<int64_t, float> below;
-        for (const auto& [node, path] : likely) {
-            if (tree.children[node].empty()) continue;
-            const std::vector<float> logs = log_weights(tree, false, node);
-            std::vector<float> weights(call.vocab);
-            powers_of_two(logs.data(), call.vocab, weights.data());
-            const double total = sum_of(weights.data(), call.vocab), log_total = std::log2(total);
-            for (int64_t v = 0; v < call.vocab; v++) weights[v] *= weights[v] > 0 ? logs[v] : 0;
-            const double entropy = log_total - sum_of(weights.data(), call.vocab) / total;
-            const double least = std::min(call.log_epsilon, call.log_delta - entropy);
-            for (int64_t child : tree.children[node]) {
-                const double log_p = logs[tree.tokens[child]] - log_total;
-                if (log_p > least) below[child] = path + float(log_p);
-            }
-        }
-        if (below.empty()) break;
-        last = std::max_element(below.begin(), below.end(), [](const auto& a, const auto& b) {
-                   return a.second < b.second;
-               })->first;
-        likely = below;
-    }
-    end_at(tree, last, {});
-}
-
 // Traversal of one sequence's tree, in post-order, as far as the node that it ends at.
 struct Traversal {
     const Tree& tree;
@@ -428,9 +396,7 @@ extern "C" int64_t verify(const Verification* call) {
     for (int64_t b = 0; b < call->batch; b++) {
         const Tree tree(*call, b);
         try {
-            if (call->method == TYPICAL)
-                typical(tree);
-            else if (call->method >= TRAVERSAL)
+            if (call->method >= TRAVERSAL)
                 Traversal{tree}.ends_below({0}, 1, 0);
             else
                 walk(tree);

@@ -14,7 +14,7 @@ from heavypath.kernels.verifying.distributions import no_maximum
 
 _METHODS = {  # by their C++ numbers
     "greedy": 0, "target_sample": 1, "race": 2, "without_replacement": 3, "with_replacement": 3, "held": 4, "kseq": 5,
-    "traversal": 6, "held_traversal": 7, "typical": 8,
+    "traversal": 6, "held_traversal": 7,
 }  # fmt: skip
 
 
@@ -26,20 +26,17 @@ class _Verification(Arguments):
         ),
         ("target_filters", FiltersStruct),
         ("draft_filters", FiltersStruct),
-        *fields(".log_epsilon .log_delta *seed *path *length *next_token *bad"),
+        *fields("*seed *path *length *next_token *bad"),
     )
 
 
-def verify(given: VerifyInputs, limits: tuple[float, float] = (0.0, 0.0)) -> Verified:
+def verify(given: VerifyInputs) -> Verified:
     """The accepted paths of trees on a CPU.
-
-    limits: log2 of epsilon and of delta for typical acceptance, which is method "typical" here
 
     Raises ValueError for a row of logits that is used and has no finite maximum.
     """
     (tokens, parents, ranks), noise = given.nodes, given.noise
     batch, count = tokens.shape
-    log_epsilon, log_delta = limits
     if ranks is None:
         ranks = sibling_order(parents)
     one_shape = parents.dim() == ranks.dim() == 1 or parents.stride(0) == ranks.stride(0) == 0
@@ -56,8 +53,7 @@ def verify(given: VerifyInputs, limits: tuple[float, float] = (0.0, 0.0)) -> Ver
         batch, count, target.shape[-1], given.max_depth, _METHODS[given.method], given.independent, dense(tokens),
         parents, ranks, rows, 0 if one_shape else count, laws, target, draft, target.stride(0),
         0 if draft is None else draft.stride(0), FiltersStruct.of(given.target_filters),
-        FiltersStruct.of(given.draft_filters), log_epsilon, log_delta, seed_tensor(noise.seed),
-        path, length, next_token, addressof(bad),
+        FiltersStruct.of(given.draft_filters), seed_tensor(noise.seed), path, length, next_token, addressof(bad),
     )  # fmt: skip
     kernel = compiled().verify
 

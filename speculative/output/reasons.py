@@ -18,17 +18,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.nodes import PlainTree
 from heavypath.kernels.noise import coins
-from heavypath.kernels.typical.acceptance import Typical
 from heavypath.kernels.verification import DRAFT_AWARE, WHOLE_TREE
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import Chain
 from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.speculative.decoding.rules import OWN, Rules
+from heavypath.speculative.decoding.typical import Typical
 
 # What may have become of a node:
 #
@@ -156,7 +157,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
                     fates[child] = "elder"
         elif rules.verification == "typical":
             assert isinstance(rules.verifier, Typical)
-            least = _least_typical(log_target[node], rules.verifier)
+            least = float(rules.verifier.least(torch.from_numpy(log_target[node])))
             for child in candidates:
                 threshold[child] = least
                 fates[child] = "shorter" if np.exp(log_target[node][token[child]]) > least else "unlikely"
@@ -202,13 +203,6 @@ def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[i
     """{node: log-probabilities fp64 [V] after it} for some of the nodes of logits [N, V]."""
     logs = filtered_logprobs(logits[nodes].float(), shown(filters))
     return dict(zip(nodes, logs.cpu().numpy(), strict=True))
-
-
-def _least_typical(log_target: np.ndarray, limits: Typical) -> float:
-    """The threshold of typical acceptance at a node with these log-probabilities [V]."""
-    p = np.exp(log_target)
-    entropy = -(p * np.where(p > 0, log_target, 0)).sum()
-    return min(limits.epsilon, limits.delta * float(np.exp(-entropy)))
 
 
 def _chain(log_target: np.ndarray, log_draft: np.ndarray | None, independent: bool) -> Chain:

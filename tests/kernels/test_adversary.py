@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from adversary import Adversary, HazardError
 from law_cases import Problem as OfLaws
-from typical_cases import Problem as Typical
-from typical_cases import random_problem as random_typical
 from verification_cases import PLAIN, Problem, random_problem
 
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE
@@ -73,15 +71,6 @@ def test_levels_give_each_other_weights_in_any_schedule(adversary):
         tree = TokenTree.independent(2, 2) if seed % 2 else TokenTree([-1, 0, 0, 1, 1, 3])
         assert Problem(tree, WHOLE_TREE[adversary.seed % 2], vocab_size=6, batch=1, seed=seed).agrees()
     adversary.met("_normalize_kernel", "_chains_kernel", "_choose_kernel", "_walk_kernel")
-
-
-@TREES
-def test_trees_are_accepted_by_typicality_in_any_schedule(trees, adversary):
-    for seed in range(trees * adversary.seed, trees * (adversary.seed + 1)):
-        assert random_typical(seed, filtered=0.0).agrees()
-    options = {"vocab_size": 9_000, "batch": 1, "dtype": torch.bfloat16}  # two programs share a row
-    assert Typical(TokenTree.k_ary(2, 1), **options, seed=adversary.seed).agrees()
-    adversary.met("_weigh_kernel", "_longest_kernel")
 
 
 @triton.jit
