@@ -149,9 +149,7 @@ class EstimatedTrees:
         """alone: the tree of one sequence that is sampled."""
         self._method, self._target, self._draft, self.alone = method, target, draft or NO_DRAFT, alone
         self.rests = draft is not None and draft.can_rest
-        # A lookahead adds nodes of its own to each pass. The trees of a merge have a child of the root for each of its
-        # drafts. So their trees are the same in all batches.
-        self._is_fixed = self._draft.extra_nodes > 0 or self._draft.laws > 1
+        self._is_fixed = self._draft.why_not_measured != ""  # what has no usual acceptance has one tree in all batches
         self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
 
     def up_to(self, most: int, temperature: float, rests: bool = True) -> TreesByBatch:

@@ -14,7 +14,7 @@ from heavypath.kernels.native.sampling import below_infinity
 from heavypath.kernels.nodes import Laws, Nodes
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import ExtraNodes, Feed
+from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.models.host import host_can_read
 
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
@@ -75,33 +75,22 @@ class Drafted(NamedTuple):
         """LongTensor[B, N], see `noise_rows`."""
         return self.fed.noise_rows
 
+    @property
+    def given(self) -> "Given":
+        """The trees as the target is given them."""
+        return Given(self.fed.tokens, self.fed.positions, self.fed.cache_rows, self.subtree_end)
+
 
 class Given(NamedTuple):
-    """The nodes of a pass of the target: LongTensor[B, N] each; subtree_end may be [N], which all sequences share."""
+    """The nodes of a pass of the target: LongTensor[B, N] each; subtree_end may be [N], which all sequences share.
+
+    They are those of the drafted trees, and after them any that a `LogitChange` adds, as more subtrees of the root.
+    """
 
     tokens: Tensor
     positions: Tensor
     cache_rows: Tensor
     subtree_end: Tensor
-
-
-def given_to_target(drafted: Drafted, extra: ExtraNodes | None, lengths: Tensor) -> Given:
-    """The nodes of a drafted tree, and after them those that the draft adds: more subtrees of the root.
-
-    lengths: LongTensor[B], tokens before the root
-    """
-    fed, ends = drafted.fed, drafted.subtree_end
-    if extra is None:
-        return Given(fed.tokens, fed.positions, fed.cache_rows, ends)
-    nodes, added = ends.shape[-1], len(extra.depths)
-    rows = torch.arange(nodes, nodes + added, device=ends.device)
-    root_end = torch.full_like(ends[..., :1], nodes + added)
-    return Given(
-        tokens=torch.cat([fed.tokens, extra.tokens], 1),
-        positions=torch.cat([fed.positions, lengths[:, None] + extra.depths], 1),
-        cache_rows=torch.cat([fed.cache_rows, lengths[:, None] + rows], 1),
-        subtree_end=torch.cat([root_end, ends[..., 1:], (extra.subtree_end + nodes).expand(*ends.shape[:-1], -1)], -1),
-    )
 
 
 def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:

@@ -46,7 +46,7 @@ class Remark:
             )
         if why:
             self._said = True
-            can_calibrate = draft.extra_nodes == 0
+            can_calibrate = not draft.why_not_measured
             logger.warning("%s%s", why, "; `heavypath calibrate` finds out which trees pay" if can_calibrate else "")
 
 

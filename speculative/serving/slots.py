@@ -31,7 +31,7 @@ from heavypath.speculative.decoding.drafted import no_lap
 from heavypath.speculative.decoding.engine import Engine, SlotNumbers
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.decoding.workspace import Size, tree_rows
+from heavypath.speculative.decoding.workspace import Size
 from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.processors.draft import ProcessedSteps
@@ -139,7 +139,7 @@ class ServiceSlots:
         self._runner = StepRunner(cuda_graphs)
         size = Size(
             sequences=count,
-            cache_rows=max_tokens + tree_rows(plan),
+            cache_rows=max_tokens + plan.rows,
             new_tokens=max_tokens,
             stops=1,
             count_slots=max(1, plan.depth * plan.branching),

@@ -142,7 +142,7 @@ def test_a_shape_that_nobody_drafts_is_refused():
 def test_a_step_without_a_draft_leaves_the_cache_of_one_alone():
     """Which a workspace may have that drafted before."""
     step = new_step(StepPlan(SimpleNamespace(device=torch.device("cpu")), None, TokenTree([-1]), None), 0)
-    assert step._of_draft(object(), None) == (None, None)
+    assert step._own(object()) == ()
 
 
 MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and launches
