@@ -30,7 +30,7 @@ from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft
 from heavypath.speculative.method_rules import asked_row, draft_filters_of, rules_of
-from heavypath.speculative.methods import check_laws, default_verifier
+from heavypath.speculative.methods import default_verifier
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of, peers_of
 from heavypath.speculative.models.host import host_can_read
@@ -85,9 +85,8 @@ class SpeculativeDecoder:
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
-            check_laws(method, self._row, self._draft)
         if self.verifier is None:
-            by_default = default_verifier(method, self._target.device.type, (self._draft or NO_DRAFT).laws)
+            by_default = default_verifier(method, self._target.device.type)
             self._row = self._row.verified_by(by_default)
         if self.profile is not None:
             self.profile.check(target, draft, method, self._row.verification)

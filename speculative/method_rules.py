@@ -54,9 +54,9 @@ def rules_of(
     filters, draft_filters = request.filters, draft_filters_of(options, request.filters)
     draw, verification = row.at(filters.temperature, draft_filters.temperature)
     if draft_filters.temperature == 0:
-        check_independent(method, verification, draft)
+        check_independent(method, verification)
     changes = () if profile is None or draft is None else profile.changes(method, filters)
-    return Rules(
+    rules = Rules(
         draw,
         verification,
         filters,
@@ -68,3 +68,4 @@ def rules_of(
         changes=changes if request.processing is None else (*changes, request.processing),
         verifier=None if verification == "greedy" else row.verifier,
     )
+    return rules if draft is None else draft.rules(rules)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from heavypath.speculative.decoding.rules import OWN, Verifier
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
@@ -136,15 +135,6 @@ class Method:
     def independent_sequences(self) -> bool:
         """True if the tree is a few sequences that are drawn independently, from the root on."""
         return self.tree_of is _sequences
-
-    @property
-    def takes_several_laws(self) -> bool:
-        """True if siblings may be drawn from different distributions, as those of a `Merge` are.
-
-        They are weighed each against its own, or against none; and which draft draws a node is known beforehand.
-        """
-        known = isinstance(self.tree_of(8), TokenTree)
-        return self.verification in ("with_replacement", "target_sample") and known
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -327,43 +317,18 @@ METHODS = {
 LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)
 
 
-def check_laws(method: str, row: Method, draft: Draft) -> None:
-    """Raise ValueError for a draft whose siblings have several distributions where these cannot be verified.
-
-    row: of the method, verified as it will be
-    """
-    laws = draft.laws
-    if laws > 1 and row.verification == OWN:
-        raise ValueError(
-            f"a verifier of your own is told one distribution after each node, and a Merge has {laws} after the root; "
-            "leave the verifier out, or take Mixture for Merge"
-        )
-    if laws > 1 and METHODS[method].takes_several_laws and not row.takes_several_laws:
-        raise ValueError(
-            f"verifier {row.verification!r} weighs all children of a node by one distribution, and a Merge has {laws} "
-            "after the root; leave the verifier out, or take Mixture for Merge"
-        )
-    if laws > 1 and not row.takes_several_laws:
-        taking = ", ".join(name for name, each in METHODS.items() if each.takes_several_laws)
-        raise ValueError(
-            f"method {method!r} draws all children of a node from one distribution, and a Merge has {laws} after the "
-            f"root; take one of {taking}, or Mixture for Merge"
-        )
-
-
-def check_independent(method: str, verification: str, draft: Draft | None) -> None:
+def check_independent(method: str, verification: str) -> None:
     """Raise ValueError for a verification that does not take a draft's likeliest tokens, draws at temperature 0."""
-    if verification == "kseq" or (verification == "with_replacement" and (draft or NO_DRAFT).laws > 1):
+    if verification == "kseq":
         raise ValueError(f"method {method!r} needs draft_temperature > 0 where it samples, got 0")
 
 
-def default_verifier(method: str, device_type: str, laws: int = 1) -> str | None:
+def default_verifier(method: str, device_type: str) -> str | None:
     """The verifier of a method where none is given, one of VERIFIERS; None for what its row has.
 
-    device_type: of the models, as torch names it; laws: of the draft. Where siblings have several distributions it
-    is rejection, which is all that takes them.
+    device_type: of the models, as torch names it
     """
-    return DEFAULT_VERIFIERS.get(device_type, {}).get(method) if laws == 1 else None
+    return DEFAULT_VERIFIERS.get(device_type, {}).get(method)
 
 
 def measured_row(method: str, verifier: str | None, device_type: str) -> Method:

@@ -12,8 +12,7 @@ struct Verification {
     int64_t batch, nodes, vocab, max_depth, method, independent;
     const int64_t *tokens, *parents, *ranks, *noise_rows;  // [B, N]; of parents and ranks sequences lie
     int64_t tree_step;                                     // this far apart: N, or 0 for all the same
-    const int64_t* laws;              // [B, N], the draft's row that each node was drawn from; null: its parent's
-    const float *target, *draft;      // [B, N, V]; the draft's is null for a root alone, and [B, M, V] with laws
+    const float *target, *draft;      // [B, N, V]; the draft's is null for a root alone
     int64_t target_step, draft_step;  // from one sequence to the next
     Filters target_filters, draft_filters;
     const int64_t* seed;
@@ -65,9 +64,6 @@ struct Tree {
             if (tokens[node] == token) equal.push_back(node);
         return equal;
     }
-
-    // The row of the draft's logits that a node was drawn from.
-    int64_t source(int64_t node) const { return call.laws ? call.laws[sequence * count + node] : parents[node]; }
 
     const float* logits(bool of_draft, int64_t node) const {
         return (of_draft ? call.draft + sequence * call.draft_step : call.target + sequence * call.target_step) +
@@ -229,7 +225,7 @@ void end_at(const Tree& tree, int64_t node, std::vector<float> left) {
 int64_t k_seq(const Tree& tree, int64_t node, const Numbers& children, std::vector<float>& left) {
     const int64_t vocab = tree.call.vocab;
     const std::vector<float> log_target = log_weights(tree, false, node);
-    const std::vector<float> log_draft = log_weights(tree, true, tree.source(children[0]));
+    const std::vector<float> log_draft = log_weights(tree, true, tree.parents[children[0]]);
     std::vector<float> share(vocab), target(vocab), draft(vocab);
     powers_of_two(log_target.data(), vocab, target.data());
     powers_of_two(log_draft.data(), vocab, draft.data());
@@ -283,7 +279,7 @@ int64_t accepted(const Tree& tree, int64_t node, const Numbers& children, std::v
     const Verification& call = tree.call;
     if (children.empty()) return -1;
     if (call.method == K_SEQ) return k_seq(tree, node, children, left);
-    Chain chain(tree, node, tree.source(children[0]), 1);
+    Chain chain(tree, node, tree.parents[children[0]], 1);
     if (call.method == HELD && call.draft_filters.temperature > 0) {  // of point masses it is the same as rejection
         const Numbers offered = chain.hold(tree, children);
         const double coin = tree.coin(children[0]);
@@ -292,7 +288,6 @@ int64_t accepted(const Tree& tree, int64_t node, const Numbers& children, std::v
             if (coin < (upto += chain.held[i])) return offered[i];
     } else {
         for (int64_t child : children) {
-            if (call.laws && child != children[0]) chain.draw_from(log_weights(tree, true, tree.source(child)));
             const double chance = chain.offer(tree.tokens[child]);
             if (chance < 0) continue;
             if (tree.coin(child) < chance) return child;

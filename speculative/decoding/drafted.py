@@ -11,7 +11,7 @@ from heavypath.kernels.native.library import library
 from heavypath.kernels.native.questions import ask
 from heavypath.kernels.native.recording import do, refuse
 from heavypath.kernels.native.sampling import below_infinity
-from heavypath.kernels.nodes import Laws, Nodes
+from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Feed
@@ -45,9 +45,8 @@ class Drafted(NamedTuple):
     fed:         the nodes as the target is given them
     draft_rows:  LongTensor[B, N], the node's row in the draft's cache after the prefix; None where it is the node's
                  own number
-    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone. Of several
-                 drafts [B, M, V]: after them those after the root of all drafts but the first
-    laws:        LongTensor[N], which of the M each node was drawn from; None where it is that of its parent
+    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone. Of a draft of D
+                 `laws` [B, N + D - 1, V]: the others after the root follow
     """
 
     tokens: Tensor
@@ -58,17 +57,11 @@ class Drafted(NamedTuple):
     fed: Fed
     draft_rows: Tensor | None
     logits: Tensor | None
-    laws: Tensor | None = None
 
     @property
     def nodes(self) -> Nodes:
         """The trees as a verification is told of them."""
         return Nodes(self.tokens, self.parents, self.ranks)
-
-    @property
-    def drawn_from(self) -> Tensor | Laws | None:
-        """The logits that nodes were drawn from, as a verification is given them."""
-        return self.logits if self.logits is None or self.laws is None else Laws(self.logits, self.laws)
 
     @property
     def noise_rows(self) -> Tensor:
@@ -116,8 +109,10 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
     )
 
 
-def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: int) -> Feed:
-    """The feed of a level below the root. visible_rows, mask, level: as in `Feed`."""
+def feed_of(
+    fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: int, branches: Tensor | None = None
+) -> Feed:
+    """The feed of a level below the root. visible_rows, mask, level, branches: as in `Feed`."""
     return Feed(
         tokens=fed.tokens,
         positions=fed.positions,
@@ -127,6 +122,7 @@ def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: 
         visible_rows=visible_rows,
         ancestor_mask=mask,
         level=level,
+        branches=branches,
     )
 
 

@@ -58,28 +58,25 @@ class StaticDrafter:
         roots = root_rows(state.noise, state.lengths)
         # Of the nodes, and of further distributions, LongTensor[B, M].
         if self.rules.verification == "race":
-            noise_rows = race_rows(roots, self.tree.every.depths)
+            noise_rows = race_rows(roots, self.tree.row_depths)
         else:
             noise_rows = node_rows(roots, self.tree.whole_numbers)
         if draft is None or cache is None or not self.tree.levels:
             trees = _blank(state, noise_rows, self.tree, joins=False)
             return _drafted(self.tree, trees.tokens, place(trees, None, self.tree.every, whole=True), logits=None)
         batch, tree, rules = len(state.root), self.tree, self.rules
-        joins = rules.replacement and tree.laws is None  # of several drafts each child is weighed against its own law
-        trees = _blank(state, noise_rows[:, : len(tree)], tree, joins)
+        trees = _blank(state, noise_rows[:, : len(tree)], tree, rules.replacement)
         asks = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
         feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
+        if len(tree.levels[0].rows) > 1:
+            level_noise = noise_rows.index_select(1, tree.levels[0].rows)
         logits = fed = None
         for depth, level in enumerate(tree.levels):
             if fed is not None:
                 level_noise = fed.noise_rows
-                feed = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth)
-            after = draft(feed, cache)  # [B, l, V], once those of each node's own draft are picked
-            if level.picked is None:
-                after = after[:, -len(level.laws) :]
-            else:
-                after, level_noise = after.index_select(1, level.picked), noise_rows.index_select(1, level.laws)
-            if joins and depth > 0:
+                feed = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth, level.branches)
+            after = draft(feed, cache)[:, -len(level.rows) :]  # [B, l, V]
+            if rules.replacement and depth > 0:
                 # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because
                 # it is a user's own. The first of them is taken for both.
                 first, each = alike(trees, level.given)[..., None].expand_as(after), after
@@ -94,7 +91,7 @@ class StaticDrafter:
                 replacement=rules.replacement,
                 uniform_fill=rules.fill,
             )
-            check_distributions("draft", children.keys.view(batch, len(level.laws), -1), state, depth)
+            check_distributions("draft", children.keys.view(batch, len(level.rows), -1), state, depth)
             if depth == 0 and asks and not any_drafted(children.tokens):
                 lap("sampling")
                 trees = _blank(state, noise_rows[:, :1], self.alone, joins=False)
@@ -105,9 +102,9 @@ class StaticDrafter:
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
             if choose_impl("draft_tree", "auto", after, native=True) == "native":
-                copy_rows(after, logits, level.laws)
+                copy_rows(after, logits, level.rows)
             else:
-                logits.index_copy_(1, level.laws, after)
+                logits.index_copy_(1, level.rows, after)
             lap("sampling")
         assert fed is not None
         return _drafted(tree, trees.tokens, fed, logits)
@@ -143,7 +140,6 @@ def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) 
         fed=fed,
         draft_rows=None,
         logits=logits,
-        laws=tree.laws,
     )
 
 

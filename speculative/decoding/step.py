@@ -154,7 +154,7 @@ class Step:
     def _verified(self, drafted: Drafted, logits: Tensor, state: Sequences) -> Verified:
         """The verified trees of the step."""
         depth, noise = min(self.drafter.depth, drafted.tokens.shape[1] - 1), Noise(state.seed, drafted.noise_rows)
-        return self.rules.verify(drafted.nodes, logits, drafted.drawn_from, depth, noise)
+        return self.rules.verify(drafted.nodes, logits, drafted.logits, depth, noise)
 
     def _keep(
         self, drafted: Drafted, verified: Verified, state: Sequences, target_cache: KeyValueCache,

@@ -21,7 +21,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.sequence_scores import sequence_scores, settings_of
+from heavypath.kernels.sequence_scores import filtered_scores
 from heavypath.kernels.verification import verify_unchecked
 
 
@@ -62,7 +62,7 @@ class Typical(NamedTuple):
         tokens, parents, _ = nodes.per_sequence()
         slot = torch.arange(len(tokens), device=tokens.device)[:, None]
         above = parents.clamp(min=0)
-        log_p = _filtered(target_logits, target_filters).log_softmax(-1)  # [B, N, V]
+        log_p = filtered_scores(target_logits, target_filters).log_softmax(-1)  # [B, N, V]
         log_drawn = log_p[slot, above, tokens.clamp(min=0)]  # [B, N]
         likely = (log_drawn.exp() > self.least(log_p).gather(1, above)) & (parents >= 0) & (tokens >= 0)
         weight = log_drawn.where(likely, -torch.inf)
@@ -84,14 +84,6 @@ class Typical(NamedTuple):
             target_filters, Noise(noise.seed, noise.rows.gather(1, last)),
         ))  # fmt: skip
         return Verified(_up_from(last, length, above, max_depth), length[:, 0], drawn.next_token)
-
-
-def _filtered(logits: Tensor, filters: Filters) -> Tensor:
-    """Scores fp32 [B, N, V] whose softmax is the filtered distribution."""
-    settings = [
-        torch.full(logits.shape[:1], each, dtype=torch.float64, device=logits.device) for each in settings_of(filters)
-    ]
-    return sequence_scores(logits, torch.stack(settings, 1))
 
 
 def _up_from(last: Tensor, length: Tensor, above: Tensor, max_depth: int) -> Tensor:

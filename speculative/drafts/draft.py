@@ -53,6 +53,8 @@ class Feed:
                     the root among them; 0 of later ones
     levels:         of a step's first feed, how many the step drafts
     level:          of the nodes: 0 for the root's
+    branches:       of a level below the root of a static tree, LongTensor[n]: the draw number of the root's child above
+                    each node, which is itself on the first level; else None
     drafted:        of a first feed, LongTensor[B]: how many of the text's last tokens are to count as drafted nodes,
                     whose features a head does not know; None for 0. Acceptance is measured so, at any depth of a tree
     """
@@ -68,6 +70,7 @@ class Feed:
     levels: int = 0
     drafted: Tensor | None = None
     level: int = 0
+    branches: Tensor | None = None
 
 
 class Draft:
@@ -90,7 +93,7 @@ class Draft:
 
     name:     for messages, of a draft without a model
     levels:   how many levels of a tree it can draft; None for any number
-    laws:     how many distributions the root's children are drawn from: of a merge one of each of its drafts
+    laws:     how many distributions it gives after the root of a static tree, among which the children are dealt
     extra_nodes: how many nodes its `changes` add to each pass of the target, at most
     forward, keeps_state: its forward pass, None without weights; whether a recurrent state says what it has read
     reads_target: whether its cache is filled by passes of the target, see `taps`
@@ -149,6 +152,13 @@ class Draft:
     def taps(self, cache: Any) -> Taps | None:
         """The hidden states of the target's passes that it reads; None for nothing."""
         return None
+
+    def rules(self, rules: Any) -> Any:
+        """The `Rules` of steps that it drafts for: the method's, or others that verify by a verifier that it brings.
+
+        A draft of several `laws` is one for which the verification must know them.
+        """
+        return rules
 
     def changes(self, cache: Any) -> Sequence[Any]:
         """Changes of logits, each a `LogitChange`, that it brings to each step that drafts."""

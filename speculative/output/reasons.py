@@ -58,9 +58,8 @@ class VerifiedTree(NamedTuple):
     """One sequence's tree of N nodes, as `verify_tree` took it; on any device.
 
     tokens, parents, ranks, noise_rows: LongTensor[N]
-    target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted
-    laws: LongTensor[N], the row of draft_logits, which then may have more, that each node was drawn from; None where it
-          is its parent's
+    target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted, and have more rows where
+                                        the root's children were drawn from several
     """
 
     tokens: Tensor
@@ -69,7 +68,6 @@ class VerifiedTree(NamedTuple):
     noise_rows: Tensor
     target_logits: Tensor
     draft_logits: Tensor | None
-    laws: Tensor | None = None
 
 
 class Reasons(NamedTuple):
@@ -108,9 +106,8 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
     present = [node for node in range(1, len(token)) if token[node] >= 0]
     inner = sorted({parent[node] for node in present} | {accepted[-1]})
     log_target = _distributions(tree.target_logits, inner, rules.target_filters)
-    law = parent if tree.laws is None else tree.laws.tolist()
-    drawn_from = sorted({law[node] for node in present})
-    draft_logits = tree.draft_logits
+    drawn_from = sorted({parent[node] for node in present})
+    draft_logits = tree.draft_logits if tree.draft_logits is None or len(tree.draft_logits) == len(token) else None
     log_draft = {} if draft_logits is None else _distributions(draft_logits, drawn_from, rules.draft_filters)
 
     fates = ["parent" if token[node] >= 0 else "absent" for node in range(len(token))]
@@ -130,7 +127,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
             drawn = [token[child] for child in candidates]
             above = np.array([noise_row[parent[child]] for child in candidates])
             tossed = coins(seed, above, np.array([rank[child] for child in candidates]))
-            q = log_draft[law[candidates[0]]] if rules.draft_filters.temperature > 0 else None
+            q = log_draft[parent[candidates[0]]] if rules.draft_filters.temperature > 0 else None
             held = rules.verification == "held" and q is not None
             chain = _chain(log_target[node], q, rules.replacement)
             if rules.verification == "kseq":
@@ -141,8 +138,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
                 bounds = _shares(chain, drawn)
                 tossed[:] = tossed[0]
             else:
-                several = None if tree.laws is None else [log_draft[law[child]] for child in candidates]
-                bounds = _rejected(chain, drawn, several)
+                bounds = _rejected(chain, drawn)
             last = len(drawn) - 1
             if following is not None:  # the first of equal siblings whose coin was below its threshold
                 equals = [place for place, one in enumerate(drawn) if one == token[following]]
@@ -187,7 +183,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
         coins=coin,
         thresholds=threshold,
         chosen=chosen,
-        draft=probabilities(log_draft, law),
+        draft=probabilities(log_draft, parent),
         target=probabilities(log_target, parent),
         kind="plain" if not present else "recovered" if candidates else "bonus",
         next_target=float(np.exp(log_target[accepted[-1]][next_token])),
@@ -211,15 +207,10 @@ def _chain(log_target: np.ndarray, log_draft: np.ndarray | None, independent: bo
     return Chain(log_target / base_2, None if log_draft is None else log_draft / base_2, 1.0, independent)
 
 
-def _rejected(chain: Chain, drawn: list[int], log_laws: list[np.ndarray] | None) -> list[float | None]:
-    """The thresholds of children that are tried one after the other, as long as all are rejected; None if skipped.
-
-    log_laws: what each of them was drawn from, where that is not the same
-    """
+def _rejected(chain: Chain, drawn: list[int]) -> list[float | None]:
+    """The thresholds of children that are tried one after the other, as long as all are rejected; None if skipped."""
     thresholds: list[float | None] = []
-    for place, token in enumerate(drawn):
-        if log_laws is not None:
-            chain.draw_from(log_laws[place] / np.log(2))
+    for token in drawn:
         thresholds.append(chain.offer(token))
         if thresholds[-1] is not None:
             chain.pass_over(token)

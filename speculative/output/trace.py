@@ -171,7 +171,6 @@ class Recorder:
                 noise_rows=drafted.noise_rows[slot, :nodes],
                 target_logits=logits[slot, :nodes],
                 draft_logits=None if drafted.logits is None else drafted.logits[slot],
-                laws=None if drafted.laws is None else drafted.laws[:nodes],
             )
             path, next_token = verified.path[slot], int(verified.next_token[slot])
             reasons = explain(tree, self._rules, self._request.seed, path, next_token)

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from adversary import Adversary, HazardError
-from law_cases import Problem as OfLaws
 from verification_cases import PLAIN, Problem, random_problem
 
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE
@@ -54,15 +53,6 @@ def test_a_row_that_programs_share_is_verified_in_any_schedule(method, adversary
     adversary.met("_walk_kernel")
     if method not in WHOLE_TREE:
         adversary.met("_decide_kernel")
-
-
-@TREES
-def test_trees_of_several_laws_are_verified_in_any_schedule(trees, adversary):
-    """In the last one many children are rejected; what they take away is stored and loaded by other threads."""
-    for seed in range(trees * adversary.seed, trees * (adversary.seed + 1)):
-        assert OfLaws(seed, filters=(PLAIN, PLAIN)).agrees()
-    adversary.met("_laws_kernel", "_walk_kernel")
-    assert OfLaws({1: 48, 2: 8, 3: 29}[adversary.seed], vocab_size=2_100, filters=(PLAIN, PLAIN)).agrees()
 
 
 def test_levels_give_each_other_weights_in_any_schedule(adversary):

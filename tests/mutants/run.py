@@ -201,7 +201,7 @@ AREAS = {
         ("kernels/verification.py", "kernels/verifying/*.py", "kernels/nodes.py"),
         (
             "tests/kernels/test_verif*.py", "tests/kernels/test_traversal.py", "tests/kernels/test_held.py",
-            "tests/kernels/test_laws.py", "tests/kernels/test_top_down.py",
+            "tests/kernels/test_top_down.py",
             "tests/kernels/test_adversary.py", "tests/mutants/test_mutations.py", "tests/mutants/test_survivors.py",
             "tests/core/test_own_verifier.py",
         ),
