@@ -32,7 +32,9 @@ def settings_of(filters: Filters) -> list[float]:
 
 def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
     """The scores fp32 [B, N, V] of logits [B, N, V] where all sequences are sampled alike; the host is not asked."""
-    settings = [torch.full(logits.shape[:1], each, dtype=torch.float64, device=logits.device) for each in settings_of(filters)]
+    settings = [
+        torch.full(logits.shape[:1], each, dtype=torch.float64, device=logits.device) for each in settings_of(filters)
+    ]
     return sequence_scores(logits, torch.stack(settings, 1))
 
 

@@ -38,8 +38,8 @@ class DeviceTree:
 
     every:         all nodes, with parents and depths
     ranks, subtree_end: LongTensor[N], as `TokenTree`'s
-    whole_numbers: LongTensor[N + D - 1], the nodes' numbers in the whole tree, which their noise rows are made of. Where
-                   a draft gives D distributions after the root, D - 1 numbers above all of these follow, for the others
+    whole_numbers: LongTensor[N + D - 1], the nodes' numbers in the whole tree, which their noise rows are made of. For
+                   the others of a draft's D distributions after the root D - 1 larger numbers follow
     row_depths:    LongTensor[N + D - 1], the depths of the nodes and, 0, of the root for the others
     levels:        what is drafted at each depth, the root's children first
     """

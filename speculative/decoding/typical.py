@@ -74,8 +74,9 @@ class Typical(NamedTuple):
         for _ in range(max_depth):
             path = path.gather(1, above) + weight
             best, node = path.max(1, keepdim=True)
-            last = node.where(best > -torch.inf, last)
-            length += best > -torch.inf
+            deeper = best > -torch.inf
+            last = node.where(deeper, last)
+            length += deeper
 
         ends = target_logits[slot, last]  # [B, 1, V]
         assert noise.rows is not None
@@ -90,6 +91,7 @@ def _up_from(last: Tensor, length: Tensor, above: Tensor, max_depth: int) -> Ten
     """The paths LongTensor[B, max_depth + 1] that end at the nodes `last` LongTensor[B, 1]; then -1."""
     path, node = [], last
     for place in range(max_depth, -1, -1):
-        path.insert(0, node.where(length >= place, -1))
-        node = above.gather(1, node).where(length >= place, node)
+        there = length >= place
+        path.insert(0, node.where(there, -1))
+        node = above.gather(1, node).where(there, node)
     return torch.cat(path, 1)

@@ -58,8 +58,8 @@ class VerifiedTree(NamedTuple):
     """One sequence's tree of N nodes, as `verify_tree` took it; on any device.
 
     tokens, parents, ranks, noise_rows: LongTensor[N]
-    target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted, and have more rows where
-                                        the root's children were drawn from several
+    target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted, and have more rows
+                                        where the root's children were drawn from several distributions
     """
 
     tokens: Tensor

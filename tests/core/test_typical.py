@@ -16,6 +16,8 @@ from heavypath.kernels.noise import Noise
 from heavypath.speculative import TokenTree
 from heavypath.speculative.decoding.typical import Typical
 
+USUAL = Typical()
+
 
 def brute_force(tokens, parents, log_p, limits, max_depth):
     """The nodes of the best path of one tree, root first: of all paths of nodes that are likely enough the longest, and
@@ -41,7 +43,7 @@ class Problem:
     """Trees of random tokens, some of them equal among siblings, and logits after their nodes."""
 
     def __init__(
-        self, tree, vocab_size=5, batch=2, dtype=torch.float32, absent=0.0, filters=Filters(), limits=Typical(), seed=0
+        self, tree, vocab_size=5, batch=2, dtype=torch.float32, absent=0.0, filters=Filters(), limits=USUAL, seed=0
     ):
         generator = torch.Generator().manual_seed(seed)
         nodes = len(tree)

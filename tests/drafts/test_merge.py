@@ -25,8 +25,8 @@ from heavypath.speculative import (
     joint_law,
     read_trace,
 )
-from heavypath.speculative.drafts.merge import MergeVerifier
 from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
+from heavypath.speculative.drafts.merge import MergeVerifier
 from heavypath.speculative.loading import load_draft
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -103,7 +103,8 @@ def test_over_all_draws_the_first_token_has_exactly_the_targets_law(replacement)
         sources = [child % drafts for child in range(children)]
         growth = static([-1, *[0] * children])
         if replacement:
-            trees = [(each.tokens[1:], chance) for each, chance in drawn(language, growth, (), True, sources=[0, *sources])]
+            every = drawn(language, growth, replacement=True, sources=[0, *sources])
+            trees = [(each.tokens[1:], chance) for each, chance in every]
         else:
             trees = draws_without_replacement([language.draft((), source) for source in range(drafts)], children)
         tokens = torch.tensor([[0, *each] for each, _ in trees])
@@ -152,8 +153,8 @@ def test_lookahead_and_medusa_heads_take_part(target, small, tmp_path):
 def test_a_trace_of_a_merge_gives_no_reasons_where_children_are_weighed(target, small, tmp_path):
     for method, fates in (("specinfer", {"refused"}), ("naive", {"other"})):
         decoder = SpeculativeDecoder(target, Merge(small), method, tree=TREE)
-        decoder.generate(PROMPT.expand(3, -1), trace=tmp_path / "trace.jsonl", max_new_tokens=40, temperature=0.9, seed=2)
-        header, steps = read_trace(tmp_path / "trace.jsonl")
+        decoder.generate(PROMPT.expand(3, -1), trace=tmp_path / "trace", max_new_tokens=40, temperature=0.9, seed=2)
+        header, steps = read_trace(tmp_path / "trace")
         assert header["draft"]["name"] == "model and model"
         assert header["verify"] == ("own" if method == "specinfer" else "target_sample")
         assert fates <= {fate for line in steps for fate in line["fates"]}
@@ -174,7 +175,7 @@ def test_a_merge_in_words_and_numbers_and_by_its_name_on_the_command_line(target
 
 @pytest.mark.parametrize("method", ["dyspec", "rsd-s", "eagle-2"])
 def test_methods_whose_trees_grow_refuse_a_merge_by_name(method, target, small):
-    with pytest.raises(ValueError, match=f"trees of method '{method}' grow, and a Merge needs to know which of its drafts"):
+    with pytest.raises(ValueError, match=f"trees of method '{method}' grow, and a Merge needs to know"):
         SpeculativeDecoder(target, Merge(small), method)
 
 

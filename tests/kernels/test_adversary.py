@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from adversary import Adversary, HazardError
-from verification_cases import PLAIN, Problem, random_problem
+from verification_cases import Problem, random_problem
 
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE
 from heavypath.speculative import TokenTree

@@ -262,7 +262,8 @@ def test_nodes_that_a_draft_adds_come_after_those_of_each_sequences_own_tree():
     )
     draft = LookaheadDraft(Lookahead(1, 6), 50, torch.device("cpu"))  # a column, of the root and four guesses
     (window,) = draft.changes(draft.new_cache(2, 30))
-    given = window.before_scoring(drafted.given, SimpleNamespace(root=torch.ones(2).long(), lengths=torch.tensor([10, 20])))
+    state = SimpleNamespace(root=torch.ones(2).long(), lengths=torch.tensor([10, 20]))
+    given = window.before_scoring(drafted.given, state)
     assert given.cache_rows[:, 3:].tolist() == [[13, 14, 15, 16], [23, 24, 25, 26]]
     assert given.subtree_end.tolist() == [[7, 2, 3, 7, 7, 7, 7], [7, 3, 3, 7, 7, 7, 7]]
 

@@ -24,8 +24,8 @@ class Node(NamedTuple):
     text:   LongTensor[L], of the sequence with the tree's root
     path:   the drafted tokens from below the root to the node
     logits: [V]
-    first:  the rank of the root's child above the node, or of the first child if it is the root. Of nodes of equal texts
-            all but the first are drawn from what that one is drawn from
+    first:  the rank of the root's child above the node, or of the first child if it is the root. Nodes of equal texts
+            have the distribution of the first of them
     """
 
     text: Tensor

@@ -132,6 +132,7 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
     limits = Typical() if verification == "typical" else None
     changes = () if processing is None else (processing,)
     rules = Rules(draw, verification, filters, filters, METHODS[method].fill, changes=changes, verifier=limits)
+    rules = rules if draft is None else draft.rules(rules)
     drafter = drafter_of(shape, shape.depth, draft, rules, torch.device("meta"))
     step = Step(target, draft, drafter, shape.branching, shape.depth, rules)
     caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)

@@ -31,7 +31,7 @@ def shuffled(tree: Drawn) -> list[int]:
 
 
 def fields_of(tree: Drawn, place: dict[int, int], language: Language) -> tuple[np.ndarray, ...]:
-    """Tokens, parents and ranks [3, N] of a tree, and the laws of both, as far as they are known; place: of each node."""
+    """Tokens, parents and ranks [3, N] of a tree, and the laws of both where they are known; place: of each node."""
     count = len(tree.parents)
     numbers = np.zeros((3, count), int)
     target, draft = np.full((2, count, language.vocab_size), np.nan)
@@ -47,7 +47,8 @@ def fields_of(tree: Drawn, place: dict[int, int], language: Language) -> tuple[n
 
 
 def check_decisions(
-    verifier: Verifier, language: Language, trees: Iterable[Drawn], *, method: str, replacement=False, max_depth: int | None = None,
+    verifier: Verifier, language: Language, trees: Iterable[Drawn], *, method: str, replacement=False,
+    max_depth: int | None = None,
 ) -> int:  # fmt: skip
     """Fail unless verify_tree ends where the oracle's verifier does, with its law of the next token; how many ends.
 
