@@ -14,7 +14,7 @@ from heavypath.kernels.noise import Noise
 from heavypath.kernels.verification import verify_unchecked
 from heavypath.speculative.drafts.changes import LogitChange
 
-OWN = "own"  # the verification by a verifier of the user's own
+OWN = "own"  # the verification by a verifier of the user's, or of the draft's
 VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
 
 

@@ -41,7 +41,7 @@ from heavypath.speculative.decoding.typical import Typical
 #     beyond     held siblings: the coin lies in the share of a sibling drawn earlier, below this one's share
 #     equal      its token was accepted, but the path goes on below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token
-#     refused    a verifier of the user's own did not accept it, which gives no reason
+#     refused    a verifier of the user's own, or of the draft's, did not accept it, which gives no reason
 #     unlikely   the target's probability of its token was not above its threshold
 #     shorter    it was likely enough, but another path is longer, or as long and likelier
 #     parent     the node above it was not accepted
@@ -94,7 +94,7 @@ class Reasons(NamedTuple):
 
 
 def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_token: int) -> Reasons:
-    """The reasons for what `verify_tree` accepted of one sequence's tree, or a user's own verifier.
+    """The reasons for what `verify_tree` accepted of one sequence's tree, or a verifier of the user's or the draft's.
 
     path: LongTensor[any] and next_token, as `verify_tree` returned them.
 

@@ -59,7 +59,7 @@ class _Header(TypedDict):
     heavypath: NotRequired[str]  # version of the package
     trace: int  # version of this format; others are refused
     method: str  # of `METHODS`
-    verify: str  # `method` of `verify_tree`, "typical", or "own" for a verifier of the user's own
+    verify: str  # `method` of `verify_tree`, "typical", or "own" for one of the user's, or of the draft's
     law_changed_by: NotRequired[str]  # what gave the text another law than the target's; "" for nothing
     target: _ModelRecord
     draft: _ModelRecord | None
