@@ -245,25 +245,6 @@ def verification(method: str, dtype: str, nodes: int, vocabulary: int, **options
     verify_tree(tokens, parents, logits, logits, method=method, max_depth=8, impl="triton", **options)
 
 
-def verification_by_laws(dtype: str, nodes: int, vocabulary: int, **options) -> None:
-    from heavypath.kernels.verification import verify_tree
-
-    logits = on_gpu(torch.empty(1, nodes + 1, vocabulary, dtype=DTYPES[dtype]))
-    tokens, parents = on_gpu(torch.zeros(1, nodes, dtype=torch.long)), on_gpu(torch.arange(-1, nodes - 1))
-    verify_tree(
-        tokens, parents, logits[:, :nodes], logits, method="with_replacement", laws=tokens, max_depth=8,
-        impl="triton", **options,
-    )  # fmt: skip
-
-
-def accepting_typical(dtype: str, nodes: int, vocabulary: int, **options) -> None:
-    from heavypath.kernels.typical.acceptance import accept_typical
-
-    logits = on_gpu(torch.empty(1, nodes, vocabulary, dtype=DTYPES[dtype]))
-    tokens, parents = on_gpu(torch.zeros(1, nodes, dtype=torch.long)), on_gpu(torch.arange(-1, nodes - 1))
-    accept_typical(tokens, parents, logits, max_depth=8, impl="triton", **options)
-
-
 def retrieving(longest: int) -> None:
     from heavypath.kernels.retrieval.corpus import SortedCorpus
     from heavypath.kernels.retrieval.followers import follower_logprobs
@@ -360,14 +341,6 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
         ("traversal", "bf16", 64, 32000, {"draft_temperature": 0.0}),
         ("traversal", "fp32", 2048, 32000),
         ("traversal", "fp16", 2, 1),
-    ),
-    **cases(
-        verification_by_laws, "laws {} {} nodes V{}", ("bf16", 64, 128256, {"seed": SEED}), ("fp32", 2048, 32000),
-        ("fp16", 64, 999), ("bf16", 2, 1), ("bf16", 64, 32000, FILTERS | {"seed": SEED}),
-    ),
-    **cases(
-        accepting_typical, "typical {} {} nodes V{}", ("bf16", 64, 128256), ("fp32", 2048, 32000), ("fp16", 2, 1),
-        ("bf16", 1, 999), ("bf16", 64, 32000, FILTERS | {"seed": SEED}),
     ),
     **cases(
         sampling, "{} V{} k{}",

@@ -29,24 +29,13 @@ class Nodes(NamedTuple):
         return Nodes(self.tokens, self.parents.expand_as(self.tokens), ranks)
 
 
-class Laws(NamedTuple):
-    """The distributions that the nodes of a tree were drawn from, where siblings were drawn from different ones.
-
-    logits: [B, M, V]; rows that no node was drawn from are never read
-    rows:   LongTensor[N] or [B, N], the row that each node was drawn from; the root's means nothing
-    """
-
-    logits: Tensor
-    rows: Tensor
-
-
 class VerifyInputs(NamedTuple):
     """Drafted trees and all that decides about them.
 
     target_logits:  [B, N, V], the target's after each node
-    draft_logits:   [B, N, V], those that each node's children were drawn from, or `Laws`. None for a method that does
-                    not ask for them, and for trees of a root alone
-    method:         of `verify_tree`, or "typical" for typical acceptance
+    draft_logits:   [B, N, V], those that each node's children were drawn from. None for a method that does not ask for
+                    them, and for trees of a root alone
+    method:         of `verify_tree`
     replacement:    whether siblings are independent draws; the names of some methods say so
     max_depth:      edges of the deepest path considered
     target_filters, draft_filters: what turns both into distributions
@@ -55,7 +44,7 @@ class VerifyInputs(NamedTuple):
 
     nodes: Nodes
     target_logits: Tensor
-    draft_logits: Tensor | Laws | None
+    draft_logits: Tensor | None
     method: str
     replacement: bool
     max_depth: int
@@ -160,30 +149,14 @@ def check_logits(name: str, logits: Tensor, batch: int, nodes: int) -> None:
         raise ValueError(f"{name} must be floating point [{batch}, {nodes}, V], got {logits.dtype} {[*logits.shape]}")
 
 
-def check_draft_logits(draft_logits: Tensor, target_logits: Tensor, laws: Tensor | None) -> None:
-    """Raise ValueError unless they fit the target's logits [B, N, V]; with laws they may have more rows."""
-    batch, nodes, vocab_size = target_logits.shape
-    if laws is None:
-        check_logits("draft_logits", draft_logits, batch, nodes)
-        if draft_logits.shape != target_logits.shape:
-            raise ValueError(
-                f"draft_logits must have target_logits' shape {[*target_logits.shape]}, got {[*draft_logits.shape]}"
-            )
-        return
-    given = draft_logits.shape
-    fits = draft_logits.is_floating_point() and len(given) == 3 and (given[0], given[2]) == (batch, vocab_size)
-    if not fits or given[1] < nodes:
+def check_draft_logits(draft_logits: Tensor, target_logits: Tensor) -> None:
+    """Raise ValueError unless they have the shape of the target's logits [B, N, V]."""
+    batch, nodes, _ = target_logits.shape
+    check_logits("draft_logits", draft_logits, batch, nodes)
+    if draft_logits.shape != target_logits.shape:
         raise ValueError(
-            f"with laws draft_logits must be floating point [{batch}, M, {vocab_size}] with M >= {nodes}, "
-            f"got {draft_logits.dtype} {[*given]}"
+            f"draft_logits must have target_logits' shape {[*target_logits.shape]}, got {[*draft_logits.shape]}"
         )
-
-
-def check_law_values(laws: Tensor, count: int) -> None:
-    """Raise ValueError for rows of `Laws` on a CPU, [B, N], that are not below `count`."""
-    below = laws[:, 1:].numpy()
-    if below.min(initial=0) < 0 or below.max(initial=0) >= count:
-        raise ValueError(f"laws must be in [0, {count}), got {below.min()} .. {below.max()}")
 
 
 def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Tensor | None, vocab_size: int) -> None:

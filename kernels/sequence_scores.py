@@ -30,6 +30,14 @@ def settings_of(filters: Filters) -> list[float]:
     return [float(filters.temperature), float(filters.top_k or 0), top_p, float(filters.min_p or 0)]
 
 
+def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
+    """The scores fp32 [B, N, V] of logits [B, N, V] where all sequences are sampled alike; the host is not asked."""
+    settings = [
+        torch.full(logits.shape[:1], each, dtype=torch.float64, device=logits.device) for each in settings_of(filters)
+    ]
+    return sequence_scores(logits, torch.stack(settings, 1))
+
+
 @operator
 def sequence_scores(logits: Tensor, settings: Tensor, *, impl: str = "auto") -> Tensor:
     """The scores fp32 [B, N, V] of logits [B, N, V].

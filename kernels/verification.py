@@ -23,9 +23,6 @@ Then a walk goes down from the root, and draws a recovered or bonus token where 
 which independent draws may give, have equal contexts. So once their token is accepted, the children of all of them are
 candidates.
 
-Where siblings were drawn from different distributions (SpecInfer with several drafts), `laws` says how
-"with_replacement" works.
-
 On a GPU a first launch decides for all nodes at once (`decision`, or `gumbel_topk` for one token per node), and a
 second one walks (`walk`).
 """
@@ -41,7 +38,6 @@ from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_sc
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.native.verification import verify
 from heavypath.kernels.nodes import (
-    Laws,
     Nodes,
     PlainTree,
     Verified,
@@ -49,7 +45,6 @@ from heavypath.kernels.nodes import (
     as_verified,
     check_devices,
     check_draft_logits,
-    check_law_values,
     check_trees,
     check_values,
     depth_of,
@@ -63,7 +58,6 @@ from heavypath.kernels.verifying.decision import Decided, decide
 from heavypath.kernels.verifying.distributions import best_tokens, log_weights, used_row, verified_by_draws
 from heavypath.kernels.verifying.drafted_tree import laid_out
 from heavypath.kernels.verifying.k_seq import k_seq
-from heavypath.kernels.verifying.laws import LOGARITHMS, decide_by_laws
 from heavypath.kernels.verifying.residual import Chain
 from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.kernels.verifying.traversal_kernel import launch_traversal
@@ -98,7 +92,6 @@ def verify_tree(
     draft_min_p: float | None = None,
     seed: int | Tensor = 0,
     rows: Tensor | None = None,
-    laws: Tensor | None = None,
     impl: str = "auto",
 ) -> Verified:
     """Walk down each sequence's drafted tree along the children that are accepted, and choose the token after the last.
@@ -123,11 +116,6 @@ def verify_tree(
                    is an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
                    recovered and bonus tokens use streams of their own, so children may have been drawn with the same
                    (seed, rows); a race needs that. Each step must have fresh rows or a fresh seed.
-    laws:          LongTensor[N] or [B, N], the row of draft_logits that each node was drawn from, where siblings were
-                   drawn from different ones (default: the row of its parent). For "with_replacement" with
-                   draft_temperature > 0. draft_logits may then have more rows than there are nodes, [B, M, V]; and
-                   draws from different ones must be independent, each with a row of noise of its own. The root's
-                   number means nothing
     impl:          see `implementation`; "triton" is two launches, or four for traversal, without host synchronisation
                    where max_depth is given, and takes fp32, fp16 or bf16 logits. All accept the same nodes, except
                    where a coin is within fp32 rounding of its threshold.
@@ -147,11 +135,6 @@ def verify_tree(
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
     if method == "kseq" and draft_filters.temperature == 0:
         raise ValueError("method 'kseq' needs draft_temperature > 0: its children are independent draws; got 0")
-    if laws is not None and (method != "with_replacement" or draft_filters.temperature == 0):
-        raise ValueError(
-            "laws are for method 'with_replacement' with draft_temperature > 0; "
-            f"got method {method!r} with draft_temperature {draft_filters.temperature:g}; leave laws out"
-        )
     impl = choose_impl("verify_tree", impl, tokens, native=True)
 
     parents = check_trees(tokens, parents, target_logits, rows)
@@ -159,25 +142,22 @@ def verify_tree(
     if method in DRAFT_AWARE and nodes > 1:
         if draft_logits is None:
             raise ValueError(f"method {method!r} needs draft_logits, got None")
-        check_draft_logits(draft_logits, target_logits, laws)
+        check_draft_logits(draft_logits, target_logits)
     draft_logits = draft_logits if method in DRAFT_AWARE and nodes > 1 else None
     ranks = None if ranks is None else per_sequence("ranks", ranks, batch, nodes)
-    laws = None if laws is None else per_sequence("laws", laws, batch, nodes)
-    check_devices(tokens, draft_logits=draft_logits, ranks=ranks, laws=laws)
+    check_devices(tokens, draft_logits=draft_logits, ranks=ranks)
     check_seed(seed, tokens.device)
     if impl == "triton":
         check_kernel_takes(target_logits=target_logits, draft_logits=draft_logits)
     if tokens.device.type == "cpu":
         check_values(tokens, parents, ranks, rows, target_logits.shape[-1])
-        if laws is not None and draft_logits is not None:
-            check_law_values(laws, draft_logits.shape[1])
     depth = depth_of(parents, max_depth)
     if batch == 0:
         return nothing_verified(tokens, depth)
     given = VerifyInputs(
         Nodes(tokens, parents, ranks),
         target_logits,
-        draft_logits if laws is None or draft_logits is None else Laws(draft_logits, laws),
+        draft_logits,
         method,
         replacement,
         depth,
@@ -230,7 +210,6 @@ class _Sequence:
         filters, draft = self.given.draft_filters, self.given.draft_logits
         if draft is None or filters.temperature == 0:
             return None
-        draft = draft.logits if isinstance(draft, Laws) else draft
         return log_weights(used_row(draft, "draft", self.number, row), filters)
 
     def end(self, node: int, left: np.ndarray | None) -> tuple[list[int], np.ndarray]:
@@ -283,12 +262,8 @@ def _accepted(sequence: _Sequence, node: int, children: list[int]) -> tuple[int 
     given, tokens, tossed = sequence.given, sequence.tree.tokens, sequence.coins
     if not children:
         return None, None
-    log_target, laws = sequence.log_target(node), None
-    sources = sequence.tree.parents
-    if isinstance(given.draft_logits, Laws):
-        laws = given.draft_logits.rows.expand_as(given.nodes.tokens)
-        sources = laws[sequence.number].tolist()
-    log_draft = sequence.log_draft(sources[children[0]])  # of equal siblings' children, the first one's
+    log_target = sequence.log_target(node)
+    log_draft = sequence.log_draft(sequence.tree.parents[children[0]])  # of equal siblings' children, the first one's
     if given.method == "kseq":
         assert log_draft is not None
         thresholds, left = k_seq(log_target, log_draft, [tokens[child] for child in children])
@@ -300,10 +275,6 @@ def _accepted(sequence: _Sequence, node: int, children: list[int]) -> tuple[int 
         ends = zip(accumulate(weight for _, weight in held), held, strict=True)
         return next((child for end, (child, _) in ends if tossed[children[0]] < end), None), chain.left
     for child in children:
-        if laws is not None and child != children[0]:
-            log_law = sequence.log_draft(sources[child])
-            assert log_law is not None
-            chain.draw_from(log_law)
         chance = chain.offer(tokens[child])
         if chance is not None:
             if tossed[child] < chance:
@@ -318,9 +289,6 @@ def _launch(given: VerifyInputs) -> Verified:
     draft, (seed, rows) = given.draft_logits, given.noise
     if method in WHOLE_TREE and draft is not None:
         return launch_traversal(given)
-    if isinstance(draft, Laws):
-        decided, taken = decide_by_laws(given)
-        return launch_walk(given._replace(draft_logits=taken, draft_filters=LOGARITHMS), decided)
     if method in DRAFT_AWARE:
         return launch_walk(given, decide(given))
     from heavypath.kernels.nucleus import launch_tokens

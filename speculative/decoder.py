@@ -27,7 +27,7 @@ from heavypath.speculative.decoding.statistics import ENOUGH_STEPS, Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft
-from heavypath.speculative.methods import asked_row, check_laws, default_verifier, draft_filters_of, rules_of
+from heavypath.speculative.methods import asked_row, default_verifier, draft_filters_of, rules_of
 from heavypath.speculative.models.forward import check_no_autocast, host_can_read
 from heavypath.speculative.models.forward_of import forward_of, peers_of
 from heavypath.speculative.names import load
@@ -87,9 +87,8 @@ class SpeculativeDecoder:
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
-            check_laws(method, self._row, self._draft)
         if self.verifier is None:
-            by_default = default_verifier(method, self._target.device.type, (self._draft or NO_DRAFT).laws)
+            by_default = default_verifier(method, self._target.device.type)
             self._row = self._row.verified_by(by_default)
         self.trees: TreePolicy
         if self.profile is None:
@@ -272,7 +271,9 @@ class SpeculativeDecoder:
                 "would change with the tree, so it stays; give tree_size=2, or take method 'ersd', which drafts less"
             )
         if why:
-            self._warn_once("loss", f"{why}; `heavypath calibrate` finds out which trees pay")
+            can_calibrate = not (self._draft or NO_DRAFT).why_not_measured
+            hint = "; `heavypath calibrate` finds out which trees pay" if can_calibrate else ""
+            self._warn_once("loss", f"{why}{hint}")
 
     def _warn_once(self, about: str, message: str) -> None:
         """Log a warning, unless this decoder has warned about this before."""

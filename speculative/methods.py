@@ -13,13 +13,12 @@ import torch
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.rules import OWN, VALUE_TEMPERATURE, Rules, Verifier
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.names import load
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
-    from heavypath.kernels.typical.acceptance import Typical
     from heavypath.speculative.decoding.request import Request
     from heavypath.speculative.profile import Profile
     from heavypath.speculative.trees.planning import Acceptance
@@ -142,33 +141,10 @@ class Method:
         """True if the text keeps the target's law, at any temperature."""
         return self.verification in LOSSLESS_FOR
 
-    def typical(self, epsilon: float | None, delta: float | None) -> "Typical | None":
-        """The limits of typical acceptance, None for its defaults; None for a method that verifies otherwise.
-
-        Raises ValueError for limits of such a method, and for limits out of range.
-        """
-        given = {name: limit for name, limit in (("epsilon", epsilon), ("delta", delta)) if limit is not None}
-        if self.verification != "typical" and given:
-            raise ValueError(f"{' and '.join(given)} are options of typical acceptance, method 'typical-lossy'")
-        if self.verification != "typical":
-            return None
-        from heavypath.kernels.typical.acceptance import Typical
-
-        return Typical(**given).check()
-
     @property
     def independent_sequences(self) -> bool:
         """True if the tree is a few sequences that are drawn independently, from the root on."""
         return self.tree_of is _sequences
-
-    @property
-    def takes_several_laws(self) -> bool:
-        """True if siblings may be drawn from different distributions, as those of a `Merge` are.
-
-        They are weighed each against its own, or against none; and which draft draws a node is known beforehand.
-        """
-        known = isinstance(self.tree_of(8), TokenTree)
-        return self.verification in ("with_replacement", "target_sample") and known
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -351,43 +327,18 @@ METHODS = {
 LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)
 
 
-def check_laws(method: str, row: Method, draft: Draft) -> None:
-    """Raise ValueError for a draft whose siblings have several distributions where these cannot be verified.
-
-    row: of the method, verified as it will be
-    """
-    laws = draft.laws
-    if laws > 1 and row.verification == OWN:
-        raise ValueError(
-            f"a verifier of your own is told one distribution after each node, and a Merge has {laws} after the root; "
-            "leave the verifier out, or take Mixture for Merge"
-        )
-    if laws > 1 and METHODS[method].takes_several_laws and not row.takes_several_laws:
-        raise ValueError(
-            f"verifier {row.verification!r} weighs all children of a node by one distribution, and a Merge has {laws} "
-            "after the root; leave the verifier out, or take Mixture for Merge"
-        )
-    if laws > 1 and not row.takes_several_laws:
-        taking = ", ".join(name for name, each in METHODS.items() if each.takes_several_laws)
-        raise ValueError(
-            f"method {method!r} draws all children of a node from one distribution, and a Merge has {laws} after the "
-            f"root; take one of {taking}, or Mixture for Merge"
-        )
-
-
-def check_independent(method: str, verification: str, draft: Draft | None) -> None:
+def check_independent(method: str, verification: str) -> None:
     """Raise ValueError for a verification that does not take a draft's likeliest tokens, draws at temperature 0."""
-    if verification == "kseq" or (verification == "with_replacement" and (draft or NO_DRAFT).laws > 1):
+    if verification == "kseq":
         raise ValueError(f"method {method!r} needs draft_temperature > 0 where it samples, got 0")
 
 
-def default_verifier(method: str, device_type: str, laws: int = 1) -> str | None:
+def default_verifier(method: str, device_type: str) -> str | None:
     """The verifier of a method where none is given, one of VERIFIERS; None for what its row has.
 
-    device_type: of the models, as torch names it; laws: of the draft. Where siblings have several distributions it
-    is rejection, which is all that takes them.
+    device_type: of the models, as torch names it
     """
-    return DEFAULT_VERIFIERS.get(device_type, {}).get(method) if laws == 1 else None
+    return DEFAULT_VERIFIERS.get(device_type, {}).get(method)
 
 
 def measured_row(method: str, verifier: str | None, device_type: str) -> Method:
@@ -431,13 +382,17 @@ def asked_row(method: str, options: Mapping[str, Any]) -> Method:
     """
     verifier = options.get("verifier")
     row = row_of(method, verifier if isinstance(verifier, str) else None)
-    typical = row.typical(options.get("epsilon"), options.get("delta"))
+    limits = {name: options[name] for name in ("epsilon", "delta") if options.get(name) is not None}
+    if limits and row.verification != "typical":
+        raise ValueError(f"{' and '.join(limits)} are options of typical acceptance, method 'typical-lossy'")
     draft_filters_of(options, Filters()).check("draft_")
     own = row.verifier if verifier is None or isinstance(verifier, str) else verifier
+    if own is None and row.verification == "typical":
+        return replace(row, verifier=load("Typical")(**limits).check())
     if own is None:
-        return replace(row, verifier=typical)
+        return row
     own = load("checked_verifier")(own)
-    if typical is not None:
+    if row.verification == "typical":
         raise ValueError(f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'")
     return replace(row, verification=OWN, verifier=own)
 
@@ -456,9 +411,9 @@ def rules_of(
     filters, draft_filters = request.filters, draft_filters_of(options, request.filters)
     draw, verification = row.at(filters.temperature, draft_filters.temperature)
     if draft_filters.temperature == 0:
-        check_independent(method, verification, draft)
+        check_independent(method, verification)
     changes = () if profile is None or draft is None else profile.changes(method, filters)
-    return Rules(
+    rules = Rules(
         draw,
         verification,
         filters,
@@ -470,3 +425,4 @@ def rules_of(
         changes=changes if request.processing is None else (*changes, request.processing),
         verifier=None if verification == "greedy" else row.verifier,
     )
+    return rules if draft is None else draft.rules(rules)

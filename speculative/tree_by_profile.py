@@ -37,7 +37,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.adapting import Adapting, Rest
 from heavypath.speculative.costs.table import standing_for
-from heavypath.speculative.decoding.drafters import Shape
+from heavypath.speculative.decoding.drafted import Shape
 from heavypath.speculative.decoding.rules import OWN
 from heavypath.speculative.decoding.run import Watcher
 from heavypath.speculative.decoding.step import StepPlan

@@ -51,8 +51,6 @@ def chosen_tree(
         chosen_by = chosen_by if given else "the default of models of less than a megabyte"
     elif not {"tree", "tree_size"} & given.keys():
         tree = tree_by_estimates(method, target, draft)
-        if tree.depth and _root_children(tree) < own.laws:
-            tree = METHODS[method].tree_of(1 + 2 * own.laws)
         size = max(2, len(tree))
     if tree is None or given:
         tree = tree_of_options(method, given, size, own.levels)
@@ -60,23 +58,17 @@ def chosen_tree(
         chosen_by = f"by costs estimated for {estimated_for(target)}"
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
-        drafts, children = own.laws, _root_children(tree)
-        if children < drafts > 1:
-            raise ValueError(
-                f"a Merge of {drafts} drafts needs a tree whose root has a child for each of them, got {children}; "
-                f"give a tree, a larger tree_size, or width={drafts} where the method has it"
-            )
+    elif own.laws > 1:
+        raise ValueError(
+            f"trees of method {method!r} grow, and a Merge needs to know which of its drafts draws a node; take a "
+            "method with static trees, as specinfer, or Mixture for Merge"
+        )
     return tree, chosen_by
 
 
 def is_toy(target: Forward) -> bool:
     """True for a model on a CPU that is so small that a step is the host's time, of which estimates know nothing."""
     return target.device.type == "cpu" and target.stream is None and Work.of(target).weight_bytes < TOY_BYTES
-
-
-def _root_children(tree: TokenTree | Growth) -> int:
-    """Children of the root; any number where the tree grows."""
-    return int((tree.parents == 0).sum()) if isinstance(tree, TokenTree) else MAX_NODES
 
 
 def best_plan(

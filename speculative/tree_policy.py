@@ -19,13 +19,13 @@ decoding.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.estimates import estimates
 from heavypath.speculative.costs.table import BATCHES, Costs, standing_for
-from heavypath.speculative.decoding.drafters import Shape
+from heavypath.speculative.decoding.drafted import Shape
 from heavypath.speculative.decoding.run import Watcher
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
@@ -158,11 +158,11 @@ class TreeByCosts(TreePolicy):
         """row: of the method, verified as it will be."""
         self.alone, self.chosen_by = chosen_tree(method, {}, target, draft)
         self._method, self._row, self._target, self._draft = method, row, target, draft or NO_DRAFT
-        # A lookahead adds nodes of its own to each pass. The trees of a merge have a child of the root for each of its
-        # drafts. So their trees are the same in all batches.
-        self._is_fixed = self._draft.extra_nodes > 0 or self._draft.laws > 1
+        self._is_fixed = self._draft.why_not_measured != ""  # what has no usual acceptance has one tree in all batches
         self._can_rest = draft is not None and draft.can_rest
         self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
+        self._is_toy = is_toy(target)
+        self._trees = lru_cache(maxsize=64)(self._trees_up_to)
         self._costs: dict[int, Costs] = {}
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
@@ -171,19 +171,7 @@ class TreeByCosts(TreePolicy):
         A draft that cannot catch up with what was written while it rested drafts a token at least. But where plain
         decoding is best for all `most` sequences, that is done until they have ended.
         """
-        if not self._row.texts_ignore_trees(filters):
-            return TreesByBatch({1: self._for_the_whole_text(most, filters.temperature)})
-        if self._is_fixed:
-            return TreesByBatch({1: self.alone})
-        if rests and not self._can_rest and len(self._tree(standing_for(most, BATCHES), filters.temperature)) == 1:
-            return TreesByBatch({1: ROOT})
-        return trees_up_to(
-            most,
-            BATCHES,
-            lambda batch: self._tree(batch, filters.temperature),
-            self._method,
-            rests=rests and self._can_rest,
-        )
+        return self._trees(filters.temperature, most, rests, self._row.texts_ignore_trees(filters))
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
         """See `TreePolicy`; the root alone while the draft rests."""
@@ -238,13 +226,24 @@ class TreeByCosts(TreePolicy):
     def _may_rest(self, filters: Filters) -> bool:
         return self._can_rest and self._row.texts_ignore_trees(filters)
 
+    def _trees_up_to(self, temperature: float, most: int, rests: bool, texts_ignore_trees: bool) -> TreesByBatch:
+        if not texts_ignore_trees:
+            return TreesByBatch({1: self._for_the_whole_text(most, temperature)})
+        assert self.alone is not None
+        if self._is_fixed:
+            return TreesByBatch({1: self.alone})
+        if rests and not self._can_rest and len(self._tree(standing_for(most, BATCHES), temperature)) == 1:
+            return TreesByBatch({1: ROOT})
+        rests = rests and self._can_rest
+        return trees_up_to(most, BATCHES, lambda batch: self._tree(batch, temperature), self._method, rests=rests)
+
     def _for_the_whole_text(self, batch: int, temperature: float) -> TokenTree | Growth:
         """The tree of one sequence if it pays for a batch, else the root.
 
         So sampled texts are the same in all batches that gain by drafts, and none is slower than plain decoding.
         """
         tree = self._tree(1, temperature)
-        if batch == 1 or self._is_fixed or len(tree) == 1 or is_toy(self._target):
+        if batch == 1 or self._is_fixed or len(tree) == 1 or self._is_toy:
             return tree
         tokens = tokens_of_tree(tree, usual_acceptance(self._method, self._draft, temperature))
         return tree if tokens >= self.cost(tree, batch) else ROOT
@@ -253,7 +252,7 @@ class TreeByCosts(TreePolicy):
         asked = batch, temperature == 0
         if asked not in self._found:
             tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature)
-            is_alone = batch == 1 and (tree == self.alone or is_toy(self._target))
+            is_alone = batch == 1 and (tree == self.alone or self._is_toy)
             assert self.alone is not None
             self._found[asked] = self.alone if self._is_fixed or is_alone else tree
             logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)

@@ -144,7 +144,7 @@ class Watched:
 
 
 class CountedSteps(Watched):
-    """Counts the steps that are run: on a GPU one more may follow the end of a text, see `decoding.engine`."""
+    """Counts the steps that are run: on a GPU one more may follow the end of a text, see `decoding.run`."""
 
     steps = 0
 

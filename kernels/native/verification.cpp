@@ -1,5 +1,4 @@
-// Which drafted nodes are accepted: what the references of `heavypath.kernels.verification` and
-// `heavypath.kernels.typical.acceptance` do.
+// Which drafted nodes are accepted: what the references of `heavypath.kernels.verification` do.
 
 #include <map>
 
@@ -7,17 +6,15 @@
 
 namespace heavypath {
 
-enum Method { GREEDY, NAIVE, RACE, REJECTION, HELD, K_SEQ, TRAVERSAL, HELD_TRAVERSAL, TYPICAL };
+enum Method { GREEDY, NAIVE, RACE, REJECTION, HELD, K_SEQ, TRAVERSAL, HELD_TRAVERSAL };
 
 struct Verification {
     int64_t batch, nodes, vocab, max_depth, method, independent;
     const int64_t *tokens, *parents, *ranks, *noise_rows;  // [B, N]; of parents and ranks sequences lie
     int64_t tree_step;                                     // this far apart: N, or 0 for all the same
-    const int64_t* laws;              // [B, N], the draft's row that each node was drawn from; null: its parent's
-    const float *target, *draft;      // [B, N, V]; the draft's is null for a root alone, and [B, M, V] with laws
+    const float *target, *draft;      // [B, N, V]; the draft's is null for a root alone
     int64_t target_step, draft_step;  // from one sequence to the next
     Filters target_filters, draft_filters;
-    double log_epsilon, log_delta;  // of typical acceptance, to base 2
     const int64_t* seed;
     int64_t *path, *length, *next_token;  // [B, max_depth + 1], [B], [B]
     int64_t* bad;                         // side (0 target, 1 draft), sequence and node of a row without distribution
@@ -67,9 +64,6 @@ struct Tree {
             if (tokens[node] == token) equal.push_back(node);
         return equal;
     }
-
-    // The row of the draft's logits that a node was drawn from.
-    int64_t source(int64_t node) const { return call.laws ? call.laws[sequence * count + node] : parents[node]; }
 
     const float* logits(bool of_draft, int64_t node) const {
         return (of_draft ? call.draft + sequence * call.draft_step : call.target + sequence * call.target_step) +
@@ -231,7 +225,7 @@ void end_at(const Tree& tree, int64_t node, std::vector<float> left) {
 int64_t k_seq(const Tree& tree, int64_t node, const Numbers& children, std::vector<float>& left) {
     const int64_t vocab = tree.call.vocab;
     const std::vector<float> log_target = log_weights(tree, false, node);
-    const std::vector<float> log_draft = log_weights(tree, true, tree.source(children[0]));
+    const std::vector<float> log_draft = log_weights(tree, true, tree.parents[children[0]]);
     std::vector<float> share(vocab), target(vocab), draft(vocab);
     powers_of_two(log_target.data(), vocab, target.data());
     powers_of_two(log_draft.data(), vocab, draft.data());
@@ -285,7 +279,7 @@ int64_t accepted(const Tree& tree, int64_t node, const Numbers& children, std::v
     const Verification& call = tree.call;
     if (children.empty()) return -1;
     if (call.method == K_SEQ) return k_seq(tree, node, children, left);
-    Chain chain(tree, node, tree.source(children[0]), 1);
+    Chain chain(tree, node, tree.parents[children[0]], 1);
     if (call.method == HELD && call.draft_filters.temperature > 0) {  // of point masses it is the same as rejection
         const Numbers offered = chain.hold(tree, children);
         const double coin = tree.coin(children[0]);
@@ -294,7 +288,6 @@ int64_t accepted(const Tree& tree, int64_t node, const Numbers& children, std::v
             if (coin < (upto += chain.held[i])) return offered[i];
     } else {
         for (int64_t child : children) {
-            if (call.laws && child != children[0]) chain.draw_from(log_weights(tree, true, tree.source(child)));
             const double chance = chain.offer(tree.tokens[child]);
             if (chance < 0) continue;
             if (tree.coin(child) < chance) return child;
@@ -337,36 +330,6 @@ void walk(const Tree& tree) {
         if (child < 0) return first ? tree.accept(node) : end_at(tree, node, left);
         node = child, reached = tree.alike(children, tree.tokens[child]);
     }
-}
-
-// Typical acceptance: the longest path of nodes that the target finds likely enough, and of several the likeliest.
-void typical(const Tree& tree) {
-    const Verification& call = tree.call;
-    std::map<int64_t, float> likely = {{0, 0}};  // log2 P of the paths to the accepted nodes of a level
-    int64_t last = 0;
-    for (int64_t level = 0; level < call.max_depth && !likely.empty(); level++) {
-        std::map<int64_t, float> below;
-        for (const auto& [node, path] : likely) {
-            if (tree.children[node].empty()) continue;
-            const std::vector<float> logs = log_weights(tree, false, node);
-            std::vector<float> weights(call.vocab);
-            powers_of_two(logs.data(), call.vocab, weights.data());
-            const double total = sum_of(weights.data(), call.vocab), log_total = std::log2(total);
-            for (int64_t v = 0; v < call.vocab; v++) weights[v] *= weights[v] > 0 ? logs[v] : 0;
-            const double entropy = log_total - sum_of(weights.data(), call.vocab) / total;
-            const double least = std::min(call.log_epsilon, call.log_delta - entropy);
-            for (int64_t child : tree.children[node]) {
-                const double log_p = logs[tree.tokens[child]] - log_total;
-                if (log_p > least) below[child] = path + float(log_p);
-            }
-        }
-        if (below.empty()) break;
-        last = std::max_element(below.begin(), below.end(), [](const auto& a, const auto& b) {
-                   return a.second < b.second;
-               })->first;
-        likely = below;
-    }
-    end_at(tree, last, {});
 }
 
 // Traversal of one sequence's tree, in post-order, as far as the node that it ends at.
@@ -428,9 +391,7 @@ extern "C" int64_t verify(const Verification* call) {
     for (int64_t b = 0; b < call->batch; b++) {
         const Tree tree(*call, b);
         try {
-            if (call->method == TYPICAL)
-                typical(tree);
-            else if (call->method >= TRAVERSAL)
+            if (call->method >= TRAVERSAL)
                 Traversal{tree}.ends_below({0}, 1, 0);
             else
                 walk(tree);

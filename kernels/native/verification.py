@@ -8,56 +8,50 @@ from torch import Tensor
 from heavypath.kernels.native.library import compiled
 from heavypath.kernels.native.recording import Arguments, dense, do, fields
 from heavypath.kernels.native.sampling import FiltersStruct, seed_tensor
-from heavypath.kernels.nodes import Laws, Verified, VerifyInputs
+from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.verifying.distributions import no_maximum
 
 _METHODS = {  # by their C++ numbers
     "greedy": 0, "target_sample": 1, "race": 2, "without_replacement": 3, "with_replacement": 3, "held": 4, "kseq": 5,
-    "traversal": 6, "held_traversal": 7, "typical": 8,
+    "traversal": 6, "held_traversal": 7,
 }  # fmt: skip
 
 
 class _Verification(Arguments):
     _fields_ = (
         *fields(
-            "batch nodes vocab max_depth method independent *tokens *parents *ranks *noise_rows tree_step *laws "
+            "batch nodes vocab max_depth method independent *tokens *parents *ranks *noise_rows tree_step "
             "*target *draft target_step draft_step"
         ),
         ("target_filters", FiltersStruct),
         ("draft_filters", FiltersStruct),
-        *fields(".log_epsilon .log_delta *seed *path *length *next_token *bad"),
+        *fields("*seed *path *length *next_token *bad"),
     )
 
 
-def verify(given: VerifyInputs, limits: tuple[float, float] = (0.0, 0.0)) -> Verified:
+def verify(given: VerifyInputs) -> Verified:
     """The accepted paths of trees on a CPU.
-
-    limits: log2 of epsilon and of delta for typical acceptance, which is method "typical" here
 
     Raises ValueError for a row of logits that is used and has no finite maximum.
     """
     (tokens, parents, ranks), noise = given.nodes, given.noise
     batch, count = tokens.shape
-    log_epsilon, log_delta = limits
     if ranks is None:
         ranks = sibling_order(parents)
     one_shape = parents.dim() == ranks.dim() == 1 or parents.stride(0) == ranks.stride(0) == 0
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
     parents, ranks = (dense(each if one_shape else each.expand(batch, -1)) for each in shaped)
     rows = torch.arange(batch * count, device="cpu") if noise.rows is None else dense(noise.rows)
-    target, draft, laws = _readable(given.target_logits), given.draft_logits, None
-    if isinstance(draft, Laws):
-        draft, laws = draft.logits, dense(draft.rows.expand(batch, -1))
+    target, draft = _readable(given.target_logits), given.draft_logits
     draft = None if draft is None else _readable(draft)
     path, length = tokens.new_empty(batch, given.max_depth + 1), tokens.new_empty(batch)
     next_token, bad = torch.empty_like(length), (c_int64 * 3)()
     call = _Verification(
         batch, count, target.shape[-1], given.max_depth, _METHODS[given.method], given.independent, dense(tokens),
-        parents, ranks, rows, 0 if one_shape else count, laws, target, draft, target.stride(0),
+        parents, ranks, rows, 0 if one_shape else count, target, draft, target.stride(0),
         0 if draft is None else draft.stride(0), FiltersStruct.of(given.target_filters),
-        FiltersStruct.of(given.draft_filters), log_epsilon, log_delta, seed_tensor(noise.seed),
-        path, length, next_token, addressof(bad),
+        FiltersStruct.of(given.draft_filters), seed_tensor(noise.seed), path, length, next_token, addressof(bad),
     )  # fmt: skip
     kernel = compiled().verify
 

@@ -27,7 +27,6 @@ from heavypath.kernels.sampling import TopK, gumbel_topk
 from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.kernels.tree_attention import visible_attention
 from heavypath.kernels.trees.levels import CommonNodes, Fed, Trees, place
-from heavypath.kernels.typical.acceptance import accept_typical
 from heavypath.kernels.verification import verify_tree
 
 
@@ -89,7 +88,6 @@ OPERATORS = {
     "tree_attention": Operator(visible_attention, _attended, is_fresh=True, name="tree_attention"),
     "gumbel_topk": Operator(gumbel_topk, _drawn),
     "verify_tree": Operator(verify_tree, _verified, is_fresh=True),
-    "accept_typical": Operator(accept_typical, _verified, is_fresh=True),
     "sequence_scores": Operator(sequence_scores, _scored),
     "heavy_path_order": Operator(heavy_path_order, _ordered),
     "place": Operator(place, _placed, mutates=["trees_tokens"]),

@@ -10,7 +10,7 @@ from heavypath.kernels.filter_cuts import filter_cuts
 from heavypath.kernels.filtering import raised
 from heavypath.kernels.implementation import in_rows
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.nodes import Laws, Nodes, VerifyInputs
+from heavypath.kernels.nodes import Nodes, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
 from heavypath.kernels.verifying.distributions import LANES
 
@@ -82,14 +82,10 @@ def laid_out(given: VerifyInputs) -> VerifyInputs:
     Tokens and noise.rows are then contiguous LongTensors [B, N]; all else is contiguous in the last axis.
     """
     (tokens, parents, ranks), (seed, rows), draft = given.nodes, given.noise, given.draft_logits
-    if isinstance(draft, Laws):
-        draft = Laws(in_rows(draft.logits), in_rows(draft.rows.expand(tokens.shape)))
-    elif draft is not None:
-        draft = in_rows(draft)
     return given._replace(
         nodes=Nodes(tokens.contiguous(), in_rows(parents), None if ranks is None else in_rows(ranks)),
         target_logits=in_rows(given.target_logits),
-        draft_logits=draft,
+        draft_logits=None if draft is None else in_rows(draft),
         noise=Noise(seed, None if rows is None else rows.contiguous()),
     )
 
@@ -98,7 +94,6 @@ def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
     """The arguments of kernels for trees that are `laid_out`, by the names of their parameters."""
     (tokens, parents, ranks), (seed, rows), target = given.nodes, given.noise, given.target_logits
     draft = target if given.draft_logits is None else given.draft_logits
-    draft = draft.logits if isinstance(draft, Laws) else draft
     return {
         "tokens_ptr": tokens, "parents_ptr": parents, "ranks_ptr": ranks, "rows_ptr": rows,
         "target_ptr": target, "draft_ptr": draft, "N": tokens.shape[1], "V": target.shape[-1],
@@ -115,7 +110,7 @@ def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
 
 def cut_arguments(given: VerifyInputs, both: bool = True) -> dict[str, Any]:
     """The arguments for the cuts of filters, in the same way; both: whether the draft's rows are cut, too."""
-    draft = given.draft_logits.logits if isinstance(given.draft_logits, Laws) else given.draft_logits
+    draft = given.draft_logits
     cuts = filter_cuts(given.target_logits, given.target_filters)
     draft_cuts = filter_cuts(draft, given.draft_filters) if both and draft is not None else None
     return {

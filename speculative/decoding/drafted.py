@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from heavypath.kernels.native.library import library
 from heavypath.kernels.native.questions import ask
 from heavypath.kernels.native.recording import do, refuse
 from heavypath.kernels.native.sampling import below_infinity
-from heavypath.kernels.nodes import Laws, Nodes
+from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import ExtraNodes, Feed
+from heavypath.speculative.drafts.draft import Draft, Feed
+from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import host_can_read
 
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
@@ -45,9 +46,8 @@ class Drafted(NamedTuple):
     fed:         the nodes as the target is given them
     draft_rows:  LongTensor[B, N], the node's row in the draft's cache after the prefix; None where it is the node's
                  own number
-    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone. Of several
-                 drafts [B, M, V]: after them those after the root of all drafts but the first
-    laws:        LongTensor[N], which of the M each node was drawn from; None where it is that of its parent
+    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone. Of a draft of D
+                 `laws` [B, N + D - 1, V]: the others after the root follow
     """
 
     tokens: Tensor
@@ -58,7 +58,6 @@ class Drafted(NamedTuple):
     fed: Fed
     draft_rows: Tensor | None
     logits: Tensor | None
-    laws: Tensor | None = None
 
     @property
     def nodes(self) -> Nodes:
@@ -66,42 +65,57 @@ class Drafted(NamedTuple):
         return Nodes(self.tokens, self.parents, self.ranks)
 
     @property
-    def drawn_from(self) -> Tensor | Laws | None:
-        """The logits that nodes were drawn from, as a verification is given them."""
-        return self.logits if self.logits is None or self.laws is None else Laws(self.logits, self.laws)
-
-    @property
     def noise_rows(self) -> Tensor:
         """LongTensor[B, N], see `noise_rows`."""
         return self.fed.noise_rows
 
+    @property
+    def given(self) -> "Given":
+        """The trees as the target is given them."""
+        return Given(self.fed.tokens, self.fed.positions, self.fed.cache_rows, self.subtree_end)
+
+
+class Shape(Protocol):
+    """The trees that a method drafts: one static tree, or how trees grow; it is hashable.
+
+    depth: its levels; branching: the most children of a node; cache_rows: that it takes; its length: nodes, at most
+    grows: whether its nodes depend on what is drafted
+    """
+
+    @property
+    def grows(self) -> bool: ...  # noqa: D102
+    @property
+    def depth(self) -> int: ...  # noqa: D102
+    @property
+    def branching(self) -> int: ...  # noqa: D102
+    @property
+    def cache_rows(self) -> int: ...  # noqa: D102
+    def __len__(self) -> int: ...
+
+
+class Drafter(Protocol):
+    """Drafts a tree for each sequence. depth: its levels."""
+
+    @property
+    def depth(self) -> int: ...  # noqa: D102
+
+    def __call__(
+        self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
+    ) -> Drafted:
+        """The trees. A node is absent where its draft proposes nothing more, and after the end of its text."""
+        ...
+
 
 class Given(NamedTuple):
-    """The nodes of a pass of the target: LongTensor[B, N] each; subtree_end may be [N], which all sequences share."""
+    """The nodes of a pass of the target: LongTensor[B, N] each; subtree_end may be [N], which all sequences share.
+
+    They are those of the drafted trees, and after them any that a `LogitChange` adds, as more subtrees of the root.
+    """
 
     tokens: Tensor
     positions: Tensor
     cache_rows: Tensor
     subtree_end: Tensor
-
-
-def given_to_target(drafted: Drafted, extra: ExtraNodes | None, lengths: Tensor) -> Given:
-    """The nodes of a drafted tree, and after them those that the draft adds: more subtrees of the root.
-
-    lengths: LongTensor[B], tokens before the root
-    """
-    fed, ends = drafted.fed, drafted.subtree_end
-    if extra is None:
-        return Given(fed.tokens, fed.positions, fed.cache_rows, ends)
-    nodes, added = ends.shape[-1], len(extra.depths)
-    rows = torch.arange(nodes, nodes + added, device=ends.device)
-    root_end = torch.full_like(ends[..., :1], nodes + added)
-    return Given(
-        tokens=torch.cat([fed.tokens, extra.tokens], 1),
-        positions=torch.cat([fed.positions, lengths[:, None] + extra.depths], 1),
-        cache_rows=torch.cat([fed.cache_rows, lengths[:, None] + rows], 1),
-        subtree_end=torch.cat([root_end, ends[..., 1:], (extra.subtree_end + nodes).expand(*ends.shape[:-1], -1)], -1),
-    )
 
 
 def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
@@ -127,8 +141,10 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
     )
 
 
-def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: int) -> Feed:
-    """The feed of a level below the root. visible_rows, mask, level: as in `Feed`."""
+def feed_of(
+    fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: int, branches: Tensor | None = None
+) -> Feed:
+    """The feed of a level below the root. visible_rows, mask, level, branches: as in `Feed`."""
     return Feed(
         tokens=fed.tokens,
         positions=fed.positions,
@@ -138,6 +154,7 @@ def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: 
         visible_rows=visible_rows,
         ancestor_mask=mask,
         level=level,
+        branches=branches,
     )
 
 

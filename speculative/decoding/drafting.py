@@ -11,8 +11,7 @@ from heavypath.kernels.native.recording import dense, do
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
-from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
-from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, Trees, alike, place
 from heavypath.speculative.decoding.drafted import (
     Drafted,
     Lap,
@@ -22,13 +21,58 @@ from heavypath.speculative.decoding.drafted import (
     feed_of,
     root_feed,
 )
-from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences, node_rows, race_rows, root_rows
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.trees.tree import ROOT, TokenTree
+
+
+@dataclass(frozen=True)
+class TreeLevel:
+    """The n nodes of one depth that have children, and those m children.
+
+    given:        the n nodes
+    mask:         bool [n, N], which of the tree's nodes they see
+    rows:         LongTensor[l], where the distributions that are drawn from go among the tree's: one after each of the
+                  n nodes, but D after the root
+    branches:     LongTensor[n], see `Feed`
+    children:     LongTensor[m]
+    most_children: that any of these distributions has
+    draws:        LongTensor[m]: child i is draw number `draws[i]` of the l * most_children that are made
+    """
+
+    given: CommonNodes
+    mask: Tensor
+    rows: Tensor
+    branches: Tensor
+    children: Tensor
+    draws: Tensor
+    most_children: int
+
+
+@dataclass(frozen=True)
+class DeviceTree:
+    """The top levels of a static tree, N nodes in heavy-path order, on a device.
+
+    every:         all nodes, with parents and depths
+    ranks, subtree_end: LongTensor[N], as `TokenTree`'s
+    whole_numbers: LongTensor[N + D - 1], the nodes' numbers in the whole tree, which their noise rows are made of. For
+                   the others of a draft's D distributions after the root D - 1 larger numbers follow
+    row_depths:    LongTensor[N + D - 1], the depths of the nodes and, 0, of the root for the others
+    levels:        what is drafted at each depth, the root's children first
+    """
+
+    every: CommonNodes
+    ranks: Tensor
+    subtree_end: Tensor
+    whole_numbers: Tensor
+    row_depths: Tensor
+    levels: tuple[TreeLevel, ...]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,28 +101,25 @@ class StaticDrafter:
         roots = root_rows(state.noise, state.lengths)
         # Of the nodes, and of further distributions, LongTensor[B, M].
         if self.rules.verification == "race":
-            noise_rows = race_rows(roots, self.tree.every.depths)
+            noise_rows = race_rows(roots, self.tree.row_depths)
         else:
             noise_rows = node_rows(roots, self.tree.whole_numbers)
         if draft is None or cache is None or not self.tree.levels:
             trees = _blank(state, noise_rows, self.tree, joins=False)
             return _drafted(self.tree, trees.tokens, place(trees, None, self.tree.every, whole=True), logits=None)
         batch, tree, rules = len(state.root), self.tree, self.rules
-        joins = rules.replacement and tree.laws is None  # of several drafts each child is weighed against its own law
-        trees = _blank(state, noise_rows[:, : len(tree)], tree, joins)
+        trees = _blank(state, noise_rows[:, : len(tree)], tree, rules.replacement)
         asks = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
         feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
+        if len(tree.levels[0].rows) > 1:
+            level_noise = noise_rows.index_select(1, tree.levels[0].rows)
         logits = fed = None
         for depth, level in enumerate(tree.levels):
             if fed is not None:
                 level_noise = fed.noise_rows
-                feed = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth)
-            after = draft(feed, cache)  # [B, l, V], once those of each node's own draft are picked
-            if level.picked is None:
-                after = after[:, -len(level.laws) :]
-            else:
-                after, level_noise = after.index_select(1, level.picked), noise_rows.index_select(1, level.laws)
-            if joins and depth > 0:
+                feed = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth, level.branches)
+            after = draft(feed, cache)[:, -len(level.rows) :]  # [B, l, V]
+            if rules.replacement and depth > 0:
                 # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because
                 # it is a user's own. The first of them is taken for both.
                 first, each = alike(trees, level.given)[..., None].expand_as(after), after
@@ -93,7 +134,7 @@ class StaticDrafter:
                 replacement=rules.replacement,
                 uniform_fill=rules.fill,
             )
-            check_distributions("draft", children.keys.view(batch, len(level.laws), -1), state, depth)
+            check_distributions("draft", children.keys.view(batch, len(level.rows), -1), state, depth)
             if depth == 0 and asks and not any_drafted(children.tokens):
                 lap("sampling")
                 trees = _blank(state, noise_rows[:, :1], self.alone, joins=False)
@@ -104,9 +145,9 @@ class StaticDrafter:
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
             if choose_impl("draft_tree", "auto", after, native=True) == "native":
-                copy_rows(after, logits, level.laws)
+                copy_rows(after, logits, level.rows)
             else:
-                logits.index_copy_(1, level.laws, after)
+                logits.index_copy_(1, level.rows, after)
             lap("sampling")
         assert fed is not None
         return _drafted(tree, trees.tokens, fed, logits)
@@ -142,12 +183,44 @@ def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) 
         fed=fed,
         draft_rows=None,
         logits=logits,
-        laws=tree.laws,
     )
 
 
-@drafter_of.register
 def static(tree: TokenTree, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> StaticDrafter:
     """The drafter of the top of a static tree, or of its root alone."""
     top = device_tree(tree, depth, device, (draft or NO_DRAFT).laws)
     return StaticDrafter(top, rules, alone=device_tree(ROOT, 0, device))
+
+
+def device_tree(whole: TokenTree, depth: int, device: torch.device, laws: int = 1) -> DeviceTree:
+    """The top `depth` levels of a tree, on a device. Child j of the root is drawn from distribution j mod `laws`."""
+    tree, whole_numbers = whole.truncated(depth)
+    mask, size, levels = tree.mask(), len(tree), []
+    further = size + torch.arange(laws - 1 if tree.depth else 0, device="cpu")
+    branches = ((mask & (tree.depths == 1)) * tree.ranks).sum(1)
+    for level in range(tree.depth):
+        children = (tree.depths == level + 1).nonzero()[:, 0]
+        nodes, parent = tree.parents[children].unique(return_inverse=True)
+        rows, law, draw = nodes, parent, tree.ranks[children]
+        if level == 0:
+            rows, law, draw = torch.cat([nodes, further]), draw % laws, draw // laws
+        most_children = int(draw.max()) + 1
+        levels.append(
+            TreeLevel(
+                given=CommonNodes(nodes.to(device), tree.parents[nodes].to(device), tree.depths[nodes].to(device)),
+                mask=mask[nodes].to(device),
+                rows=rows.to(device),
+                branches=branches[nodes].to(device),
+                children=children.to(device),
+                draws=(law * most_children + draw).to(device),
+                most_children=most_children,
+            )
+        )
+    return DeviceTree(
+        every=CommonNodes(torch.arange(size, device=device), tree.parents.to(device), tree.depths.to(device)),
+        ranks=tree.ranks.to(device),
+        subtree_end=tree.subtree_end.to(device),
+        whole_numbers=torch.cat([whole_numbers, further - size + len(whole)]).to(device),
+        row_depths=torch.cat([tree.depths, 0 * further]).to(device),
+        levels=tuple(levels),
+    )

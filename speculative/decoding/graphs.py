@@ -32,8 +32,7 @@ from torch import Tensor
 
 from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.tickets import counters_for, new_counters
-from heavypath.speculative.decoding.drafted import Lap, no_lap
-from heavypath.speculative.decoding.drafters import Shape
+from heavypath.speculative.decoding.drafted import Lap, Shape, no_lap
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.run import Launch, Launcher
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan

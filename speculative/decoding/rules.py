@@ -9,12 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Laws, Nodes, Verified, VerifyInputs
+from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.verification import verify_unchecked
 from heavypath.speculative.drafts.changes import LogitChange
 
-OWN = "own"  # the verification by a verifier of the user's own
+OWN = "own"  # the verification by a verifier of the user's, or of the draft's
 VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
 
 
@@ -99,19 +99,15 @@ class Rules:
         return getattr(self.verifier, "law_changed_by", "")
 
     def verify(
-        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | Laws | None, max_depth: int, noise: Noise
+        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, max_depth: int, noise: Noise
     ) -> Verified:
-        """The accepted nodes of trees that were drawn by these rules; arguments as of `Verifier`.
-
-        draft_logits may be `Laws` for `verify_tree`.
-        """
+        """The accepted nodes of trees that were drawn by these rules; arguments as of `Verifier`."""
         of_target, of_draft = self.target_filters, self.draft_filters
         if self.verifier is None:
             return verify_unchecked(VerifyInputs(
                 nodes, target_logits, draft_logits, self.verification, self.replacement, max_depth, of_target, of_draft,
                 noise,
             ))  # fmt: skip
-        assert not isinstance(draft_logits, Laws)
         return self.verifier(
             nodes, target_logits, draft_logits, max_depth=max_depth, target_filters=of_target, draft_filters=of_draft,
             noise=noise,

@@ -7,22 +7,23 @@ A step changes a `Workspace` alone, and on a GPU asks the host nothing. So a CUD
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from heavypath.kernels.commit import State, commit
 from heavypath.kernels.nodes import Verified
 from heavypath.kernels.noise import Noise
-from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, given_to_target
-from heavypath.speculative.decoding.drafters import Drafter, Shape, drafter_of
+from heavypath.speculative.decoding.drafted import Drafted, Drafter, Lap, Reach, Shape, check_distributions
 from heavypath.speculative.decoding.drafting import static
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.changes import LogitChange
-from heavypath.speculative.drafts.draft import Draft, ExtraNodes
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
-from heavypath.speculative.models.forward import Forward, Taps, TreeMask
+from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.names import load
 from heavypath.speculative.ranks.peers import ALONE, Peers
 from heavypath.speculative.trees.tree import ROOT
 
@@ -86,8 +87,8 @@ class StepPlan:
 
     @property
     def rows(self) -> int:
-        """The most cache rows that any of the trees takes."""
-        return max(tree.cache_rows for tree in self.trees)
+        """The most cache rows that any of the trees takes, with the nodes that the draft adds to it."""
+        return max(tree.cache_rows for tree in self.trees) + (self.draft or NO_DRAFT).extra_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,27 +114,28 @@ class Step:
         changes: Sequence[LogitChange] = (),
     ) -> Stepped:  # fmt: skip
         """Run one step. visible_rows: cache rows that hold the longest prefix, or more; changes: before the rules'."""
-        changes = [change.of_step(state, lap) for change in (*changes, *self.rules.changes)]
+        changes = [change.of_step(state, lap) for change in (*self._own(draft_cache), *changes, *self.rules.changes)]
         reach = Reach(visible_rows, self.most_levels + 1, trims=self.peers.is_alone)
         with self.target.reading_ahead:
             drafted = self.drafter(self._changed(changes, state), draft_cache, state, reach, lap)
-            taps, extra = self._of_draft(draft_cache, state)
-            given = given_to_target(drafted, extra, state.lengths)
+            given = drafted.given
+            for change in changes:
+                given = change.before_scoring(given, state)
             nodes, rows = drafted.tokens.shape[1], visible_rows + given.tokens.shape[1]
             mask = TreeMask(prefix_length=state.lengths, visible_rows=rows, subtree_end=given.subtree_end)
             positions = self.target.settled(given.positions, state.lengths)
+            taps = None if self.draft is None or draft_cache is None else self.draft.taps(draft_cache)
             every = self.target(given.tokens, positions, given.cache_rows, target_cache, mask, taps=taps)
-        raw_logits = logits = every[:, :nodes]
-        check_distributions("target", logits, state, drafted.depths)
+        raw_logits = every[:, :nodes]
+        check_distributions("target", raw_logits, state, drafted.depths)
         lap("target")
+        logits = every
         for change in changes:
             logits = change.before_verifying(logits, drafted, state)
         verified = self._verified(drafted, logits, state)
         for change in changes:
             change.after_verifying(verified)
         lap("verification")
-        if extra is not None:
-            extra.read(every[:, nodes:], verified.length)
         self._keep(drafted, verified, state, target_cache, draft_cache)
         self.peers.check(drafted, every, verified, state.left)
         lap("compaction")
@@ -146,20 +148,14 @@ class Step:
             draft = None if draft is None else change.before_drawing(draft, state)
         return draft
 
-    def _of_draft(self, cache: RowCache | None, state: Sequences) -> tuple[Taps | None, ExtraNodes | None]:
-        """The part of the target's pass that the draft reads, and the nodes that it adds to that pass.
-
-        A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
-        """
-        if self.draft is None or cache is None:
-            return None, None
-        extra = self.draft.beside(cache, state.root, state.lengths) if self.drafter.depth else None
-        return self.draft.taps(cache), extra
+    def _own(self, cache: RowCache | None) -> Sequence[LogitChange]:
+        """The draft's own changes, which come first; none in a step that drafts nothing."""
+        return () if self.draft is None or cache is None or self.drafter.depth == 0 else self.draft.changes(cache)
 
     def _verified(self, drafted: Drafted, logits: Tensor, state: Sequences) -> Verified:
         """The verified trees of the step."""
         depth, noise = min(self.drafter.depth, drafted.tokens.shape[1] - 1), Noise(state.seed, drafted.noise_rows)
-        return self.rules.verify(drafted.nodes, logits, drafted.drawn_from, depth, noise)
+        return self.rules.verify(drafted.nodes, logits, drafted.logits, depth, noise)
 
     def _keep(
         self, drafted: Drafted, verified: Verified, state: Sequences, target_cache: KeyValueCache,
@@ -178,14 +174,19 @@ class Step:
 
 def new_step(plan: StepPlan, depth: int) -> Step:
     """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
-    made = drafter_of if depth > 0 else static
-    tree = plan.tree if depth > 0 else ROOT
     return Step(
         target=plan.target,
         draft=plan.draft,
-        drafter=made(tree, depth, plan.draft, plan.rules, plan.target.device),
+        drafter=drafter_of(plan.tree if depth > 0 else ROOT, depth, plan.draft, plan.rules, plan.target.device),
         branching=plan.branching,
         most_levels=plan.depth,
         rules=plan.rules,
         peers=plan.peers,
     )
+
+
+def drafter_of(tree: Any, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> Drafter:
+    """What drafts the top `depth` levels of a `TokenTree` or a `Growth`."""
+    if tree.grows:
+        return load("growing_drafter")(tree, depth, rules, device)
+    return static(tree, depth, draft, rules, device)

@@ -55,7 +55,7 @@ class Size(NamedTuple):
         batch, width = request.prompt.shape
         return cls(
             sequences=batch,
-            cache_rows=width + request.max_new_tokens + tree_rows(plan),
+            cache_rows=width + request.max_new_tokens + plan.rows,
             new_tokens=request.max_new_tokens,
             stops=max(1, len(request.stops)),
             count_slots=plan.depth * plan.branching,
@@ -72,11 +72,6 @@ class Size(NamedTuple):
         sequences, stops, count_slots = (1 << (number - 1).bit_length() for number in small)
         cache_rows, new_tokens = (-(-number // 1024) * 1024 for number in (self.cache_rows, self.new_tokens))
         return Size(sequences, cache_rows, new_tokens, stops, count_slots, self.penalised)
-
-
-def tree_rows(plan: StepPlan) -> int:
-    """Cache rows that the trees of a plan take, with what a draft adds to them."""
-    return plan.rows + (plan.draft or NO_DRAFT).extra_nodes
 
 
 class Workspace:
@@ -132,7 +127,7 @@ class Workspace:
 
     def most_visible(self, plan: StepPlan) -> int:
         """Rows of the longest prefix that there is room for."""
-        return self.size.cache_rows - tree_rows(plan)
+        return self.size.cache_rows - plan.rows
 
     def fits(self, size: Size, plan: StepPlan) -> bool:
         """True if a generation of this size, by this plan, can use it."""

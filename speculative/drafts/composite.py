@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
-from heavypath.speculative.drafts.draft import Draft, Draftable, ExtraNodes, Feed
+from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps, host_can_read
@@ -183,12 +183,9 @@ class CompositeDraft(Draft):
 
         return Taps(numbers, read)
 
-    def beside(self, cache: CompositeCache, root: Tensor, lengths: Tensor) -> ExtraNodes | None:
-        """The nodes of the one part that has any."""
-        for part, own in zip(self.drafts, cache.parts, strict=True):
-            if part.extra_nodes:
-                return part.beside(own, root, lengths)
-        return None
+    def changes(self, cache: CompositeCache) -> list[Any]:
+        """Those of all parts."""
+        return [change for part, own in zip(self.drafts, cache.parts, strict=True) for change in part.changes(own)]
 
     def usual_acceptance(self, temperature: float) -> Usual:
         """As often as those of the best part."""

@@ -21,9 +21,9 @@ The text follows the target's law for any logits: the draft decides how many tok
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -53,6 +53,8 @@ class Feed:
                     the root among them; 0 of later ones
     levels:         of a step's first feed, how many the step drafts
     level:          of the nodes: 0 for the root's
+    branches:       of a level below the root of a static tree, LongTensor[n]: the draw number of the root's child above
+                    each node, which is itself on the first level; else None
     drafted:        of a first feed, LongTensor[B]: how many of the text's last tokens are to count as drafted nodes,
                     whose features a head does not know; None for 0. Acceptance is measured so, at any depth of a tree
     """
@@ -68,6 +70,7 @@ class Feed:
     levels: int = 0
     drafted: Tensor | None = None
     level: int = 0
+    branches: Tensor | None = None
 
 
 class Draft:
@@ -90,8 +93,8 @@ class Draft:
 
     name:     for messages, of a draft without a model
     levels:   how many levels of a tree it can draft; None for any number
-    laws:     how many distributions the root's children are drawn from: of a merge one of each of its drafts
-    extra_nodes: how many nodes of its own it adds to each pass of the target
+    laws:     how many distributions it gives after the root of a static tree, among which the children are dealt
+    extra_nodes: how many nodes its `changes` add to each pass of the target, at most
     forward, keeps_state: its forward pass, None without weights; whether a recurrent state says what it has read
     reads_target: whether its cache is filled by passes of the target, see `taps`
     overlap:  None where `prefill` takes a text at once. Else it takes pieces, with `starts` as `Forward.prefill` does,
@@ -150,9 +153,16 @@ class Draft:
         """The hidden states of the target's passes that it reads; None for nothing."""
         return None
 
-    def beside(self, cache: Any, root: Tensor, lengths: Tensor) -> "ExtraNodes | None":
-        """The `extra_nodes` below roots LongTensor[B], with `lengths` tokens before them, LongTensor[B]."""
-        return None
+    def rules(self, rules: Any) -> Any:
+        """The `Rules` of steps that it drafts for: the method's, or others that verify by a verifier that it brings.
+
+        A draft of several `laws` is one for which the verification must know them.
+        """
+        return rules
+
+    def changes(self, cache: Any) -> Sequence[Any]:
+        """Changes of logits, each a `LogitChange`, that it brings to each step that drafts."""
+        return ()
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
         """Take in texts that have ended: `lengths` of prompts' tokens LongTensor[B, T], `counts` of new ones [B, M]."""
@@ -196,32 +206,10 @@ class Draft:
     @property
     def why_not_measured(self) -> str:
         """The reason why its acceptance cannot be counted token by token, in words; "" where it can."""
-        if self.extra_nodes:
-            return "the n-grams of a lookahead come of a decoder's steps"
-        if self.laws > 1:
-            return f"of a Merge each of the root's first {self.laws} children has an acceptance of its own"
-        return ""
+        return next((leaf.why_not_measured for leaf in self.leaves if leaf is not self and leaf.why_not_measured), "")
 
 
 NO_DRAFT = Draft()  # in the place of none: it has no models, and no limits
-
-
-class ExtraNodes(NamedTuple):
-    """E nodes that a draft adds to a pass of the target, after a drafted tree: more subtrees of its root.
-
-    They are not drafted: nobody verifies them.
-
-    tokens:      LongTensor[B, E]
-    depths:      LongTensor[E], below the root
-    subtree_end: LongTensor[E], as `TokenTree`'s, where the first of them is number 0
-    read:        called after the verification, with the target's logits after them [B, E, V], and with how many drafted
-                 nodes were accepted, LongTensor[B]
-    """
-
-    tokens: Tensor
-    depths: Tensor
-    subtree_end: Tensor
-    read: Callable[[Tensor, Tensor], None]
 
 
 class Draftable:

@@ -23,7 +23,6 @@ in any way, so the target's likeliest tokens serve where the text is sampled, to
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -31,7 +30,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from heavypath.speculative.drafts.draft import Draft, Draftable, ExtraNodes, Feed
+from heavypath.kernels.nodes import Verified
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookup import LookupDraft, NgramCache, Occurrences, PromptLookup
 from heavypath.speculative.models.forward import Forward
@@ -100,7 +101,11 @@ class LookaheadCache(NgramCache):
 
 
 class LookaheadDraft(LookupDraft):
-    """`Lookahead` at work."""
+    """`Lookahead` at work.
+
+    columns: LongTensor[W]; depths, ends: LongTensor[W (N - 1)], of the window's nodes below the root, and the numbers
+        after their last descendants, the root's first
+    """
 
     can_rest = False  # in each step it reads what the target computes beside the tree
 
@@ -109,15 +114,15 @@ class LookaheadDraft(LookupDraft):
         self._lookahead = options
         columns, levels = options.window, options.ngram - 1
         self.extra_nodes = columns * levels - 1
-        self._columns = torch.arange(columns, device=device)
-        self._depths = (self._columns[:, None] + torch.arange(levels, device=device)).flatten()  # with the root's
-        ends = ((self._columns[:, None] + 1) * levels).repeat(1, levels)
-        ends[:, 0] = columns * levels  # below (i, 0) are its own column and all columns after it
-        self._ends = ends.flatten()[1:] - 1
+        self.columns = torch.arange(columns, device=device)
+        self.depths = (self.columns[:, None] + torch.arange(levels, device=device)).flatten()
+        self.ends = ((self.columns[:, None] + 1) * levels).repeat(1, levels)
+        self.ends[:, 0] = columns * levels  # below (i, 0) are its own column and all columns after it
+        self.ends = self.ends.flatten()
 
     def new_cache(self, batch: int, rows: int) -> LookaheadCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
-        return LookaheadCache(batch, rows, self._lookahead, self._columns.device)
+        return LookaheadCache(batch, rows, self._lookahead, self.columns.device)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """See `LookupDraft`."""
@@ -135,29 +140,57 @@ class LookaheadDraft(LookupDraft):
             counts=torch.cat([tokens >= 0, text.counts], 1),
         )
 
-    def beside(self, cache: LookaheadCache, root: Tensor, lengths: Tensor) -> ExtraNodes:
-        """The window below roots LongTensor[B], with `lengths` tokens before them, LongTensor[B].
+    def changes(self, cache: LookaheadCache) -> list[LogitChange]:
+        """The window beside the tree."""
+        return [_Window(self, cache)]
+
+    @property
+    def why_not_measured(self) -> str:
+        """See `Draft`."""
+        return "the n-grams of a lookahead come of a decoder's steps"
+
+
+class _Window(LogitChange):
+    """The window in one step: guesses that the target scores after the tree, and the n-grams that they become."""
+
+    def __init__(self, draft: LookaheadDraft, cache: LookaheadCache):
+        self._draft, self._cache = draft, cache
+
+    def before_scoring(self, given: Any, state: Any) -> Any:
+        """The tree, and the window as more subtrees of its root.
 
         A guess that is missing is the token so many positions before it that it is the text's.
         """
-        window = cache.window
+        window, depths, lengths = self._cache.window, self._draft.depths, state.lengths[:, None]
         back = window.shape[1] + window.shape[2] - 1  # the last guess gets the token before the root
-        rows = (lengths[:, None] + self._depths - back).clamp(min=0)
-        guesses = cache.values[:, 0, :, -1].gather(1, rows).view_as(window)
+        guesses = self._cache.values[:, 0, :, -1].gather(1, (lengths + depths - back).clamp(min=0)).view_as(window)
         window.copy_(window.where(window >= 0, guesses))
-        window[:, 0, 0] = root
-        return ExtraNodes(window.flatten(1)[:, 1:], self._depths[1:], self._ends, partial(self._read, cache))
+        window[:, 0, 0] = state.root
+        nodes, ends = given.subtree_end.shape[-1], given.subtree_end
+        places = torch.arange(nodes, nodes + len(depths) - 1, device=ends.device)
+        window_ends = (self._draft.ends + nodes - 1).expand(*ends.shape[:-1], -1)  # of the root and the guesses
+        return type(given)(
+            tokens=torch.cat([given.tokens, window.flatten(1)[:, 1:]], 1),
+            positions=torch.cat([given.positions, lengths + depths[1:]], 1),
+            cache_rows=torch.cat([given.cache_rows, lengths + places], 1),
+            subtree_end=torch.cat([window_ends[..., :1], ends[..., 1:], window_ends[..., 1:]], -1),
+        )
 
-    def _read(self, cache: LookaheadCache, logits: Tensor, accepted: Tensor) -> None:
+    def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
+        """The logits after the tree's nodes; those after the last level of the window are its newest tokens."""
+        nodes, levels = drafted.tokens.shape[1], self._cache.window.shape[2]
+        newest = logits[:, nodes + levels - 2 :: levels].argmax(-1)  # [B, W]
+        self._ngrams = torch.cat([self._cache.window, newest[..., None]], -1)  # [B, W, N]
+        return logits[:, :nodes]
+
+    def after_verifying(self, verified: Verified) -> None:
         """Keep the n-grams, and move the window on."""
-        columns, levels = cache.window.shape[1:]
-        newest = logits[:, levels - 2 :: levels].argmax(-1)  # [B, W], after the last level
-        ngrams = torch.cat([cache.window, newest[..., None]], -1)  # [B, W, N]
+        window, pool, columns = self._cache.window, self._cache.pool, self._draft.columns
         # Column 0, which knows most of its past, comes last, which counts as the latest.
-        cache.pool.copy_(torch.cat([cache.pool, ngrams.flip(1)], 1)[:, -cache.pool.shape[1] :])
-        source = accepted[:, None] + self._columns  # [B, W]
-        moved = ngrams[..., 1:].take_along_dim(source.clamp(max=columns - 1)[..., None], 1)
-        cache.window.copy_(moved.where((source < columns)[..., None], -1))
+        pool.copy_(torch.cat([pool, self._ngrams.flip(1)], 1)[:, -pool.shape[1] :])
+        source = verified.length[:, None] + columns  # [B, W]
+        moved = self._ngrams[..., 1:].take_along_dim(source.clamp(max=len(columns) - 1)[..., None], 1)
+        window.copy_(moved.where((source < len(columns))[..., None], -1))
 
 
 @as_draft.register

@@ -55,9 +55,9 @@ _WORDS = {
         "recovered": "It is drawn from the target's distribution here.",
     },
     OWN: {
-        "accepted": "So a verifier of your own decided, which gives no reason.",
+        "accepted": "So a verifier decided that gives no reasons.",
         "other": "",
-        "recovered": "A verifier of your own drew this token.",
+        "recovered": "A verifier that gives no reasons drew this token.",
     },
 }
 

@@ -18,17 +18,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.nodes import PlainTree
 from heavypath.kernels.noise import coins
-from heavypath.kernels.typical.acceptance import Typical
 from heavypath.kernels.verification import DRAFT_AWARE, WHOLE_TREE
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import Chain
 from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.speculative.decoding.rules import OWN, Rules
+from heavypath.speculative.decoding.typical import Typical
 
 # What may have become of a node:
 #
@@ -40,7 +41,7 @@ from heavypath.speculative.decoding.rules import OWN, Rules
 #     beyond     held siblings: the coin lies in the share of a sibling drawn earlier, below this one's share
 #     equal      its token was accepted, but the path goes on below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token
-#     refused    a verifier of the user's own did not accept it, which gives no reason
+#     refused    a verifier of the user's own, or of the draft's, did not accept it, which gives no reason
 #     unlikely   the target's probability of its token was not above its threshold
 #     shorter    it was likely enough, but another path is longer, or as long and likelier
 #     parent     the node above it was not accepted
@@ -57,9 +58,8 @@ class VerifiedTree(NamedTuple):
     """One sequence's tree of N nodes, as `verify_tree` took it; on any device.
 
     tokens, parents, ranks, noise_rows: LongTensor[N]
-    target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted
-    laws: LongTensor[N], the row of draft_logits, which then may have more, that each node was drawn from; None where it
-          is its parent's
+    target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted, and have more rows
+                                        where the root's children were drawn from several distributions
     """
 
     tokens: Tensor
@@ -68,7 +68,6 @@ class VerifiedTree(NamedTuple):
     noise_rows: Tensor
     target_logits: Tensor
     draft_logits: Tensor | None
-    laws: Tensor | None = None
 
 
 class Reasons(NamedTuple):
@@ -95,7 +94,7 @@ class Reasons(NamedTuple):
 
 
 def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_token: int) -> Reasons:
-    """The reasons for what `verify_tree` accepted of one sequence's tree, or a user's own verifier.
+    """The reasons for what `verify_tree` accepted of one sequence's tree, or a verifier of the user's or the draft's.
 
     path: LongTensor[any] and next_token, as `verify_tree` returned them.
 
@@ -107,9 +106,8 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
     present = [node for node in range(1, len(token)) if token[node] >= 0]
     inner = sorted({parent[node] for node in present} | {accepted[-1]})
     log_target = _distributions(tree.target_logits, inner, rules.target_filters)
-    law = parent if tree.laws is None else tree.laws.tolist()
-    drawn_from = sorted({law[node] for node in present})
-    draft_logits = tree.draft_logits
+    drawn_from = sorted({parent[node] for node in present})
+    draft_logits = tree.draft_logits if tree.draft_logits is None or len(tree.draft_logits) == len(token) else None
     log_draft = {} if draft_logits is None else _distributions(draft_logits, drawn_from, rules.draft_filters)
 
     fates = ["parent" if token[node] >= 0 else "absent" for node in range(len(token))]
@@ -129,7 +127,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
             drawn = [token[child] for child in candidates]
             above = np.array([noise_row[parent[child]] for child in candidates])
             tossed = coins(seed, above, np.array([rank[child] for child in candidates]))
-            q = log_draft[law[candidates[0]]] if rules.draft_filters.temperature > 0 else None
+            q = log_draft[parent[candidates[0]]] if rules.draft_filters.temperature > 0 else None
             held = rules.verification == "held" and q is not None
             chain = _chain(log_target[node], q, rules.replacement)
             if rules.verification == "kseq":
@@ -140,8 +138,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
                 bounds = _shares(chain, drawn)
                 tossed[:] = tossed[0]
             else:
-                several = None if tree.laws is None else [log_draft[law[child]] for child in candidates]
-                bounds = _rejected(chain, drawn, several)
+                bounds = _rejected(chain, drawn)
             last = len(drawn) - 1
             if following is not None:  # the first of equal siblings whose coin was below its threshold
                 equals = [place for place, one in enumerate(drawn) if one == token[following]]
@@ -156,7 +153,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
                     fates[child] = "elder"
         elif rules.verification == "typical":
             assert isinstance(rules.verifier, Typical)
-            least = _least_typical(log_target[node], rules.verifier)
+            least = float(rules.verifier.least(torch.from_numpy(log_target[node])))
             for child in candidates:
                 threshold[child] = least
                 fates[child] = "shorter" if np.exp(log_target[node][token[child]]) > least else "unlikely"
@@ -186,7 +183,7 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
         coins=coin,
         thresholds=threshold,
         chosen=chosen,
-        draft=probabilities(log_draft, law),
+        draft=probabilities(log_draft, parent),
         target=probabilities(log_target, parent),
         kind="plain" if not present else "recovered" if candidates else "bonus",
         next_target=float(np.exp(log_target[accepted[-1]][next_token])),
@@ -204,28 +201,16 @@ def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[i
     return dict(zip(nodes, logs.cpu().numpy(), strict=True))
 
 
-def _least_typical(log_target: np.ndarray, limits: Typical) -> float:
-    """The threshold of typical acceptance at a node with these log-probabilities [V]."""
-    p = np.exp(log_target)
-    entropy = -(p * np.where(p > 0, log_target, 0)).sum()
-    return min(limits.epsilon, limits.delta * float(np.exp(-entropy)))
-
-
 def _chain(log_target: np.ndarray, log_draft: np.ndarray | None, independent: bool) -> Chain:
     """The chain of a node, of natural logarithms fp64 [V]."""
     base_2 = np.log(2)
     return Chain(log_target / base_2, None if log_draft is None else log_draft / base_2, 1.0, independent)
 
 
-def _rejected(chain: Chain, drawn: list[int], log_laws: list[np.ndarray] | None) -> list[float | None]:
-    """The thresholds of children that are tried one after the other, as long as all are rejected; None if skipped.
-
-    log_laws: what each of them was drawn from, where that is not the same
-    """
+def _rejected(chain: Chain, drawn: list[int]) -> list[float | None]:
+    """The thresholds of children that are tried one after the other, as long as all are rejected; None if skipped."""
     thresholds: list[float | None] = []
-    for place, token in enumerate(drawn):
-        if log_laws is not None:
-            chain.draw_from(log_laws[place] / np.log(2))
+    for token in drawn:
         thresholds.append(chain.offer(token))
         if thresholds[-1] is not None:
             chain.pass_over(token)

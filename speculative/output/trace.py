@@ -59,7 +59,7 @@ class _Header(TypedDict):
     heavypath: NotRequired[str]  # version of the package
     trace: int  # version of this format; others are refused
     method: str  # of `METHODS`
-    verify: str  # `method` of `verify_tree`, "typical", or "own" for a verifier of the user's own
+    verify: str  # `method` of `verify_tree`, "typical", or "own" for one of the user's, or of the draft's
     law_changed_by: NotRequired[str]  # what gave the text another law than the target's; "" for nothing
     target: _ModelRecord
     draft: _ModelRecord | None
@@ -171,7 +171,6 @@ class Recorder:
                 noise_rows=drafted.noise_rows[slot, :nodes],
                 target_logits=logits[slot, :nodes],
                 draft_logits=None if drafted.logits is None else drafted.logits[slot],
-                laws=None if drafted.laws is None else drafted.laws[:nodes],
             )
             path, next_token = verified.path[slot], int(verified.next_token[slot])
             reasons = explain(tree, self._rules, self._request.seed, path, next_token)

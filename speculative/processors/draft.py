@@ -75,7 +75,7 @@ class ProcessedDraft(Draft):
 
     def __init__(self, draft: Draft, step: StepProcessors, lap: Callable[[str], object]):
         self._draft, self._step, self._lap = draft, step, lap
-        self.laws = draft.laws  # a Merge gives the logits of each draft, one after the other
+        self.laws = draft.laws
         self._paths: list[dict[int, Path | None]] = []  # of each sequence, by the numbers of nodes
         self._columns: dict[int, int] = {}  # of nodes of the level above, in its logits
         self._above = torch.empty(0, device="cpu")
@@ -83,7 +83,7 @@ class ProcessedDraft(Draft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """The logits [B, n, V] after the nodes of a level, processed, fp32; of the first feed after the root alone.
 
-        Of a draft of D drafts [B, D * n, V].
+        Of a draft of D `laws` [B, D, V] after the root.
         """
         after = self._draft(feed, cache)
         self._lap("draft")
@@ -91,11 +91,11 @@ class ProcessedDraft(Draft):
             after = after[:, -self.laws :]
             self._paths = [{0: ()} for _ in after]
             self._columns = {0: 0}
-            nodes = [[0]] * len(after)
+            nodes = [[0] * self.laws] * len(after)
         else:
             nodes = self._note(feed)
             self._columns = {node: column for column, node in enumerate(nodes[0])}
-        paths = [[own[node] for node in each] * self.laws for own, each in zip(self._paths, nodes, strict=True)]
+        paths = [[own[node] for node in each] for own, each in zip(self._paths, nodes, strict=True)]
         self._above = after = self._step.of_draft(after, paths)
         self._lap("processing")
         return after
@@ -105,8 +105,8 @@ class ProcessedDraft(Draft):
         numbers, parents = (rows - feed.prefix_lengths[:, None] for rows in (feed.cache_rows, feed.parent_rows))
         nodes, above, tokens = torch.stack([numbers, parents, feed.tokens]).tolist()
         columns = torch.tensor([[self._columns[parent] for parent in own] for own in above], device=feed.tokens.device)
-        each = self._above.unflatten(1, (self.laws, -1))  # [B, D, n, V]
         slot = torch.arange(len(nodes), device=feed.tokens.device)[:, None]
+        each = self._above[:, None] if feed.level > 1 else self._above[:, :, None]  # [B, D, n, V]
         drawable = (each[slot, :, columns, feed.tokens] > -torch.inf).any(-1).tolist()
         for own, *level in zip(self._paths, nodes, above, tokens, drawable, strict=True):
             for node, parent, token, could in zip(*level, strict=True):

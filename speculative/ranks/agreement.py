@@ -241,8 +241,7 @@ def _drawn(drafted: Any) -> list[Tensor]:
     """The values that are equal where the same was drafted: tokens, parents, and of the logits those drawn from."""
     if drafted.logits is None:
         return [drafted.tokens, drafted.parents]
-    sources = drafted.parents if drafted.laws is None else drafted.laws
-    sources = sources[..., 1:].expand(len(drafted.tokens), -1)
+    sources = drafted.parents[..., 1:].expand(len(drafted.tokens), -1)
     used = torch.zeros(drafted.logits.shape[:2], dtype=torch.long, device=drafted.tokens.device)
     used.scatter_(1, sources.where(drafted.tokens[:, 1:] >= 0, 0), 1)
     return [drafted.tokens, drafted.parents, row_digests(drafted.logits) * used]

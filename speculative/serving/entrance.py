@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from heavypath.speculative.decoding.run import Launcher
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
+from heavypath.speculative.decoding.workspace import Size, Workspace
 from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.logprobs import prompt_logprobs
@@ -42,7 +42,7 @@ class Entrance:
         self._most = 1 if self._limits else min(GROUP, size.sequences)
         self._short = piece // 2
         if self._most > 1 and self._short > 1:
-            rows = min(size.cache_rows, self._short + tree_rows(plan))
+            rows = min(size.cache_rows, self._short + plan.rows)
             small = size._replace(sequences=self._most, cache_rows=rows, new_tokens=1)
             self._rooms.append(Workspace(plan, small, Launcher()))
 

@@ -30,7 +30,7 @@ from heavypath.kernels.numbers import whole
 from heavypath.speculative.decoding.drafted import no_lap
 from heavypath.speculative.decoding.run import Engine, SlotNumbers, StepRunner
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.decoding.workspace import Size, tree_rows
+from heavypath.speculative.decoding.workspace import Size
 from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.processors.draft import ProcessedSteps
@@ -138,7 +138,7 @@ class ServiceSlots:
         self._runner = StepRunner(cuda_graphs)
         size = Size(
             sequences=count,
-            cache_rows=max_tokens + tree_rows(plan),
+            cache_rows=max_tokens + plan.rows,
             new_tokens=max_tokens,
             stops=1,
             count_slots=max(1, plan.depth * plan.branching),

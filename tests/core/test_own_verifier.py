@@ -113,7 +113,7 @@ def test_a_trace_says_that_an_own_verifier_gives_no_reasons(tiny_pair, tmp_path)
     assert all(step["chosen"] == step["path"] for step in steps)
     assert not any(coin is not None for step in steps for coin in step["coins"])
     page = trace_page(header, steps)
-    assert "A verifier of your own drew this token." in page
+    assert "A verifier that gives no reasons drew this token." in page
     assert '"not accepted"' in page
     assert "not the target's token" not in page
 

@@ -28,7 +28,6 @@ from heavypath.speculative import (
     SpeculativeDecoder,
     TokenTree,
 )
-from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.run import SlotNumbers, Snapshots
 from heavypath.speculative.decoding.step import StepPlan, new_step
@@ -37,6 +36,7 @@ from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
+from heavypath.speculative.drafts.merge import MergeDraft
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
@@ -104,6 +104,8 @@ def llama_without_values(layers: int) -> LlamaForward:
     [
         *((method, "no" if method == "autoregressive" else "model", heat) for method in METHODS for heat in (0.0, 0.7)),
         *((method, draft, 0.7) for method in ("sequoia", "dyspec") for draft in OTHERS),
+        ("specinfer", "merge", 0.7),
+        ("sequoia", "merge", 0.7),
     ],
 )
 @torch.inference_mode()
@@ -114,6 +116,7 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
         "model": lambda: ModelDraft(llama_without_values(1), 50),
         "lookup": lambda: LookupDraft(PromptLookup(), 50, target.device),
         "lookahead": lambda: LookaheadDraft(Lookahead(5, 3, 20), 50, target.device),
+        "merge": lambda: MergeDraft([models["model"](), models["lookahead"]()], target.device),
         "early exit": lambda: ModelDraft(target, 50),
         "block": lambda: as_draft(random_block(target.model, head_dim=16).to("meta"), target, target.model),
         "pard": lambda: PardDraft(llama_without_values(1), 50, Pard(target.model, 3)),
@@ -134,15 +137,10 @@ def test_a_plan_has_each_of_its_trees():
     assert [each.tree for each in plan.each()] == [chain, root]
 
 
-def test_a_shape_that_nobody_drafts_is_refused():
-    with pytest.raises(TypeError, match="expected a TokenTree or a Growth, got int"):
-        drafter_of(3, 1, None, None, torch.device("cpu"))
-
-
 def test_a_step_without_a_draft_leaves_the_cache_of_one_alone():
     """Which a workspace may have that drafted before."""
     step = new_step(StepPlan(SimpleNamespace(device=torch.device("cpu")), None, TokenTree([-1]), None), 0)
-    assert step._of_draft(object(), None) == (None, None)
+    assert step._own(object()) == ()
 
 
 MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and launches
@@ -150,7 +148,7 @@ MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and l
     "sequoia": (5, 23),
     "ersd": (5, 24),
     "top-k": (5, 23),
-    "typical-lossy": (5, 27),
+    "typical-lossy": (5, 157),  # whose verifier is plain PyTorch
     "naive": (5, 32),
     "rsd-c": (5, 23),
     "dyspec": (5, 29),

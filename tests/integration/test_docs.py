@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from heavypath.kernels.typical import acceptance
 from heavypath.kernels.verifying import traversal
 from heavypath.speculative import METHODS, DistilSettings, calibration, methods
 from heavypath.speculative.cli import distil
 from heavypath.speculative.cli.app import main
+from heavypath.speculative.decoding import typical
 from heavypath.speculative.methods import LOSSLESS_FOR, REJECTION, VERIFIERS
 
 pytestmark = pytest.mark.integration
@@ -120,7 +120,7 @@ def test_the_page_for_researchers_has_all_methods_verifiers_and_papers_and_the_t
     rows = {words[1] for words in named if words[0] == "| " and len(words) > 2}
     assert {*METHODS, *LOSSLESS_FOR, *VERIFIERS, "typical"} - {"without_replacement", "with_replacement"} <= rows
     assert all(f"`rejection` (`{draw}`)" in text for draw in REJECTION)
-    sources = [inspect.getsource(module) for module in (methods, traversal, acceptance)]
+    sources = [inspect.getsource(module) for module in (methods, traversal, typical)]
     papers = {paper for source in sources for paper in re.findall(r"arXiv[ \n#]+(\d{4}\.\d{5})", source)}
     assert len(papers) >= 11
     assert papers <= {*re.findall(r"arXiv (\d{4}\.\d{5})", text)}

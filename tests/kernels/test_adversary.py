@@ -14,10 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from adversary import Adversary, HazardError
-from law_cases import Problem as OfLaws
-from typical_cases import Problem as Typical
-from typical_cases import random_problem as random_typical
-from verification_cases import PLAIN, Problem, random_problem
+from verification_cases import Problem, random_problem
 
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE
 from heavypath.speculative import TokenTree
@@ -58,30 +55,12 @@ def test_a_row_that_programs_share_is_verified_in_any_schedule(method, adversary
         adversary.met("_decide_kernel")
 
 
-@TREES
-def test_trees_of_several_laws_are_verified_in_any_schedule(trees, adversary):
-    """In the last one many children are rejected; what they take away is stored and loaded by other threads."""
-    for seed in range(trees * adversary.seed, trees * (adversary.seed + 1)):
-        assert OfLaws(seed, filters=(PLAIN, PLAIN)).agrees()
-    adversary.met("_laws_kernel", "_walk_kernel")
-    assert OfLaws({1: 48, 2: 8, 3: 29}[adversary.seed], vocab_size=2_100, filters=(PLAIN, PLAIN)).agrees()
-
-
 def test_levels_give_each_other_weights_in_any_schedule(adversary):
     """Of distinct children and of independent ones."""
     for seed in range(2 * adversary.seed, 2 * adversary.seed + 2):
         tree = TokenTree.independent(2, 2) if seed % 2 else TokenTree([-1, 0, 0, 1, 1, 3])
         assert Problem(tree, WHOLE_TREE[adversary.seed % 2], vocab_size=6, batch=1, seed=seed).agrees()
     adversary.met("_normalize_kernel", "_chains_kernel", "_choose_kernel", "_walk_kernel")
-
-
-@TREES
-def test_trees_are_accepted_by_typicality_in_any_schedule(trees, adversary):
-    for seed in range(trees * adversary.seed, trees * (adversary.seed + 1)):
-        assert random_typical(seed, filtered=0.0).agrees()
-    options = {"vocab_size": 9_000, "batch": 1, "dtype": torch.bfloat16}  # two programs share a row
-    assert Typical(TokenTree.k_ary(2, 1), **options, seed=adversary.seed).agrees()
-    adversary.met("_weigh_kernel", "_longest_kernel")
 
 
 @triton.jit

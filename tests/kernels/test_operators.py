@@ -33,7 +33,6 @@ from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.kernels.tree_attention import chain_attention, tree_attention, visible_attention
 from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, place
-from heavypath.kernels.typical.acceptance import accept_typical
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative import TokenTree
 
@@ -101,7 +100,6 @@ def cases() -> dict[str, Call]:
         "verify_tree of any depth": Call(
             verify_tree, (TOKENS, PARENTS, logits, None), {"method": "greedy", "temperature": 0.0}
         ),
-        "accept_typical": Call(accept_typical, (TOKENS, PARENTS, logits), {"max_depth": 2, "epsilon": 0.01}),
         "sequence_scores": Call(sequence_scores, (logits, torch.tensor([[0.8, 3, 1, 0], [0, 0, 1, 0]]).double()), {}),
         "heavy_path_order": Call(heavy_path_order, (torch.tensor([-1, 0, 0, 2]),), {}),
         "place": Call(place, (trees(), drawn, common), {}),

@@ -87,16 +87,6 @@ def test_the_drafts_likeliest_tokens_are_point_masses(method):
         check_decisions(rule, language, trees, method=method, replacement=True)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("sources", [
-    [0, 0, 1, 0, 1], [0, 1, 1, 2, 2], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0],
-])  # fmt: skip
-def test_siblings_of_several_drafts_are_weighed_against_their_own(sources):
-    for shape in ([-1, 0, 0, 1, 2], [-1, 0, 0, 1, 1], [-1, 0, 0, 0, 3]):
-        for seed, zeros in ((0, 0.0), (1, 0.3)):
-            check("with_replacement", True, Language(3, seed, zeros), static(shape), sources=sources, laws=True)
-
-
 @each_rule
 def test_a_child_that_its_draft_could_not_have_drawn_is_skipped(method, replacement):
     """Even one that the target is sure of; and it takes nothing away from the next one."""
@@ -192,7 +182,6 @@ GOOD = {
     "draft_logits": torch.zeros(1, 3, 3),
     "method": "with_replacement",
 }
-LAWS = {"draft_logits": torch.zeros(1, 4, 3), "laws": torch.tensor([0, 0, 3])}
 ELSEWHERE = torch.zeros(1, 3, dtype=torch.long, device="meta")
 
 
@@ -220,12 +209,6 @@ ELSEWHERE = torch.zeros(1, 3, dtype=torch.long, device="meta")
     ({"rows": ELSEWHERE}, "rows must be on the device of tokens, cpu, got meta"),
     ({"seed": torch.zeros(2).long()}, "seed must be"),
     ({"max_depth": -1}, "max_depth must be at least 0, got -1"),
-    (LAWS | {"method": "without_replacement"}, "laws are for method 'with_replacement' .* 'without_replacement'"),
-    (LAWS | {"draft_temperature": 0.0}, "draft_temperature > 0; got .* draft_temperature 0; leave laws out"),
-    (LAWS | {"laws": torch.tensor([0, 0, 4])}, r"laws must be in \[0, 4\), got 0 .. 4"),
-    (LAWS | {"laws": torch.tensor([0, 3])}, r"laws must be a LongTensor \[3\] or \[1, 3\], got .* \[2\]"),
-    (LAWS | {"draft_logits": torch.zeros(1, 2, 3)}, r"\[1, M, 3\] with M >= 3, got torch.float32 \[1, 2, 3\]"),
-    (LAWS | {"laws": None}, r"draft_logits must be floating point \[1, 3, V\]"),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_what_was_given_and_expected(change, message):
     with pytest.raises(ValueError, match=message):

@@ -163,9 +163,9 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
     ): "not looked at without a window",
     (
         "speculative/decoding/step.py", "new_step",
-        "made = drafter_of if depth > 0 else static",
-        "made = drafter_of if depth >= 0 else static", 0,
-    ): "a root alone is a TokenTree, which `static` drafts either way",
+        "drafter=drafter_of(plan.tree if depth > 0 else ROOT, depth,",
+        "drafter=drafter_of(plan.tree if depth >= 0 else ROOT, depth,", 0,
+    ): "of no levels is the root alone, as the top of any static tree",
     (
         "speculative/decoding/sequences.py", "Sequences.begin",
         "self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)",
@@ -198,10 +198,10 @@ class Area(NamedTuple):
 
 AREAS = {
     "verification": Area(
-        ("kernels/verification.py", "kernels/verifying/*.py", "kernels/typical/*.py", "kernels/nodes.py"),
+        ("kernels/verification.py", "kernels/verifying/*.py", "kernels/nodes.py"),
         (
             "tests/kernels/test_verif*.py", "tests/kernels/test_traversal.py", "tests/kernels/test_held.py",
-            "tests/kernels/test_laws.py", "tests/kernels/test_top_down.py", "tests/kernels/test_typical.py",
+            "tests/kernels/test_top_down.py",
             "tests/kernels/test_adversary.py", "tests/mutants/test_mutations.py", "tests/mutants/test_survivors.py",
             "tests/core/test_own_verifier.py",
         ),

@@ -29,9 +29,9 @@ from heavypath.kernels.trees.levels import CommonNodes, Fed, Trees, alike, place
 from heavypath.kernels.verification import verify_unchecked
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
-from heavypath.speculative.decoding.drafted import Drafted, given_to_target
+from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import node_rows
-from heavypath.speculative.drafts.draft import ExtraNodes
+from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 
 LN2 = math.log(2)
 
@@ -260,8 +260,10 @@ def test_nodes_that_a_draft_adds_come_after_those_of_each_sequences_own_tree():
     drafted = Drafted(
         fed.tokens, fed.tokens, fed.tokens, fed.tokens, torch.tensor([[3, 2, 3], [3, 3, 3]]), fed, None, None
     )
-    extra = ExtraNodes(torch.ones(2, 4, dtype=torch.long), torch.arange(1, 5), torch.full((4,), 4), lambda *_: None)
-    given = given_to_target(drafted, extra, torch.tensor([10, 20]))
+    draft = LookaheadDraft(Lookahead(1, 6), 50, torch.device("cpu"))  # a column, of the root and four guesses
+    (window,) = draft.changes(draft.new_cache(2, 30))
+    state = SimpleNamespace(root=torch.ones(2).long(), lengths=torch.tensor([10, 20]))
+    given = window.before_scoring(drafted.given, state)
     assert given.cache_rows[:, 3:].tolist() == [[13, 14, 15, 16], [23, 24, 25, 26]]
     assert given.subtree_end.tolist() == [[7, 2, 3, 7, 7, 7, 7], [7, 3, 3, 7, 7, 7, 7]]
 

@@ -326,10 +326,6 @@ def test_a_draft_that_does_not_pay_is_remarked_once(tiny_pair, caplog):
     for _ in range(2):
         stats = slow.generate(IDS, 50, eos_token_id=None).stats
     assert stats.gain_at_most == stats.tokens_per_step * (1 - stats.drafting_share) < 1
-    remarks = [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelname == "WARNING" and record.name == "heavypath.speculative.decoder"
-    ]
+    remarks = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
     assert len(remarks) == 1
     assert f"{stats.tokens_per_step:.2f} tokens a step, and {100 * stats.drafting_share:.0f}%" in remarks[0]

@@ -229,8 +229,7 @@ class Case:
     @cached_property
     def profile(self):
         """Made-up costs and counts of this pair and method; by batch, where larger batches have smaller trees."""
-        verifier = "rejection" if self.row["draft"] == "merge" else self.verifier  # which alone takes several laws
-        row, levels, children = measured_row(self.row["method"], verifier, "cpu"), len(ACCEPTED), len(ACCEPTED[0])
+        row, levels, children = measured_row(self.row["method"], self.verifier, "cpu"), len(ACCEPTED), len(ACCEPTED[0])
         entries = [
             MeasuredAcceptance(
                 *row.at(temperature), children if row.independent_sequences else None, Filters(temperature),
@@ -246,7 +245,7 @@ class Case:
             target=describe(self.target), draft="none" if self.draft is None else describe(self.draft),
             target_parameters=parameter_count(self.target),
             draft_parameters=0 if self.draft is None else draft_parameter_count(self.draft, self.target),
-            environment=facts, costs=CostsByBatch(costs), acceptance=entries, verifier=verifier,
+            environment=facts, costs=CostsByBatch(costs), acceptance=entries, verifier=self.verifier,
         )  # fmt: skip
 
     @cached_property

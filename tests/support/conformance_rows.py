@@ -9,7 +9,7 @@ from functools import cache
 from itertools import combinations, product
 
 from heavypath.speculative import METHODS
-from heavypath.speculative.methods import VERIFIERS, row_of
+from heavypath.speculative.methods import VERIFIERS
 
 TOYS = ("toy llama", "toy gpt2")  # seven tokens, whose joint law is enumerated
 RECURRENT = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2")  # one for each kind of recurrent layer
@@ -47,12 +47,6 @@ def refused_verifier(method, verifier):
     return verifier not in ("default", *METHODS[method].verifiers)
 
 
-@cache
-def takes_several_laws(method, verifier):
-    word = {"default": "rejection" if METHODS[method].verifiers else None}.get(verifier, verifier)
-    return verifier != "own" and row_of(method, word).takes_several_laws
-
-
 # What does not go together: the axes that it is about, and whether values of them do not.
 REFUSED = [
     # Plain decoding drafts nothing.
@@ -70,18 +64,12 @@ REFUSED = [
     (("method", "tree"), lambda method, tree: tree in BY_PROFILE and not METHODS[method].is_lossless),
     (("verifier", "tree"), lambda verifier, tree: verifier == "own" and tree in BY_PROFILE),
     # Drafts of several distributions, likeliest tokens, and heads that have so many levels.
-    (
-        ("draft", "method", "verifier"),
-        lambda draft, method, verifier: draft == "merge" and not takes_several_laws(method, verifier),
-    ),
+    (("draft", "method"), lambda draft, method: draft == "merge" and method in GROWING),
+    (("draft", "tree"), lambda draft, tree: draft == "merge" and tree == "threshold"),
+    (("draft", "verifier"), lambda draft, verifier: draft == "merge" and verifier == "own"),
     (
         ("drafted at", "temperature", "method"),
         lambda at, temperature, method: at == "temperature 0" and temperature > 0 and method == "spectr",
-    ),
-    (
-        ("drafted at", "temperature", "draft", "method"),
-        lambda at, temperature, draft, method: at == "temperature 0" and temperature > 0 and draft == "merge"
-        and method == "specinfer",
     ),
     (
         ("drafted at", "temperature", "verifier"),

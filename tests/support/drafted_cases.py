@@ -24,7 +24,8 @@ class Node(NamedTuple):
     text:   LongTensor[L], of the sequence with the tree's root
     path:   the drafted tokens from below the root to the node
     logits: [V]
-    first:  the rank of the root's child above the node, or of the first child if it is the root
+    first:  the rank of the root's child above the node, or of the first child if it is the root. Nodes of equal texts
+            have the distribution of the first of them
     """
 
     text: Tensor
@@ -62,15 +63,18 @@ def assert_drafts_as_said(decoder, draft, new_tokens, prompts=PROMPTS, atol=3e-4
 def nodes_of(text, drafted, slot, most):
     """Each distribution of a sequence's tree once, of those above the last level that fits."""
     parents, ranks = (each if each.dim() == 1 else each[slot] for each in (drafted.parents, drafted.ranks))
-    tokens, laws, seen = drafted.tokens[slot].tolist(), parents if drafted.laws is None else drafted.laws, set()
+    tokens, seen, firsts = drafted.tokens[slot].tolist(), set(), {}
+    several = drafted.logits.shape[1] - len(tokens)  # distributions after the root besides the first
     for node in range(1, len(tokens)):
         path, at, first = [], int(parents[node]), node
         while at > 0:
             path, at, first = [tokens[at], *path], int(parents[at]), at
-        law = int(laws[node])
+        law, rank = int(parents[node]), int(ranks[first])
+        if law == 0 and rank % (several + 1) > 0:
+            law = len(tokens) - 1 + rank % (several + 1)
         if min([tokens[node], *path]) >= 0 and len(path) < most and law not in seen:
             seen.add(law)
-            yield Node(text, path, drafted.logits[slot, law], int(ranks[first]))
+            yield Node(text, path, drafted.logits[slot, law], firsts.setdefault(tuple(path), rank) if path else rank)
 
 
 def steps_of(decoder, *arguments, **options):

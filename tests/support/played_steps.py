@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.speculative import METHODS
-from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.step import Step
+from heavypath.speculative.decoding.step import Step, drafter_of
+from heavypath.speculative.decoding.typical import Typical
 
 KERNELS = (
     "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",
-    "typical.acceptance", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
+    "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
     "layers.rms_norm", "layers.rotary", "layers.gated", "retrieval.ranges", "retrieval.followers",
 )  # fmt: skip
 RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models
@@ -117,7 +117,7 @@ def without_values(as_on_a_gpu, monkeypatch):
     """The meta device, on which tensors have shapes alone, in the part of a GPU; kernels do nothing on it."""
     as_on_a_gpu()
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: None)
-    for name in ("sampling_kernel", "nucleus", "filter_cuts", "verifying.decision", "verifying.walk", "typical.kernel"):
+    for name in ("sampling_kernel", "nucleus", "filter_cuts", "verifying.decision", "verifying.walk"):
         module = importlib.import_module(f"heavypath.kernels.{name}")
         monkeypatch.setattr(module, "tickets", lambda count, device: torch.empty(count, device=device))
 
@@ -128,9 +128,10 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
     vocab_size: where the text is counted for `processing`
     """
     (draw, verification), shape = METHODS[method].at(filters.temperature), METHODS[method].tree_of(size)
-    limits = METHODS[method].typical(None, None) if verification == "typical" else None
+    limits = Typical() if verification == "typical" else None
     changes = () if processing is None else (processing,)
     rules = Rules(draw, verification, filters, filters, METHODS[method].fill, changes=changes, verifier=limits)
+    rules = rules if draft is None else draft.rules(rules)
     drafter = drafter_of(shape, shape.depth, draft, rules, torch.device("meta"))
     step = Step(target, draft, drafter, shape.branching, shape.depth, rules)
     caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)

@@ -30,36 +30,30 @@ def shuffled(tree: Drawn) -> list[int]:
     return order
 
 
-def fields_of(tree: Drawn, place: dict[int, int], language: Language, pairs: list | None) -> tuple[np.ndarray, ...]:
-    """Tokens, parents, ranks and rows of the draft [4, N] of a tree, and the laws of both, as far as they are known.
-
-    place: of each node; pairs: of a parent and a source, for which there are rows behind those of the nodes
-    """
+def fields_of(tree: Drawn, place: dict[int, int], language: Language) -> tuple[np.ndarray, ...]:
+    """Tokens, parents and ranks [3, N] of a tree, and the laws of both where they are known; place: of each node."""
     count = len(tree.parents)
-    numbers = np.zeros((4, count), int)
-    target = np.full((count, language.vocab_size), np.nan)
-    draft = np.full((count + len(pairs or ()), language.vocab_size), np.nan)
+    numbers = np.zeros((3, count), int)
+    target, draft = np.full((2, count, language.vocab_size), np.nan)
     for node, new in ((node, place[node]) for node in range(count)):
-        parent, source = tree.parents[node], tree.sources[node] if pairs else 0
-        row = count + pairs.index((parent, source)) if pairs and node else place[parent]
+        parent = tree.parents[node]
         rank = tree.children(parent).index(node) if node else 0
-        numbers[:, new] = tree.tokens[node], place[parent], rank, row if node else 0
+        numbers[:, new] = tree.tokens[node], place[parent], rank
         if tree.present(node):
             target[new] = language.target(tree.context(node))
         if node and tree.present(parent):
-            draft[row] = language.draft(tree.context(parent), source)
+            draft[place[parent]] = language.draft(tree.context(parent))
     return numbers, target, draft
 
 
 def check_decisions(
-    verifier: Verifier, language: Language, trees: Iterable[Drawn], *, method: str, replacement=False, laws=False,
+    verifier: Verifier, language: Language, trees: Iterable[Drawn], *, method: str, replacement=False,
     max_depth: int | None = None,
 ) -> int:  # fmt: skip
     """Fail unless verify_tree ends where the oracle's verifier does, with its law of the next token; how many ends.
 
     Each end is tried with all its coins near the least that lead there, and with all near the largest; other coins are
-    NaN. Nodes are in a shuffled order, and rows of leaves, which nobody may read, NaN. laws: whether each node says
-    which row of draft_logits it was drawn from
+    NaN. Nodes are in a shuffled order, and rows of leaves, which nobody may read, NaN.
     """
     plain = language.language if isinstance(language, Filtered) else language
     filters = {}
@@ -76,15 +70,14 @@ def check_decisions(
                 cases += [(tree, end, side) for side in (0, 1)]
         if len(cases) > before:
             several.append((tree, len(cases) - before))
-    pairs = sorted({pair for tree, _ in several for pair in zip(tree.parents, tree.sources, strict=True)})
     fields, places = [], []
     for tree, times in several:
         order = shuffled(tree)
         place = {node: new for new, node in enumerate(order)} | {-1: -1}
-        fields += [fields_of(tree, place, plain, pairs if laws else None)] * times
+        fields += [fields_of(tree, place, plain)] * times
         places += [place] * times
     numbers, target, draft = map(np.stack, zip(*fields, strict=True))
-    tokens, parents, ranks, drawn_from = torch.from_numpy(numbers).unbind(1)
+    tokens, parents, ranks = torch.from_numpy(numbers).unbind(1)
     coins = np.full(tokens.shape, np.nan)
     for b, ((_, end, side), place) in enumerate(zip(cases, places, strict=True)):
         for node, (low, high) in end.coins.items():
@@ -103,7 +96,6 @@ def check_decisions(
         verified = verify_tree(
             tokens, parents, *logits, method=method, replacement=replacement and method in EITHER_DRAW, ranks=ranks,
             max_depth=max_depth, impl="torch", **filters,
-            **({"laws": drawn_from} if laws else {}),
         )  # fmt: skip
     for (tree, end, side), place, path, length, _ in zip(cases, places, *map(Tensor.tolist, verified), strict=True):
         way = [end.path[-1] if end.path else 0]  # of equal siblings, those that the last node hangs below

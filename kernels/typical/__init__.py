@@ -1,1 +1,0 @@
-"""Typical acceptance, which keeps what the target finds likely enough and so changes the law of the text."""
