@@ -27,7 +27,7 @@ class Statistics:
     tree:          its size in words, and what it was chosen by
     replans:       after which step the tree changed, and to what: with replan=True, or because fewer sequences ran
     law_changed_by: what gave the text another law than the target's, such as typical acceptance; "" for nothing
-    verification:  what verified: `method` of `verify_tree`, "typical", or "own" for one of the user's, or of the draft's
+    verification:  what verified: `method` of `verify_tree`, "typical", or "own" for the user's or the draft's
     steps:         target forwards over a tree; the prompt's forward pass does not count
     new_tokens:    tokens generated, end-of-sequence tokens included, padding not
     seconds:       wall time by phase. "prefill"; "draft", its forward passes; "sampling" of its tokens; "target", its
