@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.library import thread_count
-from heavypath.kernels.native.questions import ask
-from heavypath.kernels.native.recording import Arguments, dense, fields, launch
+from heavypath.kernels.native.recording import Arguments, ask, dense, fields, launch
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.levels import Fed
 from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots

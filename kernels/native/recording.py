@@ -126,3 +126,14 @@ def dense(tensor: Tensor) -> Tensor:
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     do(partial(made.copy_, tensor))
     return made
+
+
+def ask(question: Callable[[], Any]) -> Any:
+    """The answer to a question about what was computed, by which a step branches.
+
+    A replay in which the answer is another one ends there. Then another recording of the step is replayed, or it is
+    run. So what it does before it asks must do no harm if it is done several times.
+    """
+    answers: list[Any] = []
+    do(lambda: question() == answers[0] if answers else answers.append(question()))
+    return answers[0]

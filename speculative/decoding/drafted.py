@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.library import library
-from heavypath.kernels.native.questions import ask
-from heavypath.kernels.native.recording import do, refuse
+from heavypath.kernels.native.recording import ask, do, refuse
 from heavypath.kernels.native.sampling import below_infinity
 from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.trees.levels import Fed, first_nodes

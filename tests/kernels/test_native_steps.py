@@ -11,8 +11,7 @@ from kernel_cases import needs_compiler, same
 from tiny_models import tiny_llama
 from verification_cases import Problem, random_filters, random_problem, random_tree
 
-from heavypath.kernels.native.questions import ask
-from heavypath.kernels.native.recording import dense, do, recorded, refuse
+from heavypath.kernels.native.recording import ask, dense, do, recorded, refuse
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sampling import gumbel_topk
