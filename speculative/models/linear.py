@@ -19,6 +19,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.products import TYPES, Blocks, product
-from heavypath.speculative.models.host import free_memory
 from heavypath.speculative.models.structure import has_hooks, version_of
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 Product = Callable[[Tensor], Tensor]  # of [rows, K]
 Products = Callable[[Tensor], Sequence[Tensor]]  # of [rows, K], one for each layer
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 SAMPLE = 16
 
 _packed: "weakref.WeakValueDictionary[tuple[object, ...], Packed]" = weakref.WeakValueDictionary()
@@ -156,3 +157,14 @@ def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
 def _is_as_before(parameter: Tensor, look: tuple[int, int, Tensor]) -> bool:
     place, version, bits = _look_of(parameter)
     return (place, version) == look[:2] and bits.dtype == look[2].dtype and torch.equal(bits, look[2])
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take, by Linux and by the limit of its control group, if it has one."""
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) << 10
+    try:
+        limit, used = ((CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))

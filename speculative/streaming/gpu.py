@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heavypath.speculative.models.host import free_memory
 from heavypath.speculative.models.layer_weights import LayerWeights, WholePass
+from heavypath.speculative.models.linear import free_memory
 from heavypath.speculative.streaming.accelerate_hooks import Offloaded, detach_hooks, put
 from heavypath.speculative.streaming.device import DeviceStream
 from heavypath.speculative.streaming.memory import bytes_of, resident_layers

@@ -9,12 +9,12 @@ pytestmark = pytest.mark.integration
 def test_a_user_loads_no_more_than_today():
     loaded = script("loaded")
     size = loaded.size_of(loaded.files_of(loaded.LOAD))
-    assert size.files <= 231, size
-    assert size.lines <= 18_000, size
+    assert size.files <= 109, size
+    assert size.lines <= 17_300, size
 
 
 def test_a_reader_enters_no_more_than_today():
     loaded = script("loaded")
     size = loaded.size_of(loaded.files_of(loaded.ENTER))
-    assert size.files <= 68, size
-    assert size.density <= 11.3, size
+    assert size.files <= 53, size
+    assert size.density <= 11.4, size

@@ -11,10 +11,9 @@ from tiny_models import tiny_llama
 from torch import nn
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder
-from heavypath.speculative.models import host as memory
 from heavypath.speculative.models import linear
-from heavypath.speculative.models.host import free_memory
-from heavypath.speculative.models.linear import Linears
+from heavypath.speculative.models import linear as memory
+from heavypath.speculative.models.linear import Linears, free_memory
 
 pytestmark = needs_compiler
 ROWS = (1, 2, 5, 8, 13, 33, 130)  # more of them: test_native.py
