@@ -204,7 +204,6 @@ class SpeculativeDecoder:
 
     def serve(self, slots: int = 8, **limits: Any) -> "Service":
         """Decode requests as they come, side by side, until the service is closed; see `serving.opening.serve`."""
-        from heavypath.speculative.serving.opening import serve
 
         def plan() -> StepPlan:
             self._notice_changes()
@@ -212,7 +211,7 @@ class SpeculativeDecoder:
             return replace(self._plan(self._request(prompt, 1, 1.0, NOTHING)), draft=self._draft)
 
         filters = partial(draft_filters_of, self._options)
-        return serve(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)
+        return load("serve")(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)
 
     def warm_up(
         self,
@@ -287,9 +286,7 @@ class SpeculativeDecoder:
         trace: str | Path | None = None, **call: Any,
     ) -> "Tensor | SpeculativeOutput":  # fmt: skip
         """Answer `model.generate(**inputs, custom_generate=decoder, ...)`, see `custom_generate`."""
-        from heavypath.speculative.custom_generate import GenerateCall
-
-        made = GenerateCall.of(model, input_ids, seed, call)
+        made = load("GenerateCall").of(model, input_ids, seed, call)
         arguments = made.arguments(self._target.model, self._peers)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return made.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)

@@ -21,6 +21,7 @@ from heavypath.kernels.attention.prepared import first_row_seen, prepared_attent
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.layer_weights import stream_of, streamed
 from heavypath.speculative.models.structure import WeightValues, structure_of
+from heavypath.speculative.names import load
 from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
@@ -309,9 +310,7 @@ def parts_of(model: nn.Module, name: str) -> Parts:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # which may have gathered what is split
     is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
     if is_sharded or any(map(is_split, model.modules())):
-        from heavypath.speculative.ranks.shards import shards_of
-
-        return shards_of(model, name)
+        return load("shards_of")(model, name)
     return WHOLE
 
 

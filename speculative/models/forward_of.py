@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import Forward, parts_of
 from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published
+from heavypath.speculative.names import load
 from heavypath.speculative.ranks.peers import ALONE, Peers
 
 if TYPE_CHECKING:
@@ -51,9 +52,12 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     elif is_as_published(inner, parts) and _is_a_llama(inner, name):
         forward = LlamaForward(inner, name)
     else:
-        from heavypath.speculative.models.by_transformers import transformers_forward
-
-        forward = transformers_forward(inner, name, lambda own: own.gap(model) <= tolerance_of(own))
+        kinds = {*(getattr(inner.config.get_text_config(decoder=True), "layer_types", None) or ())}
+        is_recurrent = bool(kinds & {"linear_attention", "conv"}) or getattr(inner, "_is_stateful", False)
+        if is_recurrent:
+            forward = load("recurrent_forward")(inner, name, lambda own: own.gap(model) <= tolerance_of(own))
+        else:
+            forward = load("TransformersForward")(inner, name)
         if forward.is_foreign:
             _check(forward, model)
     forward.watch(model)
@@ -86,9 +90,7 @@ def peers_of(models: Sequence[Forward], device: torch.device) -> Peers:
         kinds = type(model.model).__name__, type(model).__name__
         logger.debug("%s: a %s, %s on %s, by %s", model.name, kinds[0], model.dtype, model.device, kinds[1])
     if any(model.ranks is not None for model in models):
-        from heavypath.speculative.ranks.agreement import agreement_of
-
-        return agreement_of(models, device)
+        return load("agreement_of")(models, device)
     for model in models:
         model.check_weights()
     return ALONE

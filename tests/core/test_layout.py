@@ -5,6 +5,7 @@ each other, but in no circle.
 """
 
 import ast
+import importlib
 import re
 import sys
 import traceback
@@ -16,8 +17,7 @@ import torch
 
 import heavypath
 import heavypath.speculative
-from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.names import PUBLIC
+from heavypath.speculative import SpeculativeDecoder, names
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
@@ -100,6 +100,29 @@ def test_folders_import_only_those_before_them():
             if ORDER.index(another) > ORDER.index(one) or {one, another} in APART:
                 wrong.append(f"{name} ({one}) imports {other} ({another})")
     assert not wrong, "\n".join(wrong)
+
+
+OPTIONS = re.compile(
+    r"drafts\.(?!draft$|kinds$|changes$|model$|own$|__init__$)|ranks\.(?!parts$|peers$|__init__$)|models\.recurrent\.|"
+    r"models\.prompt_inputs$|output\.(?!generation$|__init__$)|decoding\.(graphs|growing|processing|typical|verifiers)$|"
+    r"(processors|streaming|serving|http|cli|training|demo|losslessness|files|reference)\.|costs\.streamed$|"
+    r"(adapting|tree_by_profile|profile|calibration|visits|walking|comparison|custom_generate|distillation|"
+    r"layer_choice|loading|__main__)$"
+)
+
+
+def is_option(name: str) -> bool:
+    return bool(OPTIONS.match(name.removeprefix("heavypath.speculative.")))
+
+
+def test_the_core_imports_no_option_also_not_in_a_function():
+    """It asks `names.load` for one, where a call asks for it. The table of names is right."""
+    core = [name for name in modules() if name.startswith("heavypath.speculative.") and not is_option(name)]
+    wrong = {name: {one for one in imports()[name] if is_option(one)} for name in core}
+    assert {name: taken for name, taken in wrong.items() if taken} == {}
+    assert {f"heavypath.speculative.{name}" for name in ("decoder", "decoding.step", "tree_policy")} < {*core}
+    for name, module in names.OPTIONS.items():
+        assert hasattr(importlib.import_module(module), name), name
 
 
 def test_a_class_has_one_name_in_the_whole_package():
@@ -273,6 +296,6 @@ def test_type_checkers_see_the_public_names_that_there_are_at_run_time():
         node for node in nodes(package) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     )
     seen = {alias.asname: node.module for node in block.body for alias in node.names}
-    assert seen == PUBLIC
+    assert seen == names.PUBLIC
     for name in seen:
         assert getattr(heavypath.speculative, name) is getattr(heavypath, name)

@@ -12,7 +12,6 @@ from torch import nn
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder
 from heavypath.speculative.models import linear
-from heavypath.speculative.models import linear as memory
 from heavypath.speculative.models.linear import Linears, free_memory
 
 pytestmark = needs_compiler
@@ -127,7 +126,7 @@ def test_what_the_kernels_cannot_do_is_left_to_the_module():
 
 def test_free_memory_is_bounded_by_the_control_group(monkeypatch, tmp_path):
     assert free_memory() > 1 << 20
-    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(linear, "CONTROL_GROUP", tmp_path)
     without = free_memory()
     for limit, used, expected in (("1000000", "400000", 600_000), ("1000", "4000", 0)):
         (tmp_path / "memory.max").write_text(limit + "\n")

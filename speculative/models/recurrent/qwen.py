@@ -164,6 +164,13 @@ class _Layer:
         return self._mix(mixed.view(len(hidden), -1))
 
 
+def recurrent_forward(model: PreTrainedModel, name: str, fits: Callable[[RecurrentForward], bool]) -> RecurrentForward:
+    """The forward pass of a model with recurrent layers; fits: whether one by its own modules gives its logits."""
+    if is_published_qwen(model) and fits(own := QwenForward(model, name)):
+        return own
+    return RecurrentForward(model, name)
+
+
 def is_published_qwen(model: PreTrainedModel) -> bool:
     """True if a model is a Qwen3.5, made of transformers' own modules, without any hook or patch, all in memory.
 
