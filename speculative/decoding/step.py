@@ -174,10 +174,11 @@ class Step:
 
 def new_step(plan: StepPlan, depth: int) -> Step:
     """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
+    tree = plan.tree if depth > 0 else ROOT
     return Step(
         target=plan.target,
         draft=plan.draft,
-        drafter=drafter_of(plan.tree if depth > 0 else ROOT, depth, plan.draft, plan.rules, plan.target.device),
+        drafter=drafter_of(tree, depth, plan.draft, plan.rules, plan.target.device),
         branching=plan.branching,
         most_levels=plan.depth,
         rules=plan.rules,

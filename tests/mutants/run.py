@@ -107,11 +107,6 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
         "left_out &= tl.load(left_out_ptr + batch * N + index, mask=left_out) > 0", 0,
     ): "what is loaded is and-ed with the mask",
     (
-        "kernels/nodes.py", "check_law_values",
-        "if below.min(initial=0) < 0 or below.max(initial=0) >= count:",
-        "if below.min(initial=0) < 0 or below.max(initial=(-1)) >= count:", 0,
-    ): "every tree has a row 0, so neither number is too large",
-    (
         "kernels/filter_cuts.py", "cuts_by_sequence",
         "return _launched(logits, settings, 1.0, 1, 0.0, 0.0)",
         "return _launched(logits, settings, 1.0, 1, (-1.0), 0.0)", 0,
@@ -163,8 +158,8 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
     ): "not looked at without a window",
     (
         "speculative/decoding/step.py", "new_step",
-        "drafter=drafter_of(plan.tree if depth > 0 else ROOT, depth,",
-        "drafter=drafter_of(plan.tree if depth >= 0 else ROOT, depth,", 0,
+        "tree = plan.tree if depth > 0 else ROOT",
+        "tree = plan.tree if depth >= 0 else ROOT", 0,
     ): "of no levels is the root alone, as the top of any static tree",
     (
         "speculative/decoding/sequences.py", "Sequences.begin",
@@ -250,11 +245,14 @@ AREAS = {
         ),
         ("tests/kernels/test_recurrent.py", "tests/core/test_recurrent_models.py"),
     ),
+    "reference": Area(
+        ("speculative/reference/chain.py", "speculative/reference/tree.py"), ("tests/core/test_reference.py",)
+    ),
     "step": Area(
         tuple(
             f"speculative/decoding/{name}.py"
             for name in (
-                "step", "drafted", "drafting", "noise_rows", "sequences", "growing", "processing", "drafters",
+                "step", "drafted", "drafting", "sequences", "growing", "processing", "typical",
             )
         ),
         (
