@@ -117,12 +117,17 @@ class SpeculativeDecoder:
         return [self._target, *(self._draft or NO_DRAFT).models]
 
     def _notice_changes(self) -> None:
-        """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
+        """Choose the forward passes anew if the target no longer consists of what it did."""
         check_no_autocast(self._target.device)
-        stale = self._peers.any(not self._target.is_current())
-        if stale:
+        if self._peers.any(not self._target.is_current()):
             self._target = forward_of(self.target, "target")
-        if self._peers.any(stale or not all(one.is_current() for one in self._models[1:])) and self._draft is not None:
+            if self._draft is not None:
+                self._draft = as_draft(self._given_draft, self._target, self.target)
+
+    def _notice_changes_of_draft(self) -> None:
+        """Take the draft anew if one of its models no longer consists of what it did."""
+        stale = not all(model.is_current() for model in self._models[1:])
+        if self._peers.any(stale) and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
     @property
@@ -207,6 +212,7 @@ class SpeculativeDecoder:
 
         def plan() -> StepPlan:
             self._notice_changes()
+            self._notice_changes_of_draft()
             prompt = torch.zeros(1, 1, dtype=torch.long, device=self._target.device)
             return replace(self._plan(self._request(prompt, 1, 1.0, NOTHING)), draft=self._draft)
 
@@ -251,12 +257,15 @@ class SpeculativeDecoder:
 
     def _plan(self, request: Request) -> StepPlan:
         """The plan of all steps of a request; ValueError where the method cannot sample so."""
-        rules = rules_of(self.method, self._row, self._options, request, self._draft, self.profile)
         batch = len(request.prompt)
         tree, candidates = self.trees.tree(request.filters, batch), self.trees.candidates(request.filters, batch)
+        drafts = any(len(each) > 1 for each in candidates)
+        if drafts:
+            self._notice_changes_of_draft()
+        rules = rules_of(self.method, self._row, self._options, request, self._draft, self.profile)
         if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
-        draft = self._draft if any(len(each) > 1 for each in candidates) else None
+        draft = self._draft if drafts else None
         plan = StepPlan(self._target, draft, tree, rules, candidates, peers=self._peers)
         return plan.after(int(request.lengths.min()) - 1)
 

@@ -207,19 +207,9 @@ class TreeByProfile(TreePolicy):
         if self._draft is None or not self._draft.can_rest:
             return None
         if filters not in self._rests:
-            self._rests[filters] = Rest(self._target, self._draft, self._cost, partial(self._expected, filters))
+            cost, expected = partial(_cost, self._profile), partial(_expected_tokens, self._shapes, filters)
+            self._rests[filters] = Rest(self._target, self._draft, cost, expected)
         return self._rests[filters]
-
-    def _expected(self, filters: Filters, tree: Shape) -> float:
-        """The tokens that a step with one of the shapes brings on average."""
-        known = [shapes for (sampled, _), shapes in self._shapes.items() if sampled == filters]
-        planned = next(shape.planned for shapes in known for shape in shapes.shapes if shape.tree == tree)
-        return expected_tokens(planned, known[0].rates)
-
-    def _cost(self, tree: Shape, running: int) -> float:
-        """A step with a tree, in steps of plain decoding of as many sequences, as it was measured."""
-        costs = self._profile.costs.at(standing_for(running, self._profile.costs.batches))
-        return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
 
     def _tree(self, filters: Filters, batch: int) -> TokenTree | Growth:
         if self._draft is None:
@@ -236,6 +226,19 @@ class TreeByProfile(TreePolicy):
                     self._method, filters.temperature,
                 )  # fmt: skip
         return self._trees[filters, batch]
+
+
+def _cost(profile: Profile, tree: Shape, running: int) -> float:
+    """A step with a tree, in steps of plain decoding of as many sequences, as it was measured."""
+    costs = profile.costs.at(standing_for(running, profile.costs.batches))
+    return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
+
+
+def _expected_tokens(known: Mapping[tuple[Filters, int], Shapes], filters: Filters, tree: Shape) -> float:
+    """The tokens that a step with one of the known shapes brings on average, where the target is sampled so."""
+    fitting = [shapes for (sampled, _), shapes in known.items() if sampled == filters]
+    planned = next(shape.planned for shapes in fitting for shape in shapes.shapes if shape.tree == tree)
+    return expected_tokens(planned, fitting[0].rates)
 
 
 class BestShape:

@@ -19,7 +19,7 @@ decoding.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from heavypath.kernels.filtering import Filters
@@ -151,6 +151,22 @@ class FixedTree(TreePolicy):
         return self._trees
 
 
+class StepCosts:
+    """The estimated costs of steps with trees, in steps of plain decoding."""
+
+    def __init__(self, target: Forward, draft: Draft):
+        self._target, self._draft = target, draft
+        self._by_batch: dict[int, Costs] = {}
+
+    def __call__(self, tree: Shape, running: int) -> float:
+        """The cost of a step with a tree for `running` sequences; 1 is a step that drafts nothing."""
+        batch = standing_for(running, BATCHES)
+        if batch not in self._by_batch:
+            self._by_batch[batch] = estimates(self._target, self._draft.models, batch)
+        costs = self._by_batch[batch]
+        return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
+
+
 class TreeByCosts(TreePolicy):
     """The best trees by estimated costs, where no option says anything of trees; see `tree_choice`."""
 
@@ -162,8 +178,8 @@ class TreeByCosts(TreePolicy):
         self._can_rest = draft is not None and draft.can_rest
         self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
         self._is_toy = is_toy(target)
-        self._trees = lru_cache(maxsize=64)(self._trees_up_to)
-        self._costs: dict[int, Costs] = {}
+        self._by_batch: dict[tuple[float, int, bool], TreesByBatch] = {}
+        self.cost = StepCosts(target, self._draft)
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
         """See `TreePolicy`; where texts depend on trees, one tree for all that a batch of `most` does.
@@ -171,7 +187,10 @@ class TreeByCosts(TreePolicy):
         A draft that cannot catch up with what was written while it rested drafts a token at least. But where plain
         decoding is best for all `most` sequences, that is done until they have ended.
         """
-        return self._trees(filters.temperature, most, rests, self._row.texts_ignore_trees(filters))
+        asked = filters.temperature, most, rests
+        if asked not in self._by_batch:
+            self._by_batch[asked] = self._trees_up_to(filters, most, rests)
+        return self._by_batch[asked]
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
         """See `TreePolicy`; the root alone while the draft rests."""
@@ -209,14 +228,6 @@ class TreeByCosts(TreePolicy):
         words = FixedTree(tree, f"by costs estimated for {batch} sequence{'s' * (batch > 1)}")
         return words.in_words(tree, batch)
 
-    def cost(self, tree: Shape, running: int) -> float:
-        """A step with a tree, in steps of plain decoding of as many sequences, by estimates."""
-        batch = standing_for(running, BATCHES)
-        if batch not in self._costs:
-            self._costs[batch] = estimates(self._target, self._draft.models, batch)
-        costs = self._costs[batch]
-        return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
-
     @cached_property
     def rest(self) -> "Rest":
         """What has the draft rest where it does not pay."""
@@ -226,8 +237,9 @@ class TreeByCosts(TreePolicy):
     def _may_rest(self, filters: Filters) -> bool:
         return self._can_rest and self._row.texts_ignore_trees(filters)
 
-    def _trees_up_to(self, temperature: float, most: int, rests: bool, texts_ignore_trees: bool) -> TreesByBatch:
-        if not texts_ignore_trees:
+    def _trees_up_to(self, filters: Filters, most: int, rests: bool) -> TreesByBatch:
+        temperature = filters.temperature
+        if not self._row.texts_ignore_trees(filters):
             return TreesByBatch({1: self._for_the_whole_text(most, temperature)})
         assert self.alone is not None
         if self._is_fixed:

@@ -7,7 +7,7 @@ Peaks are those of data sheets; how much of them is reached is said apart, and i
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from heavypath.speculative.costs import host
+from heavypath.speculative.costs import estimates as host
 from heavypath.speculative.costs.roofline import REACHED, REACHED_PEAK
 from heavypath.speculative.costs.streamed import LINK_REACHED, PCIE_4
 

@@ -423,7 +423,6 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
     ("target", "1*prompt-lookup+lookahead", "or all with their levels, as in 2\\*demo-head"),
     ("target", "prompt-lookup+", "expected drafts as in demo-head\\+prompt-lookup"),
     ("target", "0*prompt-lookup+2*lookahead", "a number of levels, at least 1"),
-    ("target", "merge:prompt-lookup+lookahead", "'sequoia' draws all children of a node from one distribution"),
     ("target", "merge:prompt-lookup", "expected drafts as in merge:demo-head\\+prompt-lookup"),
     ("target", "early-exit:1", "an early exit must leave 1 .. 0 layers, got 1"),
     (None, "draft", r"a draft \('draft'\) needs its target"),
