@@ -134,8 +134,12 @@ class TreePolicy:
 
     def in_words(self, tree: Shape, batch: int) -> str:
         """The size of a batch's tree, and what it was chosen by."""
-        size = f"{len(tree)} nodes, {tree.depth} level{'s' * (tree.depth > 1)}" if tree.depth else "1 node, no draft"
-        return f"{size}, {self.chosen_by}"
+        return _in_words(tree, self.chosen_by)
+
+
+def _in_words(tree: Shape, chosen_by: str) -> str:
+    size = f"{len(tree)} nodes, {tree.depth} level{'s' * (tree.depth > 1)}" if tree.depth else "1 node, no draft"
+    return f"{size}, {chosen_by}"
 
 
 class FixedTree(TreePolicy):
@@ -225,8 +229,7 @@ class TreeByCosts(TreePolicy):
         """See `TreePolicy`; of a tree that another number of sequences would not have, with that number."""
         if tree == self.alone:
             return super().in_words(tree, batch)
-        words = FixedTree(tree, f"by costs estimated for {batch} sequence{'s' * (batch > 1)}")
-        return words.in_words(tree, batch)
+        return _in_words(tree, f"by costs estimated for {batch} sequence{'s' * (batch > 1)}")
 
     @cached_property
     def rest(self) -> "Rest":

@@ -168,9 +168,10 @@ def _stop_tokens(
     eos_token_id: int | Sequence[int] | None, pad_token_id: int | None, vocab_size: int
 ) -> tuple[list[int], int]:
     """The end-of-sequence tokens, and the token that follows them."""
-    several = isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str)
-    eos = [] if eos_token_id is None else [*eos_token_id] if several else [eos_token_id]
-    eos = [whole("eos_token_id", token) for token in eos]
+    if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
+        eos = [whole("eos_token_id", token) for token in eos_token_id]
+    else:
+        eos = [] if eos_token_id is None else [whole("eos_token_id", eos_token_id)]
     pad = eos[0] if eos else 0
     if pad_token_id is not None:
         pad = whole("pad_token_id", pad_token_id)

@@ -309,7 +309,7 @@ class StepRunner:
 
     def new_workspace(self, plan: StepPlan, size: Size) -> Workspace:
         """A new workspace; where memory is short, the texts kept for later give theirs."""
-        launcher = Recordings() if host_can_read(plan.target.device) else Launcher()
+        launcher: Launcher = Recordings() if host_can_read(plan.target.device) else Launcher()
         if self.cuda_graphs:
             launcher = load("CudaGraphs")(plan.target.device, self._warned)
         try:
