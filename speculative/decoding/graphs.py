@@ -34,8 +34,8 @@ from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.tickets import counters_for, new_counters
 from heavypath.speculative.decoding.drafted import Lap, Shape, no_lap
 from heavypath.speculative.decoding.request import Request
-from heavypath.speculative.decoding.run import Launch, Launcher
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
+from heavypath.speculative.decoding.workspace import Launch, Launcher
 from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 
 if TYPE_CHECKING:  # which has a launcher of these graphs

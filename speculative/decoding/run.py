@@ -1,9 +1,9 @@
 """Run the steps of a generation: the loop, one step of it, and how a step is launched.
 
-    decode           one step after another until every sequence has ended
-      Engine         runs a step, and says what became of each sequence in it; the service has one, too
-        StepRunner   keeps steps and their memory
-          Launcher   runs a step call by call, from a recording on a CPU, or as a CUDA graph, see `graphs`
+    decode            one step after another until every sequence has ended
+      Engine          runs a step, and says what became of each sequence in it; the service has one, too
+        StepRunner    keeps steps and their memory
+          Recordings  replays steps on a CPU; `graphs` does so on a GPU, and a plain `Launcher` runs call by call
 
 Sequences that go on take the slots of those that have ended, and the next steps are smaller. What else happens after a
 step is done by watchers: streams, stopping criteria, traces, another tree.
@@ -16,7 +16,7 @@ they were made with, so a launcher belongs to one workspace.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Generic, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan, new_step
-from heavypath.speculative.decoding.workspace import Size, Workspace
+from heavypath.speculative.decoding.workspace import Launch, Launcher, Size, Workspace
 from heavypath.speculative.models.forward import Forward, host_can_read
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.names import load
@@ -41,7 +41,6 @@ KEPT = 2  # caches of texts, for each thread: that of a chat which goes on, and 
 MOST_STEPS = 64  # kept: one for each plan and, on a CPU, for each depth near the end of a text
 BRANCHES = 6  # recordings of a step that are kept, each with memory of its own
 
-Launch = Callable[[Lap], Stepped]  # runs a step in a workspace
 Who = TypeVar("Who")
 What = TypeVar("What")
 
@@ -363,22 +362,6 @@ def has_graphs(given: bool | None, target: Forward) -> bool:
             "leave it out, or load the target with a larger host_memory"
         )
     return not on_host and is_fixed if given is None else given
-
-
-class Launcher:
-    """Runs steps call by call.
-
-    outlives: whether its workspace is kept for the next generation
-    """
-
-    outlives = False
-
-    def prepare(self, step: Step, launch: Launch) -> None:
-        """Do ahead what the first run of a step would do besides the step. Nothing is run."""
-
-    def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """Run a step in the first `slots` slots; again: whether it may be expected to come again."""
-        return launch(lap)
 
 
 class Recorded(NamedTuple):

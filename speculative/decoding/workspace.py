@@ -1,20 +1,21 @@
 """The memory that steps work in: the caches and the state of a batch, allocated once, for as many batches as fit."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.commit import StateField
+from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
@@ -22,10 +23,9 @@ from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
 from heavypath.speculative.names import load
 
-if TYPE_CHECKING:
-    from heavypath.speculative.decoding.run import Launcher
-
 logger = logging.getLogger(__name__)
+
+Launch = Callable[[Lap], Stepped]  # runs a step in a workspace
 
 # How many rows take as long as to read the weights, and on a GPU to launch a pass, once more.
 ROWS_OF_A_PASS = {"cpu": 16, "cuda": 512}
@@ -74,13 +74,29 @@ class Size(NamedTuple):
         return Size(sequences, cache_rows, new_tokens, stops, count_slots, self.penalised)
 
 
+class Launcher:
+    """Runs steps call by call.
+
+    outlives: whether its workspace is kept for the next generation
+    """
+
+    outlives = False
+
+    def prepare(self, step: Step, launch: Launch) -> None:
+        """Do ahead what the first run of a step would do besides the step. Nothing is run."""
+
+    def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
+        """Run a step in the first `slots` slots; again: whether it may be expected to come again."""
+        return launch(lap)
+
+
 class Workspace:
     """The caches of a target and, unless there is none, of a draft; the state of the batch; what launches its steps.
 
     order: which sequence of the request is in each of the first slots when it begins
     """
 
-    def __init__(self, plan: StepPlan, size: Size, launcher: "Launcher"):
+    def __init__(self, plan: StepPlan, size: Size, launcher: Launcher):
         target, draft = plan.target, plan.draft
         self.size, self.launcher = size, launcher
         self.changes: tuple[LogitChange, ...] = ()  # that ask the host, of the generation that is under way

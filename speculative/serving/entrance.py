@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from heavypath.speculative.decoding.run import Launcher
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.decoding.workspace import Size, Workspace
+from heavypath.speculative.decoding.workspace import Launcher, Size, Workspace
 from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.logprobs import prompt_logprobs

@@ -13,7 +13,7 @@ from heavypath.kernels.commit import StateField
 from heavypath.kernels.native.recording import Recording
 from heavypath.speculative import BlockHead, Cascade, MedusaHeads, Merge, Mixture, Pard, PromptLookup, Translated
 from heavypath.speculative.decoding import run as steps_module
-from heavypath.speculative.decoding.run import Launcher
+from heavypath.speculative.decoding.workspace import Launcher
 
 PROMPTS = [torch.tensor([3, 1, 4, 1, 5, 2]), torch.tensor([2, 6, 5])]
 
