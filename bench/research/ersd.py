@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from batches import Counts, jackknife
+from bounds import tree_bounds
 from papers_setting import Row, Setting
 from races import entropy_bounds, overlap, race_acceptance, race_acceptance_bound, race_index_entropy
 from rejection import rounds_rejection
@@ -15,7 +16,6 @@ from sequoia import falling, vectors
 from torch import Tensor
 
 from heavypath.speculative import TokenTree, expected_tokens, greedy_tree
-from heavypath.speculative.trees.bounds import tree_bounds
 
 RACES = 16
 

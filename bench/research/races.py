@@ -14,7 +14,7 @@ h(v) = sum_u max(w(v) Q(u) - P(u), 0),
 
 The proofs are in the functions' docstrings; all numbers are fp64. Sources: Kobus & Gündüz 2025 (ERSD, "Speculative
 Sampling via Exponential Races"), Daliri, Musco & Suresh 2024 (the coupling and its lower bound), Li & El Gamal 2018
-(the entropy of K). What bounds trees is in `heavypath.speculative.trees.bounds`.
+(the entropy of K). What bounds trees is in `bounds.py`.
 """
 
 import math
@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from bounds import TINY, acceptance_law
 from torch import Tensor
-
-from heavypath.speculative.trees.bounds import TINY, acceptance_law
 
 
 def tokens_per_doubling(acceptance: Sequence[float] | Tensor) -> float:

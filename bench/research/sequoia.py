@@ -12,6 +12,7 @@ from functools import cache, partial
 
 import torch
 from batches import jackknife
+from bounds import tree_bounds
 from papers_setting import Row, Setting, difference
 from rejection import power_law, rounds_rejection
 from simulation.formulas import Setting as Machine
@@ -24,7 +25,6 @@ from heavypath.speculative import EarlyExit, TokenTree, expected_tokens, greedy_
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.acceptance import chain_acceptance
-from heavypath.speculative.trees.bounds import tree_bounds
 
 CHILDREN, DRAWS = 64, 8
 # Table 1, Llama-2-7B drafted by JF68M on an A100: text and temperature, (nodes, levels), speed-up and tokens per step.

