@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # options, which are loaded where they are asked for
 logger = logging.getLogger(__name__)
 
 WATCHED = ("streamer", "trace", "output_scores", "output_logits")  # options that look at each step
-SET_LATER = "set later"  # what a tree was chosen by that was set in the place of the decoder's own
 
 
 class SpeculativeDecoder:
@@ -98,6 +97,7 @@ class SpeculativeDecoder:
             replan = given.get("replan", False)
             by_profile = load("TreeByProfile")
             self.trees = by_profile(self.profile, method, self._row, self._target, self._draft, replan=replan)
+        self._trees_of_options = self.trees
         self._peers = peers_of(self._models, self._target.device)
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class SpeculativeDecoder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For the modules copy and pickle: the models, the method and the options, of which a decoder is made anew."""
-        later = {"tree": self.tree} if self.trees.chosen_by == SET_LATER else {}
+        later = {} if self.trees is self._trees_of_options else {"trees": self.trees}
         return partial(type(self), **self._options), (self.target, self._given_draft, self.method), (None, later)
 
     @property
@@ -137,7 +137,7 @@ class SpeculativeDecoder:
 
     @tree.setter
     def tree(self, tree: TokenTree | Growth) -> None:
-        self.trees = FixedTree(tree, SET_LATER)
+        self.trees = FixedTree(tree, "set later")
 
     def tree_for(self, filters: Filters, batch: int = 1) -> TokenTree | Growth:
         """The tree that so many sequences begin with, or how trees grow, where the target is sampled so."""

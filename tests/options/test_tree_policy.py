@@ -1,5 +1,8 @@
 """A tree policy of one's own is asked before the first step and between steps; texts of ersd are the same with any."""
 
+import pickle
+from copy import copy
+
 import torch
 from played_steps import PADDING, PROMPTS
 from tiny_models import tiny_llama
@@ -35,6 +38,15 @@ def test_a_policy_of_ones_own_chooses_the_tree_of_each_step():
     plain = SpeculativeDecoder(target, None, "autoregressive").generate(PROMPTS, temperature=0.9, **options)
     assert torch.equal(out.sequences, plain.sequences)
     assert decoder.generate(PROMPTS[:1], 4).stats.tree == "7 nodes, 6 levels, by a policy of your own"
+
+
+def test_a_copy_of_a_decoder_has_the_policy_that_was_set():
+    decoder = SpeculativeDecoder(tiny_llama(1), tiny_llama(2, layers=1))
+    assert type(copy(decoder).trees) is TreeByCosts
+    decoder.trees = SmallInBatches()
+    assert type(copy(decoder).trees) is type(pickle.loads(pickle.dumps(decoder)).trees) is SmallInBatches
+    decoder.tree = TokenTree.chain(3)
+    assert copy(decoder).tree == TokenTree.chain(3)
 
 
 def test_a_decoder_chooses_its_policy_once_by_its_options():
