@@ -259,9 +259,15 @@ class SpeculativeDecoder:
         """The plan of all steps of a request; ValueError where the method cannot sample so."""
         batch = len(request.prompt)
         tree, candidates = self.trees.tree(request.filters, batch), self.trees.candidates(request.filters, batch)
-        drafts = any(len(each) > 1 for each in candidates)
+        sizes = [len(each) for each in candidates]
+        drafts = max(sizes) > 1
         if drafts:
             self._notice_changes_of_draft()
+        if self._draft is not None and not self._draft.can_rest and drafts and min(sizes) == 1:
+            raise ValueError(
+                "this draft cannot read later what was written while it drafted nothing: the tree policy must give "
+                "trees of two nodes and more, or the root alone always"
+            )
         rules = rules_of(self.method, self._row, self._options, request, self._draft, self.profile)
         if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")

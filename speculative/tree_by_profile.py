@@ -162,7 +162,7 @@ class TreeByProfile(TreePolicy):
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
         """See `TreePolicy`."""
         if not self._replan:
-            return super().tree(filters, running)
+            return self.by_batch(filters, running).of(running)
         tree, rest = self.shapes(filters, running).trees[0], self._rest(filters)
         return tree if rest is None else rest.first(tree, running)
 

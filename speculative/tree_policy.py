@@ -91,7 +91,7 @@ def trees_up_to(
 class TreePolicy:
     """Chooses trees; the base of all policies. One's own may take the place of `SpeculativeDecoder.trees`.
 
-    It has `by_batch`, or `tree` and `candidates`. Sampled texts depend on what it chooses, their distribution does not.
+    It has `tree`. Sampled texts depend on what it chooses, their distribution does not.
 
     alone: the tree of one sequence; None where that depends on how the target is sampled
     chosen_by: what it chooses by, in words
@@ -100,20 +100,27 @@ class TreePolicy:
     alone: TokenTree | Growth | None = None
     chosen_by = "by a policy of your own"
 
-    def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
-        """The trees while 1 to `most` sequences are decoded together, where the target is sampled by `filters`.
+    def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
+        """The tree for `running` sequences, where the target is sampled by `filters`; the same for the same arguments.
 
-        rests: whether steps may draft nothing and later ones draft again, which asks for `Workspace.turn`
+        It is asked before the first step, and between steps where `candidates` are several.
         """
         raise NotImplementedError
 
-    def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
-        """The tree for so many sequences. It is asked before the first step, and between steps if there are others."""
-        return self.by_batch(filters, running).of(running)
-
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
-        """All trees that `tree` may give to a generation of `batch` sequences, at any of its steps."""
+        """All trees that steps of a generation of `batch` sequences may draft; on a GPU each has a graph."""
         return self.by_batch(filters, batch).trees
+
+    def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
+        """The trees for 1 to `most` running sequences.
+
+        rests: whether steps may draft nothing and later ones draft again, which asks for `Workspace.turn`; else a
+            token at least is drafted wherever any is
+        """
+        trees = {running: self.tree(filters, running) for running in range(1, most + 1)}
+        if not rests and max(map(len, trees.values())) > 1:
+            trees = {running: tree if len(tree) > 1 else TokenTree.chain(1) for running, tree in trees.items()}
+        return TreesByBatch(trees)
 
     def for_serving(self, slots: int) -> TreesByBatch:
         """The trees for requests that come and go, each sampled in its own way."""
@@ -146,13 +153,12 @@ class FixedTree(TreePolicy):
     """One tree, for any number of sequences. A static one is put into heavy-path order."""
 
     def __init__(self, tree: TokenTree | Growth, chosen_by: str):
-        self.alone = tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+        self._tree = self.alone = tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
         self.chosen_by = chosen_by
-        self._trees = TreesByBatch({1: self.alone})
 
-    def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
+    def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
         """The one tree."""
-        return self._trees
+        return self._tree
 
 
 class StepCosts:
@@ -198,7 +204,7 @@ class TreeByCosts(TreePolicy):
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
         """See `TreePolicy`; the root alone while the draft rests."""
-        tree = super().tree(filters, running)
+        tree = self.by_batch(filters, running).of(running)
         return self.rest.first(tree, running) if self._may_rest(filters) else tree
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:

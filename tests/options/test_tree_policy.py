@@ -3,7 +3,9 @@
 import pickle
 from copy import copy
 
+import pytest
 import torch
+from head_cases import head_of
 from played_steps import PADDING, PROMPTS
 from tiny_models import tiny_llama
 
@@ -17,9 +19,6 @@ class SmallInBatches(TreePolicy):
 
     def tree(self, filters, running):
         return self.alone if running == 1 else self.together
-
-    def candidates(self, filters, batch):
-        return (self.alone,) if batch == 1 else (self.together, self.alone)
 
 
 def ends_late(ids, scores):
@@ -38,6 +37,31 @@ def test_a_policy_of_ones_own_chooses_the_tree_of_each_step():
     plain = SpeculativeDecoder(target, None, "autoregressive").generate(PROMPTS, temperature=0.9, **options)
     assert torch.equal(out.sequences, plain.sequences)
     assert decoder.generate(PROMPTS[:1], 4).stats.tree == "7 nodes, 6 levels, by a policy of your own"
+
+
+def test_a_policy_of_ones_own_serves_and_warms_up():
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    decoder = SpeculativeDecoder(target, draft, "ersd")
+    decoder.trees = SmallInBatches()
+    assert decoder.warm_up(batch_size=3, prompt_tokens=4, max_new_tokens=8) > 0
+    prompts = [prompt[mask.bool()] for prompt, mask in zip(PROMPTS, PADDING, strict=True)]
+    with decoder.serve(slots=2) as service:
+        found = [service.submit(prompt, 9, temperature=0.9, seed=7, eos_token_id=None) for prompt in prompts]
+        for prompt, completion in zip(prompts, found, strict=True):
+            out = decoder.generate(prompt[None], 9, temperature=0.9, sequence_ids=torch.tensor([7]), eos_token_id=None)
+            assert completion.result(60).tokens == out.sequences[0, len(prompt) :].tolist()
+
+
+def test_a_policy_that_lets_a_draft_rest_that_cannot_is_refused():
+    class RootInBatches(SmallInBatches):
+        together = TokenTree([-1])
+
+    target = tiny_llama(1, layers=3)
+    decoder = SpeculativeDecoder(target, head_of(target, taps=(0, 1)), "ersd")
+    decoder.trees = RootInBatches()
+    assert decoder.generate(PROMPTS[:1], 4).stats.steps > 0
+    with pytest.raises(ValueError, match="the tree policy must give trees of two nodes and more"):
+        decoder.generate(PROMPTS, 4, attention_mask=PADDING, pad_token_id=0)
 
 
 def test_a_copy_of_a_decoder_has_the_policy_that_was_set():
