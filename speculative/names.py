@@ -3,6 +3,7 @@
 The core imports no option. It asks `load` for one by its name, where a call asks for the option.
 """
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -89,6 +90,7 @@ OPTIONS = {
     "stopping_of": "heavypath.speculative.processors.stopping",
     "streamed_bytes": "heavypath.speculative.costs.streamed",
     "streamed_costs": "heavypath.speculative.costs.streamed",
+    "streamed_if_offloaded": "heavypath.speculative.streaming.offloaded",
     "TransformersForward": "heavypath.speculative.models.generic",
     "TreeByProfile": "heavypath.speculative.tree_by_profile",
     "Typical": "heavypath.speculative.decoding.typical",
@@ -96,8 +98,20 @@ OPTIONS = {
     "watching": "heavypath.speculative.output.watchers",
     "with_processors": "heavypath.speculative.processors.settings",
 }
+# The module that says how a draft of ours is taken, where it is not that of its class.
+DRAFTS = dict.fromkeys(("BlockHead", "EagleHead", "MedusaHeads", "MtpHead"), "heavypath.speculative.drafts.trained")
 
 
 def load(name: str) -> Any:
     """What a name of one of the tables stands for, imported now if it has not been yet."""
     return getattr(import_module(PUBLIC.get(name) or OPTIONS[name]), name)
+
+
+def load_kind(given: object) -> bool:
+    """Import the module of DRAFTS for a draft's class; False if there is none, or it has been imported before."""
+    for kind in type(given).__mro__:
+        module = DRAFTS.get(kind.__name__) if kind.__module__.startswith("heavypath.") else None
+        if module is not None and module not in sys.modules:
+            import_module(module)
+            return True
+    return False

@@ -6,7 +6,8 @@ A new kind of draft is a file with a class of `Draftable`, the `Draft` that it m
     def _(given: Mine, target: Forward, model: PreTrainedModel) -> Draft:
         return MyDraft(given, target)
 
-and of `describe` and `draft_parameter_count` where those here do not fit it.
+and of `describe` and `draft_parameter_count` where those here do not fit it. Where that is another file than the one of
+the class, `names.DRAFTS` says so.
 """
 
 from functools import singledispatch
@@ -19,6 +20,7 @@ from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.names import load_kind
 
 AnyDraft = PreTrainedModel | Draftable | Draft  # what users give
 
@@ -30,6 +32,8 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
     Raises TypeError or ValueError, saying what differs, for something that is no model and no draft, and for a model
     with another vocabulary or on another device.
     """
+    if load_kind(given):
+        return as_draft(given, target, model)
     if is_own(given):
         from heavypath.speculative.drafts.own import OwnDraft
 
@@ -53,6 +57,8 @@ def has_methods(draft: object) -> bool:
 @singledispatch
 def describe(given: Any) -> str:
     """The user's argument in words, by which a profile knows it again: a model's type and size, a draft's settings."""
+    if load_kind(given):
+        return describe(given)
     if isinstance(given, Draftable):
         return repr(given)
     if is_own(given):
@@ -69,6 +75,8 @@ def parameter_count(model: nn.Module) -> int:
 @singledispatch
 def draft_parameter_count(given: Any, target: PreTrainedModel) -> int:
     """The parameters that drafting a level goes through: none for what has no weights, those of all of its parts."""
+    if load_kind(given):
+        return draft_parameter_count(given, target)
     return parameter_count(given) if isinstance(given, nn.Module) else 0
 
 

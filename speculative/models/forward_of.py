@@ -6,7 +6,7 @@ which hooks, adapters, patches and subclasses are part. Each is tried on a small
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 # wider types.
 _TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 
-PREPARATIONS: list[Callable[[PreTrainedModel], object]] = []  # what options do first with a model that is taken
-
 
 def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None) -> Forward:
     """The forward pass over tree nodes of a transformers causal language model, or of a PEFT model around one.
@@ -40,8 +38,8 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     """
     inner = _without_adapter_wrapper(model, name)
     _check_one_adapter(inner, name)
-    for prepare in PREPARATIONS:
-        prepare(inner)
+    if any(hasattr(module, "_hf_hook") for module in inner.modules()):  # accelerate's, for weights that may be on disk
+        load("streamed_if_offloaded")(inner)
     parts = parts_of(inner, name)
     if layers is not None:  # only ever a draft, whose logits may be any
         if (kind := inner.config.model_type) not in MODEL_TYPES:

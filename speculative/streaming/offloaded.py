@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from heavypath.speculative.models.forward_of import PREPARATIONS
 from heavypath.speculative.models.layer_weights import LayerWeights, WeightStream, stream_of
 from heavypath.speculative.streaming.accelerate_hooks import (
     Offloaded,
@@ -123,9 +122,6 @@ def stream_layers(
 def streamed_if_offloaded(model: PreTrainedModel) -> WeightStream | None:
     """The stream of a model; one is made for a model whose weights are offloaded, and None for any other."""
     return stream_layers(model) if is_offloaded(model) else stream_of(model)
-
-
-PREPARATIONS.append(streamed_if_offloaded)
 
 
 def layers_in(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
