@@ -99,7 +99,12 @@ OPTIONS = {
     "with_processors": "heavypath.speculative.processors.settings",
 }
 # The module that says how a draft of ours is taken, where it is not that of its class.
-DRAFTS = dict.fromkeys(("BlockHead", "EagleHead", "MedusaHeads", "MtpHead"), "heavypath.speculative.drafts.trained")
+DRAFTS = {
+    "BlockHead": "heavypath.speculative.drafts.trained",
+    "EagleHead": "heavypath.speculative.drafts.trained",
+    "MedusaHeads": "heavypath.speculative.drafts.trained",
+    "MtpHead": "heavypath.speculative.drafts.trained",
+}
 
 
 def load(name: str) -> Any:
