@@ -176,7 +176,8 @@ class SpeculativeDecoder:
             stats.law_changed_by and f"; the text's law is changed by {stats.law_changed_by}",
         )  # fmt: skip
         watched = nullcontext(([], None))
-        if request.stopping is not None or any(given.get(name) for name in WATCHED):
+        asked = [given[name] for name in WATCHED if given.get(name) is not None]
+        if request.stopping is not None or any(each is not False for each in asked):
             watched = load("watching")(request, plan, self.method, self._draft, given, stats.lap)
         with (
             self._peers.interruptible(),

@@ -294,3 +294,28 @@ def test_adapters_that_differ_by_the_row_of_a_batch_are_refused(names):
         decoder.generate(ids, 3)
     with pytest.raises(ValueError, match="draft has adapter_names="):
         SpeculativeDecoder(tiny_llama(2), base)
+
+
+def test_no_streamers_for_a_prompt_are_refused_and_not_taken_for_none_at_all(decoder):
+    with pytest.raises(ValueError, match="streamer must be one for each sequence, got 0 streamers for a batch of 1"):
+        decoder.generate(IDS, 3, streamer=[])
+
+
+def test_a_streamer_that_is_false_to_python_gets_the_text(decoder):
+    class Texts:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def __len__(self):
+            return len(self.tokens)
+
+        def put(self, tokens):
+            self.tokens += tokens.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    texts = Texts()
+    out = decoder.generate(IDS, 3, streamer=texts)
+    assert texts.ended
+    assert texts.tokens == out.sequences[0].tolist()
