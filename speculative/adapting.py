@@ -1,28 +1,31 @@
-"""Adapt the tree while a text is decoded: to how many sequences run, to what was accepted, and whether drafting pays.
+"""Change the tree during decoding: by the number of running sequences and by acceptance, and pause drafting if it
+loses.
 
-`Adapting` asks before each step for the best tree, and has the draft rest where it does not pay.
+`Adapting` chooses the tree before each step. `Rest` pauses drafting where it does not pay.
 
-A step over a tree of n nodes and d levels costs (t(n) + d c) / t(1) steps of plain decoding, of which it saves one for
-each token. What drafting has lost so far, but never less than nothing, says when it does not pay (CUSUM, Page 1954):
+A step with a tree of n nodes and d levels costs (t(n) + d c) / t(1) steps of plain decoding, and saves one such step
+for each token. The loss of drafting so far, but never less than zero, decides whether to pause (CUSUM, Page 1954):
 
     cost = (t(n) + d c) / t(1)        loss <- max(0, loss + cost - tokens)
 
-t and c are estimated for the device (`costs.estimates`) or measured (`profile`), tokens are counted. When more than
-MOST steps are lost, steps draft nothing. After a pause the draft is tried again, until TRY more are lost. Before that
-it reads what was written meanwhile: READING r steps for a token, where r is the draft's share of the target's bytes.
-Pauses are so long that both cost at most a share LOSS of the time, whatever comes of it:
+t and c are estimated for the device (`costs.estimates`) or measured (`profile`); tokens are counted. When the loss
+exceeds MOST, steps draft nothing for a while. After such a pause drafting is tried again, until TRY more are lost.
+First the draft reads the tokens written during the pause, which costs READING r steps for each, where r is the draft's
+bytes divided by the target's. The pause is long enough that trials and reading together cost at most a share LOSS of
+the time:
 
-    pause = 2^vain TRY / (LOSS - READING r)        vain <= LONGER trials before it that found no more
+    pause = 2^vain TRY / (LOSS - READING r)        vain: number of unsuccessful trials in a row, at most LONGER
 
-A draft without weights has nothing to read, and a text that repeats itself shows at once. So it loses LOOK in place of
-TRY, its pauses are as much shorter, and each text begins with a trial.
+A draft without weights has nothing to read, and repetition in a sequence shows at once. So it uses LOOK instead of TRY,
+has shorter pauses in proportion, and each generation begins with a trial.
 
-A draft for which there is no such pause rests until the end of the text. A draft rests from the beginning where fewer
-tokens are expected than the tree costs. It never drafts where the tree costs more tokens than it has levels.
+If there is no such pause (READING r >= LOSS), the draft rests until the end of the generation. It rests from the
+beginning if the expected tokens are fewer than the tree's cost. It never drafts if the tree costs more than it could
+bring even if all levels were accepted.
 
-Drafts rest only where texts are the same by all trees, and with `replan`: other texts would become other samples. What
-is known of the draft is kept for the decoder's next text. The choice depends on counts and costs alone, so that all
-ranks make the same one, and each run of a program.
+Drafts rest only where the output does not depend on the tree, and with `replan`; elsewhere the sampled output would
+change. What is known about the draft is kept for the decoder's next generation. The choice depends on counts and costs
+alone, so all ranks make the same one, and so does every run of a program.
 """
 
 import logging
@@ -45,21 +48,23 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 logger = logging.getLogger(__name__)
 
-MOST, FIRST = 8.0, 4.0  # steps of plain decoding: the loss that ends drafting, and how much less a first text may lose
-TRY = 2.0  # steps of plain decoding: what a trial may lose
-LOOK = 0.25  # that of a draft without weights
-LOSS = 0.02  # of the time, for drafts that are tried in vain
-LONGER = 3  # times that pauses double
-READING = 1 / 8  # of a pass over one token: what each token of a text costs that is read at once
+# Losses are in steps of plain decoding.
+MOST, FIRST = 8.0, 4.0  # the loss above which drafting pauses; the loss that a decoder's first generation starts with
+TRY = 2.0  # what a trial may lose
+LOOK = 0.25  # what a trial may lose, for a draft without weights
+LOSS = 0.02  # share of the time that unsuccessful trials may cost
+LONGER = 3  # how often pauses may double
+READING = 1 / 8  # cost for each token that is read in one pass over many, relative to a pass over one token
 
-Choose = Callable[[int, int, Tensor | None], Shape]  # of running sequences, steps so far, and the counts of `commit`
+Choose = Callable[[int, int, Tensor | None], Shape]  # (running sequences, steps so far, counts of `commit`)
 
 
 class Adapting(Watcher):
     """Chooses the tree of each step of one generation.
 
-    choose: gives the best tree; counts: whether it is shown what was accepted so far
-    rest: whether the draft rests instead; None where it never does
+    choose: returns the best tree
+    rest: decides when the draft rests; None if it never does
+    counts: whether `choose` gets the counts of accepted nodes
     """
 
     def __init__(self, choose: Choose, rest: "Rest | None" = None, *, counts: bool = False):
@@ -68,11 +73,11 @@ class Adapting(Watcher):
         self._tokens: float | None = None
 
     def looks_at(self, state: Sequences) -> Tensor | None:
-        """The counts of all steps."""
+        """The counts of offered and accepted nodes of all steps, if `choose` needs them."""
         return state.counts if self._counts else None
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Count the tokens of a step that has drafted."""
+        """Note how many tokens a sequence got on average in this step, if it drafted."""
         tokens, drafted = 0, False
         for row in rows:
             now, before = (row.produced, row.steps, row.nodes), self._before.get(row.member, (0, 0, 0))
@@ -82,7 +87,7 @@ class Adapting(Watcher):
         self._tokens = tokens / len(rows) if drafted else None
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
-        """The plan of the next steps."""
+        """The plan of the next steps, with the tree for them."""
         tree = self._choose(running, steps, looked)
         if self._rest is not None:
             tree = self._rest.after(tree, running, self._tokens)
@@ -90,30 +95,33 @@ class Adapting(Watcher):
 
 
 class Rest:
-    """Whether the draft of a decoder rests; see the formulas above.
+    """Decides when a decoder's draft rests, by the formulas above.
 
-    loss: of drafting so far; pause: steps that are left of one
+    loss: of drafting so far, in steps of plain decoding
+    pause: remaining steps of the current pause
     """
 
     def __init__(
         self, target: Forward, draft: Draft, cost: Callable[[Shape, int], float], expected: Callable[[Shape], float]
     ):
-        """cost: of a step with a tree and running sequences, in steps of plain decoding; expected: its tokens."""
+        """cost: of a step with a tree for a number of sequences, in steps of plain decoding
+        expected: expected tokens of a step with a tree
+        """
         self._target, self._draft, self._cost, self._expected = target, draft, cost, expected
         self._looks = not draft.models
-        self._trial = LOOK if self._looks else TRY  # what it may lose
+        self._trial = LOOK if self._looks else TRY  # what a trial may lose
         self.loss, self.pause, self._vain = MOST - LOOK if self._looks else FIRST, 0, -1
         self._said, self._is_new = False, True
 
     def never_drafts(self, tree: TokenTree | Growth, running: int) -> bool:
-        """True if a tree would not pay even if all of it was accepted."""
+        """Whether a tree would not pay even if every level was accepted."""
         never = tree.depth + 1 <= self._cost(tree, running)
         if never:
             self._say("no draft is expected to pay, not even one that is always right")
         return never and len(tree) > 1
 
     def first(self, tree: TokenTree | Growth, running: int) -> TokenTree | Growth:
-        """The tree of a text's first step, or the root alone."""
+        """The tree of a generation's first step: the given one, or the root alone."""
         if self.never_drafts(tree, running):
             return ROOT
         doubtful = self._is_new and self._expected(tree) < self._cost(tree, running)
@@ -121,7 +129,11 @@ class Rest:
         return ROOT if doubtful or waits else tree
 
     def begin(self, first: Shape, *, rests: bool) -> None:
-        """Begin a text, whose first step drafts a tree or, if the draft `rests`, nothing in its place."""
+        """Begin a generation.
+
+        first: the tree of its first step
+        rests: whether that is the root alone because the draft rests
+        """
         if rests and self._is_new:
             self._rest()
         elif len(first) > 1:
@@ -129,9 +141,10 @@ class Rest:
         self._is_new = False
 
     def after(self, tree: Shape, running: int, tokens: float | None) -> Shape:
-        """The tree of the next step, or the root alone.
+        """The tree of the next step: the given one, or the root alone during a pause.
 
-        tree: without any rest; tokens: of a sequence in this step, None if nothing was drafted
+        tree: the tree of a step that drafts
+        tokens: average new tokens of a sequence in the last step; None if it drafted nothing
         """
         if tokens is not None:
             self.loss = max(0.0, self.loss + self._cost(tree, running) - tokens)
@@ -145,7 +158,9 @@ class Rest:
 
     @property
     def _rest_of_text(self) -> int:
-        """Steps of a pause that no text outlasts: 1 where the draft would read too much for a trial within a text."""
+        """1 if a pause lasts until the end of the generation, because catching up would cost too much for trials; else
+        0.
+        """
         return int(self._share_of_trials <= 0)
 
     def _rest(self) -> None:
@@ -156,7 +171,7 @@ class Rest:
 
     @cached_property
     def _share_of_trials(self) -> float:
-        """The share of the time that trials may take, beside the draft's reading of what it has missed."""
+        """The share of the time that trials may take: LOSS less the cost of reading what the draft has missed."""
         read = sum(work.weight_bytes for model in self._draft.models for work in Work.split(model))
         return LOSS - READING * read / Work.of(self._target).weight_bytes
 

@@ -1,7 +1,8 @@
-"""Measure what planning a tree needs: what steps cost on this machine, and how often which child is accepted.
+"""`calibrate`: measure what tree planning needs: the costs of steps on this machine, and how often children are
+    accepted.
 
-Costs are those of real decoding, which `visits` times. Acceptance is counted first, so that only sizes are timed that
-could be planned.
+Costs are timed in real decoding, by `visits`. Acceptance is counted first, so that only tree sizes that could be
+planned are timed.
 """
 
 import logging
@@ -50,19 +51,19 @@ from heavypath.speculative.walking import (
 )
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
-TIMED_LEVELS, TIMED_CHILDREN = 8, 8  # of the trees that are timed, at most
-SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # of SpecInfer and SpecTr: how many are drawn decides how often one is accepted
-LIMIT = 90.0  # seconds
-GAINS_SHARE = 0.2  # of them, for real decoding of the plans
+TIMED_LEVELS, TIMED_CHILDREN = 8, 8  # limits for the trees that are timed
+SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # for SpecInfer and SpecTr: acceptance depends on the number of sequences
+LIMIT = 90.0  # default time limit in seconds
+GAINS_SHARE = 0.2  # share of the limit for measuring gains in real decoding
 STREAMED_SIZES = (1, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768)
-STREAMED_PASSES = 80  # of a target whose weights are read in each: the time limit, if none is given
-STREAMED_PROMPT = 16  # tokens of each text that is continued there: all ways have caches at the same time
+STREAMED_PASSES = 80  # default time limit for a streamed target, in forward passes
+STREAMED_PROMPT = 16  # tokens of a prompt for a streamed target; short, because all ways have caches at the same time
 
 logger = logging.getLogger(__name__)
 
 
 def _numbers(name: str, given: Any) -> list[int] | None:
-    """A list of integers, or None; TypeError for anything else."""
+    """A list of integers, or None. Raises TypeError for anything else."""
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -72,7 +73,7 @@ def _numbers(name: str, given: Any) -> list[int] | None:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keep decoders quiet in the block, of which some are tried that do not pay."""
+    """Suppress warnings of decoders in the block, which also tries trees that do not pay."""
     decoders = logging.getLogger(SpeculativeDecoder.__module__)
     decoders.addFilter(_is_no_warning)
     try:
@@ -106,33 +107,31 @@ def calibrate(
 ) -> Profile:
     """Measure costs and acceptance of a pair of models, for `SpeculativeDecoder(..., profile=)`.
 
-    prompts: LongTensors [T] to be continued, as many as `sequences` of them. Without any, the target samples some of
-        its own, from its first token on.
-    temperatures, top_k, top_p, min_p: how the target will be sampled; temperature 0 takes no filters.
-    sizes: nodes of the trees that are timed, root included. Default: up to 768, as far as they may pay.
-    batch_sizes: numbers of sequences that are decoded together, for each of which trees are timed; a single sequence is
-        always among them. Default: 1, 2, 4, 8 and 16; on a GPU also 32 and 64, as far as there is memory. A streamed
-        target is timed with 1 alone.
-    tokens, sequences: length of each text that is walked along, and number of these texts. Of a streamed target it is
-        the number for all ways together, at least two for each.
-    on_progress: called with a line of text that says what is going on and about how long it will take.
-    limit: seconds that it may take. Half of them are for acceptance, and a fifth for decoding, by which the gains of
-        verifiers and growing trees are known. The rest, with those that acceptance left, are for costs: half of that
-        for one sequence, the rest for larger batches alike. A few rounds are timed in any case.
-        Figures for which the time was short have a larger error in the profile. Default: 90, or the time of 80 passes
-        of a streamed target if that is more.
-    verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name, and its default.
+    prompts: LongTensors [T] to be continued, reused until there are `sequences` of them. Default: the target samples
+        some itself, starting with its first token
+    temperatures, top_k, top_p, min_p: how the target will be sampled; temperature 0 ignores the filters
+    sizes: nodes of the trees that are timed, root included. Default: up to 768, as far as they may pay
+    batch_sizes: numbers of sequences decoded together, for each of which trees are timed; 1 is always added. Default:
+        1, 2, 4, 8 and 16; on a GPU also 32 and 64 if they fit into memory; for a streamed target only 1
+    tokens, sequences: length and number of the sequences on which acceptance is counted. For a streamed target
+        `sequences` is the total of all ways, with at least two for each
+    on_progress: called with a line of text that says what is being done and about how long it will take
+    limit: time limit in seconds. Half is for acceptance, a fifth for real decoding that measures the gains of verifiers
+        and growing trees. The rest, and what acceptance leaves, is for costs: half of that for one sequence, the other
+        half for larger batches in equal parts. A few rounds are timed in any case. Figures for which the time was short
+        have a larger error in the profile. Default: 90; for a streamed target the time of 80 passes, if longer
+    verifier: a name, as in `SpeculativeDecoder`, for the methods that accept it; default as there
 
-    Of a draft whose one pass gives the laws of all levels, the temperature is chosen that each depth is drawn at, for
-    each sampling above temperature 0, see `drafts.tempered`. That takes a fifth of the time for acceptance at most. A
-    decoder with the profile draws and verifies so.
+    For a draft that gives the distributions of all levels in one pass, a drawing temperature is chosen for each depth
+    and for each sampling temperature above 0, see `drafts.tempered`. That takes at most a fifth of the time for
+    acceptance. A decoder with the profile uses these temperatures.
 
-    A streamed target reads its weights in every pass, which may take seconds. So all ways are counted in the same
-    passes, and steps are timed in two rounds, after prompts of one token.
+    A streamed target reads its weights in every pass, which may take seconds. So acceptance is counted for all ways in
+    the same passes, and steps are timed in two rounds, after prompts of one token.
 
-    Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge`, which need whole steps, and
-    for settings out of range. Also for a limit in which acceptance cannot be counted, and where the machine is so busy
-    that the costs are noise.
+    Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge` (their acceptance cannot be
+    counted token by token), for settings out of range, for a limit too short to count acceptance, and if the machine is
+    so busy that the measured costs are noise.
     """
     begin = time.perf_counter()
     tokens, sequences, seed = whole("tokens", tokens), whole("sequences", sequences), whole("seed", seed)
@@ -151,7 +150,7 @@ def calibrate(
     row_of("sequoia", verifier)  # refuses a word that is none
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
-    check_alone("calibrate", forward)  # which ends when timings agree
+    check_alone("calibrate", forward)  # how long it runs depends on timings, which differ between ranks
     source = as_draft(draft, forward, target)
     if why_not := source.why_not_measured:
         raise ValueError(
@@ -227,7 +226,7 @@ def calibrate(
 
 @torch.inference_mode()
 def _limit_of_streamed(target: Forward, limit: float | None, report: Report) -> float:
-    """The time limit for a streamed target, by what a pass takes; ValueError for one that is less than it needs."""
+    """The time limit for a streamed target, from the time of a pass. Raises ValueError if the given one is too low."""
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     report("the first pass, in which weights are looked at, too")
     target.prefill(token, target.new_cache(1, 2))
@@ -247,7 +246,10 @@ def _limit_of_streamed(target: Forward, limit: float | None, report: Report) -> 
 
 
 def ways_to_draft(temperature: float, device_type: str, verifier: str | None = None) -> list[Way]:
-    """The ways of all methods at a temperature that keep the target's law, with a verifier where they take it."""
+    """All ways in which lossless methods draft and verify at a temperature, each once.
+
+    verifier: for the methods that accept it; None for each method's default
+    """
     drafting = [name for name, row in METHODS.items() if name != "autoregressive" and row.is_lossless]
     rows = [measured_row(name, verifier, device_type) for name in drafting]
     ways = [
@@ -259,7 +261,7 @@ def ways_to_draft(temperature: float, device_type: str, verifier: str | None = N
 
 
 def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:
-    """Facts that costs depend on besides the models: device, threads, precision, libraries, bytes of a pass."""
+    """What costs depend on besides the models: device, threads, precision, library versions, bytes read in a pass."""
     device = target.device
     return streaming_of(target) | {
         "device_type": device.type,
@@ -272,7 +274,7 @@ def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:
 
 
 def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> list[Tensor]:
-    """`count` texts LongTensor[1 + length] that the target samples after its first token (bos, else eos, else 0)."""
+    """`count` sequences LongTensor[1 + length] sampled from the target; their first token is bos, else eos, else 0."""
     config = target.config
     known = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in known if isinstance(token, int)), 0)

@@ -1,8 +1,9 @@
-"""Compare methods, drafts and decoders on the same prompts in one run: tokens per forward pass, speed, and the text.
+"""Compare methods, drafts and decoders on the same prompts: tokens per forward pass, speed, and whether outputs are
+equal.
 
-The comparison is paired: on each prompt all of them run one after the other. Each one's speed is divided by that of
-transformers' own `generate` on the same prompt. The report has the median and the spread of these ratios. Where each
-runs several times, its fastest run counts: what disturbs a machine only ever adds time.
+The comparison is paired: for each prompt, all of them run one after the other, and each one's speed is divided by that
+of transformers' own `generate` on this prompt. The report has the median and the spread of these ratios. With several
+runs the fastest counts, because disturbances on a machine only add time.
 """
 
 import time
@@ -31,9 +32,9 @@ from heavypath.speculative.options import NOTHING
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.tree import TokenTree
 
-GRAY, BLUE = "#9aa1ab", "#2b6cb8"  # of a plot
+GRAY, BLUE = "#9aa1ab", "#2b6cb8"  # colours of the plot
 PLAIN, ASSISTED = "transformers generate", "transformers assisted"
-TIE = 1e-4  # two tokens whose target logits are closer than this are equally right
+TIE = 1e-4  # two tokens whose target logits differ by less are equally correct
 _WARM_UP_TOKENS = 8
 
 Verdict = Literal["equal", "tie", "differs", "same law", "other law", "unchecked", "reference"]
@@ -42,26 +43,25 @@ Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new token
 
 @dataclass(frozen=True)
 class ComparedWay:
-    """The figures of one way to decode, over all prompts.
+    """Results of one way to decode, over all prompts.
 
-    method:             its name: a method; "method, verifier" where it took one of those given. With several drafts it
-                        is followed by ", draft". Or the name of a decoder that was given
-    tokens_per_forward: new tokens / forward passes of the target that yield tokens. The prefill of transformers is one
-                        of these; ours is not, as it leaves the prompt's last token to the first step
-    tokens_per_second:  new tokens / seconds, prefill included, over all prompts together
-    ratio:              tokens per second / those of transformers' generate, the median over the prompts
-    ratio_range:        the smallest and the largest such ratio
-    text:               at temperature 0, compared with transformers' greedy text, the "reference". It is "equal",
-                        "tie" (the texts part where the target's logits of their two tokens are within 1e-4) or
-                        "differs". At temperature > 0 the text of "ersd" is compared with that of "autoregressive" under
-                        the same seed, which is the "reference": "equal" or "differs". The other methods draw other
-                        tokens from the "same law". This is a property of the method and is not measured here. A decoder
-                        with a verifier of the user's own is "unchecked". A method that is not lossless, as
-                        "typical-lossy", writes text of an "other law"
-    logit_gap:          the largest gap between the target's logits of two tokens at which greedy texts part; None if
-                        no texts part, or if they only end at different places
-    ratio_quartiles:    a quarter of the prompts have a ratio below the first, a quarter above the second
-    ratios:             the ratio of each prompt, in order
+    method: its name: a method; "method, verifier" if it used one of the given verifiers; with several drafts followed
+        by ", draft"; or the name of a given decoder
+    tokens_per_forward: new tokens / forward passes of the target. For transformers this includes the prefill, which
+        yields a token; ours is not counted, because it leaves the prompt's last token to the first step
+    tokens_per_second: new tokens / seconds, prefill included, over all prompts together
+    ratio: tokens per second / those of transformers' generate, median over the prompts
+    ratio_range: the smallest and the largest such ratio
+    text: the verdict on the output. At temperature 0 it is compared with transformers' greedy output, the "reference":
+        "equal"; "tie" (where the outputs first differ, the target's logits of the two tokens differ by less than 1e-4);
+        or "differs". At temperature > 0 the output of "ersd" is compared with that of "autoregressive" with the same
+        seed, the "reference": "equal" or "differs". The other methods are other samples from the "same law", the same
+        distribution; that is a property of the method and is not measured here. A decoder with a user's own verifier is
+        "unchecked". A lossy method, such as "typical-lossy", has an "other law"
+    logit_gap: the largest difference between the target's logits of two tokens at which greedy outputs first differ;
+        None if all are equal, or differ only in length
+    ratio_quartiles: a quarter of the prompts have a ratio below the first, a quarter above the second
+    ratios: the ratio of each prompt, in order
     """
 
     method: str
@@ -108,33 +108,34 @@ def compare(
     repeats: int = 1,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[ComparedWay]:
-    """Decode each prompt with transformers' generate, and with each method, draft or decoder that is given.
+    """Decode each prompt with transformers' generate, and with each given method, draft or decoder.
 
         compare(target, draft, prompts)                                                 # all methods
         compare(target, {"small": draft, "lookup": PromptLookup()}, prompts, methods=["chain", "sequoia"])
         compare(target, {"wide": SpeculativeDecoder(...), "deep": SpeculativeDecoder(...)}, prompts)
 
-    draft: any that SpeculativeDecoder takes. Or several things by their names: drafts, each of which is combined with
-        each of the methods, and decoders of this target, which are taken as they are. transformers' assisted
-        generation is measured, too, for drafts that are models. None is enough for methods=["autoregressive"].
-        Each method drafts by a `Recall` of its own that begins each round without any text: it learns from earlier
-        prompts of the round, and never from the same prompt or another method
-    prompts: texts, LongTensors [1, T], and Paths of files that `read_prompts` of `heavypath.speculative.files.prompts`
-        reads, in any mix; or a single one of them. All but LongTensors need the tokenizer.
-    methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them;
-        default all methods that keep the target's law.
-    verifiers: names of verifiers, as SpeculativeDecoder has them: methods that take one are measured with each of them.
-    assistant: a model for transformers' assisted generation, in the place of the drafts that are models.
-    temperature, top_k, top_p, min_p, seed: how the target is sampled.
-    repeats: how often each way decodes each prompt, in rounds over all of them; the fastest of these runs counts.
+    draft: any that SpeculativeDecoder takes. Or a dictionary of names: drafts, each of which is combined with each
+        method, and decoders of this target, which run as they are. For drafts that are models, transformers' assisted
+        generation is measured, too. None is enough for methods=["autoregressive"]. A `Recall` is copied for each
+        method, and emptied at the beginning of each round: it learns from earlier prompts of the round, never from the
+        same prompt or another method
+    prompts: strings, LongTensors [1, T], and Paths of files that `read_prompts` of
+        `heavypath.speculative.files.prompts` reads, mixed in any way; or one of these. All but LongTensors need the
+        tokenizer
+    methods, tree_size, tree, profile: for the decoders built for the drafts, as in SpeculativeDecoder; default: all
+        lossless methods
+    verifiers: names of verifiers, as in SpeculativeDecoder; methods that accept them are measured with each
+    assistant: a model for transformers' assisted generation, instead of the drafts that are models
+    temperature, top_k, top_p, min_p, seed: how the target is sampled
+    repeats: rounds over all prompts; for each prompt the fastest run of each way counts
+    on_progress: called with a line of text before each warm-up and each prompt
 
-    A text ends at the target's own end-of-sequence token (of its generation_config) or after max_new_tokens. Each way
-    to decode first makes a short run that is not timed. on_progress is called with a line of text before each of them
-    and each prompt.
+    Generation ends at an end-of-sequence token of the target's generation_config, or after max_new_tokens. Each way to
+    decode first makes a short run that is not timed.
 
-    Returns a row for each way to decode, transformers' first. Raises what SpeculativeDecoder raises. Raises ValueError
-    for no prompts, for repeats < 1, for a name that is given twice, and for a verifier that none of the methods takes.
-    It is also raised for a decoder of another target.
+    Returns a row for each way to decode, transformers' first. Raises what SpeculativeDecoder raises, and ValueError for
+    no prompts, for repeats < 1, for a name given twice, for a verifier that no method accepts, and for a decoder of
+    another target.
     """
     repeats, seed = whole("repeats", repeats), whole("seed", seed)
     max_new_tokens, temperature = whole("max_new_tokens", max_new_tokens), real("temperature", temperature)
@@ -226,7 +227,7 @@ def compare(
 
 
 def _with_own(draft: Any, recalls: list[Recall]) -> Any:
-    """The draft with a new `Recall` in the place of each of its own; those are added to the list."""
+    """The draft with each `Recall` in it replaced by a new one, which is also added to the list."""
     if isinstance(draft, Recall):
         recalls.append(Recall(draft.tokens, max_ngram=draft.max_ngram))
         return recalls[-1]
@@ -240,12 +241,12 @@ def _label(method: str, more: str) -> str:
 
 
 def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
-    """True if a decoder does what a method does, with the method's own verification."""
+    """Whether a decoder runs this method with the method's own verification."""
     return decoder.method == method and decoder.verifier is None
 
 
 def as_table(rows: Sequence[ComparedWay]) -> Table:
-    """The rows as a table that fits a terminal of 80 columns."""
+    """The rows as a table for a terminal of 80 columns."""
     table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     gains = over_plain(rows)
     against = ["to\nplain"] if any(gain is not None for gain in gains) else []
@@ -262,9 +263,9 @@ def as_table(rows: Sequence[ComparedWay]) -> Table:
 
 
 def over_plain(rows: Sequence[ComparedWay]) -> list[float | None]:
-    """The speed of each way over that of plain decoding, the row "autoregressive": the median over the prompts.
+    """The speed of each way divided by that of plain decoding (the row "autoregressive"); medians over the prompts.
 
-    None for all of them where that was not measured.
+    All are None if plain decoding was not measured.
     """
     plain = next((row for row in rows if row.method == "autoregressive"), None)
     if plain is None:
@@ -273,10 +274,11 @@ def over_plain(rows: Sequence[ComparedWay]) -> list[float | None]:
 
 
 def headline(rows: Sequence[ComparedWay]) -> str | None:
-    """Name the fastest way to decode that keeps the law, and what it gains; None where only transformers decoded.
+    """One line with the fastest way to decode and its speed-ups, without lossy methods; None if only transformers
+    decoded.
 
-    Its gain over plain decoding, the row "autoregressive", is what speculation brings; that of plain decoding over
-    transformers is what the rest of the decoder brings. Both are medians of the ratios of each prompt.
+    Its ratio to plain decoding (the row "autoregressive") is the effect of speculation. The ratio of plain decoding to
+    transformers is the effect of the rest of the decoder. Both are medians over the prompts.
     """
     ours = [row for row in rows if row.method.split(", ")[0] not in (PLAIN, ASSISTED) and row.text != "other law"]
     if not ours:
@@ -294,7 +296,7 @@ def headline(rows: Sequence[ComparedWay]) -> str | None:
 
 
 def transformers_runner(target: PreTrainedModel, draft: PreTrainedModel | None, sampling: dict, seed: int) -> Runner:
-    """A runner of transformers' generate, assisted generation if there is a draft."""
+    """A runner of transformers' generate; of its assisted generation if there is a draft."""
     options = {"do_sample": False, "repetition_penalty": 1.0, "num_beams": 1, "pad_token_id": _pad_token(target)}
     if sampling["temperature"] > 0:
         filters = {"top_k": sampling["top_k"] or 0, "top_p": sampling["top_p"] or 1.0}  # None would mean its defaults
@@ -325,7 +327,6 @@ def transformers_runner(target: PreTrainedModel, draft: PreTrainedModel | None, 
 
 
 def _speculative(decoder: SpeculativeDecoder, sampling: dict, seed: int) -> Runner:
-    """A runner of a decoder."""
     options = NOTHING | {name: value for name, value in sampling.items() if value is not None}
     options["eos_token_id"] = "model"
 
@@ -345,7 +346,7 @@ def _timed(runner: Runner, prompt: Tensor, max_new_tokens: int) -> _OneRun:
 
 
 def _row(name: str, own: list[_OneRun], plain: list[_OneRun], text: Verdict, gap: float | None) -> ComparedWay:
-    """A row of these runs; plain: those of transformers' generate on the same prompts."""
+    """The row of one way. plain: the runs of transformers' generate on the same prompts"""
     ratios = [run.speed / reference.speed for run, reference in zip(own, plain, strict=True)]
     low, _, high = quantiles(ratios, method="inclusive") if len(ratios) > 1 else 3 * ratios
     tokens = sum(run.new_tokens for run in own)
@@ -363,7 +364,7 @@ def _row(name: str, own: list[_OneRun], plain: list[_OneRun], text: Verdict, gap
 
 
 def _greedy_verdict(target: PreTrainedModel, own: list[_OneRun], plain: list[_OneRun]) -> tuple[Verdict, float | None]:
-    """The worst verdict over all prompts, and the largest gap between logits where texts part."""
+    """The worst verdict over all prompts, and the largest logit gap where outputs first differ."""
     pairs = [
         (a.sequence, b.sequence) for a, b in zip(own, plain, strict=True) if not torch.equal(a.sequence, b.sequence)
     ]
@@ -377,9 +378,9 @@ def _greedy_verdict(target: PreTrainedModel, own: list[_OneRun], plain: list[_On
 
 @torch.no_grad()
 def _parting_gap(target: PreTrainedModel, sequence: Tensor, reference: Tensor) -> float | None:
-    """The gap between the target's logits of the first tokens that differ; None if one text ends before that.
+    """The target's logit gap between the first two tokens that differ; None if one sequence is a prefix of the other.
 
-    sequence, reference: LongTensor[1, L], prompt and text.
+    sequence, reference: LongTensor[1, L], prompt and output
     """
     shorter = min(sequence.shape[1], reference.shape[1])
     differing = (sequence[0, :shorter] != reference[0, :shorter]).nonzero()
@@ -402,7 +403,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def check_can_plot() -> None:
-    """Raise ImportError, with what to install, where matplotlib is missing."""
+    """Raise ImportError, with the package to install, if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -410,16 +411,16 @@ def check_can_plot() -> None:
 
 
 def plot_ratios(rows: Sequence[ComparedWay], path: str | Path) -> None:
-    """Draw the rows of `compare` into a file, a .png, .svg or .pdf.
+    """Plot the rows of `compare` into a .png, .svg or .pdf file.
 
-    A dot is a prompt, the bar goes from the first quartile to the third, and the line in it is the median.
+    Each dot is a prompt; the bar is from the first to the third quartile, and the line in it is the median.
 
-    Raises ImportError where matplotlib is missing, and ValueError for a kind of file that it does not know.
+    Raises ImportError if matplotlib is missing, and ValueError for a file type that it does not support.
     """
     check_can_plot()
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if row.method != PLAIN][::-1]  # which has a ratio of 1 by definition
+    shown = [row for row in rows if row.method != PLAIN][::-1]  # the ratio of PLAIN is 1 by definition
     figure = Figure(figsize=(8, 1.1 + 0.34 * len(shown)), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(shown):

@@ -1,20 +1,20 @@
-"""`model.generate(..., custom_generate=decoder)`: the decoder takes transformers' settings, or refuses them by name.
+"""`model.generate(..., custom_generate=decoder)`: run a decoder through transformers' own generate.
 
 transformers prepares the inputs, the settings, the logits processors and the stopping criteria, and calls
 
     decoder(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **model_kwargs)
 
-So the processors that the decoder's own penalties and filters stand for are turned back into settings; all others stay
-processors. Other settings of transformers mean what they mean there, or are refused by name. Images and whatever else
-the model's processor makes of a prompt are `model_inputs` of the decoder's own generate.
+Processors that do the same as the decoder's own penalties and filters are converted back to its options; all others
+stay processors. Every other setting means what it means in transformers, or is refused by name. Images and other inputs
+that the model's processor makes of a prompt become `model_inputs` of the decoder's generate.
 
-seed, tokenizer and trace are arguments of `generate`, too. Without a seed one is drawn from torch's generator, so that
-torch.manual_seed makes a text repeatable. transformers keeps a tokenizer to itself, so bind one for stop_strings and
-trace: custom_generate=functools.partial(decoder, tokenizer=tokenizer).
+seed, tokenizer and trace can be passed to `generate`, too. Without a seed, one is drawn from torch's generator, so
+torch.manual_seed makes the output reproducible. transformers does not pass its tokenizer on, so bind one for
+stop_strings and trace: custom_generate=functools.partial(decoder, tokenizer=tokenizer).
 
-With return_dict_in_generate=True the answer is a `SpeculativeOutput`: transformers' own, with the field `stats`, and a
-TextCache as cache (past_key_values before transformers 5.24). A later call takes that cache under that name, with the
-whole text as input_ids.
+With return_dict_in_generate=True the result is a `SpeculativeOutput`: transformers' own output with another field,
+`stats`, and a TextCache as cache (named past_key_values before transformers 5.24). To continue, pass this cache under
+that name, with the whole sequence as input_ids.
 """
 
 import sys
@@ -49,12 +49,12 @@ from heavypath.speculative.options import ANOTHER_WAY, NOTHING, UNSERVED, unknow
 from heavypath.speculative.output.watchers import Streamer
 from heavypath.speculative.ranks.peers import ALONE, Peers
 
-# Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
+# Settings that create no processor or criterion and are not supported, with the values that have no effect.
 _UNSUPPORTED = UNSERVED | ANOTHER_WAY
-# Arguments of a model's forward pass that the decoder takes care of itself; the others are the prompt's inputs.
+# Arguments of a model's forward pass that the decoder handles; all others are inputs of the prompt.
 _SERVED = ("attention_mask", "position_ids", CACHE_NAME, "logits_to_keep", "use_cache", "cache_position")
 
-# What the decoder does by itself: penalties first of all, and filters last, in this order.
+# Processors that the decoder implements as options: penalties, applied first, and filters, applied last in this order.
 _PENALTIES = (
     RepetitionPenaltyLogitsProcessor,
     MinLengthLogitsProcessor,
@@ -65,12 +65,14 @@ _FILTERS: dict[type, int] = {
     TopKLogitsWarper: 1,
     TopPLogitsWarper: 2,
     MinPLogitsWarper: 3,
-    LogitNormalization: 4,  # changes no probability; `answer` does it where scores are asked for
+    LogitNormalization: 4,  # changes no probability; `answer` applies it to returned scores
 }
 
 
 class _OneByOne:
-    """Gives a streamer its tokens as transformers does: one in a call, and the prompt only if it did not get it yet."""
+    """Passes tokens to a streamer as transformers does: one per call, and the prompt only if it has not been passed
+    yet.
+    """
 
     def __init__(self, streamer: Streamer, has_prompt: bool):
         self._streamer, self._has_prompt, self._began = streamer, has_prompt, False
@@ -89,7 +91,7 @@ class _OneByOne:
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output of generate, with the statistics of the decoder. A copy of it has no cache."""
+    """transformers' output of generate, with the decoder's statistics. Pickling or copying it drops the cache."""
 
     stats: Statistics | None = None
 
@@ -99,7 +101,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """The arguments that transformers' generate hands to a decoder; the fields have transformers' own names."""
+    """The arguments that transformers' generate passes to a decoder, under transformers' own names."""
 
     model: PreTrainedModel
     input_ids: Tensor
@@ -112,16 +114,17 @@ class GenerateCall:
 
     @classmethod
     def of(cls, model: PreTrainedModel, input_ids: Tensor, seed: int | None, given: dict[str, Any]) -> "GenerateCall":
-        """The call that has these keyword arguments; those that are no field are the model's."""
+        """A call with these keyword arguments; those that are not fields become model_kwargs."""
         names = ("logits_processor", "stopping_criteria", "generation_config", "streamer")
         own = {name: given.pop(name) for name in names if name in given}
         return cls(model, input_ids, seed=seed, model_kwargs=given, **own)
 
     def arguments(self, target: PreTrainedModel, peers: Peers = ALONE) -> dict[str, Any]:
-        """The arguments of the decoder's own `generate`.
+        """The arguments for the decoder's own `generate`.
 
-        peers: of which the first draws a seed that is not given
-        Raises ValueError for whatever would change the text, or what is returned, and is not supported.
+        peers: ranks of a split target; the first one draws the seed if none is given
+
+        Raises ValueError for whatever would change the output or the result and is not supported.
         """
         if self.model is not target:
             raise ValueError(
@@ -174,7 +177,7 @@ class GenerateCall:
         scores: tuple[Tensor, ...] | None,
         logits: tuple[Tensor, ...] | None,
     ) -> "Tensor | SpeculativeOutput":
-        """The answer of transformers' generate for sequences LongTensor[B, T + new]."""
+        """The result of transformers' generate for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
             if scores is not None and self.logits_processor and type(self.logits_processor[-1]) is LogitNormalization:
                 scores = tuple(
@@ -186,7 +189,7 @@ class GenerateCall:
         return sequences
 
     def _returns(self, name: str) -> bool:
-        """True if an optional output is asked for; as in transformers, only with return_dict_in_generate."""
+        """Whether an optional output is requested; as in transformers, only with return_dict_in_generate."""
         return bool(self._config.return_dict_in_generate and getattr(self._config, name, False))
 
     @property
@@ -231,16 +234,16 @@ def _check_settings(
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
         counted = mask.cumsum(-1) - 1
         if isinstance(cache, TextCache) and cache.seen is not None:
-            counted = counted + cache.seen.offsets  # as transformers counts behind images
+            counted = counted + cache.seen.offsets  # how transformers counts positions after images
         if not ((counted == positions) | (mask == 0)).all():
             raise _unsupported("position_ids", "text is counted from its first token, 0, 1, 2, ...")
 
 
 def _generate_call(input_ids: Tensor) -> dict[str, Any]:
-    """Arguments that transformers' generate was called with, if it is the caller; else an empty dictionary.
+    """Arguments of transformers' generate that it does not pass on; an empty dictionary if it is not the caller.
 
-    transformers does not pass streamer, assistant_model and synced_gpus on to a function. A streamer has the prompt by
-    then, and its reader would wait for ever; so these arguments are looked up where they are, in generate's own frame.
+    These are streamer, assistant_model and synced_gpus, which are read from generate's own stack frame. A streamer has
+    received the prompt by then, and its reader would wait forever if it were ignored.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -252,11 +255,11 @@ def _generate_call(input_ids: Tensor) -> dict[str, Any]:
 
 
 def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> int:
-    """The number of the first processors that the decoder's own penalties stand for.
+    """How many of the first processors are penalties that the decoder implements.
 
-    None where another one is of their classes, too: given beside a setting, it would be asked in the setting's place.
+    0 if another processor of these classes follows later: beside the decoder's option, that processor would replace it.
 
-    stops: the tokens that end a text
+    stops: the end-of-sequence tokens
     """
     kinds: list[type] = []
     for processor in processors:
@@ -274,7 +277,7 @@ def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> i
 
 
 def _own_last(processors: list[Any]) -> int:
-    """The place after which there are only processors that the decoder's own filters stand for."""
+    """The index from which on all processors are filters that the decoder implements."""
     place, before = len(processors), len(_FILTERS)
     for processor in reversed(processors):
         order = _FILTERS.get(type(processor), before)
@@ -288,9 +291,9 @@ def _own_last(processors: list[Any]) -> int:
 def _from_processors(
     processors: list[Any], first: int, last: int, config: GenerationConfig, width: int
 ) -> dict[str, Any]:
-    """Options of the decoder that do what the processors do, one after the other.
+    """The decoder's options for a list of processors.
 
-    first, last: those before `first` and from `last` on are the decoder's own; what is between stays as it is
+    first, last: processors before `first` and from `last` on become options; those between stay processors
     """
     options: dict[str, Any] = {"temperature": 1.0, "min_new_tokens": 0}
     for processor in processors[:first] + processors[last:]:
@@ -317,9 +320,10 @@ def _from_processors(
 
 
 def _is_all_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> bool:
-    """True if all of a text is penalised, but padding.
+    """Whether the penalty covers the whole sequence except padding.
 
-    Before 5.23 transformers counts padding as text, and `ignored` is None; later `ignored` is the padding's lengths.
+    Before version 5.23, transformers treats padding as text, and `ignored` is None; later `ignored` has the lengths of
+    the padding.
     """
     if isinstance(ignored, Tensor):
         padding = 0 if mask is None else (mask != 0).int().argmax(1)
@@ -328,7 +332,7 @@ def _is_all_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> bool
 
 
 def _from_criteria(criteria: list[Any], width: int) -> dict[str, Any]:
-    """Options of the decoder for the criteria that it knows as settings; all other criteria stay what they are."""
+    """The decoder's options for the criteria that it implements; all other criteria stay `stopping_criteria`."""
     options: dict[str, Any] = {}
     others = StoppingCriteriaList()
     for criterion in criteria:

@@ -1,9 +1,9 @@
-"""`distil` trains a draft for a target on the user's data: a head, a block draft, or a plain draft.
+"""`distil` trains a draft for a target on the user's data: an EAGLE head, a block draft, or a plain draft model.
 
 Rows of tokens are cut from the documents and from the target's continuations of their prompts. For every batch the
-target reads the rows, and the values that the draft learns from are computed on the spot. Hidden states of a million
-tokens of a 4096-wide target, four for each, would take 33 GB of disk, and reading them is no faster than a forward
-pass.
+target runs over the rows, and the training targets are computed immediately. Storing them would not help: hidden states
+of a million tokens for a target of width 4096, four per token, take 33 GB of disk, and reading them is not faster than
+a forward pass.
 """
 
 import json
@@ -36,7 +36,7 @@ from heavypath.speculative.training.settings import MEASURED_DEPTHS, DistilSetti
 from heavypath.speculative.training.student import Student, student_of_block, student_of_head, student_of_model
 from heavypath.speculative.training.teacher import Teacher
 
-CHECKPOINT_FOLDER = "training"  # in the folder of the result, until that is there
+CHECKPOINT_FOLDER = "training"  # inside the result's folder; deleted when the result is saved
 
 
 def distil(
@@ -50,26 +50,27 @@ def distil(
     resume: bool = False,
     say: Callable[[str], object] = say_now,
 ) -> dict[str, Any]:
-    """Train a draft for a target, in place, and save it to a folder with its record, which is returned.
+    """Train a draft for a target, in place, and save it with a record of the training, which is also returned.
 
         head = new_head(target)       # or new_block(target), or draft_of_layers(target, [0, 7]), or any model
         distil(head, target, read_documents(["chats.jsonl"], tokenizer), "my-head", tokenizer=tokenizer)
         decoder = SpeculativeDecoder(target, head)                  # later: load_draft("my-head", target)
 
-    draft:     a head, a block draft, or a causal language model with the target's vocabulary; it ends on the target's
-               device, in its dtype, in eval mode and without gradients
+    draft: an EAGLE head, a block draft, or a causal language model with the target's vocabulary. Afterwards it is on
+        the target's device, in its dtype, in eval mode and without gradients
     documents: from `read_documents`
-    folder:    new or empty, unless resume; checkpoints and rows of text lie in it until the result is whole
-    tokenizer: saved beside a plain draft, so that it loads with one
-    resume:    go on with the folder's rows, from its last checkpoint, to the same result as without an interruption
-    say:       told of progress, in lines
+    folder: new or empty, except with resume; it holds checkpoints and rows of tokens until training has finished
+    settings: see `DistilSettings`
+    tokenizer: saved with a plain draft model, so that `load_draft` finds it
+    resume: continue from the folder's last checkpoint with its rows; the result is the same as without interruption
+    say: called with lines that report progress
 
-    On a GPU passes are in bf16; the weights that learn are in fp32. A batch that does not fit into memory is done in
-    parts, with the same gradients. Ctrl-C ends the training after a checkpoint.
+    On a GPU, forward and backward passes are in bf16 and the trained weights in fp32. A batch that does not fit into
+    memory is processed in parts, with the same gradients. Ctrl-C saves a checkpoint and ends the training.
 
-    Raises ValueError for a draft that does not fit the target, for documents too short, and for a folder that has
-    something else. Also for settings other than the checkpoint's, and for those that this kind of draft does not have;
-    torch.OutOfMemoryError if one row does not fit.
+    Raises ValueError for a draft that does not fit the target, for documents that are too short, for a folder with
+    other content, for settings that differ from the checkpoint's, and for settings that this kind of draft does not
+    have. Raises torch.OutOfMemoryError if a single row does not fit.
     """
     folder = Path(folder)
     settings = _settings_for(draft, settings)
@@ -89,7 +90,7 @@ def distil(
             save_whole({"made_for": made_for, **rows._asdict()}, work / "rows.pt")
         state = _train(student, teacher, rows, settings, work / "checkpoint.pt", say)
     draft.requires_grad_(False)
-    for weight in draft.parameters():  # these alone: rotary frequencies stay fp32
+    for weight in draft.parameters():  # only parameters: rotary frequencies, which are buffers, stay fp32
         weight.data = weight.data.to(target.dtype)
     if isinstance(draft, EagleHead):
         save_head(draft, folder)
@@ -116,7 +117,7 @@ def distil(
 
 
 def schedule_of(settings: DistilSettings, rows: int, width: int) -> Schedule:
-    """The steps through so many rows, and the rates, for a draft of this width."""
+    """Number of steps and learning rates for training on `rows` rows. width: hidden size of the draft"""
     steps = max(1, round(settings.epochs * rows / settings.rows_per_step))
     rate = settings.rate or 2 / width
     return Schedule(
@@ -137,7 +138,7 @@ def _train(
     checkpoint: Path,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Train the student; what there is to record: tokens, seconds, loss, overlaps held out by the steps before."""
+    """Train the student; returns what to record: steps, tokens, seconds, loss, and held-out agreement by step."""
     size = settings.rows_per_step
     config: Any = student.module.config
     schedule = schedule_of(settings, len(rows.train), config.hidden_size)
@@ -182,7 +183,7 @@ def _train(
 
 
 def _settings_for(draft: EagleHead | BlockHead | PreTrainedModel, settings: DistilSettings) -> DistilSettings:
-    """The settings with what this kind of draft has by default; ValueError for what it does not have."""
+    """The settings with this kind of draft's defaults. Raises ValueError for settings that it does not have."""
     if isinstance(draft, EagleHead):
         return replace(settings, depths=settings.depths or 5, decay=settings.decay or 0.8)
     if isinstance(draft, BlockHead):
@@ -215,7 +216,7 @@ def _new_rows(
 
 
 def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
-    """The rows that an earlier run left, if it was for the same settings and draft."""
+    """The rows that an earlier run saved. Raises ValueError if its settings or draft were different."""
     saved = torch.load(file, weights_only=True)
     before = saved.pop("made_for")
     changed = [
@@ -227,8 +228,8 @@ def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
 
 
 def _student(draft: EagleHead | BlockHead | PreTrainedModel, target: PreTrainedModel) -> Student:
-    """The draft ready to learn; a head's own embedding and lm_head are copies of the target's and stay as they are."""
-    draft.eval()  # without dropout: the targets are distributions, not samples
+    """The draft, ready for training. Embedding and lm_head of a head or block draft are not trained."""
+    draft.eval()  # no dropout: the draft learns from distributions, not from samples
     if isinstance(draft, EagleHead | BlockHead):
         draft.requires_grad_(True)
         for module in (draft.embed_tokens, draft.lm_head):
@@ -280,7 +281,9 @@ def _check_folder(folder: Path, resume: bool) -> None:
 
 @contextmanager
 def _without_gradients(target: PreTrainedModel) -> Iterator[None]:
-    """While a draft learns through the target's embedding and lm_head, those do not."""
+    """Switch off gradients of the target's weights in the block: a draft that shares embedding and lm_head must not
+    train them.
+    """
     learning = [weight for weight in target.parameters() if weight.requires_grad]
     for weight in learning:
         weight.requires_grad_(False)

@@ -1,14 +1,15 @@
-"""Choose a target's layers that draft best for it: one after another is left out, always the one that is missed least.
+"""Choose the target's layers that draft best for it: remove one layer after another, each time the least important one.
 
-With Q the law of the draft of layers S, and P the target's, a drafted token is accepted with probability
-alpha(S) = E[sum_v min(P, Q)]. A pass over S reads a share c(S) of the target's weights. So a chain of g drafts gives
+With Q the distribution of a draft of layers S, and P the target's, a drafted token is accepted with probability
+alpha(S) = E[sum_v min(P, Q)]. A pass over S reads a share c(S) of the target's weights. If only reading weights takes
+time, a chain of g drafts gives
 
     speedup(S, g) = (1 - alpha^(g + 1)) / ((1 - alpha) (1 + g c))        (Leviathan et al. 2023, theorem 3.8)
 
-where only weights take time. The overlap is measured on texts that the target writes after the user's prompts.
+The overlap is measured on what the target generates after the user's prompts.
 
-Source: Zhang et al. 2024, "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",
-which leaves out layers, too, and searches for them by Bayesian optimisation: fewer trials, for less sure an answer.
+Source: Zhang et al. 2024, "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding".
+    It also removes layers, but searches by Bayesian optimisation: fewer trials, with a less certain result.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +29,13 @@ LONGEST_CHAIN = 16
 
 
 class LayerChoice(NamedTuple):
-    """Layers of a target as its draft.
+    """Layers of a target that can be used as its draft.
 
-    layers:  to be given to `EarlyExit`
-    overlap: probability that a drafted token is accepted, at the temperature asked for
-    share:   of the target's weights that a pass reads
-    drafts:  length of the chain that pays most
-    speedup: over plain decoding, with that chain, if reading weights is all that takes time; 1 where no chain pays
+    layers: for `EarlyExit`
+    overlap: probability that a drafted token is accepted, at the requested temperature
+    share: share of the target's weights that a pass over the layers reads
+    drafts: length of the fastest chain
+    speedup: over plain decoding, with that chain, if only reading weights takes time; 1 if no chain pays
     """
 
     layers: tuple[int, ...]
@@ -53,15 +54,15 @@ def choose_layers(
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[LayerChoice]:
-    """For each number of layers below the target's own, those that were left; the first has the most speed.
+    """The best choice found for each number of layers, fastest first.
 
         best, *others = choose_layers(target, prompts)
         SpeculativeDecoder(target, EarlyExit(best.layers))
 
-    prompts: LongTensors [1, T], like those to be continued; a target of n layers is run n^2 / 2 times over each
-    tokens: that the target writes after each prompt, which are looked at
-    temperature: above 0, of the text and of both laws
-    on_progress: called with a line of text that says what is going on
+    prompts: LongTensors [1, T], similar to those to be decoded; a target of n layers runs about n^2 / 2 times over each
+    tokens: number of tokens that the target generates after each prompt, on which the overlap is measured
+    temperature: above 0; for generating, and for both distributions
+    on_progress: called with a line of text that says what is being done
 
     Raises ValueError or TypeError for prompts, settings and targets that do not fit.
     """
@@ -100,7 +101,7 @@ def choose_layers(
 
 
 def _best_chain(overlap: float, share: float) -> tuple[int, float]:
-    """The length that pays most, and the speedup."""
+    """The length of the fastest chain, and its speed-up."""
     speedups = {
         drafts: sum(overlap**depth for depth in range(drafts + 1)) / (1 + drafts * share)
         for drafts in range(LONGEST_CHAIN + 1)
@@ -111,7 +112,7 @@ def _best_chain(overlap: float, share: float) -> tuple[int, float]:
 
 @torch.inference_mode()
 def _laws(forward: Forward, text: Tensor, length: int, temperature: float) -> Tensor:
-    """The law of each token of a text LongTensor[1, T] from token `length` on, fp32 [T - length, V]."""
+    """The distributions of the tokens of a sequence LongTensor[1, T] from index `length` on, fp32 [T - length, V]."""
     count = text.shape[1] - 1
     cache = forward.new_cache(1, count)
     start = torch.zeros((), dtype=torch.long, device=text.device)

@@ -1,7 +1,7 @@
-"""Load a target, its draft and their tokenizer from folders, or by their names on the Hugging Face Hub.
+"""Load a target, its draft and the tokenizer from folders, or by their names on the Hugging Face Hub.
 
-No code that comes with a model is run, and weights must be safetensors. Those of trained heads may be pickles of
-tensors alone, as some were published.
+No code that comes with a model is run. Weights must be safetensors; only those of trained heads may also be pickles
+that contain nothing but tensors, because some were published so.
 """
 
 import difflib
@@ -40,13 +40,13 @@ from heavypath.speculative.streaming.load import load_streamed
 
 logger = logging.getLogger(__name__)
 
-DEMO_HEAD = "demo-head"  # names the shipped head
-MERGE = "merge:"  # before the drafts of a `Merge`
-_WORDS = (DEMO_HEAD, "prompt-lookup", "recall", "lookahead")  # drafts that no folder has
+DEMO_HEAD = "demo-head"  # name of the shipped head
+MERGE = "merge:"  # prefix of the drafts of a `Merge`
+_WORDS = (DEMO_HEAD, "prompt-lookup", "recall", "lookahead")  # drafts that are not loaded from a folder
 
 
 class Pair(NamedTuple):
-    """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
+    """A target and a draft in eval mode on one device, and the target's tokenizer; draft None is for plain decoding."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | Draftable | None
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end a text: those of the target's generation config, or else the tokenizer's."""
+        """The end-of-sequence tokens: those of the target's generation config, else the tokenizer's."""
         config = self.target.generation_config
         eos = config.eos_token_id if config is not None else None
         if eos is None:
@@ -74,27 +74,26 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name on the Hugging Face Hub.
 
-    target, draft: default the shipped pair. draft may also be an EAGLE head ("demo-head" is the shipped one), Medusa
-        heads or a block draft. Or "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS" or "retrieval:PATH",
-        which need no model. PATH is a file that `Retrieval.save` wrote, or a text or a folder of texts. Or several:
-        "demo-head+prompt-lookup" is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and
-        "2*demo-head+4*prompt-lookup", with levels, a `Cascade`.
-    device: default a GPU if there is one.
-    dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
-        A head has its target's.
-    ranks: processes that the target is split over, by its own tensor-parallel plan; this is one of them, and
-        torch.distributed knows the others. Each has the whole draft.
-    memory: bytes that the target's weights may take on the device, or a text such as "8G". Weights beyond that are read
-        from its folder, or copied to a GPU, in each forward pass, see `load_streamed`. The models are then in the type
-        that they were saved in, and in one process.
-    host_memory: with `memory` of a GPU, what is taken of the host's for the layers that are copied, as `load_streamed`
-        has it. Default: as much as they need.
-    local_files_only: of what the Hugging Face cache lacks of a name, fetch nothing, as with HF_HUB_OFFLINE
+    target, draft: default: the shipped pair. draft may be a model, an EAGLE head ("demo-head" is the shipped one),
+        Medusa heads or a block draft. "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS" and "retrieval:PATH"
+        need no second model; PATH is a file that `Retrieval.save` wrote, a text file, or a folder of text files. Drafts
+        can be combined: "demo-head+prompt-lookup" is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and
+        "2*demo-head+4*prompt-lookup" a `Cascade` with the levels of each
+    device: default: a GPU if there is one
+    dtype: of both models; default: as they were saved, float32 for the shipped pair. A head has the target's dtype
+    ranks: number of processes that the target is split over, by its own tensor-parallel plan. Call this in each of
+        them, with torch.distributed initialised. Each process has the whole draft
+    memory: bytes that the target's weights may take on the device, or a string such as "8G". Weights beyond that are
+        read from its folder, or copied to a GPU, in each forward pass, see `load_streamed`. Needs the default dtype,
+        and one process
+    host_memory: with `memory` on a GPU: the host memory for the layers that are copied, see `load_streamed`. Default:
+        as much as they need
+    local_files_only: use only what is in the Hugging Face cache and fetch nothing, as with HF_HUB_OFFLINE
 
-    A draft model with another tokenizer is a `Translated`, and the log says how many tokens are common.
+    A draft model with another tokenizer becomes a `Translated`; the log says how many tokens are common.
 
-    Raises ValueError, TypeError or OSError, in one line. It does so for a missing folder, a model type that is not
-    supported, files that do not fit together, and no tokenizer. It does so, too, for a trained draft's other tokenizer.
+    Raises ValueError, TypeError or OSError with a one-line message: for a missing folder, an unsupported model type,
+    files that do not fit together, a missing tokenizer, and a trained draft with another tokenizer.
     """
     if memory is not None and (target is None or dtype is not None):
         raise ValueError(
@@ -119,9 +118,9 @@ def load_pair(
 
 
 def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only: bool = False) -> None:
-    """Find the folders of a target and of drafts, as `load_pair` takes them, and fetch what the cache lacks of them.
+    """Find the folders of a target and of drafts, named as for `load_pair`, and fetch what the cache lacks.
 
-    Raises as `load_pair` does for what can be told without the weights.
+    Raises the errors of `load_pair` that can be found without reading weights.
     """
     parts = [name for draft in drafts for _, name in _parts(draft) or [("", draft)]]
     named = [name for name in parts if name != DEMO_HEAD and not _check_modelless(name)]
@@ -136,7 +135,7 @@ def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only
 
 
 def _find_draft(name: str, local_files_only: bool) -> Path:
-    """The folder of a draft; an error for a name that is nearly a word says so."""
+    """The folder of a draft; the error for a misspelt name suggests the right one."""
     try:
         return find_folder("draft", name, local_files_only)
     except FileNotFoundError as error:
@@ -152,7 +151,7 @@ def _load_pair(
     dtype: torch.dtype | None,
     load_target: Callable[[Path], PreTrainedModel],
 ) -> Pair:
-    """As `load_pair`, by a function that loads the target from its folder, once all folders are here."""
+    """Like `load_pair`, with a function that loads the target, once all folders have been found or fetched."""
     if draft is not None and _parts(draft):
         alone = _load_pair(target, None, device, dtype, load_target)
         return alone._replace(draft=load_draft(draft, alone, target, dtype, local_files_only=True))
@@ -194,17 +193,18 @@ def load_draft(
     dtype: torch.dtype | None = None,
     local_files_only: bool = False,
 ) -> PreTrainedModel | Draftable:
-    """Load a draft for a target: a trained head of any kind as published, or a model; from a folder or by its name.
+    """Load a draft for a target: a model, or a trained head of any kind as published; from a folder or by its name.
 
-    path_or_name: a name on the Hugging Face Hub; what the cache lacks of it is fetched. May also be "demo-head",
-        "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", or for a pair "retrieval:PATH"; and several of
+    path_or_name: a folder, or a name on the Hugging Face Hub; what the cache lacks is fetched. Also "demo-head",
+        "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair "retrieval:PATH", and combinations of
         these, as in `load_pair`
-    target: the model; or a pair that `load_pair` loaded by `target_name`. A draft model with another tokenizer than
-        the pair's, or than the one in the model's folder, is a `Translated`
-    dtype: default the target's for a head, the one that it was saved in for a model
+    target: the model, or a pair that `load_pair` loaded. A draft model becomes a `Translated` if its tokenizer differs
+        from the pair's, or from the one in the model's folder
+    target_name: the name that the pair's target was loaded by; None for the shipped pair
+    dtype: default: the target's for a head, as saved for a model
     local_files_only: fetch nothing, as with HF_HUB_OFFLINE
 
-    Raises as `load_pair` does, and ValueError for a head that does not fit the target, naming the tensor.
+    Raises the errors of `load_pair`, and ValueError for a head that does not fit the target, with the tensor's name.
     """
     if not isinstance(path_or_name, str | Path):
         raise TypeError(f"path_or_name must be a folder or a name, got {path_or_name!r}")
@@ -236,7 +236,9 @@ def load_draft(
 def _as_trained(
     model: PreTrainedModel, own: PreTrainedTokenizerBase | None, target: PreTrainedTokenizerBase | None
 ) -> PreTrainedModel | Draftable:
-    """A draft model, which drafts all levels at once if it was trained to, with its tokenizer and the target's."""
+    """A draft model; wrapped in `Pard` if trained to draft all levels at once, in `Translated` if its tokenizer
+    differs.
+    """
     mask = getattr(model.config, "pard_token", None)
     if mask is not None:
         if target is not None:
@@ -257,9 +259,9 @@ def _lacks_target(draft: str) -> ValueError:
 
 
 def _parts(draft: str) -> list[tuple[str, str]]:
-    """The levels, if they are given, and the name of each draft of several; none if the text names one draft.
+    """The (levels or "", name) of each draft of a combination; empty if the string names a single draft.
 
-    Raises ValueError if some have levels, and others have not; and for a merge of one, or with levels.
+    Raises ValueError if only some drafts have levels, and for a merge of one draft or with levels.
     """
     merges = draft.startswith(MERGE)
     if ("+" not in draft and not merges) or Path(draft).expanduser().exists():
@@ -279,7 +281,9 @@ def _parts(draft: str) -> list[tuple[str, str]]:
 
 
 def _check_modelless(draft: str) -> bool:
-    """True if the text names a draft without a model; raises ValueError or FileNotFoundError if it does so wrongly."""
+    """Whether the string names a draft without a model. Raises ValueError or FileNotFoundError if its argument is
+    wrong.
+    """
     kind, _, what = draft.partition(":")
     if kind == "early-exit" and not all(part.isdecimal() for part in what.split(",")):
         raise ValueError(
@@ -294,14 +298,14 @@ def _check_modelless(draft: str) -> bool:
 
 
 def _exit_layers(draft: str | None) -> set[int]:
-    """The target's layers that drafts named by this text run."""
+    """The target's layers that the "early-exit" drafts in this string run."""
     texts = [name for _, name in _parts(draft or "")] or [draft]
     exits = [_modelless(text, None) for text in texts if text is not None and text.startswith("early-exit:")]
     return {index for one in exits if isinstance(one, EarlyExit) for index in one.indices}
 
 
 def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Draftable:
-    """The draft without a model that the text names, once it has been checked."""
+    """The draft without a model that a checked string names."""
     kind, _, what = (draft or "").partition(":")
     if kind == "early-exit":
         return EarlyExit([int(layer) for layer in what.split(",")] if "," in what else int(what))
@@ -318,7 +322,7 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def _config_of(role: str, folder: Path) -> PreTrainedConfig:
-    """The config of a causal language model; ValueError or TypeError for what is none."""
+    """The config of a causal language model. Raises ValueError or TypeError if the folder has none."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -341,12 +345,11 @@ def _load_tokenizer(role: str, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_in(role: str, folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder, if there is one."""
     return _load_tokenizer(role, folder) if _has_tokenizer(folder) else None
 
 
 def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in the folder that a model was loaded from, if there is one."""
+    """The tokenizer in the folder that a model was loaded from; None if there is none."""
     try:
         return _tokenizer_in("target", find_folder("target", model.name_or_path, True)) if model.name_or_path else None
     except FileNotFoundError:

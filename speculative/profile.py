@@ -1,15 +1,16 @@
-"""Profiles: measurements of a pair of models on one machine, and the trees that follow from them.
+"""Profiles: measured costs and acceptance of a pair of models on one machine, and the trees planned from them.
 
-A profile is a small JSON file. For some numbers of sequences that are decoded together, it has the seconds of a step
-with a tree of n nodes, and those of drafting one level. For each way to draw and verify and each sampling, it has how
-often child j of a node at depth d is accepted. It also keeps which child each token of the texts was. A plan is the
-tree with the largest
+A profile is a small JSON file. For several batch sizes it has the seconds of a step with a tree of n nodes, and of
+drafting one level. For each combination of draw, verification and sampling, it has how often child j of a node at depth
+d is accepted. It also has, for each token of the measured sequences, which child it was. A plan is the tree with the
+largest
 
     expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
 
-of as many sequences (Sequoia, Chen et al. 2024, section 4.1). It is chosen among all trees for the methods that may
-have any, and among the trees of their kind for the others. Acceptance where counts run out follows a law (`tails`). The
-tokens that a plan promises do not: they are those that its tree accepts of the texts (`ranks`).
+at the same batch size (Sequoia, Chen et al. 2024, section 4.1). For methods that can have any tree, it is the best of
+all trees. For the others, it is the best of the shapes that they can have. Where counts are few, acceptance is
+extrapolated by a fitted formula (`tails`). The expected tokens reported for a plan are not extrapolated: they are the
+tokens that its tree would have accepted in the measured sequences (`ranks`).
 """
 
 import json
@@ -41,28 +42,29 @@ from heavypath.speculative.trees.growth import Confidence, Growth
 from heavypath.speculative.trees.planning import Plan
 from heavypath.speculative.trees.tree import TokenTree
 
-# Of the file. 5 counted 8 levels and 8 children and kept no texts. 4 had the costs of one sequence alone, 3 rejection
-# where it names no verifier. 2 did not say how sure its figures are, 1 had no numbers of parameters. All are refused:
-# no release wrote one, and by 4 and 5 trees would be smaller or larger than those that pay, without a word.
+# Version of the file format. Older versions are refused: no release wrote one, and with 4 and 5 trees would silently be
+# too small or too large. 5 counted 8 levels and 8 children and kept no sequences; 4 had only the costs of one sequence;
+# 3 meant rejection if it named no verifier; 2 had no errors of its figures; 1 had no numbers of parameters.
 VERSION = 6
-STREAMED = "streamed_megabytes"  # in the environment: what a pass reads, of a target that is streamed
+STREAMED = "streamed_megabytes"  # key of the environment: what a pass reads if the target is streamed
 _RANK = re.compile(r"-[12]|[0-9]{1,3}")
-ALIKE = 0.25  # of that: as long as it is within this, the costs are those that were measured
-MATTERS = 1.05  # times as fast without something: where that is less, it is not what limits
-SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take
+ALIKE = 0.25  # largest relative difference of STREAMED at which measured costs are still used
+MATTERS = 1.05  # a cost counts as the limit if decoding without it would be at least this many times as fast
+SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take in a valid profile
 
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """The counts of `calibration.walk` for one way to draw and verify, under one sampling.
+    """The counts of `calibration.walk` for one combination of draw, verification and sampling.
 
-    draw, verification: as `Method.at` gives them
-    sequence_count:     the number of independent sequences; None for trees that may branch everywhere
-    filters:            how target and draft were sampled
-    accepted, reached:  as in `walking.Counts`; moments: the same of all depths together
-    texts:              of each text the ranks of its tokens with spaces between them; none where only counts are known
-    moments_by_depth:   of the first depths, each with its first children; none where they were not kept apart
-    temperatures:       of the depths, by which the draft's laws were sharpened, see `drafts.tempered`; none for 1
+    draw, verification: as `Method.at` returns them
+    sequence_count: number of independent sequences; None for trees that may branch at every node
+    filters: how target and draft were sampled
+    accepted, reached: as in `walking.Counts`
+    moments: as in `walking.Counts`, summed over all depths
+    texts: for each measured sequence the ranks of its tokens, separated by spaces; empty if only counts are known
+    moments_by_depth: moments of each of the first depths, for its first children; empty if not kept per depth
+    temperatures: for each depth, by which the draft's distributions were sharpened, see `drafts.tempered`; empty for 1
     """
 
     draw: str
@@ -77,12 +79,14 @@ class MeasuredAcceptance:
     temperatures: list[float] = field(default_factory=list)
 
     def is_of(self, row: Method, temperature: float) -> bool:
-        """True if it is the acceptance of a method, and of all that draw and verify alike at this temperature."""
+        """Whether this is the acceptance of a method at this temperature, or of another one with equal draw and
+        verification.
+        """
         sequences = self.sequence_count is not None
         return (self.draw, self.verification, sequences) == (*row.at(temperature), row.independent_sequences)
 
     def check(self) -> None:
-        """Raise ValueError for counts that cannot be."""
+        """Raise ValueError for impossible counts."""
         self.filters.check()
         if self.sequence_count is not None and self.sequence_count < 1:
             raise ValueError(f"sequence_count must be None or >= 1, got {self.sequence_count}")
@@ -104,19 +108,20 @@ class MeasuredAcceptance:
 
     @cached_property
     def counts(self) -> CountedTexts:
-        """The counts, which have the rates and the tokens of trees."""
+        """The counts as `CountedTexts`, which computes rates and expected tokens."""
         ranks = [[int(rank) for rank in text.split()] for text in self.texts]
         return CountedTexts(self.accepted, self.reached, ranks, int(self.sequence_count is not None))
 
     def rates(self) -> Tensor:
-        """The acceptance by which trees are planned, fp64 [depth, child], see `CountedTexts.rates`."""
+        """The acceptance for planning trees, fp64 [depth, child], see `CountedTexts.rates`."""
         return self.counts.rates()
 
     def confidence(self) -> Confidence:
-        """For each child the line of least squares through its acceptance by the draft's share, within [0, 1].
+        """For each child a line, fitted by least squares, from its draft probability to its acceptance; within [0, 1].
 
-        Children that were tried less than `PRIOR` times have the line of the last one before them. Where depths were
-        kept apart, each has lines of its own, by its nodes and `PRIOR` nodes' worth of those of all depths.
+        Children that were tried less than `PRIOR` times get the line of the last child before them. If moments were
+        kept per depth, each depth gets its own lines, from its own nodes and a prior of `PRIOR` nodes with the averages
+        of all depths.
         """
         often = takewhile(lambda row: row[0] >= PRIOR, self.moments[1:])
         every = np.array([*self.moments[:1], *often])
@@ -128,13 +133,13 @@ class MeasuredAcceptance:
 
 
 def _lines(moments: np.ndarray) -> Confidence:
-    """The lines of children with these moments [children, 5]."""
+    """The fitted line of each child. moments: [children, 5]"""
     base, slope = zip(*map(_line, moments.tolist()), strict=True)
     return Confidence(base, slope)
 
 
 def _line(moments: Sequence[float]) -> tuple[float, float]:
-    """The line of least squares that rises within [0, 1], as base and slope: else the best one at these limits."""
+    """Base and slope of the least-squares line; if that does not rise within [0, 1], the best line at these limits."""
     tried, shares, squares, hits, products = moments
     spread = squares * tried - shares**2
     if spread > 1e-6 * tried**2:
@@ -155,9 +160,10 @@ def _line(moments: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class MethodGain:
-    """The drafted tokens that a method's plan accepts in decoding, as a share of those that counts promise for it.
+    """The ratio of accepted drafted tokens in real decoding to those expected from counts, for a method's plan.
 
-    nodes: of the plan's tree; error: the standard error of the factor
+    nodes: of the plan's tree
+    factor, error: the ratio and its standard error
     """
 
     method: str
@@ -168,7 +174,7 @@ class MethodGain:
 
 
 class Planned(NamedTuple):
-    """A plan, the acceptance that it was made by, and the gain over that by which its tokens are expected."""
+    """A plan, the acceptance that it was computed from, and the gain by which its expected tokens were corrected."""
 
     plan: Plan
     acceptance: MeasuredAcceptance
@@ -185,13 +191,13 @@ class Planned(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """The cost that keeps a plan from being faster.
+    """What limits the speed of a plan.
 
-    limited_by: "compute", the cost of a tree's nodes beyond a token; "drafting"; or "acceptance" if neither matters
-    without_that: the speed-up if that cost nothing, of the best tree then; for acceptance, if the likeliest path were
+    limited_by: "compute": the cost of further nodes in a pass; "drafting"; or "acceptance" if neither matters
+    without_that: the speed-up of the best tree if that cost were zero; for acceptance: if the likeliest path were
         always accepted
-    free_nodes: nodes of the largest tree whose step takes at most a tenth longer than a token's. Up to this size steps
-        take the time of reading weights, which is bandwidth
+    free_nodes: nodes of the largest tree whose step takes at most a tenth longer than one of a single token. Up to this
+        size a step is limited by memory bandwidth, that is, by reading the weights
     """
 
     limited_by: str
@@ -201,15 +207,17 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs and acceptance of a pair of models.
+    """Measured costs and acceptance of a pair of models.
 
-    target, draft: what the models are, see `describe`
+    target, draft: descriptions of the models, see `describe`
     target_parameters, draft_parameters: their sizes, see `parameter_count`
-    environment:   what else the costs depend on, see `calibration.cost_environment`
-    costs:         by the number of sequences that are decoded together
-    verifier:      what verified methods that take one, of `methods.VERIFIERS`; None for what each method has by default
-                   on that kind of device
-    gains:         of methods that accept more or less than is counted, by their verifier or as their trees grow
+    environment: what else costs depend on, see `calibration.cost_environment`
+    costs: for several batch sizes
+    acceptance: one entry for each combination of draw, verification and sampling
+    verifier: a value of `methods.VERIFIERS` that verified the methods that accept it; None for each method's default on
+        that device type
+    gains: for methods that accept more or fewer tokens than counts predict, because of their verifier or because trees
+        grow
     """
 
     target: str
@@ -235,8 +243,8 @@ class Profile:
     def load(cls, path: str | Path) -> "Profile":
         """Read a profile from JSON.
 
-        Raises FileNotFoundError where there is no file, and ValueError for a file that is no profile or a profile of
-        another version. Both say how to make one.
+        Raises FileNotFoundError if there is no file, and ValueError for a file that is no profile or has another
+        version. Both messages say how to make one.
         """
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no profile {str(path)!r}; `heavypath calibrate --out {path}` makes one")
@@ -258,7 +266,7 @@ class Profile:
         )
 
     def _checked(self) -> "Profile":
-        """The profile; ValueError for figures that no calibration times or counts."""
+        """Returns the profile; raises ValueError for figures that no calibration can produce."""
         for batch in self.costs.batches:
             costs = self.costs.at(batch)
             sizes = {*costs.step, *costs.step_error}
@@ -283,13 +291,15 @@ class Profile:
         return self
 
     def row(self, method: str) -> Method:
-        """The row of a method, verified as it was when its acceptance was counted."""
+        """The row of a method, with the verification that its acceptance was measured with."""
         return measured_row(method, self.verifier, str(self.environment["device_type"]))
 
     def check(self, target: PreTrainedModel, draft: AnyDraft | None, method: str, verification: str) -> None:
-        """Raise ValueError if it was measured for other models, another precision or another kind of device.
+        """Raise ValueError if it was measured for other models, another precision, another device type or another
+        verification.
 
-        method: whose trees are wanted; verification: by what they will be verified, which must be what was measured.
+        method: whose trees are wanted
+        verification: how they will be verified
         """
         measured_by = self.row(method).verification
         if measured_by != verification:
@@ -312,10 +322,10 @@ class Profile:
             )
 
     def measured(self, method: str, filters: Filters) -> list[MeasuredAcceptance]:
-        """The measurements of a method that are nearest in temperature, with the same filters if there are such.
+        """The measurements of a method at the nearest temperature, with the same filters if possible.
 
         It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none, and
-        for a method that changes the text's law.
+        for a method that is not lossless.
         """
         if not row_of(method).is_lossless:
             raise ValueError(f"a profile measures methods that keep the target's law, got {method!r}")
@@ -335,21 +345,21 @@ class Profile:
         return [entry for entry in fitting if distance(entry) == nearest]
 
     def changes(self, method: str, filters: Filters) -> tuple[Tempered, ...]:
-        """The changes of the draft's logits with which the acceptance of a method was counted, as of a step."""
+        """The changes of the draft's logits with which a method's acceptance was measured; apply them in each step."""
         if not any(entry.temperatures for entry in self.acceptance):
             return ()
         temperatures = self.measured(method, filters)[0].temperatures
         return (Tempered(tuple(temperatures)),) if temperatures else ()
 
     def plan(self, method: str, filters: Filters, batch: int = 1) -> Planned:
-        """The best tree of a method under some sampling, and the acceptance that it was chosen by.
+        """The best tree of a method for some target filters, and the acceptance that it was computed from.
 
-        batch: sequences that are decoded together
+        batch: number of sequences decoded together
 
-        For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on
-        the draft of each step. For a method whose siblings may carry equal tokens the expected tokens are a little too
-        few: they count the children of the first of equal siblings alone. Where the method's gain was measured, the
-        drafted tokens that counts promise are multiplied by it.
+        For methods whose trees grow, it is the best static tree, because how many tokens a grown tree yields depends on
+        the draft's probabilities in each step. For methods whose siblings may have equal tokens, the expected tokens
+        are slightly too low: of equal siblings only the first one's children are counted. If the method's gain was
+        measured, the expected drafted tokens are multiplied by it.
         """
         known = self.costs.at(batch)
         costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
@@ -365,7 +375,7 @@ class Profile:
         return next((gain for gain in self.gains if (gain.method, gain.filters) == (method, filters)), None)
 
     def limit(self, method: str, planned: Planned, batch: int = 1) -> Limit:
-        """The limit of a plan of a method; batch: sequences that are decoded together, as for the plan."""
+        """What limits the speed of a method's plan. batch: as for the plan"""
         known, entry = self.costs.at(batch), planned.acceptance
         costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
         free = max(size for size, cost in costs.items() if cost <= 1.1)
@@ -383,29 +393,31 @@ class Profile:
         return Limit("acceptance", (plan.tree.depth + 1) * plan.speedup / plan.expected_tokens, free)
 
     def speedup_error(self, planned: Planned, batch: int = 1) -> float:
-        """The error of a plan's speed-up: that of its expected tokens and that of its costs, together."""
+        """The standard error of a plan's speed-up, from those of its expected tokens and of its costs."""
         plan = planned.plan
         cost = self.costs.at(batch).relative_error(len(plan.tree), plan.tree.depth)
         return plan.speedup * math.hypot(planned.tokens_error / plan.expected_tokens, cost)
 
     def tree_for(self, method: str, filters: Filters, batch: int = 1) -> TokenTree | Growth:
-        """The tree that `SpeculativeDecoder` drafts with a method under some sampling, or how its trees grow.
+        """The tree, or the growth, that `SpeculativeDecoder` drafts with a method, for these target filters.
 
-        batch: sequences that are decoded together
+        batch: number of sequences decoded together
         """
         plan, entry, _ = self.plan(method, filters, batch)
         return as_drafted(method, plan.tree, entry.confidence() if filters.temperature > 0 else None)
 
     def mbsu(self, plan: Plan) -> float:
-        """The memory-bound speed-up of a plan: as if a forward pass took as long as its parameters take to be read.
+        """The memory-bound speed-up (MBSU) of a plan: assumes that a pass takes time in proportion to its parameters.
 
-        MBSU is expected tokens / (1 + L r), with L levels of drafting and r the draft's parameters / the target's (RSD,
-        Jeon et al. 2024). It is made of sizes alone; no measured time enters it.
+        MBSU = expected tokens / (1 + L r), with L levels of drafting, and r the draft's parameters / the target's (RSD,
+        Jeon et al. 2024). No measured time enters it.
         """
         return plan.expected_tokens / (1 + plan.tree.depth * self.draft_parameters / self.target_parameters)
 
 
 def streaming_of(target: PreTrainedModel) -> dict[str, str | int]:
-    """The bytes that a pass of a target reads anew, for a profile's environment; none for a target in memory."""
+    """The megabytes that each pass of a streamed target reads, for a profile's environment; empty for a target in
+    memory.
+    """
     stream = stream_of(target)
     return {} if stream is None else {STREAMED: round(streamed_bytes(stream) / 1e6)}

@@ -1,26 +1,28 @@
-"""Trees by a profile: the best for each number of running sequences, and with `replan` by what is accepted of a text.
+"""Trees chosen by a profile: the fastest for the number of running sequences; with `replan` also by recent acceptance.
 
-A profile says how much is accepted on average. Some texts are easier for the draft and some harder, and one text may
-change half way. So every EVERY steps the host looks at the counts; a count is worth half after HALF_LIFE steps. Child j
-of a node at depth d was offered O[d, j] times, accepted A[d, j] times, and tried, its elders being refused, T[d, j]
-times. c[d, j] is the share of T that the profile expects, and W = WEIGHT counts stand for shares still unknown:
+A profile has the average acceptance. Some sequences are easier for the draft, some harder, and a sequence may change
+half way. So with `replan` the host looks at the counts every EVERY steps; the weight of a count halves every HALF_LIFE
+steps. Child j of a node at depth d was offered O[d, j] times, accepted A[d, j] times, and tried T[d, j] times: tried
+means that its elder siblings were rejected. c[d, j] is the share of T that the profile expects to be accepted, and W =
+WEIGHT counts is the weight of this prior:
 
     T[d, j] = O[d, j] (1 - sum_{i<j} A[d, i] / O[d, i])
-    s = (sum A + W) / (sum T c + W)                       how much more is accepted of this text than of others
+    s = (sum A + W) / (sum T c + W)                       how much more is accepted in this sequence than on average
     share[d, j] = (A + W min(1, s c)) / (T + W)           rate[d, j] = share[d, j] prod_{i<j} (1 - share[d, i])
     speed(tree) = expected tokens(tree, rate) / cost(tree)
 
-The next steps draft the fastest shape, by the costs for as many sequences as are running. The shapes are few, so that
-on a GPU each is captured once. They are the best trees where the profile's shares are multiplied by SCALES, for each of
-the profile's batches up to this one. A child that was never offered is believed to be s times as good as usual. As
-counts fade, the profile is believed again, so that larger trees are tried again by themselves. Each shape drafts a
-level at least, since nothing is learned without a draft; whether to draft at all is decided by `adapting.Rest`.
+The next steps draft the shape with the highest speed, by the costs for the current number of sequences. There are only
+a few shapes, so that on a GPU each is captured once: the best trees for the profile's shares multiplied by each of
+SCALES, for each batch size in the profile up to this one. A child that was never offered is assumed to be s times as
+good as in the profile. As counts fade, the estimate returns to the profile, so larger trees are tried again without a
+special rule. Each shape drafts at least one level, since nothing is learned without drafting; whether to draft at all
+is decided by `adapting.Rest`.
 
-The choice depends on steps that are over, and on a GPU not on the last of them either. So the draws and the
-verification of a step follow the target's law with any choice. A text depends on the choice, though, as it does on the
-tree: in a batch, which shares its trees, it is another sample than alone.
+The choice depends only on finished steps (on a GPU, not even on the last of them). So draws and verification keep the
+target's distribution for any choice. Sampled output does depend on the choice, as on any tree. A batch shares its
+trees, so a sequence in a batch is another sample than the same sequence alone.
 
-Source: Sequoia (Chen et al. 2024) plans once; that acceptance is measured while decoding is ours.
+Source: Sequoia (Chen et al. 2024) plans once. Measuring acceptance while decoding is ours.
 """
 
 import logging
@@ -55,12 +57,12 @@ logger = logging.getLogger(__name__)
 
 EVERY = 4  # steps between two choices
 HALF_LIFE = 8  # steps
-WEIGHT = 6.0  # counts that the profile's acceptance is worth
-SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # of the profile's shares, for each of which there is a shape
+WEIGHT = 6.0  # the weight of the profile's acceptance, in counts
+SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # factors of the profile's shares; there is a shape for each
 
 
 def profile_of(method: str, row: Method, options: Mapping[str, Any]) -> "Profile | None":
-    """The profile that a decoder was given, or None; ValueError where the decoder cannot have one, or needs one.
+    """The profile of a decoder, or None. Raises ValueError if options or method do not allow one, or need one.
 
     options: of the decoder
     """
@@ -86,7 +88,7 @@ def profile_of(method: str, row: Method, options: Mapping[str, Any]) -> "Profile
 
 
 class ValuedShape(NamedTuple):
-    """A tree, or how trees grow; the static tree that it is valued as, and what a step with it costs.
+    """A tree (or growth), the static tree by which its tokens are estimated, and the cost of a step with it.
 
     costs: {sequences decoded together: seconds}
     """
@@ -97,16 +99,20 @@ class ValuedShape(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Shapes that may be drafted, the best for the profile's acceptance first; and that acceptance [depth, child]."""
+    """The shapes that may be drafted, the best for the profile's acceptance first, and that acceptance.
+
+    rates: fp64 [depth, child]
+    """
 
     shapes: tuple[ValuedShape, ...]
     rates: Tensor
 
     @classmethod
     def of(cls, profile: Profile, method: str, filters: Filters, levels: int | None, most: int = 1) -> "Shapes":
-        """The shapes of a method under some sampling; levels: that the draft can draft, None for any.
+        """The shapes of a method for target filters.
 
-        most: sequences that are decoded together, at first
+        levels: the most that the draft can draft; None for any
+        most: number of sequences at the beginning
         """
         batches = sorted({standing_for(running, profile.costs.batches) for running in range(1, most + 1)})
         entry = profile.plan(method, filters, batches[-1]).acceptance
@@ -133,14 +139,14 @@ class Shapes(NamedTuple):
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]:
-        """The trees."""
+        """The tree, or the growth, of each shape."""
         return tuple(shape.tree for shape in self.shapes)
 
 
 class TreeByProfile(TreePolicy):
-    """The trees of a decoder with a profile, for each way to sample and each number of sequences, computed once.
+    """The trees of a decoder with a profile; each combination of sampling and number of sequences is computed once.
 
-    replan: whether trees are chosen anew by the tokens that were accepted of a text
+    replan: whether trees are chosen again by the acceptance in the current sequences
     """
 
     chosen_by = "by the profile"
@@ -155,32 +161,36 @@ class TreeByProfile(TreePolicy):
         self._rests: dict[Filters, Rest] = {}
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
-        """See `TreePolicy`; the trees that are best on average."""
+        """The trees for 1 to `most` sequences that are fastest on average."""
         rests = rests and (self._draft or NO_DRAFT).can_rest
         return trees_up_to(most, self._profile.costs.batches, partial(self._tree, filters), self._method, rests=rests)
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
-        """See `TreePolicy`."""
+        """The tree for `running` sequences; with `replan`, that of the first step."""
         if not self._replan:
             return self.by_batch(filters, running).of(running)
         tree, rest = self.shapes(filters, running).trees[0], self._rest(filters)
         return tree if rest is None else rest.first(tree, running)
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
-        """See `TreePolicy`."""
+        """All trees that may be drafted; with `replan` all shapes, and the root alone if the draft can rest."""
         if not self._replan:
             return super().candidates(filters, batch)
         trees = self.shapes(filters, batch).trees
         return trees if self._rest(filters) is None else (*trees, ROOT)
 
     def for_serving(self, slots: int) -> TreesByBatch:
-        """See `TreePolicy`; the tree for all slots where a text depends on its tree: it must not depend on others."""
+        """The trees of a service. Where the output depends on the tree, always that for all slots, so that no request's
+        output depends on the other requests.
+        """
         plain = Filters()
         trees = self.by_batch(plain, slots, rests=False)
         return trees if self._row.texts_ignore_trees(plain) else TreesByBatch({1: trees.of(slots)})
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
-        """See `TreePolicy`."""
+        """The watcher that follows the number of running sequences; with `replan` also acceptance, and it lets the
+        draft rest.
+        """
         if not self._replan:
             trees = self.by_batch(filters, batch)
             return Adapting(lambda running, *_: trees.of(running))
@@ -190,11 +200,11 @@ class TreeByProfile(TreePolicy):
         return Adapting(BestShape(plan, shapes), rest, counts=True)
 
     def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
-        """See `TreePolicy`; with `replan` any shape may be drafted in any batch."""
+        """A function from the number of running sequences to its tree; None with `replan`, which may use any shape."""
         return None if self._replan else super().to_warm_up(filters, batch)
 
     def shapes(self, filters: Filters, most: int = 1) -> Shapes:
-        """The shapes that may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
+        """The shapes that `replan` chooses among, for 1 to `most` running sequences."""
         key = filters, standing_for(most, self._profile.costs.batches)
         if key not in self._shapes:
             levels = (self._draft or NO_DRAFT).levels
@@ -203,7 +213,7 @@ class TreeByProfile(TreePolicy):
         return self._shapes[key]
 
     def _rest(self, filters: Filters) -> Rest | None:
-        """What has the draft rest for texts that are sampled so; None for a draft that cannot catch up."""
+        """Decides when the draft rests for requests with these filters; None for a draft that cannot rest."""
         if self._draft is None or not self._draft.can_rest:
             return None
         if filters not in self._rests:
@@ -213,7 +223,7 @@ class TreeByProfile(TreePolicy):
 
     def _tree(self, filters: Filters, batch: int) -> TokenTree | Growth:
         if self._draft is None:
-            return ROOT  # plain decoding drafts nothing, whatever the profile knows
+            return ROOT  # plain decoding drafts nothing
         if (filters, batch) not in self._trees:
             tree = top(self._profile.tree_for(self._method, filters, batch), self._draft.levels)
             self._trees[filters, batch] = tree
@@ -229,23 +239,23 @@ class TreeByProfile(TreePolicy):
 
 
 def _cost(profile: Profile, tree: Shape, running: int) -> float:
-    """A step with a tree, in steps of plain decoding of as many sequences, as it was measured."""
+    """The measured cost of a step with a tree, in steps of plain decoding of as many sequences."""
     costs = profile.costs.at(standing_for(running, profile.costs.batches))
     return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
 
 
 def _expected_tokens(known: Mapping[tuple[Filters, int], Shapes], filters: Filters, tree: Shape) -> float:
-    """The tokens that a step with one of the known shapes brings on average, where the target is sampled so."""
+    """The expected tokens of a step with one of the known shapes, for these target filters."""
     fitting = [shapes for (sampled, _), shapes in known.items() if sampled == filters]
     planned = next(shape.planned for shapes in fitting for shape in shapes.shapes if shape.tree == tree)
     return expected_tokens(planned, fitting[0].rates)
 
 
 class BestShape:
-    """Chooses among the shapes of one generation, by what was accepted of it so far."""
+    """Chooses among the shapes of one generation, by the acceptance in it so far."""
 
     def __init__(self, plan: StepPlan, shapes: Shapes):
-        """plan: of the first steps, which names all shapes' trees."""
+        """plan: that of the first steps, whose limits hold for the trees of all shapes"""
         self._shapes = shapes.shapes
         self._nodes, self._has = _together([shape.planned for shape in self._shapes])
         batches = self._shapes[0].costs
@@ -258,7 +268,10 @@ class BestShape:
         self._best = self._shapes[0].tree
 
     def __call__(self, running: int, steps: int, counts: Tensor | None) -> Shape:
-        """The best tree for `running` sequences after `steps` steps; counts: LongTensor[2, any], see `commit`."""
+        """The best tree for `running` sequences after `steps` steps.
+
+        counts: LongTensor[2, any] of offered and accepted children, see `commit`
+        """
         if steps % EVERY:
             return self._best
         assert counts is not None
@@ -271,7 +284,7 @@ class BestShape:
         return self._best
 
     def rates(self) -> Tensor:
-        """The acceptance of this text, as far as it is known: fp64 [depth, child]."""
+        """The estimated acceptance of this generation, fp64 [depth, child]."""
         offered, accepted = self._counts
         each = accepted / offered.clamp(min=1e-9)
         tried = (offered * (1 - (each.cumsum(1) - each))).clamp(min=accepted)
@@ -280,7 +293,7 @@ class BestShape:
 
 
 def _together(trees: Sequence[TokenTree]) -> tuple[TokenTree, np.ndarray]:
-    """One tree that has the nodes of all of these, and which of them each has: fp64 [trees, nodes]."""
+    """The union of some static trees, and which of its nodes each tree has: fp64 [trees, nodes]."""
     paths = []
     for tree in trees:
         own: list[tuple[int, ...]] = [()]
@@ -292,12 +305,14 @@ def _together(trees: Sequence[TokenTree]) -> tuple[TokenTree, np.ndarray]:
 
 
 def _shares(rates: Tensor) -> Tensor:
-    """Of acceptance [depth, child]: how often a child is accepted whose elder siblings were refused."""
+    """Conditional acceptance: how often a child is accepted given that its elder siblings were rejected, [depth,
+    child].
+    """
     left = 1 - (rates.cumsum(1) - rates)
     return torch.where(left > 1e-9, rates / left, 0.0).clamp(max=1)
 
 
 def _rates(shares: Tensor) -> Tensor:
-    """The reverse of `_shares`."""
+    """The inverse of `_shares`."""
     refused = (1 - shares).cumprod(1)
     return shares * torch.cat([torch.ones_like(refused[:, :1]), refused[:, :-1]], 1)

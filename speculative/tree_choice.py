@@ -1,11 +1,11 @@
-"""Choose the tree of a decoder: the one that it was given, the one of the options given, or the best one by costs.
+"""Choose the tree of a decoder: as its options say, or by default the one that is fastest by estimated costs.
 
-The best one has the largest
+The fastest tree has the largest
 
     expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
 
-(Sequoia, Chen et al. 2024, section 4.1). It is chosen among all trees for the methods that may have any, and among the
-trees of their kind for the others.
+(Sequoia, Chen et al. 2024, section 4.1). For methods that can have any tree, it is the best of all trees. For the
+others, it is the best of the shapes that they can have.
 """
 
 import logging
@@ -34,17 +34,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SEQUENCES = 3  # independent ones, by default
-TOY_BYTES, TOY_SIZE = 1e6, 5  # of a model's weights, and nodes of its trees in any batch
-SURE = 1.15  # the gain by estimated costs from which on several sequences have a tree: estimates are that far off
+SEQUENCES = 3  # default number of independent sequences
+TOY_BYTES, TOY_SIZE = 1e6, 5  # a model with fewer bytes of weights is a toy; nodes of its trees, in any batch
+SURE = 1.15  # batches draft only if the estimated gain is at least this, because estimates are about that inaccurate
 
 
 def chosen_tree(
     method: str, given: Mapping[str, Any], target: Forward, draft: Draft | None
 ) -> tuple[TokenTree | Growth, str]:
-    """The tree of a decoder's options, or the default; or how trees grow. And in words what it was chosen by.
+    """The tree, or the growth, of a decoder's options or the default; and in words what it was chosen by.
 
-    given: the options that are not None. A tree is in heavy-path order
+    given: the options that are not None
+
+    A tree is returned in heavy-path order.
     """
     own, size, tree, chosen_by = draft or NO_DRAFT, TOY_SIZE, None, "by the options given"
     if is_toy(target):
@@ -67,7 +69,7 @@ def chosen_tree(
 
 
 def is_toy(target: Forward) -> bool:
-    """True for a model on a CPU that is so small that a step is the host's time, of which estimates know nothing."""
+    """Whether the target is a CPU model so small that a step takes mostly host time, which the estimates ignore."""
     return target.device.type == "cpu" and target.stream is None and Work.of(target).weight_bytes < TOY_BYTES
 
 
@@ -76,11 +78,13 @@ def best_plan(
 ) -> "Plan":
     """The tree of a method with which decoding is expected to be fastest.
 
-    rates: acceptance fp64 [depth, child]; costs: {nodes: a step}, for 1, 2, ... nodes; level: of drafting a level, both
-    in steps of plain decoding; sequence_count: of independent sequences, None for trees that may branch everywhere
+    rates: acceptance fp64 [depth, child]
+    costs: {nodes: cost of a step}, for 1, 2, ... nodes, in steps of plain decoding
+    level: cost of drafting a level, in steps of plain decoding
+    sequence_count: number of independent sequences; None for trees that may branch at every node
 
-    For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on the
-    draft of each step.
+    For methods whose trees grow, it is the best static tree, because how many tokens a grown tree yields depends on the
+    draft's probabilities in each step.
     """
     from heavypath.speculative.trees.planning import select_tree
 
@@ -93,9 +97,10 @@ def best_plan(
 
 
 def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> TokenTree | Growth:
-    """A planned tree as a method drafts it.
+    """Turn a planned tree into what the method drafts.
 
-    Trees that grow have its nodes and its levels, and at most twice its widest level. confidence: of DySpec's values.
+    For methods whose trees grow, the result is a `Growth` of as many nodes and levels, and at most twice the widest
+    level. confidence: predicts acceptance in DySpec's trees
     """
     usual = METHODS[method].tree_of(8) if len(tree) > 1 else tree
     if not isinstance(usual, Growth):
@@ -107,9 +112,9 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 def tree_by_estimates(
     method: str, target: Forward, draft: Draft | None, batch: int = 1, temperature: float = 1.0
 ) -> TokenTree | Growth:
-    """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device.
+    """The tree of a method for `batch` sequences, in heavy-path order, by costs estimated for the device.
 
-    temperature: that the target is sampled at, which says how often the draft's tokens are usually accepted
+    temperature: of the target; how often the draft's tokens are usually accepted depends on it
     """
     own = draft or NO_DRAFT
     costs = estimates(target, own.models, batch)
@@ -118,14 +123,14 @@ def tree_by_estimates(
 
 
 def usual_acceptance(method: str, draft: Draft, temperature: float) -> Usual:
-    """How often a method usually accepts the tokens of such a draft, where the target is sampled so."""
+    """How often a method usually accepts the tokens of such a draft, at this temperature of the target."""
     usual = draft.usual_acceptance(temperature)
     by_a_sample = temperature > 0 and METHODS[method].verification == "target_sample"
     return usual.by_a_sample() if by_a_sample else usual
 
 
 def tokens_of_tree(tree: TokenTree | Growth, usual: Usual) -> float:
-    """The tokens that a step is expected to bring; trees that grow count as the best static tree of their size."""
+    """The expected tokens of a step. A tree that grows counts as the best static tree of its size."""
     from heavypath.speculative.trees.planning import expected_tokens
 
     static = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth) if isinstance(tree, Growth) else tree
@@ -136,12 +141,13 @@ def tokens_of_tree(tree: TokenTree | Growth, usual: Usual) -> float:
 def default_tree(
     method: str, costs: "Costs", levels: int | None = None, batch: int = 1, usual: Usual = SMALL_MODEL
 ) -> TokenTree | Growth:
-    """The tree of a method by these costs and the usual acceptance of its draft, for models that nobody measured.
+    """The tree of a method by these costs and the usual acceptance of its kind of draft, for models not measured.
 
-    levels: that the draft can draft; None for any
-    batch: sequences that the costs are for
-    Where no tree is SURE to pay, several sequences have the root alone, which is plain decoding. A single one
-    drafts one token all the same, because it is not known how well these models agree.
+    levels: the most that the draft can draft; None for any
+    batch: number of sequences that the costs are for
+
+    If no tree is expected to be SURE times as fast as plain decoding, a batch gets the root alone. A single sequence
+    still drafts one token, because it is not known how well these models agree.
     """
     if method == "autoregressive":
         return ROOT
@@ -163,7 +169,8 @@ def default_tree(
 def _usual_plan(method: str, steps: tuple[float, ...], level: float, levels: int, usual: Usual) -> "Plan":
     """The best tree of a method, which may be the root alone.
 
-    steps: of trees of 1, 2, ... nodes, in steps of plain decoding, as `level` is; levels: that the draft can draft
+    steps: costs for 1, 2, ... nodes, in steps of plain decoding, as is `level`
+    levels: the most that the draft can draft
     """
     rates = torch.from_numpy(usual.rates(depth=min(DEPTH, levels, max(1, len(steps) - 1))))
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
@@ -171,10 +178,11 @@ def _usual_plan(method: str, steps: tuple[float, ...], level: float, levels: int
 
 
 def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: int | None = None) -> TokenTree | Growth:
-    """The tree that a method makes of the options of a decoder, or how its trees grow.
+    """The tree, or the growth, that a method makes of a decoder's options.
 
-    given: the options that are not None; size: nodes where `tree_size` is not among them
-    levels: that the draft can draft; None for any. Where nothing is said of levels, the tree has no more than these
+    given: the options that are not None
+    size: nodes, if `tree_size` is not among them
+    levels: the most that the draft can draft; None for any. If no option sets the depth, the tree is limited to it
 
     Raises TypeError or ValueError for options that the method does not have, or that do not fit each other or the
     draft.
@@ -185,7 +193,7 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     if tree is None:
         nodes = options.pop("tree_size", size)
         nodes = whole("tree_size", nodes)
-        if not 2 <= nodes <= MAX_NODES:  # before it is planned, which takes a while for many nodes
+        if not 2 <= nodes <= MAX_NODES:  # checked before planning, which takes a while for many nodes
             raise ValueError(f"tree_size counts the root and must be in 2 .. {MAX_NODES}, got {nodes}")
         for name in options:
             if name not in METHODS[method].options:
@@ -204,7 +212,7 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     if levels is not None and tree.depth > levels:
         what = f"max_depth {options['max_depth']}" if "max_depth" in options else f"a tree of {tree.depth} levels"
         raise ValueError(
-            f"the draft has the laws of {levels} levels of a tree, got {what}; give at most {levels} levels "
+            f"the draft can draft {levels} levels of a tree, got {what}; give at most {levels} levels "
             f"(max_depth={levels}, tree.truncated({levels})[0])"
         )
     if len(tree) > MAX_NODES:
@@ -213,7 +221,7 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
 
 
 def top(tree: TokenTree | Growth, levels: int | None) -> TokenTree | Growth:
-    """The first `levels` levels of a tree, or of trees that grow; all of them for None."""
+    """A tree, or a growth, limited to its first `levels` levels; unchanged for None."""
     if levels is None or tree.depth <= levels:
         return tree
     if isinstance(tree, TokenTree):
@@ -222,7 +230,7 @@ def top(tree: TokenTree | Growth, levels: int | None) -> TokenTree | Growth:
 
 
 def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> "Plan":
-    """The one of some trees that is expected to decode fastest."""
+    """The tree that is expected to decode fastest."""
     from heavypath.speculative.trees.planning import Plan, expected_tokens
 
     plans = []
@@ -233,7 +241,7 @@ def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float],
 
 
 def _trees(method: str, size: int, rates: Tensor, sequence_count: int | None) -> Iterator[TokenTree] | None:
-    """The trees of at most `size` nodes that a method may have, the root alone among them; None if it may have any."""
+    """The trees of at most `size` nodes that a method can have, with the root alone; None if it can have any tree."""
     depth = len(rates)
     if sequence_count is not None:
         lengths = range(min(depth, (size - 1) // sequence_count) + 1)

@@ -1,20 +1,21 @@
-"""Which tree a step drafts: the policy of a decoder, chosen once.
+"""Tree policies: which tree each step drafts. A decoder has one policy, chosen when it is built.
 
-    FixedTree       one tree: that of the options, or one that was set later
-    TreeByCosts     by default: the best by estimated costs, for as many sequences as are running
-    TreeByProfile   the best by the measurements of `heavypath calibrate`, see `tree_by_profile`
+    FixedTree       always the same tree: given by options, or assigned later
+    TreeByCosts     the default: the best tree by estimated costs, for the current number of sequences
+    TreeByProfile   the best tree by the measurements of `heavypath calibrate`, see `tree_by_profile`
 
-A batch of B sequences verifies B n rows, so large batches want small trees, down to the root alone, which is plain
-decoding: from some batch on a drafted token costs more than it brings. The number of running sequences is rounded to a
-few, so that there are few trees and, on a GPU, few graphs. While steps draft nothing the draft reads nothing, it rests;
-before it drafts again `Workspace.turn` gives it what it has missed. Drafts that cannot be given that have trees of one
-drafted token at least.
+A step with a tree of n nodes verifies B n rows in a batch of B sequences. So large batches want small trees. From some
+batch size on, a drafted token costs more than it saves; then the best tree is the root alone, which is plain decoding.
+The number of running sequences is rounded to a few values, so that there are few trees and, on a GPU, few graphs.
 
-A sampled text depends on the trees that it is drafted by, as one sample of a distribution differs from another. It does
-not at temperature 0 and where tokens are the outcomes of races (ersd): there trees follow the batch by themselves, also
-while sequences end. Elsewhere they do with a profile alone, whose user has asked for the trees that are fastest. A
-default tree is that of one sequence, or none for a whole generation where the batch would be slower by it than plain
-decoding.
+While steps draft nothing, the draft does not read the new tokens: it rests. Before it drafts again, `Workspace.turn`
+runs it over the tokens that it has missed. Drafts that cannot do this always draft at least one token.
+
+Sampled output depends on the trees: another tree gives another sample of the same distribution. At temperature 0, and
+with exponential races (ersd), the output does not depend on them. There the trees follow the batch, also while
+sequences end. Elsewhere they do so only with a profile, because its user has asked for the fastest trees. Otherwise the
+default tree is that of one sequence; if that would make a batch slower than plain decoding, the whole generation drafts
+nothing.
 """
 
 import logging
@@ -51,9 +52,9 @@ logger = logging.getLogger(__name__)
 
 
 class TreesByBatch:
-    """The trees of steps at each number of running sequences.
+    """Maps the number of running sequences to a tree.
 
-    by_batch: {sequences: the tree, or how trees grow}; a number between these takes the nearest's, see `standing_for`
+    by_batch: {number of sequences: TokenTree or Growth}; for other numbers the nearest is used, see `standing_for`
     """
 
     def __init__(self, by_batch: Mapping[int, TokenTree | Growth]):
@@ -61,11 +62,11 @@ class TreesByBatch:
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]:
-        """All trees that may be drafted, each once."""
+        """All trees that may be drafted, without duplicates."""
         return tuple(dict.fromkeys(self.by_batch.values()))
 
     def of(self, running: int) -> TokenTree | Growth:
-        """The tree or growth that is drafted while `running` sequences are decoded."""
+        """The tree, or the growth, for steps of `running` sequences."""
         return self.by_batch[standing_for(running, self.by_batch)]
 
 
@@ -74,13 +75,14 @@ def trees_up_to(
 ) -> TreesByBatch:
     """The trees for 1 to `most` running sequences.
 
-    batches: for which trees can be found; tree_at: finds one for such a number of sequences
-    rests: whether the draft may rest, so that a tree may be the root alone
+    batches: numbers of sequences for which `tree_at` can find a tree
+    tree_at: returns the tree for one of them
+    rests: whether a tree may be the root alone, so that the draft rests
     """
     known = [*batches]
     needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
     trees = {batch: tree_at(batch) for batch in needed}
-    if len(trees[needed[0]]) == 1:  # where one sequence does not gain by drafts, several do not either
+    if len(trees[needed[0]]) == 1:  # if drafting does not pay for one sequence, it does not for several
         return TreesByBatch({needed[0]: trees[needed[0]]})
     if not rests:
         smallest = METHODS[method].tree_of(2)
@@ -89,33 +91,36 @@ def trees_up_to(
 
 
 class TreePolicy:
-    """Chooses trees; the base of all policies. One's own may take the place of `SpeculativeDecoder.trees`.
+    """Base class of tree policies. Assign your own to `SpeculativeDecoder.trees`; it must have `tree`.
 
-    It has `tree`. Sampled texts depend on what it chooses, their distribution does not.
+    What it chooses can change sampled output, but not its distribution.
 
-    alone: the tree of one sequence; None where that depends on how the target is sampled
-    chosen_by: what it chooses by, in words
+    alone: the tree of one sequence; None if that depends on how the target is sampled
+    chosen_by: the reason for its choice, in words, for logs and statistics
     """
 
     alone: TokenTree | Growth | None = None
     chosen_by = "by a policy of your own"
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
-        """The tree for `running` sequences, where the target is sampled by `filters`; the same for the same arguments.
+        """The tree for `running` sequences whose target is sampled with `filters`. Equal arguments must give equal
+        trees.
 
-        It is asked before the first step, and between steps where `candidates` are several.
+        It is called before the first step, and between steps if there are several `candidates`.
         """
         raise NotImplementedError
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
-        """All trees that steps of a generation of `batch` sequences may draft; on a GPU each has a graph."""
+        """All trees that the steps of a generation of `batch` sequences may draft; on a GPU a graph is captured for
+        each.
+        """
         return self.by_batch(filters, batch).trees
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
         """The trees for 1 to `most` running sequences.
 
-        rests: whether steps may draft nothing and later ones draft again, which asks for `Workspace.turn`; else a
-            token at least is drafted wherever any is
+        rests: whether a tree may be the root alone although others are not, which needs `Workspace.turn`. If False, at
+            least one token is drafted in every step, or none in any
         """
         trees = {running: self.tree(filters, running) for running in range(1, most + 1)}
         if not rests and max(map(len, trees.values())) > 1:
@@ -123,24 +128,26 @@ class TreePolicy:
         return TreesByBatch(trees)
 
     def for_serving(self, slots: int) -> TreesByBatch:
-        """The trees for requests that come and go, each sampled in its own way."""
+        """The trees of a service, whose requests come and go, and are sampled differently."""
         return self.by_batch(Filters(), slots, rests=False)
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
-        """What chooses the trees of a generation's later steps, where `candidates` are several."""
+        """The watcher that chooses the tree after each step; used if there are several `candidates`."""
         return load("Adapting")(lambda running, *_: self.tree(filters, running))
 
     def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
-        """The tree of each number of running sequences; None where any of the candidates may be drafted at any."""
+        """A function from the number of running sequences to its tree; None if any candidate may be used with any
+        number.
+        """
         trees = self.by_batch(filters, batch)
         return None if len(trees.trees) < 2 else trees.of
 
     def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
-        """The gain of a tree over plain decoding that a generation had by estimated costs; None if there are none."""
+        """The estimated speed of a finished generation divided by that of plain decoding; None without an estimate."""
         return None
 
     def in_words(self, tree: Shape, batch: int) -> str:
-        """The size of a batch's tree, and what it was chosen by."""
+        """The size of a batch's tree and the reason for it, for logs and statistics."""
         return _in_words(tree, self.chosen_by)
 
 
@@ -150,26 +157,26 @@ def _in_words(tree: Shape, chosen_by: str) -> str:
 
 
 class FixedTree(TreePolicy):
-    """One tree, for any number of sequences. A static one is put into heavy-path order."""
+    """The same tree for any number of sequences. A static tree is put into heavy-path order."""
 
     def __init__(self, tree: TokenTree | Growth, chosen_by: str):
         self._tree = self.alone = tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
         self.chosen_by = chosen_by
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
-        """The one tree."""
+        """The one tree, for any arguments."""
         return self._tree
 
 
 class StepCosts:
-    """The estimated costs of steps with trees, in steps of plain decoding."""
+    """Estimates what a step with a tree costs, in steps of plain decoding."""
 
     def __init__(self, target: Forward, draft: Draft):
         self._target, self._draft = target, draft
         self._by_batch: dict[int, Costs] = {}
 
     def __call__(self, tree: Shape, running: int) -> float:
-        """The cost of a step with a tree for `running` sequences; 1 is a step that drafts nothing."""
+        """The cost of a step with a tree for `running` sequences, divided by that of a step that drafts nothing."""
         batch = standing_for(running, BATCHES)
         if batch not in self._by_batch:
             self._by_batch[batch] = estimates(self._target, self._draft.models, batch)
@@ -178,13 +185,13 @@ class StepCosts:
 
 
 class TreeByCosts(TreePolicy):
-    """The best trees by estimated costs, where no option says anything of trees; see `tree_choice`."""
+    """The best trees by estimated costs, for decoders without tree options; see `tree_choice`."""
 
     def __init__(self, method: str, row: Method, target: Forward, draft: Draft | None):
         """row: of the method, verified as it will be."""
         self.alone, self.chosen_by = chosen_tree(method, {}, target, draft)
         self._method, self._row, self._target, self._draft = method, row, target, draft or NO_DRAFT
-        self._is_fixed = self._draft.why_not_measured != ""  # what has no usual acceptance has one tree in all batches
+        self._is_fixed = self._draft.why_not_measured != ""  # without a usual acceptance: one tree for all batches
         self._can_rest = draft is not None and draft.can_rest
         self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
         self._is_toy = is_toy(target)
@@ -192,10 +199,10 @@ class TreeByCosts(TreePolicy):
         self.cost = StepCosts(target, self._draft)
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
-        """See `TreePolicy`; where texts depend on trees, one tree for all that a batch of `most` does.
+        """The trees for 1 to `most` sequences; a single tree if the output would depend on the choice.
 
-        A draft that cannot catch up with what was written while it rested drafts a token at least. But where plain
-        decoding is best for all `most` sequences, that is done until they have ended.
+        A draft that cannot rest drafts at least one token in every step. But if plain decoding is best for all `most`
+        sequences, nothing is drafted until they have all ended.
         """
         asked = filters.temperature, most, rests
         if asked not in self._by_batch:
@@ -203,24 +210,26 @@ class TreeByCosts(TreePolicy):
         return self._by_batch[asked]
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
-        """See `TreePolicy`; the root alone while the draft rests."""
+        """The tree for `running` sequences; the root alone while the draft rests."""
         tree = self.by_batch(filters, running).of(running)
         return self.rest.first(tree, running) if self._may_rest(filters) else tree
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
-        """See `TreePolicy`; the root among them where the draft may rest."""
+        """All trees of a generation of `batch` sequences, with the root alone if the draft may rest."""
         trees = self.by_batch(filters, batch)
         if not self._may_rest(filters):
             return trees.trees
         return (ROOT,) if self.rest.never_drafts(trees.of(batch), batch) else tuple(dict.fromkeys((*trees.trees, ROOT)))
 
     def for_serving(self, slots: int) -> TreesByBatch:
-        """See `TreePolicy`; the tree of one sequence where a text depends on its tree: it must not depend on others."""
+        """The trees of a service. Where the output depends on the tree, always that of one sequence, so that no
+        request's output depends on the other requests.
+        """
         plain = Filters()
         return self.by_batch(plain, slots if self._row.texts_ignore_trees(plain) else 1, rests=False)
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
-        """See `TreePolicy`."""
+        """The watcher that follows the number of running sequences, and lets the draft rest."""
         trees, rest = self.by_batch(filters, batch), None
         if self._may_rest(filters):
             rest = self.rest
@@ -228,18 +237,18 @@ class TreeByCosts(TreePolicy):
         return load("Adapting")(lambda running, *_: trees.of(running), rest)
 
     def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
-        """See `TreePolicy`."""
+        """Measured tokens a step over the estimated cost of a step; None if nothing is drafted."""
         return None if len(tree) == 1 else stats.tokens_per_step / self.cost(tree, len(stats.tokens_of))
 
     def in_words(self, tree: Shape, batch: int) -> str:
-        """See `TreePolicy`; of a tree that another number of sequences would not have, with that number."""
+        """The size of the tree and the reason; with the number of sequences if the tree depends on it."""
         if tree == self.alone:
             return super().in_words(tree, batch)
         return _in_words(tree, f"by costs estimated for {batch} sequence{'s' * (batch > 1)}")
 
     @cached_property
     def rest(self) -> "Rest":
-        """What has the draft rest where it does not pay."""
+        """Decides when the draft rests because drafting does not pay; kept from one generation to the next."""
         usual = self._draft.usual_acceptance(0.0)
         return load("Rest")(self._target, self._draft, self.cost, lambda tree: tokens_of_tree(tree, usual))
 
@@ -259,9 +268,10 @@ class TreeByCosts(TreePolicy):
         return trees_up_to(most, BATCHES, lambda batch: self._tree(batch, temperature), self._method, rests=rests)
 
     def _for_the_whole_text(self, batch: int, temperature: float) -> TokenTree | Growth:
-        """The tree of one sequence if it pays for a batch, else the root.
+        """The tree of one sequence if it pays for a batch, else the root alone.
 
-        So sampled texts are the same in all batches that gain by drafts, and none is slower than plain decoding.
+        So the same seed gives the same sampled output in every batch size that gains by drafting, and no batch is
+        slower than plain decoding.
         """
         tree = self._tree(1, temperature)
         if batch == 1 or self._is_fixed or len(tree) == 1 or self._is_toy:
@@ -289,6 +299,6 @@ def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forw
 
 
 def given_trees(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of trees that were given, but for a profile."""
+    """The tree options that were given, without `profile` and `replan`."""
     names = [name for name in TreeOptions.__annotations__ if name not in ("profile", "replan")]
     return {name: options[name] for name in names if options.get(name) is not None}

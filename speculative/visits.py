@@ -1,15 +1,15 @@
-"""Visit real decoding, for a calibration: time its steps, and measure what methods accept beyond what is counted.
+"""Measurements in real decoding, for `calibrate`: the time of steps, and what methods accept compared to counts.
 
-Decoding is run for a few steps with each tree, in turn and for several rounds, and the phases of its steps are timed.
-`costs.timing` says how figures follow from that. A single sequence comes first. A larger batch wants no larger trees
-than a single sequence does, and so needs few sizes.
+A visit decodes a few steps with one tree and times the phases of its steps. Trees are visited in turn, for several
+rounds; `costs.timing` computes the costs from that. A single sequence is timed first. Larger batches never need larger
+trees, so only smaller sizes are timed for them.
 
-Acceptance is counted for rejection and for trees that are planned once (`walking`). Held siblings and traversal accept
-more, and by how much depends on the whole tree; so does what a grown tree accepts. Both are seen in decoding with the
-method's own plan. Where the verifier alone differs, each of its steps is verified by rejection, too, with the same
-coins. So both meet the same trees, and their ratio is known well after few steps. With m drafted tokens accepted a step
+Acceptance is counted for rejection and static trees (`walking`). Held siblings and traversal accept more, by an amount
+that depends on the whole tree; what a grown tree accepts differs, too. Both are measured by decoding with the method's
+own plan. If only the verifier differs, each step is also verified by rejection with the same random numbers. Then both
+verify the same trees, and their ratio is accurate after few steps. With m accepted drafted tokens per step
 
-    factor = m / m by rejection        or, of trees that grow,        m / m by the ranks of texts for the planned tree
+    factor = m / m by rejection        or, for trees that grow,        m / m by the counted ranks for the static tree
 """
 
 import math
@@ -44,46 +44,46 @@ from heavypath.speculative.trees.planning import greedy_tree, select_tree
 from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 BATCH_SIZES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64), "streamed": (1,)}
-VISIT_SECONDS = 0.1  # of decoding, to time the steps with a tree: several time slices of a busy machine
-VISIT_TOKENS = (4, 16)  # the least and the most that each sequence decodes in it
-ALONE_SHARE = 0.5  # of the time for costs, for a single sequence
-STREAMED_TOKENS = 2  # that a visit decodes where a pass reads its weights: then that is most of its time
+VISIT_SECONDS = 0.1  # duration of a visit: several time slices of a busy machine
+VISIT_TOKENS = (4, 16)  # least and most tokens that each sequence decodes in a visit
+ALONE_SHARE = 0.5  # share of the time for costs that is spent on a single sequence
+STREAMED_TOKENS = 2  # tokens of a visit of a streamed target, whose passes mostly wait for weights
 STREAMED_PACE = Pace(rounds=2, least=2)
-BESIDE = ("prefill", "host", "trace")  # phases that are no part of a step
-SEQUENCES, TOKENS = 16, 32  # that a visit decodes for a method's gain
-ROUNDS_OF_GAINS, SURE = 32, 0.01  # no more visits than these for a gain, nor where its error is below that
+BESIDE = ("prefill", "host", "trace")  # phases that are not part of a step
+SEQUENCES, TOKENS = 16, 32  # number and default length of the sequences of a visit that measures a gain
+ROUNDS_OF_GAINS, SURE = 32, 0.01  # a gain is measured until this many visits, or until its error is at most this
 
 
 class Visits:
-    """Decodes a few steps of a batch with a tree of some size, and tells what one of them took.
+    """Decodes a few steps of a batch with a tree of a given size, and returns the time of a step.
 
-    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many. Trees have
+    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; all others decode as many. Trees have
     at most `levels` levels.
     """
 
     pace = PACE
-    graphs: bool | None = False  # whether steps on a GPU are CUDA graphs, which tell no phases
+    graphs: bool | None = False  # whether steps on a GPU are CUDA graphs, whose phases cannot be timed
 
     def __init__(
         self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int,
         verifier: str | None = None, batch: int = 1,
     ):  # fmt: skip
-        """batch: sequences that are decoded together."""
+        """batch: number of sequences decoded together"""
         self.target, self.draft, self.prompts, self.levels = target, draft, prompts, levels
         self.verifier, self.batch = verifier, batch
         self._decoders: dict[int, SpeculativeDecoder] = {}
         self._tokens = 0
 
     def of(self, batch: int) -> "Visits":
-        """The same of so many sequences."""
+        """The same visits for another batch size; decoders are shared."""
         visits = type(self)(self.target, self.draft, self.prompts, self.levels, self.verifier, batch)
         visits._decoders = self._decoders
         return visits
 
     def __call__(self, size: int, round_: int) -> Timed:
-        """The seconds of a step with a tree of `size` nodes, and of a level of its drafting.
+        """The seconds of a step with a tree of `size` nodes, and of drafting one level.
 
-        The texts could go on for another step when they are cut off, so that every step has the whole tree.
+        Sequences are stopped while there is still room for another step, so that every step has the whole tree.
         """
         if not self._tokens:
             least, most = VISIT_TOKENS
@@ -100,7 +100,7 @@ class Visits:
         return Timed(step, level)
 
     def _decoded(self, decoder: SpeculativeDecoder, round_: int, tokens: int) -> Statistics:
-        """The statistics of continuing a round's prompts by so many tokens."""
+        """The statistics of decoding `tokens` new tokens for each prompt of a round."""
         assert isinstance(decoder.tree, TokenTree)
         depth, (prompts, mask) = decoder.tree.depth, self._batch_of(round_)
         end = MaxLengthCriteria(prompts.shape[1] + tokens)
@@ -129,7 +129,7 @@ class Visits:
 
 
 class Watched:
-    """Stands in the place of a decoder's runner from when it is made; a subclass has a `run` that looks at steps."""
+    """Replaces a decoder's runner in order to observe its steps; subclasses override `run`."""
 
     def __init__(self, decoder: SpeculativeDecoder):
         self.runner = decoder.runner
@@ -139,26 +139,27 @@ class Watched:
         return getattr(self.runner, name)
 
     def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
-        """A step; where: the keyword arguments of `StepRunner.run`."""
+        """Run a step. where: the keyword arguments of `StepRunner.run`"""
         return self.runner.run(plan, workspace, **where)
 
 
 class CountedSteps(Watched):
-    """Counts the steps that are run: on a GPU one more may follow the end of a text, see `decoding.run`."""
+    """Counts the steps that are run. On a GPU that can be one more than was needed, see `decoding.run`."""
 
     steps = 0
 
     def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
-        """As of `Watched`."""
+        """Count and run a step."""
         self.steps += 1
         return super().run(plan, workspace, **where)
 
 
 class GraphVisits(Visits):
-    """The same where steps are CUDA graphs, which do not tell their phases; by one decoder for all trees.
+    """Visits for steps that are CUDA graphs, whose phases cannot be timed; one decoder is used for all trees.
 
-    Launched call by call, a level of a draft takes as long as the host needs for its many small kernels. So the level
-    is told by two trees of as many nodes. T are the seconds of a step with a tree, L the most levels of any:
+    Without graphs, the time of a draft's level is the host's time for launching many small kernels. So the time of a
+    level is computed from two trees with equally many nodes. With T the seconds of a step with a tree, and L the
+    largest number of levels:
 
         level = (T(a chain of L levels) - T(l levels)) / (L - l),     l = L / 4, rounded down
         step  = T(tree) - level * levels of the tree
@@ -191,7 +192,7 @@ class GraphVisits(Visits):
         """The seconds of a step with a tree."""
         decoder = self._decoder(1)
         decoder.tree, runner = tree, cast(CountedSteps, decoder.runner)
-        if tree not in self._captured:  # compiling and capturing are no part of a step
+        if tree not in self._captured:  # do not time compilation and capture
             self._captured.add(tree)
             self._decoded(decoder, round_, tokens)
         before = runner.steps
@@ -206,15 +207,15 @@ class GraphVisits(Visits):
 
 
 class StreamedVisits(Visits):
-    """The same for a target whose weights are read in each pass: few passes, since their times hardly differ.
+    """Visits of a target whose weights are read in each pass. Few passes are enough, because their times hardly differ.
 
-    Prompts have one token, which no pass has to go through before the first step, and one decoder takes all trees.
+    Prompts have one token, so that no prefill is needed. One decoder is used for all trees.
     """
 
     pace = STREAMED_PACE
 
     def __call__(self, size: int, round_: int) -> Timed:
-        """As of `Visits`; nothing is warmed up."""
+        """The seconds of a step and of a level; the first round returns 0, because nothing needs a warm-up."""
         return self._visit(size, round_, STREAMED_TOKENS) if round_ else Timed(0.0)
 
     def _batch_of(self, round_: int) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,7 @@ class StreamedVisits(Visits):
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
         decoder = super()._decoder(1)
-        decoder.tree, _ = self._tree(size).reordered("heavy_path")  # as decoders order trees that they are given
+        decoder.tree, _ = self._tree(size).reordered("heavy_path")  # the order that decoders give to static trees
         return decoder
 
 
@@ -236,11 +237,13 @@ def costs_by_batch(
     limit: float,
     report: Callable[[str], object],
 ) -> CostsByBatch:
-    """The costs for each of some numbers of sequences, one among them; larger ones end where a GPU's memory does.
+    """The costs for 1 and each of `batches` sequences; on a GPU up to the largest that fits into memory.
 
-    sizes: nodes of trees that may be timed; limit: seconds for all of it
+    sizes: nodes of the trees that may be timed
+    measured: acceptance, by which the sizes worth timing are chosen
+    limit: seconds for everything
 
-    Raises ValueError as `time_costs` does, and torch.OutOfMemoryError where there is no memory for a single sequence.
+    Raises ValueError as `time_costs` does, and torch.OutOfMemoryError if not even a single sequence fits into memory.
     """
     begin, larger = time.perf_counter(), sorted({*batches} - {1})
     worth = partial(sizes_worth_timing, measured, sizes)
@@ -269,15 +272,15 @@ def costs_by_batch(
 
 
 def default_batch_sizes(kind: str) -> tuple[int, ...]:
-    """The numbers of sequences that costs are measured for, on a kind of device as torch names it, or "streamed"."""
+    """The batch sizes for which costs are measured. kind: "streamed", or a device type of torch"""
     return BATCH_SIZES.get(kind, BATCH_SIZES["cpu"])
 
 
 def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:
-    """Of some sizes those that are planned by the costs known so far, and their neighbours.
+    """The sizes that would be planned by the costs known so far, and their neighbours in `sizes`.
 
-    A tree larger than all that were timed is taken to cost as much as the largest of them, since it does not cost less.
-    Where it could be planned by that cost, it is worth timing.
+    For a tree larger than all timed ones, the cost of the largest timed one is a lower bound. If the tree would be
+    planned at that cost, it is worth timing.
     """
     sizes, timed = sorted({1, *sizes}), max(costs.step)
     known = costs.steps_of([size for size in sizes if size <= timed])
@@ -292,31 +295,32 @@ def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[i
 
 
 def _falling(rates: Tensor) -> Tensor:
-    """Acceptance with the children of each depth from the likeliest on, which no tree of the given ones exceeds."""
+    """Acceptance with each depth's children sorted from the most accepted; no tree accepts more with the given ones."""
     return rates.sort(1, descending=True).values
 
 
 def _clock_of_gpu() -> float:
-    """The time in seconds, when the GPU has finished what it was given."""
+    """The time in seconds after all work on the GPU has finished."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Both:
-    """A `Verifier` that asks a verification and rejection, counts what each accepts, and does what the first one says.
+    """A `Verifier` that runs a verification and also rejection, records what each accepts, and returns the former's
+    result.
 
-    draw, verification: as `Method.at` gives them
+    draw, verification: as `Method.at` returns them
     """
 
     def __init__(self, draw: str, verification: str):
         self._draw, self._verification = draw, verification
-        self.accepted: list[Tensor] = []  # fp64 [2, B] of each step
+        self.accepted: list[Tensor] = []  # for each step fp64 [2, B]: accepted by the verification, and by rejection
 
     def __call__(
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
         target_filters: Filters, draft_filters: Filters, noise: Noise,
     ) -> Verified:  # fmt: skip
-        """See `Verifier`."""
+        """Verify a step's trees by the verification, as `Verifier` describes."""
         replacement = self._draw == "with_replacement"
         given = VerifyInputs(
             nodes, target_logits, draft_logits, self._verification, replacement, max_depth, target_filters,
@@ -329,18 +333,28 @@ class Both:
 
 @dataclass
 class GainJob:
-    """The gain of a method under some sampling, as far as it is known."""
+    """The measurement of a method's gain for some target filters.
+
+    nodes: of the plan's tree
+    counted: expected tokens per step, without the gain
+    tokens: number of new tokens of each sequence
+    both: the verifier that also counts rejection; None for trees that grow
+    """
 
     method: str
     filters: Filters
     decoder: SpeculativeDecoder
     nodes: int
-    counted: float  # tokens a step that are promised without the gain
-    tokens: int  # of each text
+    counted: float
+    tokens: int
     both: Both | None
 
     def visit(self, prompts: Tensor, mask: Tensor, seed: int, positions: int) -> Tensor | None:
-        """Decode once more; accepted tokens of steps, and those by what is counted: fp64 [2, n]. None without room."""
+        """Decode once; returns fp64 [2, n]: accepted tokens, and those expected from counts. None if prompts are too
+        long.
+
+        n is the number of steps with `both`, else the number of sequences.
+        """
         tree = self.decoder.tree
         assert tree is not None
         tokens = min(self.tokens, positions - prompts.shape[1] - tree.depth - 1)
@@ -357,7 +371,7 @@ class GainJob:
             return steps
         steps_of = out.stats.steps_of.double().cpu()
         kept = out.stats.tokens_of.double().cpu() - steps_of
-        whole = float(out.stats.accepted.sum()) / max(1.0, float(kept.sum()))  # the last step of a text is cut
+        whole = float(out.stats.accepted.sum()) / max(1.0, float(kept.sum()))  # the last step's tokens may be cut off
         return torch.stack([whole * kept, (self.counted - 1) * steps_of])
 
 
@@ -365,9 +379,12 @@ def measure_gains(
     jobs: Sequence[GainJob], prompts: Sequence[Tensor], *, positions: int, until: float, seed: int,
     report: Callable[[str], object],
 ) -> tuple[MethodGain, ...]:  # fmt: skip
-    """The gains of methods, as far as the time goes.
+    """The gains of all jobs that could be measured in the time.
 
-    positions: that the models have; until: by time.perf_counter(); the visits of all methods take turns
+    positions: of the models
+    until: a time of time.perf_counter()
+
+    Jobs are visited in turn.
     """
     gains: dict[int, MethodGain] = {}
     found: dict[int, list[Tensor]] = {number: [] for number in range(len(jobs))}
@@ -376,7 +393,7 @@ def measure_gains(
         for number, job in enumerate(jobs):
             sure = number in gains and gains[number].error <= SURE
             fresh = SEQUENCES if job.filters.temperature else max(0, len(prompts) - round_ * SEQUENCES)
-            if time.perf_counter() >= until or sure or not fresh:  # greedy texts of the same prompt are the same
+            if time.perf_counter() >= until or sure or not fresh:  # greedy decoding repeats itself on the same prompt
                 continue
             report(f"decoding with {job.method} at temperature {job.filters.temperature:g}, round {round_ + 1}")
             seen = job.visit(padded[:fresh], mask[:fresh], seed + round_, positions)
@@ -394,7 +411,7 @@ def measure_gains(
 def jobs_of(
     target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: Sequence[str] = LOSSLESS_METHODS
 ) -> Iterator[GainJob]:
-    """The jobs of the methods that may have a gain, under each sampling for which acceptance was counted."""
+    """A job for each method that may have a gain, and for each sampling whose acceptance was counted."""
     for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
         for method in methods:
             row = profile.row(method)
@@ -412,7 +429,7 @@ def jobs_of(
             word = profile.verifier if profile.verifier in row.verifiers else None
             options: dict[str, Any] = {"verifier": both or word} if row.verifiers else {}
             decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)
-            decoder.tree, decoder.profile = tree, profile  # which has the drawing temperatures
+            decoder.tree, decoder.profile = tree, profile  # the profile for its drawing temperatures
             tokens = max((len(text) for text in entry.counts.texts), default=TOKENS)
             yield GainJob(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)
 

@@ -1,19 +1,19 @@
-"""Count which children of the draft are accepted, on a walk along text that the target writes.
+"""Count which of the draft's children are accepted, along sequences that the target generates.
 
 At every token the draft offers `children` tokens, and rejection or the method's own verification decides:
 
-    child j is accepted, and the tree has it  ->  the text goes on with it, one level deeper
-    otherwise                                 ->  the text goes on with the token all the same, which is a new root
+    child j is accepted, and the tree has it  ->  the sequence continues with it, one level deeper
+    otherwise                                 ->  the sequence continues with the token, which is a new root
 
-Which child is accepted, if any, is the token's *rank*. The nodes of other trees meet the same ranks, as far as they
-have these children. For the children drawn first, and what is decided about them, do not depend on those drawn later.
-So what any tree accepts can be read off the ranks afterwards, see `trees.ranks`. The tree that is walked along decides
-only what counts as which depth, and what a head is told of its own guesses. Without one all children are there, down to
-`depth` levels; after these the target draws a bonus token. Of independent sequences (SpecInfer, SpecTr) those that
-began with the accepted token go on together, with one child each.
+The index of the accepted child, if any, is the token's *rank*. In another tree the same ranks occur, as far as it has
+these children: the children drawn first, and the decisions about them, do not depend on those drawn later. So what any
+tree accepts can be computed from the ranks afterwards, see `trees.ranks`. The tree used here only decides at which
+depth a token counts, and how many of the last tokens a head sees as drafted. Without a tree all children exist down to
+`depth` levels; after these the target draws a bonus token. With independent sequences (SpecInfer, SpecTr), those that
+began with the accepted token continue together, with one child each.
 
-Held siblings and traversal accept more than rejection does, by what lies beside and below a node. That is no property
-of a token of the text, and so it is rejection that is counted for them.
+Held siblings and traversal accept more than rejection does, depending on nodes beside and below. That is not a property
+of one token, so rejection is counted for them.
 """
 
 import math
@@ -44,22 +44,23 @@ from heavypath.speculative.trees.ranks import NONE, UNKNOWN, children_of
 from heavypath.speculative.trees.tails import CHILDREN, of_any_pair
 from heavypath.speculative.trees.tree import TokenTree
 
-NODES = 64  # of the tree that is walked along
-DEPTH = 8  # levels that independent sequences are counted for
-PARTS = 4  # of the texts walked along: acceptance is counted in so many passes over all ways
-GROWN = 16  # children of a node, whose moments a profile keeps by depth
-LEAST_TOKENS = 8  # of each text, where the time is over
-ACCEPTANCE_SHARE = 0.5  # of the time limit
-DRAWING_SHARE = 0.2  # of that, for drawing temperatures, where there are any
+NODES = 64  # size of the tree that is walked along
+DEPTH = 8  # levels that are counted for independent sequences
+PARTS = 4  # the sequences are divided into this many parts, each of which is counted for all ways in turn
+GROWN = 16  # a profile keeps moments per depth for this many children
+LEAST_TOKENS = 8  # length that each sequence reaches even if time is over
+ACCEPTANCE_SHARE = 0.5  # share of the time limit for acceptance
+DRAWING_SHARE = 0.2  # share of that for drawing temperatures, for drafts that have them
 Report = Callable[[str], object]
 
 
 class Way(NamedTuple):
-    """A way to draft and verify, whose acceptance is measured.
+    """A combination of draw and verification whose acceptance is measured.
 
-    draw, verification: as `Method.at` gives them
-    sequence_count: the number of independent sequences; None for trees that may branch everywhere
-    temperatures:   by depth, that the draft's logits are divided by, see `drafts.tempered`; none for 1 at all depths
+    draw, verification: as `Method.at` returns them
+    sequence_count: number of independent sequences; None for trees that may branch at every node
+    temperatures: for each depth, by which the draft's logits are divided, see `drafts.tempered`; empty for 1 at all
+        depths
     """
 
     draw: str
@@ -69,12 +70,12 @@ class Way(NamedTuple):
 
     @property
     def counted(self) -> "Way":
-        """The way that is walked along for it: by rejection, where it is verified by one of its equals."""
+        """The way whose acceptance is counted for this one: with rejection instead of held siblings or traversal."""
         by_rejection = self.draw in REJECTION and self.verification in VERIFIERS
         return self._replace(verification=self.draw) if by_rejection else self
 
     def drawn_at(self, temperatures: tuple[float, ...]) -> "Way":
-        """With these temperatures; without them where children are the likeliest ones at any."""
+        """This way with temperatures; unchanged for draw "top_k", which does not depend on them."""
         return self if self.draw == "top_k" else self._replace(temperatures=temperatures)
 
     def __str__(self) -> str:
@@ -83,10 +84,10 @@ class Way(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The extent of counting: `sequences` texts of `tokens` tokens, `children` at each node, down to `depth` levels.
+    """How much is counted: `sequences` sequences of `tokens` tokens, `children` per node, down to `depth` levels.
 
-    tree:    that is walked along, of fewer levels than `depth`; None for all children. Not for independent sequences
-    seconds: after these texts are cut off, but not before they have `LEAST_TOKENS`
+    tree: that is walked along, with fewer levels than `depth`; None for all children. Ignored for independent sequences
+    seconds: after this time the sequences are cut off, but not before they have `LEAST_TOKENS`
     """
 
     tokens: int
@@ -98,7 +99,7 @@ class Extent(NamedTuple):
 
     @classmethod
     def of_trees(cls, tokens: int, sequences: int, levels: int | None, seconds: float = math.inf) -> "Extent":
-        """The extent by which trees are planned; levels: that the draft can draft, None for any."""
+        """The extent for planning trees. levels: the most that the draft can draft; None for any"""
         tree = greedy_tree(of_any_pair(), NODES, levels)
         return cls(tokens, sequences, max(tree.depth + 1, DEPTH), CHILDREN, seconds, tree)
 
@@ -106,12 +107,13 @@ class Extent(NamedTuple):
 class Counts(NamedTuple):
     """Counts of acceptance, on the CPU.
 
-    accepted: LongTensor[depth, children], how often child j of a node at depth d was the accepted one, the first of
-              siblings with equal tokens. Of independent sequences those below the first level count as one child
-    reached:  LongTensor[depth], how many nodes there were at depth d
-    moments:  fp64 [depth, children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and
-              q y. q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
-    ranks:    int16 [S, T] of each walk: the child accepted at each token, NONE, or UNKNOWN where none was offered
+    accepted: LongTensor[depth, children], how often child j of a node at depth d was accepted; of siblings with equal
+        tokens, the first. For independent sequences, children below the first level count as child 0
+    reached: LongTensor[depth], how many nodes there were at depth d
+    moments: fp64 [depth, children, 5], sums over the nodes at which child k was tried: of 1, q, q^2, y and q y. q is
+        the draft's probability of the child among the tokens not yet drawn; y is 1 if the child was accepted, else 0
+    ranks: for each walk int16 [S, T]: the rank of each token, NONE if no child was accepted, UNKNOWN if none was
+        offered
     """
 
     accepted: Tensor
@@ -120,7 +122,7 @@ class Counts(NamedTuple):
     ranks: tuple[Tensor, ...]
 
     def plus(self, other: "Counts") -> "Counts":
-        """The counts on the texts of both."""
+        """The counts on the sequences of both."""
         return Counts(
             self.accepted + other.accepted,
             self.reached + other.reached,
@@ -133,10 +135,10 @@ def measure_ways(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
     seed: int, seconds: float, report: Report,
 ) -> tuple[MeasuredAcceptance, ...]:  # fmt: skip
-    """The acceptance of every way under its sampling, counted in passes over all of them.
+    """The acceptance of every way with its filters. The sequences are divided into parts, and all ways take turns.
 
-    seconds: for all of it. After them no further pass begins, and the texts of the first are cut off where it would
-        take longer. Raises ValueError where even texts of `LEAST_TOKENS` tokens would
+    seconds: for all of it. After them no further part begins, and the sequences of the first part are cut off if it
+        would take longer. Raises ValueError if even sequences of `LEAST_TOKENS` tokens would take much longer
     """
     begin = time.perf_counter()
     every, wanted = wanted, list(dict.fromkeys((way.counted, filters) for way, filters in wanted))
@@ -165,7 +167,7 @@ def measure_ways(
 
 
 def _check_time(counts: Counts, needed: float, seconds: float) -> None:
-    """Raise ValueError where `needed` seconds with texts as short as they may be are far more than there are.
+    """Raise ValueError if `needed` seconds, with the shortest sequences allowed, are more than twice what there is.
 
     counts: of the first walk
     """
@@ -179,14 +181,14 @@ def _check_time(counts: Counts, needed: float, seconds: float) -> None:
 
 
 def _parts(sequences: int) -> Iterator[tuple[int, int]]:
-    """The first of the sequences of each pass, and how many there are."""
+    """For each part, the index of its first sequence and the number of sequences."""
     size = -(-sequences // PARTS)
     for first in range(0, sequences, size):
         yield first, min(size, sequences - first)
 
 
 def as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptance:
-    """The counts as a profile has them."""
+    """The counts in the form that a profile stores."""
     return MeasuredAcceptance(
         draw=way.draw,
         verification=way.verification,
@@ -204,10 +206,11 @@ def as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptanc
 def walk(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
 ) -> Counts:
-    """Count what is offered and accepted along texts that the target writes.
+    """Count what is offered and accepted along sequences that the target generates.
 
-    prompts: LongTensors [T], taken in turn until there are extent.sequences of them. Of independent sequences as many
-        begin as `way` says, whatever extent.children is.
+    prompts: LongTensors [T], reused until there are extent.sequences of them
+
+    For independent sequences, `way.sequence_count` replaces extent.children.
     """
     return walk_together(target, draft, prompts, [(way, filters)], extent, seed)[0]
 
@@ -217,7 +220,7 @@ def walk_together(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
     seed: int, report: Report = lambda line: None,
 ) -> list[Counts]:  # fmt: skip
-    """`walk` of several ways, each on texts of its own under its sampling, and all of them in the same passes."""
+    """`walk` for several ways, each with its own filters and sequences, all in the same forward passes."""
     made = [partial(_Walked, way, filters, extent, target.vocab_size, seed) for way, filters in wanted]
     walked = _along(target, draft, prompts, made, extent, seed, report)
     return [each.counts() for each in walked]
@@ -227,10 +230,12 @@ def _along(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[Callable[[Sequences], Any]],
     extent: Extent, seed: int, report: Report,
 ) -> list[Any]:  # fmt: skip
-    """Write several sets of texts in the same passes; what was `wanted` of each has then looked at every token.
+    """Generate several sets of sequences in the same forward passes; returns the observers, which have seen every
+    token.
 
-    wanted: makes it of its texts. Its `at` is the depth LongTensor[S] of the tokens that come next, and its `go_on` is
-        given the logits of the draft [S, V] and of the target [S, 1, V], and appends these tokens
+    wanted: for each set, a function that builds its observer from its state. `observer.at`, LongTensor[S], is the depth
+        of the next token; `observer.go_on` gets the logits of the draft [S, V] and of the target [S, 1, V], and appends
+        the next token
     """
     tokens, sequences, depth = extent.tokens, extent.sequences, extent.depth
     every = sequences * len(wanted)
@@ -280,16 +285,16 @@ def _along(
 
 
 class _Walked:
-    """The texts of one way, and what was counted on them."""
+    """The sequences of one way, and the counts on them."""
 
     def __init__(self, way: Way, filters: Filters, extent: Extent, vocab_size: int, seed: int, state: Sequences):
         self._way, self._rules = way, Rules(way.draw, way.verification, filters, filters)
         self._depth, self._state, self._seed = extent.depth, state, seed
         self._children, device = min(way.sequence_count or extent.children, vocab_size), state.root.device
         self._table = None if extent.tree is None or way.sequence_count else children_of(extent.tree, device)
-        self._node = torch.zeros_like(state.lengths)  # of the tree that is walked along
+        self._node = torch.zeros_like(state.lengths)  # the current node of the tree that is walked along
         self._star = torch.tensor([-1] + [0] * self._children, device=device)
-        self.at = torch.zeros_like(state.lengths)  # the depth of the node: how many tokens in a row were accepted
+        self.at = torch.zeros_like(state.lengths)  # depth of the current node: how many tokens in a row were accepted
         self._accepted = torch.zeros(extent.depth, self._children, dtype=torch.long, device=device)
         self._reached = torch.zeros(extent.depth, dtype=torch.long, device=device)
         self._moments = torch.zeros(extent.depth, self._children, 5, dtype=torch.float64, device=device)
@@ -301,7 +306,11 @@ class _Walked:
         self._ranks: list[Tensor] = []
 
     def go_on(self, after: Tensor, logits: Tensor) -> None:
-        """Offer, decide, count, and append a token. after: the draft's logits [S, V]; logits: the target's [S, 1, V]"""
+        """Offer children, verify, count, and append a token.
+
+        after: logits of the draft [S, V]
+        logits: of the target [S, 1, V]
+        """
         state, way, depth, children, at = self._state, self._way, self._depth, self._children, self.at
         rules, noise, independent = self._rules, root_rows(state.noise, state.lengths), way.sequence_count is not None
         after = after * self._sharper[at][:, None] if way.temperatures else after
@@ -341,7 +350,6 @@ class _Walked:
         state.lengths.add_(1)
 
     def counts(self) -> Counts:
-        """The counts of acceptance."""
         ranks = torch.stack(self._ranks, 1).cpu()
         return Counts(self._accepted.cpu(), self._reached.cpu(), self._moments.cpu(), (ranks,))
 
@@ -349,8 +357,8 @@ class _Walked:
 def _moments(probs: Tensor, choice: Tensor) -> Tensor:
     """The terms of `Counts.moments` of one step, fp64 [S, K, 5].
 
-    probs: fp64 [S, K], the draft's probabilities of the children; choice: LongTensor[S], the accepted child, K if there
-    is none
+    probs: fp64 [S, K], the draft's probabilities of the children
+    choice: LongTensor[S], the accepted child; K if there is none
     """
     left = (1 - pad(probs[:, :-1], (1, 0)).cumsum(1)).clamp(min=1e-12)
     share = (probs / left).clamp(max=1)
@@ -364,9 +372,11 @@ def drawing_temperatures(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], samplings: Sequence[Filters], extent: Extent, seed: int,
     report: Report,
 ) -> dict[Filters, tuple[float, ...]]:  # fmt: skip
-    """The temperatures of `drafts.tempered` for a draft whose one pass gives the laws of all its levels.
+    """The drawing temperatures of `drafts.tempered`, for a draft that gives the distributions of all levels in one
+    pass.
 
-    By each sampling above temperature 0, along texts of its own. None of another draft, nor where 1 is best everywhere.
+    They are fitted for each sampling with temperature above 0, on its own sequences. Empty for other drafts; a sampling
+    is given no temperatures if 1 is best at all depths.
     """
     drawn, levels = [each for each in samplings if each.temperature > 0], draft.levels
     if not (drawn and levels and draft.forward is not None and draft.forward.drafts_at_once):
@@ -389,18 +399,17 @@ def drawing_temperatures(
 
 
 class _Common:
-    """The texts of one sampling, and how much the draft's law has in common with the target's at each of their tokens.
+    """The sequences of one sampling, and the overlap of the draft's with the target's distribution at each token.
 
-    Blocks of all depths follow each other, whatever a draft would propose.
+    Blocks of all depths follow each other, whatever the draft proposes.
     """
 
     def __init__(self, filters: Filters, depths: int, seed: int, state: Sequences):
         self._filters, self._depths, self._seed, self._state = filters, depths, seed, state
         self.at = torch.zeros_like(state.lengths)
-        self.common: list[Tensor] = []  # of each token, see `fitted`
+        self.common: list[Tensor] = []  # for each token, see `fitted`
 
     def go_on(self, after: Tensor, logits: Tensor) -> None:
-        """See `_along`."""
         state, filters, logits = self._state, self._filters, logits[:, 0].float()
         noise = root_rows(state.noise, state.lengths)
         token = gumbel_topk(logits, 1, **filters._asdict(), seed=self._seed, rows=noise).tokens

@@ -58,7 +58,7 @@ def test_no_tree_is_deeper_than_there_are_heads(count, target, tmp_path):
 def test_a_tree_that_is_asked_for_and_deeper_than_there_are_heads_is_refused(heads, target):
     draft = as_draft(heads, forward_of(target, "target"), target)
     assert draft.levels == 4
-    deep, message = TokenTree.from_branching([2, 1, 1, 1, 1]), "has the laws of 4 levels of a tree, got a tree "
+    deep, message = TokenTree.from_branching([2, 1, 1, 1, 1]), "can draft 4 levels of a tree, got a tree "
     with pytest.raises(ValueError, match=f"{message}of 5 levels; give at mo"):
         SpeculativeDecoder(target, heads, "sequoia", tree=deep)
     with pytest.raises(ValueError, match="got max_depth 6; give at most 4 levels"):

@@ -72,5 +72,5 @@ def test_what_cannot_be_is_refused(target, pard):
         Pard(pard.model, 7)
     with pytest.raises(ValueError, match="depths must be at least 1, got 0"):
         Pard(pard.model, 6, 0)
-    with pytest.raises(ValueError, match="has the laws of 4 levels of a tree, got a tree of 5 levels"):
+    with pytest.raises(ValueError, match="can draft 4 levels of a tree, got a tree of 5 levels"):
         SpeculativeDecoder(target, pard, "sequoia", tree=TokenTree.chain(5))
