@@ -1,13 +1,13 @@
-"""Probability that the target accepts each child that the draft proposes: the acceptance vector for tree planning.
+"""The probability that the target accepts each child that the draft proposes: the acceptance vector for tree planning.
 
-At one position let P be the target's distribution, Q the draft's, and x_1, x_2, ... the draft's children in the order
-in which they are drawn, without replacement. Let F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0 and R_k the mass of Q
-outside the k - 1 children before x_k. Sequential rejection (Sequoia's algorithm 2, RSD's recursive rejection sampling)
-accepts x_k with probability
+At one position let P be the target's distribution, Q the draft's, and x_1, x_2, ... the draft's children, drawn in this
+order without replacement. Let F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0, and R_k the mass of Q outside the k - 1
+children before x_k. Recursive rejection (Sequoia's algorithm 2, RSD's recursive rejection sampling) accepts x_k with
+probability
 
     c_k = min(1, max(P(x_k) - l_k Q(x_k), 0) / F(l_k) * R_k / Q(x_k)),        l_{k+1} = l_k + F(l_k) / R_k,
 
-so child k is the accepted one with probability c_k * prod_{j<k} (1 - c_j). No coin has to be tossed to know it.
+so child k is the accepted one with probability c_k * prod_{j<k} (1 - c_j). This is computed, not sampled.
 """
 
 import torch
@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk
 
-ELEMENTS_PER_FORWARD = 2**26  # logits of each model that are kept at once
-ELEMENTS_PER_CHUNK = 2**22  # fp64 probabilities that are computed at once
+ELEMENTS_PER_FORWARD = 2**26  # most logits of each model in memory at once
+ELEMENTS_PER_CHUNK = 2**22  # most fp64 probabilities computed at once
 
 
 @torch.no_grad()
@@ -33,12 +33,12 @@ def measure_acceptance(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """The probability that child j is the accepted one, all earlier ones being rejected: float64 [children] on the CPU.
+    """The probability that child j is accepted and all earlier ones are rejected: float64 [children] on the CPU.
 
-    Both models read input_ids [B, T], without padding, and every position counts once. Element j is the mean over the
-    B * T positions of the probability above, with one draw of the children at each position. The vector sums to the
-    probability that any child is accepted. At temperature 0 the children are the draft's likeliest tokens, and the one
-    accepted is the target's. Children beyond the tokens that top_k or top_p leave are absent and never accepted.
+    Both models read input_ids [B, T], without padding. Element j is the mean over all B * T positions, with one draw of
+    the children at each. The sum of the vector is the probability that any child is accepted. At temperature 0 the
+    children are the draft's likeliest tokens, and the target's likeliest token is accepted. If top_k or top_p leave
+    fewer tokens than children, the missing children are never accepted.
 
     Raises ValueError for input_ids of another shape, for filters out of range, for children outside 1 .. vocabulary,
     and for logits that are no distribution (NaN or +inf).
@@ -82,7 +82,8 @@ def measure_acceptance(
 def chain_acceptance(target_probs: Tensor, draft_probs: Tensor, drawn: Tensor) -> Tensor:
     """The probability that each child is the accepted one, [R, K].
 
-    target_probs, draft_probs: [R, V]; drawn: LongTensor[R, K], the children in draw order, -1 for an absent one.
+    target_probs, draft_probs: [R, V]
+    drawn: LongTensor[R, K], the children in draw order, -1 for an absent one
     """
     multiplier = target_probs.new_zeros(len(drawn), 1)  # l_k
     reached = target_probs.new_ones(len(drawn), 1)  # prod (1 - c_j)

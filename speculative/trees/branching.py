@@ -1,13 +1,13 @@
-"""Trees whose nodes of one level have equally many children, as RSD-C draws them: the best one of at most n nodes.
+"""Trees whose nodes of one level all have the same number of children, as RSD-C drafts them: find the best of n nodes.
 
-A branching vector b says that each node at depth d has b[d] children. With a[d, j] the chance that child j of an
+In a branching vector b, each node at depth d has b[d] children. With a[d, j] the probability that child j of an
 accepted node at depth d is the accepted one, the tree has
 
     nodes              1 + sum_l prod_{d<l} b[d]
     expected tokens    1 + sum_l prod_{d<l} P[d, b[d]],        P[d, b] = sum_{j<b} a[d, j],        l = 1 .. len(b)
 
-so no tree has to be built to compare vectors. Those that do not rise are compared, since a tree that branches late has
-most of its nodes where few texts get. There are few of them: 171 of at most 64 nodes, 8 levels and 8 children.
+so no tree has to be built to compare vectors. Only non-increasing vectors are compared: a tree that branches late has
+most of its nodes where few sequences get. There are few of them: 171 with at most 64 nodes, 8 levels and 8 children.
 
 Source: Jeon et al. 2024, "Recursive Speculative Decoding" (arXiv 2402.14160), algorithm 2, experiments 1 and 2.
 """
@@ -19,11 +19,12 @@ from heavypath.speculative.trees.tree import TokenTree
 
 
 def branching_tree(acceptance: Acceptance, size: int, max_depth: int) -> TokenTree:
-    """The tree of at most `size` nodes and `max_depth` levels, by a vector that does not rise, that yields most tokens.
+    """The best tree of at most `size` nodes and `max_depth` levels with a non-increasing branching vector.
 
-    acceptance: [child] or [depth, child], as of `sequoia_tree`; the number of children bounds the branching, and the
-    number of rows, if there are any, the depth. Of trees that yield equally many it is one of fewest nodes. It is in
-    heavy-path order.
+    acceptance: [child] or [depth, child], as for `sequoia_tree`. The number of children limits the branching; the
+        number of rows, if there are any, limits the depth
+
+    Of trees with equally many expected tokens, it is one with the fewest nodes. It is in heavy-path order.
 
     Raises ValueError for acceptance out of range, and for a size below 2 or a depth below 1.
     """
@@ -35,10 +36,14 @@ def branching_tree(acceptance: Acceptance, size: int, max_depth: int) -> TokenTr
 
 
 def select_branching(acceptance: Acceptance, verify_cost: Mapping[int, float], draft_cost: float) -> Plan:
-    """The tree by a vector that does not rise, or the root alone, with which decoding is expected to be fastest.
+    """The tree with a non-increasing branching vector, or the root alone, with which decoding is expected to be
+    fastest.
 
-    acceptance: as of `branching_tree`; verify_cost: of a step by nodes, for 1, 2, ... nodes; draft_cost: of drafting a
-    level; both in steps of plain decoding, see `select_tree`.
+    acceptance: as for `branching_tree`
+    verify_cost: {nodes: cost of a step}, for 1, 2, ... nodes
+    draft_cost: cost of drafting a level
+
+    Both costs are in steps of plain decoding, see `select_tree`.
     """
     best, tokens, speedup = (), 1.0, 1 / verify_cost[1]
     for vector, nodes, expected in _shapes(acceptance, max(verify_cost), None):
@@ -49,11 +54,13 @@ def select_branching(acceptance: Acceptance, verify_cost: Mapping[int, float], d
 
 
 def _shapes(acceptance: Acceptance, size: int, max_depth: int | None) -> Iterator[tuple[tuple[int, ...], int, float]]:
-    """All vectors of trees of 2 .. size nodes that do not rise, each with its nodes and its expected tokens."""
+    """All non-increasing vectors whose trees have 2 .. size nodes, each with its number of nodes and its expected
+    tokens.
+    """
     rates = Rates.of(acceptance)
     depth = rates.depth_bound(size, max_depth)
     accepted = rates.rows(depth).cumsum(1)  # P[d, b] in column b - 1
-    # A vector, its nodes and the nodes of its last level, its tokens and those that the last level adds.
+    # (vector, nodes, nodes of its last level, expected tokens, expected tokens of its last level)
     waiting: list[tuple[tuple[int, ...], int, int, float, float]] = [((), 1, 1, 1.0, 1.0)]
     while waiting:
         vector, nodes, level, tokens, reached = waiting.pop()

@@ -1,4 +1,4 @@
-"""Checks of the options that say how trees are shaped, where any are given."""
+"""Checks of the options that set the shape of trees."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -15,7 +15,7 @@ from heavypath.speculative.trees.tree import TokenTree
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for a number that is none, or that would make a tree without end."""
+    """Raise TypeError or ValueError for options that are not numbers, out of range, or would make too large a tree."""
     for name in ("width", "max_depth"):
         whole(name, options.get(name, 1))
     if options.get("width", 1) < 1:
@@ -26,14 +26,16 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     if not is_list or not np.ndim(branching):
         raise TypeError(f"branching must be a list of integers, children of a node by its level, got {branching!r}")
     nodes = sum(accumulate((whole("branching", children) for children in branching), mul, initial=1))
-    if nodes > MAX_NODES:  # before it is made
+    if nodes > MAX_NODES:  # checked before the tree is built
         raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {nodes}")
 
 
 def check_given(method: str, usual: TokenTree | Growth, tree: object, others: list[str]) -> None:
-    """Raise TypeError or ValueError if a method cannot have this tree, or other options say something about it.
+    """Raise TypeError or ValueError if the method cannot draft this tree, or if other options also set the tree's
+    shape.
 
     usual: a tree of the method
+    others: names of the other options given
     """
     if not isinstance(tree, TokenTree):
         raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")

@@ -1,4 +1,4 @@
-"""Counts of acceptance: the rates by which trees are planned, and the tokens that a tree brings of texts."""
+"""Acceptance from counts: the rates by which trees are planned, and the tokens per step that a tree yields by them."""
 
 import math
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from heavypath.speculative.trees.ranks import steps_of
 from heavypath.speculative.trees.tails import CHILDREN, DEPTH, falling, with_tail
 from heavypath.speculative.trees.tree import TokenTree
 
-PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
-SEEN = 10  # times that a child was accepted, for the law beyond it to go through it
+PRIOR = 50  # weight, in nodes, of the mean over all depths in each depth's acceptance: deep nodes are rare
+SEEN = 10  # how often a child must have been accepted for the fit of the power law to include it
 
 
 @dataclass(frozen=True)
 class CountedTexts:
-    """The counts of a walk, as lists of a profile.
+    """The counts of a walk, in the form that a profile stores.
 
-    accepted:    [depth][child], how often child j of a node at depth d was the accepted one
-    reached:     [depth], how many nodes there were
-    texts:       the ranks of each text's tokens, see `ranks`; none where only counts are known
-    alike:       the first depth whose children are like those of deeper ones: 1 for independent sequences, else 0
+    accepted: [depth][child], how often child j of a node at depth d was accepted
+    reached: [depth], how many nodes there were
+    texts: the ranks of each sequence's tokens, see `ranks`; empty if only counts are known
+    alike: the first depth from which on all depths are assumed to be alike: 1 for independent sequences, else 0
     """
 
     accepted: Sequence[Sequence[int]]
@@ -33,9 +33,10 @@ class CountedTexts:
     alike: int
 
     def tokens(self, tree: TokenTree) -> float:
-        """The tokens that a step with a tree yields on average.
+        """The average tokens of a step with a tree.
 
-        Of the texts as they are; where there are none, and of independent sequences, by the rates.
+        Computed from the ranks of the measured sequences. If there are none, or for independent sequences, computed
+        from the rates.
         """
         if not self.texts or self.alike:
             return expected_tokens(tree, self.rates())
@@ -43,7 +44,9 @@ class CountedTexts:
         return float(tokens / steps)
 
     def tokens_error(self, tree: TokenTree) -> float:
-        """The standard error of `tokens`: by how much texts differ, or by the number of nodes that were counted."""
+        """The standard error of `tokens`: from the differences between sequences, or else from the numbers of counted
+        nodes.
+        """
         if not self.texts or self.alike:
             return _error_by_counts(tree, self.rates(), self.reached)
         steps, tokens = steps_of(tree, self.texts).T.astype(float)
@@ -53,11 +56,12 @@ class CountedTexts:
     def rates(self) -> Tensor:
         """The acceptance by which trees are planned: fp64 [tails.DEPTH, child].
 
-        At first the share of nodes at depth d whose child j was accepted. A depth's shares are drawn to those of all
-        depths, by as much as `PRIOR` nodes would. Those of all depths are drawn as much to the power law of `tails`
-        through the children that were accepted `SEEN` times, which goes on up to tails.CHILDREN children. Shares never
-        rise with the child, but by chance. Of independent sequences the first row stays as counted, and the others are
-        drawn to their own mean. Levels that were not counted are as all depths.
+        It starts as the share of nodes at depth d whose child j was accepted. Each depth is shrunk towards the mean
+        over all depths, which has the weight of `PRIOR` nodes. That mean is shrunk, with the same weight, towards the
+        power law of `tails`, which is fitted to the children that were accepted at least `SEEN` times and continues up
+        to tails.CHILDREN children. Acceptance is then made non-increasing in the child. For independent sequences the
+        first row stays as counted, and the others are shrunk to their own mean. Depths that were not counted get the
+        mean over all depths.
         """
         accepted, reached = np.array(self.accepted, np.float64), np.array(self.reached, np.float64)[:, None]
         alike = slice(self.alike, None)
@@ -73,22 +77,26 @@ class CountedTexts:
 
 
 def _of_all_depths(hits: np.ndarray, nodes: float) -> np.ndarray:
-    """The shares of all depths [child], by how often each child of so many nodes was accepted; with the tail's law."""
+    """Acceptance over all depths [child], shrunk towards the fitted power law.
+
+    hits: how often each child was accepted
+    nodes: number of nodes
+    """
     seen = int(np.argmax(np.append(hits, 0) < SEEN))
-    law = with_tail(hits[:seen] / nodes, max(CHILDREN, len(hits))) if seen else np.zeros(max(CHILDREN, len(hits)))
-    return falling((np.pad(hits, (0, len(law) - len(hits))) + PRIOR * law) / (nodes + PRIOR))
+    fit = with_tail(hits[:seen] / nodes, max(CHILDREN, len(hits))) if seen else np.zeros(max(CHILDREN, len(hits)))
+    return falling((np.pad(hits, (0, len(fit) - len(hits))) + PRIOR * fit) / (nodes + PRIOR))
 
 
 def _error_by_counts(tree: TokenTree, rates: Tensor, reached: Sequence[int]) -> float:
-    """The standard error of a tree's expected tokens by rates [depth, child], by the number of nodes at each depth.
+    """The standard error of a tree's expected tokens for rates [depth, child], from the number of nodes at each depth.
 
-    With n nodes counted at a depth, let their children be accepted with shares a[j], and let g[j] be the derivative of
-    the expected tokens by a[j]. That depth adds (sum_j a[j] g[j]^2 - (sum_j a[j] g[j])^2) / n to the variance. Depths
-    that were not counted have n of all depths.
+    With n nodes counted at a depth, let a[j] be the acceptance of their children, and g[j] the derivative of the
+    expected tokens with respect to a[j]. That depth adds (sum_j a[j] g[j]^2 - (sum_j a[j] g[j])^2) / n to the variance.
+    For depths that were not counted, n is the total of all depths.
     """
     below = node_probabilities(tree, rates).cumsum(0)
     last = tree.subtree_end.long() - 1
-    gains = torch.zeros_like(rates)  # a[j] g[j]: what the subtrees below all children j of a depth yield
+    gains = torch.zeros_like(rates)  # a[j] g[j]: the expected tokens of the subtrees of all children j at a depth
     for node in range(1, len(tree)):
         depth, rank = int(tree.depths[node]) - 1, int(tree.ranks[node])
         if depth < len(rates) and rank < rates.shape[1]:

@@ -1,12 +1,12 @@
-"""Draw a token tree: levels from left to right, siblings in draw order from top to bottom.
+"""Draw a token tree as SVG: levels from left to right, siblings in draw order from top to bottom.
 
-The area of a node and the width of the edge that leads to it grow with the node's probability of being accepted; its
-colour shows the logarithm of that. Subtrees stand as close to each other as they can. The layout keeps how far each
-subtree reaches up and down on every level below its root (its contours, Reingold and Tilford 1981). It puts each
-sibling just below the contours of those before it, and the parent between its first and its last child. This takes
-O(nodes * depth) time and memory.
+A node's area and the width of the edge to it grow with the node's probability of being accepted; its colour shows the
+logarithm of that. Subtrees are placed as close to each other as possible. For each subtree the layout keeps how far it
+reaches up and down on every level below its root (its contours, Reingold and Tilford 1981). Each sibling is placed just
+below the contours of those before it, and the parent halfway between its first and its last child. This takes O(nodes *
+depth) time and memory.
 
-The colours and the grey of the text are neither light nor dark, so that they can be read on both backgrounds.
+The colours and the grey of the labels can be read on light and on dark backgrounds.
 """
 
 import math
@@ -20,10 +20,10 @@ from heavypath.speculative.trees.tree import TokenTree
 
 LARGEST, SMALLEST, PLAIN = 13.0, 2.2, 5.0  # radii: at probability 1, at 0, and without probabilities
 GAP = 4.0  # between neighbours on a level
-LEVEL = 64.0  # from one level to the next
+LEVEL = 64.0  # distance between levels
 LETTER, LINE = 6.4, 13.0  # the width of a letter, and the height of a line of text
 MARGIN = 16.0  # around the drawing
-LONGEST = 14  # letters of a label; a longer one is cut off, and shown in full when the pointer rests on the node
+LONGEST = 14  # letters of a label; a longer one is cut off, and shown in full when the pointer is over the node
 DECADES = 3  # the powers of ten that the colours span
 COLOURS = (107, 132, 172), (176, 92, 158), (242, 136, 56)  # at 10^-DECADES, half way between, and at 1
 GREY = "#7c828b"
@@ -32,11 +32,11 @@ GREY = "#7c828b"
 def tree_svg(
     tree: TokenTree, labels: Sequence[str] | None = None, probabilities: Sequence[float] | Tensor | None = None
 ) -> str:
-    """A drawing of the tree, as the text of an SVG file.
+    """A drawing of the tree as SVG, in a string.
 
-    labels:        a text for each node, such as its token
-    probabilities: each node's probability of being accepted, 1 for the root, as `node_probabilities` gives them. The
-                   caption has their sum, which is the number of tokens expected of a step
+    labels: a string for each node, such as its token
+    probabilities: each node's probability of being accepted, 1 for the root, as `node_probabilities` returns them.
+        Their sum, the expected tokens of a step, is written below the drawing
     """
     nodes = len(tree)
     chances = None if probabilities is None else [float(chance) for chance in probabilities]
@@ -105,12 +105,12 @@ def tree_svg(
 
 
 def _printable(label: str) -> str:
-    """The label with control characters, which XML cannot contain, in Python's notation."""
+    """The label with control characters, which XML cannot contain, as Python escapes."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in label)
 
 
 def layout(parents: list[int], ranks: list[int], above: list[float], below: list[float]) -> list[float]:
-    """The vertical position of each node. Parents come before children.
+    """The vertical position of each node. Parents must come before children.
 
     above, below: how far each node reaches up and down from its position
     """
@@ -152,7 +152,6 @@ def _colour(chance: float | None) -> str:
 
 
 def _legend(y: float) -> list[str]:
-    """The SVG elements of the colour scale."""
     stops = (f'<stop offset="{place}" stop-color="{_colour(10 ** (DECADES * (place - 1)))}"/>' for place in (0, 0.5, 1))
     return [
         f'<linearGradient id="probability">{"".join(stops)}</linearGradient>',

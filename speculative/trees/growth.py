@@ -1,4 +1,6 @@
-"""Settings of trees that `decoding.growing` grows: DySpec's, those of EAGLE-2's expansion and of RSD-S's beam."""
+"""Settings of trees that grow during a step (`decoding.growing`): for DySpec, EAGLE-2's expansion and RSD-S's beam
+search.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -14,11 +16,12 @@ MAX_SLOTS = 1 << NODE_BITS
 
 @dataclass(frozen=True)
 class Confidence:
-    """The relation of the draft's probabilities to acceptance: c_k = base[k] + slope[k] q.
+    """A linear model of acceptance from the draft's probability: c_k = base[k] + slope[k] q.
 
-    c_k is the chance that child k is accepted once its elder siblings are rejected, where q is the draft's probability
-    of the child among the tokens not yet drawn. The last entries serve all further children too. `deeper` has the lines
-    below depth 1, 2, ..., of which the last serve all further depths; without any those of the root serve all.
+    c_k is the probability that child k is accepted if its earlier siblings are rejected. q is the draft's probability
+    of the child among the tokens not yet drawn. The last entries hold for all further children. `deeper` has the lines
+    for depths 1, 2, ...; the last of them holds for all further depths. If it is empty, the root's lines hold for all
+    depths.
     """
 
     base: tuple[float, ...]
@@ -30,12 +33,12 @@ class Confidence:
         if len(self.base) != len(self.slope) or not lines or not all(0 <= b <= b + s <= 1 for b, s in lines):
             raise ValueError(f"confidence must rise within [0, 1] for each child, got {self.base} and {self.slope}")
 
-        object.__setattr__(self, "_lines", {})  # beside the fields, which alone are compared and written to profiles
+        object.__setattr__(self, "_lines", {})  # a cache, not a field: not compared, and not written to profiles
 
     def lines(self, children: int, device: "torch.device") -> "Tensor":
-        """Base and slope of the first `children` children below each depth, fp64 [depths, 2, children].
+        """Base and slope of the first `children` children at each depth, fp64 [depths, 2, children].
 
-        They are copied to a device once, and kept as long as this object: a CUDA graph reads them there.
+        They are copied to a device once and kept as long as this object, because CUDA graphs read them there.
         """
         import torch
 
@@ -49,21 +52,21 @@ class Confidence:
 
 # Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
 DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
-# For pairs that nobody measured: half DySpec's own, q, and half 1 / (k + 1), which knows the child's rank alone.
+# For models that were not measured: the mean of DySpec's own q and of 1 / (k + 1), which depends only on the rank.
 DEFAULT_CONFIDENCE = Confidence(tuple(0.5 / (child + 1) for child in range(16)), (0.5,) * 16)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The way in which trees grow.
+    """How trees grow.
 
-    by:         the measure by which nodes are kept: the value of their "slot", the worth of the "node" itself, or their
-                key in a stochastic "beam"
-    size:       nodes of a tree, root included, at most
-    width:      nodes drafted on a level, at most
-    depth:      levels
-    threshold:  slots of less value stay empty; with one node a level this is a chain that ends early
-    confidence: the line for values by "slot" where the text is sampled; None for DySpec's own
+    by: the measure by which nodes are kept: the value of their "slot", the probability of the "node" itself, or their
+        key in a stochastic "beam" search
+    size: most nodes of a tree, root included
+    width: most nodes drafted on a level
+    depth: levels
+    threshold: slots with a lower value stay empty; with one node a level this is a chain that ends early
+    confidence: predicts the values by "slot" if the target samples; None for DySpec's own, the draft's probability
     """
 
     by: Literal["slot", "node", "beam"]
@@ -89,13 +92,13 @@ class Growth:
 
     @property
     def branching(self) -> int:
-        """The most children that a node may have."""
+        """The most children that a node can have."""
         return self.width
 
     @property
     def slots(self) -> int:
-        """Rows of the draft's cache that a tree takes while it grows, root included."""
+        """Rows of the draft's cache that a tree needs while it grows, root included."""
         return 1 + self.depth * self.width
 
-    cache_rows = slots  # by the name that a static tree has for it
+    cache_rows = slots  # the name that `TokenTree` has for it
     grows = True  # its nodes depend on what is drafted

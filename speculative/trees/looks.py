@@ -1,4 +1,4 @@
-"""A tree as lines of text, and as blocks of an attention mask."""
+"""A tree as lines of text, and the number of blocks in its attention mask that are not empty."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,9 +7,9 @@ import numpy as np
 
 
 def as_text(parents: np.ndarray, children: np.ndarray, first: np.ndarray) -> str:
-    """A drawing with a line for each node and siblings in draw order.
+    """The tree with a line for each node, siblings in draw order.
 
-    children: int64 [N - 1], those of node 0, those of node 1, ..., of which node j's begin at first[j]
+    children: int64 [N - 1], the children of node 0, then those of node 1, ...; those of node j begin at first[j]
     """
     own = [children[begin:end].tolist() for begin, end in pairwise(first.tolist())]
     lines, stack, depth = ["0"], [(child, "") for child in reversed(own[0])], 0
@@ -23,7 +23,7 @@ def as_text(parents: np.ndarray, children: np.ndarray, first: np.ndarray) -> str
 
 
 def occupied_blocks(above: Sequence[np.ndarray], nodes: int, block_size: int) -> int:
-    """The number of block_size x block_size blocks of a tree's mask with a true entry.
+    """The number of block_size x block_size blocks of a tree's mask with a True entry.
 
     above: the ancestors 1, 2, 4, ... edges above each node, int64 [N] each
     """

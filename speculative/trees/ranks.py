@@ -1,13 +1,14 @@
-"""Tokens that a tree brings of texts, by their ranks: which child of the draft each token of a text is.
+"""How many tokens per step a tree yields on measured sequences, from the ranks of their tokens.
 
-A step begins at a token of the text, the root of the tree being the token before it. It accepts the tokens whose ranks
-lead from the root down the tree, and ends with the token after these. The next step begins behind that. So a tree
-brings
+A token's rank is the index of the draft's child that has it. A step begins at a token of the sequence: the tree's root
+is the token before it. The step accepts the tokens whose ranks lead from the root down the tree, and ends with the
+token after these. The next step begins after that one. So a tree yields
 
-    tokens / steps = (end of the last step) / (steps that began)
+    tokens / steps = (end of the last step) / (number of steps)
 
-of a text, without any assumption about how ranks follow each other. Steps are counted if they begin so early that the
-text holds the longest one to its end. Then by Wald's identity the ratio has no bias from texts that are short.
+on a sequence, without any assumption about how ranks depend on each other. Only steps are counted that begin so early
+that the longest possible one fits into the sequence. Then by Wald's identity the ratio is not biased by the end of the
+sequence.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ NONE, UNKNOWN = -1, -2  # ranks: no child was accepted; none was offered
 
 
 def children_of(tree: TokenTree, device: "torch.device | str" = "cpu") -> "Tensor":
-    """LongTensor[N, J]: child j of each node, 0 where there is none; J is at least 1."""
+    """LongTensor[N, J]: child j of each node, 0 if there is none; J is at least 1."""
     import torch
 
     table = torch.zeros(len(tree), max(1, int(tree.ranks.max()) + 1), dtype=torch.long, device="cpu")
@@ -34,16 +35,16 @@ def children_of(tree: TokenTree, device: "torch.device | str" = "cpu") -> "Tenso
 
 
 def steps_of(tree: TokenTree, texts: Sequence[Sequence[int]]) -> np.ndarray:
-    """The steps that a tree takes for each text, and the tokens they bring: int64 [texts, 2].
+    """The number of steps of a tree on each sequence, and the tokens they yield: int64 [texts, 2].
 
-    texts: ranks; a token whose rank is UNKNOWN ends a step, as one that no child is does.
+    texts: ranks of each sequence; a token with rank UNKNOWN ends a step, like one that is not a child
     """
     table = children_of(tree).numpy()
     lengths = np.array([len(text) for text in texts])
     ranks = np.full((len(texts), lengths.max(initial=0)), UNKNOWN)
     for row, text in zip(ranks, texts, strict=True):
         row[: len(text)] = text
-    last = np.maximum(1, lengths - tree.depth)  # steps that begin before it are counted
+    last = np.maximum(1, lengths - tree.depth)  # steps that begin before this index are counted
     node, counted = np.zeros(len(texts), np.int64), np.zeros((len(texts), 2), np.int64)
     going = np.zeros(len(texts), bool)
     for place, column in enumerate(ranks.T):

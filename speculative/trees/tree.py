@@ -1,10 +1,10 @@
 """`TokenTree`, the shape of a token tree: the parent of each node, and the order in which siblings are drawn.
 
-    above_k[v]   the ancestor 2^k edges above v, or the root if v is not so deep:  above_{k+1} = above_k[above_k]
-    size[v]      = 1 + the sizes of v's children, which is the number of nodes in the subtree of v
+    above_k[v]   the ancestor 2^k edges above v, or the root if v is less deep:  above_{k+1} = above_k[above_k]
+    size[v]      = 1 + the sizes of v's children: the number of nodes in the subtree of v
     position[v]  = position[parent] + 1 + the sizes of the siblings visited before v         (preorder)
 
-Sums over subtrees and along paths take one pass over all nodes for each k: O(N log depth) and no Python loop over
+Sums over subtrees and along paths take one pass over all nodes for each k: O(N log depth), without a Python loop over
 nodes. In preorder the subtree of v is the interval position[v] .. position[v] + size[v] - 1.
 """
 
@@ -17,24 +17,24 @@ import numpy as np
 
 from heavypath.kernels.numbers import whole
 
-if TYPE_CHECKING:  # a tree is made of arrays, and PyTorch imported where a tensor is asked for
+if TYPE_CHECKING:  # trees are stored as arrays; PyTorch is only imported when a tensor is needed
     from torch import Tensor
 
 Order = Literal["breadth_first", "depth_first", "heavy_path"]
 Integers = Union[Sequence[int], np.ndarray, "Tensor"]
 
-NODE_BITS = 12  # the noise of a step has so many bits for the number of a node, see `decoding.sequences`
+NODE_BITS = 12  # bits for the node's number in a noise row, see `decoding.sequences`
 
 
 class TokenTree:
-    """An immutable tree of N nodes. Node 0 is the root, the last committed token; parents come before children.
+    """An immutable tree of N nodes. Node 0 is the root, the last committed token; parents come before their children.
 
-    parents: N integers, with parents[0] = -1 and 0 <= parents[i] < i.
-    ranks:   N integers, each node's index among its siblings in the order in which they are drawn. The children of a
-             node have 0, 1, 2, ..., and the root has 0. Default: the order of their indices.
+    parents: N integers, with parents[0] = -1 and 0 <= parents[i] < i
+    ranks: N integers, each node's index among its siblings in draw order. The children of a node have 0, 1, 2, ..., and
+        the root has 0. Default: the order of node numbers
 
     Both may be sequences, arrays or tensors. The tree's properties are LongTensors on the CPU. Raises ValueError for
-    parents or ranks that are no such integers.
+    invalid parents or ranks.
     """
 
     def __init__(self, parents: Integers, ranks: Integers | None = None):
@@ -75,7 +75,7 @@ class TokenTree:
 
     @classmethod
     def independent(cls, sequences: int, length: int) -> "TokenTree":
-        """`sequences` separate chains below the root, of `length` nodes each (SpecInfer, SpecTr)."""
+        """`sequences` separate chains of `length` nodes each, starting at the root (SpecInfer, SpecTr)."""
         sequences, length = whole("sequences", sequences), whole("length", length)
         if length < 0:
             raise ValueError(f"length must be at least 0, got {length}")
@@ -96,7 +96,7 @@ class TokenTree:
         if any(width < 1 for width in widths):
             raise ValueError(f"branching factors must be at least 1, got {widths}")
         parents: list[int] = []
-        stack = [(-1, 0)]  # parent and depth of the nodes that are still to be made
+        stack = [(-1, 0)]  # parent and depth of nodes that have not been added yet
         while stack:
             parent, depth = stack.pop()
             parents.append(parent)
@@ -106,11 +106,11 @@ class TokenTree:
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> "TokenTree":
-        """The tree of the nodes at these paths of ranks below the root, in any order; breadth-first.
+        """The tree of the nodes at these paths of ranks from the root, given in any order; in breadth-first order.
 
-        [0, 2] is child 2 of child 0 of the root: Medusa's trees are published so, as `medusa_choices` (Cai et al. 2024,
-        sec. 2.1.2 and 2.3.3). Raises ValueError for a path that is given twice, for one whose parent or elder sibling
-        is missing, and for ranks that are no integers of at least 0.
+        [0, 2] is child 2 of child 0 of the root. Medusa's trees are published in this form, as `medusa_choices` (Cai et
+        al. 2024, sec. 2.1.2 and 2.3.3). Raises ValueError for a path that is given twice, for one whose parent or
+        earlier sibling is missing, and for ranks that are not integers of at least 0.
         """
         listed = sorted(map(_path, paths), key=lambda path: (len(path), path))
         numbers = {path: node for node, path in enumerate(listed, 1)}
@@ -123,7 +123,7 @@ class TokenTree:
             if path[:-1] not in numbers:
                 raise ValueError(f"the node at path {[*path]} has no parent: {[*path[:-1]]} is missing")
             if path[-1] and elder not in numbers:
-                raise ValueError(f"the node at path {[*path]} is drawn behind that at {[*elder]}, which is missing")
+                raise ValueError(f"the node at path {[*path]} is drawn after the one at {[*elder]}, which is missing")
         parents, ranks = [numbers[path[:-1]] for path in listed], [path[-1] for path in listed]
         return cls([-1, *parents], [0, *ranks])
 
@@ -134,7 +134,7 @@ class TokenTree:
 
     @property
     def ranks(self) -> "Tensor":
-        """LongTensor[N], each node's place among its siblings in draw order."""
+        """LongTensor[N], each node's index among its siblings in draw order."""
         return _tensor(self._ranks.copy())
 
     @property
@@ -143,7 +143,7 @@ class TokenTree:
         return _tensor(self._depths.copy())
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Parents, ranks and depths as int64 arrays [N], which must not be written to."""
+        """Parents, ranks and depths as int64 arrays [N]; do not write to them."""
         return self._parents, self._ranks, self._depths
 
     @property
@@ -163,12 +163,15 @@ class TokenTree:
 
     @property
     def is_depth_first(self) -> bool:
-        """True if every subtree is an interval of node numbers."""
+        """Whether every subtree is an interval of node numbers."""
         return not self._strays.any()
 
     @property
     def subtree_end(self) -> "Tensor":
-        """LongTensor[N]: the subtree of node j is the nodes j .. subtree_end[j] - 1. Needs depth-first order."""
+        """LongTensor[N]: the subtree of node j consists of nodes j .. subtree_end[j] - 1.
+
+        Raises ValueError if the nodes are not in depth-first order.
+        """
         if not self.is_depth_first:
             raise ValueError(
                 f"subtree_end needs depth-first order, but node {1 + self._strays.argmax()} breaks it; "
@@ -178,7 +181,7 @@ class TokenTree:
 
     @cached_property
     def _above(self) -> list[np.ndarray]:
-        """above_0, above_1, ... of the formula, up to the last one that is not the root everywhere."""
+        """above_0, above_1, ... of the formula, without those that are the root everywhere."""
         doubled, above = [], np.maximum(self._parents, 0)
         while above.any():
             doubled.append(above)
@@ -204,7 +207,9 @@ class TokenTree:
 
     @cached_property
     def _strays(self) -> np.ndarray:
-        """bool [N - 1]: which of the nodes 1, 2, ... do not hang below the node before them or one of its ancestors."""
+        """bool [N - 1]: which of nodes 1, 2, ... have a parent that is neither the node before them nor one of its
+        ancestors.
+        """
         before, parent = self._positions[:-1], self._parents[1:]
         begin = self._positions[parent]
         return (before < begin) | (before >= begin + self._sizes[parent])
@@ -224,7 +229,7 @@ class TokenTree:
         return self._path_sums(offsets)
 
     def mask(self) -> "Tensor":
-        """bool [N, N]: [i, j] is true where j is i or an ancestor of i."""
+        """bool [N, N]: [i, j] is True if j is i or an ancestor of i."""
         begin = self._positions.astype(np.int32)  # takes half the time of int64
         end = begin + self._sizes.astype(np.int32)
         return _tensor((begin <= begin[:, None]) & (begin[:, None] < end))
@@ -232,14 +237,14 @@ class TokenTree:
     def reordered(self, order: Order) -> "tuple[TokenTree, Tensor]":
         """The same tree with other node numbers, and permutation[new] = old, LongTensor[N]. Nodes keep their ranks.
 
-        breadth_first: level by level, siblings by rank. depth_first: preorder, siblings by rank.
-        heavy_path: preorder, the child with the largest subtree first (then by rank).
+        order: "breadth_first": level by level, siblings by rank. "depth_first": preorder, siblings by rank.
+            "heavy_path": preorder, the child with the largest subtree first, then by rank
         """
         tree, permutation = self.renumbered(order)
         return tree, _tensor(permutation)
 
     def renumbered(self, order: Order) -> "tuple[TokenTree, np.ndarray]":
-        """`reordered` with an array."""
+        """Like `reordered`, with the permutation as an array."""
         if order == "breadth_first":
             permutation = _inverse(self._positions)
             permutation = permutation[self._depths[permutation].argsort(kind="stable")]
@@ -256,7 +261,7 @@ class TokenTree:
         return TokenTree(parents, self._ranks[permutation]), permutation
 
     def occupied_blocks(self, block_size: int) -> int:
-        """The number of block_size x block_size blocks of mask() with a true entry: block-sparse attention's work."""
+        """The number of block_size x block_size blocks of mask() with a True entry: block-sparse attention's work."""
         from heavypath.speculative.trees.looks import occupied_blocks
 
         return occupied_blocks(self._above, len(self), whole("block_size", block_size))
@@ -277,7 +282,7 @@ class TokenTree:
 
     @property
     def cache_rows(self) -> int:
-        """Rows of each cache that a step takes for it."""
+        """Rows that a step needs for this tree in each cache."""
         return len(self)
 
     grows = False  # its nodes do not depend on what is drafted
@@ -302,7 +307,7 @@ class TokenTree:
 
 
 def _tensor(values: np.ndarray) -> "Tensor":
-    """A tensor over the memory of an array."""
+    """A tensor that shares the array's memory."""
     import torch
 
     return torch.from_numpy(values)
@@ -315,7 +320,7 @@ def _inverse(permutation: np.ndarray) -> np.ndarray:
 
 
 def _path(given: Sequence[int]) -> tuple[int, ...]:
-    """A path of ranks; ValueError for anything else."""
+    """A checked path of ranks."""
     if not isinstance(given, Iterable):
         raise ValueError(f"a path must be a sequence of ranks, got {given!r}")
     path = tuple(_integers("a path", given).tolist())
@@ -325,7 +330,7 @@ def _path(given: Sequence[int]) -> tuple[int, ...]:
 
 
 def _integers(name: str, values: Any) -> np.ndarray:
-    """A copy as a flat int64 array; ValueError for anything but integers."""
+    """A copy as a flat int64 array. Raises TypeError or ValueError for anything but integers."""
     if hasattr(values, "numpy"):  # a tensor
         values = values.numpy(force=True) if str(values.dtype) in ("torch.int32", "torch.int64") else values.tolist()
     if isinstance(values, np.ndarray):
@@ -346,4 +351,4 @@ def _integers(name: str, values: Any) -> np.ndarray:
         raise ValueError(f"{name} must be integers of 64 bits, got {listed[:8]}") from None
 
 
-ROOT = TokenTree([-1])  # of plain decoding, which drafts nothing
+ROOT = TokenTree([-1])  # the tree of plain decoding, which drafts nothing

@@ -83,7 +83,7 @@ def test_a_tree_is_that_of_the_paths_to_its_nodes_in_any_order():
 
 @pytest.mark.parametrize(("paths", "message"), [
     ([[0], [1, 0]], r"path \[1, 0\] has no parent: \[1\] is missing"),
-    ([[0], [2]], r"path \[2\] is drawn behind that at \[1\], which is missing"),
+    ([[0], [2]], r"path \[2\] is drawn after the one at \[1\], which is missing"),
     ([[0], [0, 0], [0]], r"given once, got \[0\] twice"),
     ([[0], []], r"at least one of them, got \[\]"),
     ([[0], [0, -1]], r"ranks of at least 0, .* got \[0, -1\]"),
