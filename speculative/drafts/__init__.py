@@ -1,1 +1,1 @@
-"""Drafts, which propose tokens: a model, the target's own first layers, the text so far, a corpus, or one's own."""
+"""Drafts, which propose tokens: a model, layers of the target, the sequence so far, a corpus, or a user's own."""

@@ -1,8 +1,7 @@
-"""Changes of logits in a step, between the models and the verification.
+"""`LogitChange`: hooks that change logits in a step, between the models and the verification.
 
-A step has a list of changes. Each is told when the step begins, may stand between the draft and the draw of its tokens,
-may have the target score more nodes, may change the target's logits, and is told which nodes were accepted. The changes
-in this file do nothing.
+A step has a list of changes. Each is called when the step begins, before tokens are drawn, before the target's pass,
+before verification, and after it. In this base class the hooks do nothing.
 """
 
 from collections.abc import Callable
@@ -15,29 +14,33 @@ from heavypath.speculative.drafts.draft import Draft
 
 
 class LogitChange:
-    """A change of logits. state: the `Sequences` of a step; lap: told the name of a phase when it ends."""
+    """A change of logits; override the hooks that you need.
+
+    state: the `Sequences` of a step
+    lap: a function that is called with the name of a phase when it ends
+    """
 
     def of_step(self, state: Any, lap: Callable[[str], object]) -> "LogitChange":
-        """The change as it is for one step, which begins now."""
+        """The change for the step that begins now; itself if it does not differ between steps."""
         return self
 
     def before_drawing(self, draft: Draft, state: Any) -> Draft:
-        """A draft whose logits are changed, before anything is drawn from them."""
+        """The draft to draw from: the given one, or a wrapper that changes its logits."""
         return draft
 
     def before_scoring(self, given: Any, state: Any) -> Any:
-        """The nodes that the target is to score, a `Given`, with any more after them.
+        """The nodes for the target's pass, a `Given`, possibly with more nodes appended.
 
-        Those are not drafted, and nobody verifies them: `before_verifying` cuts their logits off.
+        Appended nodes are not drafted and not verified: `before_verifying` must cut off their logits.
         """
         return given
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The target's logits [B, N, V] after the nodes of drafted trees, a `Drafted`, changed.
+        """The target's logits [B, N, V] after the nodes of drafted trees (a `Drafted`), changed.
 
-        Nodes may be made absent, by a token of -1 in `drafted.tokens`, for reasons that do not depend on their tokens.
+        A hook may remove nodes by writing -1 to `drafted.tokens`, for reasons that do not depend on the nodes' tokens.
         """
         return logits
 
     def after_verifying(self, verified: Verified) -> None:
-        """Look at what was accepted."""
+        """Called with the result of the verification."""

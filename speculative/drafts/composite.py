@@ -1,9 +1,9 @@
-"""Drafts made of drafts: a cascade, where each drafts some levels of a tree, and a mixture, where all draft each level.
+"""Drafts made of drafts: a cascade, in which each drafts some levels of a tree, and a mixture, in which all draft each.
 
-Text follows the target's law with any logits, so that these two are but two ways to make logits out of those of others.
-A part remembers its texts in its own cache. A part without a model is fed all nodes, because that costs nothing. A
-model of a cascade is fed the nodes above its last level, and when the next tree begins, the nodes accepted below it.
-These are a chain of the text's last tokens in the place of the root alone.
+The output has the target's distribution for any logits, so these only combine logits. Each part remembers sequences in
+its own cache. Parts without a model are called for all nodes, because that costs nothing. In a cascade, a model is not
+called for the nodes of its last level and below; when the next tree begins, it reads those that were accepted. So its
+first feed is a chain of the last tokens, instead of just the root.
 """
 
 import math
@@ -25,17 +25,17 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps, host_can_read
 from heavypath.speculative.trees.tails import Usual
 
-FIRST = 0.9  # weight of the first draft of a mixture, which is to be the strongest
+FIRST = 0.9  # default weight of the first draft of a mixture, which should be the strongest
 
 
 @dataclass(frozen=True)
 class Cascade(Draftable):
-    """A draft out of several: the first one drafts the first levels of each tree, the next one those below, and so on.
+    """A draft made of several: the first one drafts the first levels of each tree, the next one those below, and so on.
 
-        Cascade([draft, PromptLookup()], levels=[2, 4])     # a model for two levels, the text itself for four more
+        Cascade([draft, PromptLookup()], levels=[2, 4])     # a model for two levels, prompt lookup for four more
 
-    drafts: whatever SpeculativeDecoder takes as a draft, strongest first
-    levels: of each, at least 1; the last one drafts all levels that are left
+    drafts: anything that SpeculativeDecoder takes as a draft, strongest first
+    levels: number of levels of each, at least 1; the last draft drafts all remaining levels
 
     Source: the horizontal cascade of Chen et al. 2024, "Cascade Speculative Drafting for Even Faster LLM Inference".
     """
@@ -54,14 +54,14 @@ class Cascade(Draftable):
 
 @dataclass(frozen=True)
 class Mixture(Draftable):
-    """A draft out of several, beside each other: Q = sum_i w_i Q_i / sum_i w_i, over those that propose anything.
+    """A draft made of several: Q = sum_i w_i Q_i / sum_i w_i, over those that propose anything at a node.
 
         Mixture([draft, PromptLookup()], weights=[0.7, 0.3])
 
-    So the slots of a tree go to whichever has the better token, by value.
+    So a tree has the likeliest tokens of all drafts together.
 
-    drafts: whatever SpeculativeDecoder takes as a draft
-    weights: of each, above 0; default: 0.9 for the first one, and the others share the rest
+    drafts: anything that SpeculativeDecoder takes as a draft
+    weights: one for each, above 0; default: 0.9 for the first one, the rest shared equally by the others
     """
 
     drafts: Sequence[Any]
@@ -79,16 +79,16 @@ class Mixture(Draftable):
 
 
 def check_drafts(name: str, drafts: Sequence[Any]) -> None:
-    """Raise ValueError unless these are several drafts for what is called `name`."""
+    """Raise ValueError unless `drafts` is a list of at least two; name: of the composite, for the message."""
     if isinstance(drafts, str) or not isinstance(drafts, Sequence) or len(drafts) < 2:
         raise ValueError(f"{name} needs a list of at least two drafts, got {drafts!r}")
 
 
 class CompositeCache(RowCache):
-    """The caches of the parts, and the text's tokens.
+    """The caches of the parts, and the sequence's tokens.
 
-    keys:  LongTensor[B, 1, rows, 1], the token of each row; there are no values
-    known: LongTensor[B], rows of tokens that all parts were given: those up to the last tree's root
+    keys: LongTensor[B, 1, rows, 1], the token of each row; values is the same tensor
+    known: LongTensor[B], number of rows whose tokens all parts have read: those up to the last tree's root
     """
 
     def __init__(self, parts: list[Any], tokens: Tensor):
@@ -102,7 +102,7 @@ class CompositeCache(RowCache):
         return self.keys.nbytes + sum(part.nbytes for part in self.parts)
 
     def begin(self, lengths: Tensor) -> None:
-        """See `RowCache.begin`."""
+        """Begin sequences of these lengths in all parts."""
         self.known.copy_(lengths)
         for part in self.parts:
             part.begin(lengths)
@@ -115,26 +115,26 @@ class CompositeCache(RowCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """See `RowCache.remembered`."""
+        """All tensors that hold state, see `RowCache.remembered`."""
         return [self.keys, self.known, *(field for part in self.parts for field in part.remembered())]
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path, see `RowCache.accept`."""
+        """Move the rows of an accepted path in all parts, see `RowCache.accept`."""
         places = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
         compact_unchecked([self.keys], path=places, length=length, prefix_length=prefix_length)
         for part in self.parts:
             part.accept(path, length, prefix_length, node_rows)
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
-        """See `RowCache.advance`."""
+        """Commit a path in all parts, see `RowCache.advance`."""
         for part in self.parts:
             part.advance(path, produced, node_rows)
 
 
 class CompositeDraft(Draft):
-    """The common part of cascades, mixtures and merges. Of a step's first feed some give logits after the root alone.
+    """Base class of cascades, mixtures and merges. For a step's first feed, some return only the logits after the root.
 
-    Raises ValueError for two trained heads, or two lookaheads: of those that take part in the target's pass one can.
+    Raises ValueError for two trained heads, or two lookaheads: only one of each can take part in the target's pass.
     """
 
     def __init__(self, parts: list[Draft], device: torch.device):
@@ -155,11 +155,13 @@ class CompositeDraft(Draft):
         return CompositeCache([part.new_cache(batch, rows) for part in self.drafts], tokens)
 
     def prefill(self, tokens: Tensor, cache: CompositeCache) -> None:
-        """Take in right-padded texts LongTensor[B, T]; the parts are given theirs by themselves, see `parts`."""
+        """Store the tokens of right-padded sequences LongTensor[B, T]; the parts are prefilled on their own, see
+        `parts`.
+        """
         cache.keys[:, 0, : tokens.shape[1], 0] = tokens
 
     def parts(self, cache: CompositeCache) -> list[tuple[Draft, Any]]:
-        """Itself, and all of its parts."""
+        """The draft itself, and all of its parts, recursively."""
         below = [part.parts(own) for part, own in zip(self.drafts, cache.parts, strict=True)]
         return [(self, cache), *(pair for pairs in below for pair in pairs)]
 
@@ -184,25 +186,25 @@ class CompositeDraft(Draft):
         return Taps(numbers, read)
 
     def changes(self, cache: CompositeCache) -> list[Any]:
-        """Those of all parts."""
+        """The changes of all parts."""
         return [change for part, own in zip(self.drafts, cache.parts, strict=True) for change in part.changes(own)]
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """As often as those of the best part."""
+        """The usual acceptance of the best part."""
         return max(part.usual_acceptance(temperature) for part in self.drafts)
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
-        """Let all parts take in texts that have ended."""
+        """Let all parts learn from finished sequences."""
         for part in self.drafts:
             part.learn(prompts, lengths, new, counts)
 
     def unsure_rows(self, levels: int) -> int:
-        """A model of a cascade also lacks what others have drafted below it."""
+        """2 + levels: a model of a cascade also lacks the tokens that other drafts have drafted below it."""
         return 2 + levels
 
 
 class CascadeDraft(CompositeDraft):
-    """`Cascade` at work."""
+    """The `Draft` of `Cascade`."""
 
     def __init__(self, parts: list[Draft], levels: Sequence[int], device: torch.device):
         super().__init__(parts, device)
@@ -212,33 +214,33 @@ class CascadeDraft(CompositeDraft):
                     "a draft with recurrent layers must read each token in the step after it, got one in a Cascade "
                     "before its last draft; make it the last one, or take a Mixture"
                 )
-        self._ends = [*accumulate(levels)][:-1]  # the level at which each but the last has drafted all of its own
+        self._ends = [*accumulate(levels)][:-1]  # the first level that each draft, except the last, does not draft
 
     @property
     def positions(self) -> float:
-        """Those of the first draft: where it proposes nothing, there is nothing to go on from."""
+        """Those of the first draft: if it proposes nothing, there is no node for the next draft to continue from."""
         return self.drafts[0].positions
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
-        """The logits of whichever part drafts this level, in fp32: parts may have types of their own."""
+        """The logits of the part that drafts this level, in fp32 whatever the parts' dtypes are."""
         store_rows(cache.keys, feed.tokens[:, :, None, None], feed.cache_rows)
         stage = sum(feed.level >= end for end in self._ends)
         caught_up = _chain_feed(feed, cache) if feed.news else feed
         logits: dict[int, Tensor] = {}
         for index, (part, part_cache) in enumerate(zip(self.drafts, cache.parts, strict=True)):
-            if index >= stage or part.overlap is None:  # below its levels a model is not fed, what is no model is
+            if index >= stage or part.overlap is None:  # below their levels, only drafts without a model are called
                 lacks_rows = index < len(self._ends) and part.can_rest and part.overlap is not None
                 logits[index] = part(caught_up if lacks_rows else feed, part_cache)
         if feed.drafted is None:
             return logits[stage].float()
-        chosen = logits[0][:, -1:].float()  # of nodes of all levels at once, each sequence has its own
+        chosen = logits[0][:, -1:].float()  # each sequence's node is at its own level
         for index, end in enumerate(self._ends, 1):
             chosen = chosen.where((feed.drafted < end)[:, None, None], logits[index][:, -1:].float())
         return chosen
 
 
 class MixtureDraft(CompositeDraft):
-    """`Mixture` at work."""
+    """The `Draft` of `Mixture`."""
 
     def __init__(self, parts: list[Draft], weights: Sequence[float] | None, device: torch.device):
         super().__init__(parts, device)
@@ -247,7 +249,7 @@ class MixtureDraft(CompositeDraft):
         self._logs = [math.log(weight) for weight in weights]
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
-        """The logarithm of the mixture, in fp32; of a step's first feed after the root alone."""
+        """The log-probabilities of the mixture, in fp32; for a step's first feed only those after the root."""
         after = -1 if feed.news else 0
         mixed = None
         for part, part_cache, log in zip(self.drafts, cache.parts, self._logs, strict=True):
@@ -262,7 +264,7 @@ class MixtureDraft(CompositeDraft):
 def _chain_feed(feed: Feed, cache: CompositeCache) -> Feed:
     """A step's first feed with all tokens that may be new since the last step, as a chain that ends at the root.
 
-    Where a text has not so many, its first token is given several times.
+    In a shorter sequence, the first token is repeated.
     """
     lengths = feed.prefix_lengths
     new = lengths + 1 - cache.known
@@ -283,7 +285,7 @@ def _chain_feed(feed: Feed, cache: CompositeCache) -> Feed:
 
 
 def parts_for(drafts: Sequence[Any], kind: str, target: Forward, model: PreTrainedModel) -> list[Draft]:
-    """The drafts that a draft called `kind` is made of. Raises ValueError for a Merge among them."""
+    """The drafts that a composite called `kind` is made of. Raises ValueError for a Merge among them."""
     parts = [as_draft(each, target, model) for each in drafts]
     if any(part.laws > 1 for part in parts):
         raise ValueError(f"a Merge has paths of its own, and is no part of a {kind}")
@@ -301,7 +303,7 @@ def _(given: Mixture, target: Forward, model: PreTrainedModel) -> Draft:
 
 
 def describe_parts(given: Any, shares: Sequence[Any] | None) -> str:
-    """A draft made of drafts in words; shares: what each of them has of it."""
+    """A composite draft in words. shares: levels or weights of its parts; None if it has none"""
     parts = " and ".join(map(describe, given.drafts))
     return f"{type(given).__name__} of {parts}" + ("" if shares is None else f", {[*shares]}")
 

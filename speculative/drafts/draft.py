@@ -1,4 +1,4 @@
-"""`Draft`: what the decoder asks of whatever proposes tokens. One of your own is an object with these three methods.
+"""`Draft`: the interface between the decoder and whatever proposes tokens. Your own is an object with these methods:
 
     class Bigrams:                                          # what followed each token in some text
         def __init__(self, logits):                         # [V, V], -inf for tokens that never followed
@@ -16,8 +16,8 @@
 
     SpeculativeDecoder(target, Bigrams(logits))
 
-The text follows the target's law for any logits: the draft decides how many tokens a step accepts, and nothing else.
-`docs/examples/own_draft.py` of the repository is a program that runs.
+The output has the target's distribution for any logits: a draft only decides how many tokens a step accepts.
+`docs/examples/own_draft.py` in the repository is a complete program.
 """
 
 import math
@@ -31,32 +31,33 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Taps
 from heavypath.speculative.trees.tails import SMALL_MODEL, Usual
 
-Drafting = Any  # what has weights to draft with: a `Forward`, or a trained head, which has its names
+Drafting = Any  # a `Forward`, or a trained head with the same attributes
 
 
 @dataclass(frozen=True)
 class Feed:
-    """n nodes of each sequence's tree, given to a draft at once; B sequences. Its tensors are to be read only.
+    """n nodes of each sequence's tree, passed to a draft together. Do not write to its tensors. B is the number of
+    sequences.
 
-    A step's first feed has n = 2: the last committed token, which is the tree's root, and the token before it, whose
-    row may not have been written yet. Every later feed has the nodes of one level. In a text of one token the root is
-    given twice.
+    A step's first feed has n = 2: the tree's root, which is the last committed token, and the token before it, whose
+    cache row may not have been written yet. Every later feed has the nodes of one level. In a sequence of one token,
+    the root is given twice.
 
-    tokens, positions: LongTensor[B, n]; a position is a token's place in its text, without padding
-    cache_rows:     LongTensor[B, n], where the draft's cache keeps each node: to be written by the draft
-    parent_rows:    LongTensor[B, n], the cache rows of the tokens before them; -1 before the text
-    prefix_lengths: LongTensor[B], cache rows before the tree: they hold the text before the root
-    visible_rows:   cache rows that hold the longest prefix and its tree
-    ancestor_mask:  bool [n, M] or [B, n, M], which of the tree's first M nodes each node sees, itself among them; the
-                    tree's node m has cache row prefix_lengths + m
-    news:           of a step's first feed, how many of the text's last tokens may be new since the last step, at most,
-                    the root among them; 0 of later ones
-    levels:         of a step's first feed, how many the step drafts
-    level:          of the nodes: 0 for the root's
-    branches:       of a level below the root of a static tree, LongTensor[n]: the draw number of the root's child above
-                    each node, which is itself on the first level; else None
-    drafted:        of a first feed, LongTensor[B]: how many of the text's last tokens are to count as drafted nodes,
-                    whose features a head does not know; None for 0. Acceptance is measured so, at any depth of a tree
+    tokens, positions: LongTensor[B, n]; a position is a token's index in its sequence, without padding
+    cache_rows: LongTensor[B, n], the row of the draft's cache in which the draft must store each node
+    parent_rows: LongTensor[B, n], the cache row of each node's parent; -1 for the first token of a sequence
+    prefix_lengths: LongTensor[B], number of cache rows before the tree; they hold the tokens before the root
+    visible_rows: number of cache rows that hold the longest prefix and its tree
+    ancestor_mask: bool [n, M] or [B, n, M]: which of the tree's first M nodes each node attends to, itself included.
+        The tree's node m has cache row prefix_lengths + m
+    news: in a step's first feed, an upper bound for how many of the last tokens are new since the last step, root
+        included; 0 in later feeds
+    levels: in a step's first feed, how many levels the step drafts
+    level: the nodes' level: 0 for the root
+    branches: below the root of a static tree, LongTensor[n]: the draw number of the root's child that is an ancestor of
+        each node, or the node itself; else None
+    drafted: in a first feed, LongTensor[B]: how many of the last tokens count as drafted nodes, whose target features a
+        head must not use; None for 0. Acceptance is measured with this, at any depth of a tree
     """
 
     tokens: Tensor
@@ -74,33 +75,34 @@ class Feed:
 
 
 class Draft:
-    """Gives the logits of the token after each node of a growing tree: the three methods, which each draft has.
+    """Base class of drafts: returns the logits of the next token after each node of a growing tree.
 
-    An object of yours need not be of this class, and only its three methods are called. The package's own drafts also
-    set the attributes that follow the methods, where they differ from the defaults here.
+    Your own draft does not have to be of this class; only the three methods new_cache, prefill and __call__ are called.
+    The package's own drafts also override the attributes and methods that follow, where the defaults do not fit.
 
-    For each step of the decoder a draft is called once for each level of the tree. The first call has the root (and the
-    token before it), the next one the nodes drafted below it, and so on. Tokens are drawn from the logits that it
-    returns, and verified by the same numbers.
+    In each step a draft is called once for each level of the tree. The first call has the root (and the token before
+    it), the next one the nodes drafted below it, and so on. Tokens are drawn from the returned logits, and verified
+    with the same logits.
 
-    A draft remembers a text in its cache, which has a row for each token. When the target has accepted some of the
-    drafted nodes, the decoder moves their rows after the text's. When a sequence has ended, it moves those of others
-    into its place. State anywhere else is not moved.
+    A draft remembers sequences in its cache, which has a row for each token. When the target has accepted some drafted
+    nodes, the decoder moves their rows to the end of the sequence. When a sequence has ended, the decoder moves other
+    sequences' rows into its slot. State stored anywhere else is not moved.
 
-    On a GPU all that a call does is captured in a CUDA graph, after one call without a graph. So the shapes in a call
-    depend on those of its arguments alone. It must not read tensors on the host: no .item(), .cpu(), .tolist(), nor a
-    Python `if` on a tensor. With `SpeculativeDecoder(..., cuda_graphs=False)`, and on a CPU, it may.
+    On a GPU everything that a call does is captured in a CUDA graph, after one call without a graph. So shapes may
+    depend only on the shapes of the arguments, and the call must not read tensors on the host: no .item(), .cpu(),
+    .tolist(), and no Python `if` on a tensor. On a CPU, and with `SpeculativeDecoder(..., cuda_graphs=False)`, it may.
 
-    name:     for messages, of a draft without a model
-    levels:   how many levels of a tree it can draft; None for any number
-    laws:     how many distributions it gives after the root of a static tree, among which the children are dealt
-    extra_nodes: how many nodes its `changes` add to each pass of the target, at most
-    forward, keeps_state: its forward pass, None without weights; whether a recurrent state says what it has read
-    reads_target: whether its cache is filled by passes of the target, see `taps`
-    overlap:  None where `prefill` takes a text at once. Else it takes pieces, with `starts` as `Forward.prefill` does,
-              and this many tokens are the last ones of a piece and the first ones of the next
-    can_rest: whether it may leave steps out, and read the text written meanwhile later, by `prefill` with `starts`
-    foreign:  the names of code in it that is not the package's
+    name: for messages, if the draft has no model
+    levels: how many levels of a tree it can draft; None for any number
+    laws: number of distributions at the root of a static tree; the root's children are drawn from them in turn
+    extra_nodes: the most nodes that its `changes` add to a pass of the target
+    forward: its forward pass; None without weights
+    keeps_state: whether it has a recurrent state
+    reads_target: whether its cache is filled during passes of the target, see `taps`
+    overlap: None if `prefill` takes whole sequences. Otherwise prefill also takes them in chunks, with `starts` as in
+        `Forward.prefill`, and consecutive chunks overlap by this many tokens
+    can_rest: whether it can skip steps, and later read the tokens written in them, by `prefill` with `starts`
+    foreign: names of code in it that is not part of the package
     """
 
     name: str = "draft"
@@ -117,103 +119,109 @@ class Draft:
     def new_cache(self, batch: int, rows: int) -> RowCache:
         """An empty cache for `batch` sequences of at most `rows` tokens and drafted nodes.
 
-        A `RowCache` holds two tensors, keys and values, of one shape [batch, heads, rows, D] and one dtype, on the
-        target's device. What their numbers mean is up to the draft; heads may be 1, and D may be 0.
+        A `RowCache` holds two tensors, keys and values, of the same shape [batch, heads, rows, D] and dtype, on the
+        target's device. What they contain is up to the draft; heads may be 1, and D may be 0.
         """
         raise NotImplementedError
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Take in the prompts without their last tokens, LongTensor[B, T]: token t of each belongs to row t.
+        """Read the prompts without their last tokens, LongTensor[B, T]; token t of each belongs to cache row t.
 
-        Shorter prompts are padded on the right with tokens that mean nothing. Their rows are overwritten before the
-        text gets there. It is not called for prompts of one token.
+        Shorter prompts are padded on the right with arbitrary tokens, whose rows are overwritten later. Prompts of one
+        token are not prefilled.
 
         cache: what `new_cache` returned, or a view of its first B sequences
         """
         raise NotImplementedError
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits after each node of `feed`, fp32 [B, n, V], with V the size of the target's vocabulary.
+        """The logits after each node of `feed`, fp32 [B, n, V], where V is the size of the target's vocabulary.
 
-        -inf is for tokens that the draft does not propose; a row of nothing else proposes no token. NaN and +inf are
-        refused. The draft's temperature and filters are applied to what is returned.
+        -inf excludes a token; a row of only -inf proposes nothing. NaN and +inf are refused. The draft's temperature
+        and filters are applied later.
         """
         raise NotImplementedError
 
     def parts(self, cache: Any) -> "list[tuple[Draft, Any]]":
-        """All drafts that take in a text by themselves, with their caches: of one made of drafts it and its parts."""
+        """The drafts that have to be prefilled, with their caches; a composite draft returns itself and its parts."""
         return [(self, cache)]
 
     @property
     def leaves(self) -> "list[Draft]":
-        """The drafts that it is made of, down to those that are made of none; itself if it is one of these."""
+        """The drafts that a composite draft consists of, recursively; else a list of the draft itself."""
         return [self]
 
     def taps(self, cache: Any) -> Taps | None:
-        """The hidden states of the target's passes that it reads; None for nothing."""
+        """The hidden states of the target that it reads during the target's passes; None if it reads none."""
         return None
 
     def rules(self, rules: Any) -> Any:
-        """The `Rules` of steps that it drafts for: the method's, or others that verify by a verifier that it brings.
+        """The `Rules` for its steps: those of the method, or changed ones with a verifier of its own.
 
-        A draft of several `laws` is one for which the verification must know them.
+        A draft with several `laws` needs a verifier that knows all of them, if the method's verification uses the
+        draft's distributions.
         """
         return rules
 
     def changes(self, cache: Any) -> Sequence[Any]:
-        """Changes of logits, each a `LogitChange`, that it brings to each step that drafts."""
+        """The `LogitChange`s that it adds to each step that drafts."""
         return ()
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
-        """Take in texts that have ended: `lengths` of prompts' tokens LongTensor[B, T], `counts` of new ones [B, M]."""
+        """Learn from finished sequences: the first `lengths` of prompts LongTensor[B, T], and the first `counts` of new
+        [B, M].
+        """
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """How often its tokens are accepted where the target is sampled so: what default trees assume of it.
+        """How often its tokens are usually accepted; default trees are planned with it.
 
-        It may look at the temperature alone: a text under a seed depends on the tree.
+        It may depend only on the temperature: sampled output depends on the tree, and must be reproducible.
         """
         return SMALL_MODEL
 
     def unsure_rows(self, levels: int) -> int:
-        """The most of a text's last rows that may not have been computed, after steps that draft so many levels.
+        """An upper bound for how many of a sequence's last cache rows may be missing after steps of `levels` levels.
 
-        It may lack the last root, below which nothing was drafted, and an accepted leaf before it.
+        By default two: the last root, if nothing was drafted below it, and an accepted leaf before it.
         """
         return 2
 
     @property
     def models(self) -> list[Drafting]:
-        """All that drafts with weights of its own."""
+        """The forward passes of all its models."""
         return [leaf.forward for leaf in self.leaves if leaf.forward is not None]
 
     @property
     def positions(self) -> float:
-        """The tokens of a text up to which it proposes any, those of the model that has most; infinity for all texts.
+        """The length up to which it proposes tokens: the most positions that one of its models has; infinity without a
+        limit.
 
-        After a token with a position of so many or more, a model's logits are -inf throughout.
+        A model's logits are all -inf after its last position.
         """
         return max(math.inf if leaf.forward is None else leaf.forward.max_positions for leaf in self.leaves)
 
     def proposes_all(self, length: int) -> bool:
-        """True if it has logits for all tokens, wherever in texts of at most so many."""
+        """Whether it proposes every token of the vocabulary, everywhere in sequences of at most `length` tokens."""
         return self.proposes_every_token and all(length <= model.max_positions for model in self.models)
 
     @property
     def proposes_every_token(self) -> bool:
-        """True if it has logits for all tokens, as models have: then more may be drawn than it finds likely."""
+        """Whether it proposes every token of the vocabulary, as models do. If so, more tokens can be drawn than have
+        probability.
+        """
         return all(leaf.forward is not None for leaf in self.leaves)
 
     @property
     def why_not_measured(self) -> str:
-        """The reason why its acceptance cannot be counted token by token, in words; "" where it can."""
+        """Why its acceptance cannot be measured token by token, for messages; "" if it can."""
         return next((leaf.why_not_measured for leaf in self.leaves if leaf is not self and leaf.why_not_measured), "")
 
 
-NO_DRAFT = Draft()  # in the place of none: it has no models, and no limits
+NO_DRAFT = Draft()  # stands for no draft: has no models and no limits
 
 
 class Draftable:
-    """A draft as a user gives it that is neither a model nor a `Draft`: settings, or a module, that make one.
+    """Base class of drafts as users pass them that are neither a model nor a `Draft`: settings or modules.
 
-    `kinds.as_draft` has a function for each of its classes, in the file of the draft that it makes.
+    `kinds.as_draft` has a function for each subclass, registered in the file of the `Draft` that it makes.
     """

@@ -1,4 +1,4 @@
-"""The cache of a draft that looks tokens up in its text: for compiled kernels with an index of where each token is."""
+"""The cache of a draft that looks up tokens in its own sequence, with an index for the compiled kernels."""
 
 from typing import Self
 
@@ -13,7 +13,7 @@ from heavypath.speculative.models.forward import host_can_read
 
 
 class IndexedCache(RowCache):
-    """Rows [B, heads, rows, M] of a text, see `kernels.native.retrieval`."""
+    """Rows [B, heads, rows, M] of sequences, and an index of where each token occurs; see kernels.native.retrieval."""
 
     def __init__(self, keys: Tensor, values: Tensor, vocab_size: int):
         super().__init__(keys, values)
@@ -30,7 +30,7 @@ class IndexedCache(RowCache):
         return super().nbytes + sum(field.nbytes for field in self.index)
 
     def begin(self, lengths: Tensor) -> None:
-        """See `RowCache.begin`."""
+        """Clear the index for new sequences."""
         self.index.known.zero_()
 
     def first(self, slots: int) -> Self:
@@ -40,11 +40,11 @@ class IndexedCache(RowCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """See `RowCache.remembered`."""
+        """All tensors that hold state, see `RowCache.remembered`."""
         return [*super().remembered(), *self.index]
 
     def with_nodes(self, feed: Feed) -> Sought:
-        """Nodes that are given to the draft, and all that the cache has of their texts."""
+        """The arguments of the compiled kernels for a feed and this cache."""
         return Sought(
             tokens=feed.tokens,
             cache_rows=feed.cache_rows,
@@ -57,7 +57,7 @@ class IndexedCache(RowCache):
 
 
 def text_cache(keys: Tensor, values: Tensor, vocab_size: int) -> RowCache:
-    """A cache of these rows [B, heads, rows, M], with an index where the compiled kernels read it."""
+    """A cache of these rows [B, heads, rows, M]; with an index if the compiled kernels can read it."""
     if host_can_read(keys.device) and library() is not None:
         return IndexedCache(keys, values, vocab_size)
     return RowCache(keys, values)

@@ -1,13 +1,13 @@
-"""Kinds of drafts: the draft that a user's argument stands for, and its description.
+"""Convert what users pass as a draft into a `Draft`, and describe it.
 
-A new kind of draft is a file with a class of `Draftable`, the `Draft` that it makes, and a function that says so:
+A new kind of draft is a file with a subclass of `Draftable`, the `Draft` that it becomes, and a registered function:
 
     @as_draft.register
     def _(given: Mine, target: Forward, model: PreTrainedModel) -> Draft:
         return MyDraft(given, target)
 
-and of `describe` and `draft_parameter_count` where those here do not fit it. Where that is another file than the one of
-the class, `names.DRAFTS` says so.
+Register functions for `describe` and `draft_parameter_count`, too, if the defaults do not fit. If the functions are
+registered in another file than the class, add that file to `names.DRAFTS`.
 """
 
 from functools import singledispatch
@@ -27,10 +27,10 @@ AnyDraft = PreTrainedModel | Draftable | Draft  # what users give
 
 @singledispatch
 def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
-    """The draft that a user gave for a target; `target` is `forward_of(model)`.
+    """The `Draft` for what a user passed. target: `forward_of(model)`
 
-    Raises TypeError or ValueError, saying what differs, for something that is no model and no draft, and for a model
-    with another vocabulary or on another device.
+    Raises TypeError or ValueError for something that is neither a model nor a draft, and for a model with another
+    vocabulary or on another device.
     """
     if load_kind(given):
         return as_draft(given, target, model)
@@ -45,18 +45,20 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
 
 
 def is_own(given: object) -> TypeGuard[Draft]:
-    """True if it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
+    """Whether an object is to be treated as a user's own `Draft`: it is neither of this package nor a transformers
+    model.
+    """
     return not isinstance(given, Draftable) and (not isinstance(given, nn.Module) or has_methods(given))
 
 
 def has_methods(draft: object) -> bool:
-    """True if an object has a method that drafts have, and models of transformers have not."""
+    """Whether an object has a method that drafts have and transformers models do not have."""
     return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
 
 
 @singledispatch
 def describe(given: Any) -> str:
-    """The user's argument in words, by which a profile knows it again: a model's type and size, a draft's settings."""
+    """A draft or model in words, by which a profile recognises it: a model's type and size, or a draft's settings."""
     if load_kind(given):
         return describe(given)
     if isinstance(given, Draftable):
@@ -68,13 +70,13 @@ def describe(given: Any) -> str:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """The parameters of a model; a tied head and embedding count once."""
+    """The number of parameters of a model; tied embedding and lm_head count once."""
     return sum(weight.numel() for weight in model.parameters())
 
 
 @singledispatch
 def draft_parameter_count(given: Any, target: PreTrainedModel) -> int:
-    """The parameters that drafting a level goes through: none for what has no weights, those of all of its parts."""
+    """The number of parameters that drafting one level reads: 0 without weights; for composites, the sum of parts."""
     if load_kind(given):
         return draft_parameter_count(given, target)
     return parameter_count(given) if isinstance(given, nn.Module) else 0
@@ -87,7 +89,7 @@ def _(given: EarlyExit, target: Forward, model: PreTrainedModel) -> Draft:
 
 @draft_parameter_count.register
 def _(given: EarlyExit, target: PreTrainedModel) -> int:
-    """The target's without those of the layers left out: embedding, final norm and head count, as a model's do."""
+    """The target's parameters without the layers left out: embedding, final norm and lm_head count."""
     decoder: Any = target.get_decoder()
     left_out = [layer for index, layer in enumerate(decoder.layers) if index not in given.indices]
     return parameter_count(target) - sum(map(parameter_count, left_out))

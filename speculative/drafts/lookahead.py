@@ -1,25 +1,25 @@
-"""Lookahead decoding: a draft without a model, made of n-grams that the target itself computes beside each tree.
+"""Lookahead decoding: a draft without a model, from n-grams that the target computes in the same pass as each tree.
 
-Let the root be at position L. Beside the drafted tree, the target's pass of each step has a window of W columns and
-N - 1 levels of guesses (Fu et al. 2024, sec. 3; N is `ngram`, W is `window`). Guess (i, l) is for position L + i + l:
+Let the root be at position L. After the drafted tree, the target's pass of each step has a window of W columns and N -
+1 levels of guesses (Fu et al. 2024, sec. 3; N is `ngram`, W is `window`). Guess (i, l) is for position L + i + l:
 
     level 0      root - (1, 0) - (2, 0) - ..  - (W-1, 0)            column 0 hangs below the root itself,
                   |       |        |               |               column i below the guess (i, 0);
-    level 1     (0, 1)  (1, 1)   (2, 1)   ..    (W-1, 1)            each sees what is before it on its way from the root
+    level 1     (0, 1)  (1, 1)   (2, 1)   ..    (W-1, 1)            each attends to the guesses on its way from the root
                   :       :        :               :
     level N-2   (0,N-2) (1,N-2)  (2,N-2)  ..    (W-1,N-2)
 
-The target's likeliest token after guess (i, N-2), for position L + i + N - 1, is new, as if level N - 1. With it a
-column has N tokens, from level 0 on: an n-gram, which goes into a pool. Where m drafted tokens are accepted, the root
-moves by m + 1, and every guess but those of level 0 stays in its place of the text:
+The target's likeliest token after guess (i, N-2), for position L + i + N - 1, is new and acts as level N - 1. With it a
+column has N tokens: an n-gram, which is added to a pool. If m drafted tokens are accepted, the root moves by m + 1
+positions. Guesses keep their positions in the sequence, except for those of level 0, which are dropped:
 
-    (i, l)  <-  (i + m, l + 1);     what is missing then is taken from the text
+    (i, l)  <-  (i + m, l + 1);     missing guesses are filled with tokens of the sequence
 
-This is Jacobi's iteration for the fixed point that greedy text is, and n-grams are cut from its trajectories. In
+This is Jacobi iteration for the fixed point that greedy decoding is, and the n-grams are parts of its trajectories. In
 depth-first order guess (i, l) is number i (N - 1) + l, column by column, with the root as (0, 0).
 
-A tree is drafted from pool and text together, as `PromptLookup` drafts from the text. Proposals may depend on the past
-in any way, so the target's likeliest tokens serve where the text is sampled, too, and the text follows its law.
+A tree is drafted from the pool and the sequence together, as `PromptLookup` drafts from the sequence. Any proposal is
+allowed in lossless verification, so the target's likeliest tokens can be used when it samples, too.
 """
 
 from dataclasses import dataclass
@@ -40,19 +40,19 @@ from heavypath.speculative.models.forward import Forward
 
 @dataclass(frozen=True)
 class Lookahead(Draftable):
-    """A draft without a model: n-grams that the target computes ahead of the text, and those of the text itself.
+    """A draft without a model: n-grams that the target computes ahead, and those that occurred in the sequence.
 
-    Each pass of the target has window * (ngram - 1) - 1 nodes more than the drafted tree, and gives `window` n-grams of
-    `ngram` tokens. The tokens that followed the longest suffix of at most ngram - 1 tokens are proposed. The latest
-    occurrence gets half of the probability, the one before it half of the rest, and so on; the text's are later than
-    the pool's. Give it to SpeculativeDecoder in place of a draft model. Source: Fu, Bailis, Stoica and Zhang 2024,
-    "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding" (arXiv 2402.02057). There, n-grams that
-    begin with the last token are verified beside the window, each by itself. Here they make a tree, which any method
-    draws and verifies.
+    Each pass of the target has window * (ngram - 1) - 1 nodes more than the drafted tree, and yields `window` n-grams
+    of `ngram` tokens. Proposed are the tokens that followed the longest matching suffix of at most ngram - 1 tokens.
+    The latest occurrence gets half of the probability, the one before it half of the rest, and so on; the sequence's
+    occurrences count as later than the pool's. Pass it to SpeculativeDecoder instead of a draft model. Source: Fu,
+    Bailis, Stoica and Zhang 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding" (arXiv
+    2402.02057). In the paper, n-grams that begin with the last token are verified separately. Here they form a tree,
+    which any method can draw and verify.
 
     window: columns of the window, W
-    ngram:  tokens of an n-gram, N; at least 3, so that every column has guesses of its own
-    pool:   how many n-grams are kept of each sequence, the latest ones
+    ngram: tokens of an n-gram, N; at least 3, so that every column has guesses besides level 0
+    pool: number of n-grams that are kept for each sequence, the latest ones
     """
 
     window: int = 10
@@ -68,10 +68,10 @@ class Lookahead(Draftable):
 
 
 class LookaheadCache(NgramCache):
-    """The n-grams of a text, as `NgramCache` has them, and of each sequence a window and a pool.
+    """The cache of `NgramCache`, with a window and a pool for each sequence.
 
-    window: LongTensor[B, W, N - 1], guess (i, l) at [i, l], the root at [0, 0]; -1 where there is none yet
-    pool:   LongTensor[B, P, N], from the oldest n-gram to the latest; -1 where there is none yet
+    window: LongTensor[B, W, N - 1], guess (i, l) at [i, l], the root at [0, 0]; -1 for missing guesses
+    pool: LongTensor[B, P, N], from the oldest n-gram to the latest; -1 for empty entries
     """
 
     def __init__(self, batch: int, rows: int, options: Lookahead, device: torch.device):
@@ -81,11 +81,11 @@ class LookaheadCache(NgramCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all tensors."""
         return super().nbytes + self.window.nbytes + self.pool.nbytes
 
     def begin(self, lengths: Tensor) -> None:
-        """Forget the n-grams of former texts, so that a text does not depend on what was generated before."""
+        """Clear window and pool, so that a sequence does not depend on earlier ones."""
         self.window.fill_(-1)
         self.pool.fill_(-1)
 
@@ -96,18 +96,19 @@ class LookaheadCache(NgramCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """See `RowCache.remembered`."""
+        """All tensors that hold state, see `RowCache.remembered`."""
         return [*super().remembered(), self.window, self.pool]
 
 
 class LookaheadDraft(LookupDraft):
-    """`Lookahead` at work.
+    """The `Draft` of `Lookahead`.
 
-    columns: LongTensor[W]; depths, ends: LongTensor[W (N - 1)], of the window's nodes below the root, and the numbers
-        after their last descendants, the root's first
+    columns: LongTensor[W], the indices of the window's columns
+    depths, ends: LongTensor[W (N - 1)], for each node of the window in depth-first order, with the root first: its
+        depth, and the number after its last descendant
     """
 
-    can_rest = False  # in each step it reads what the target computes beside the tree
+    can_rest = False  # it needs what the target computes for its window in each step
 
     def __init__(self, options: Lookahead, vocab_size: int, device: torch.device):
         super().__init__(PromptLookup(options.ngram - 1), vocab_size, device)
@@ -117,7 +118,7 @@ class LookaheadDraft(LookupDraft):
         self.columns = torch.arange(columns, device=device)
         self.depths = (self.columns[:, None] + torch.arange(levels, device=device)).flatten()
         self.ends = ((self.columns[:, None] + 1) * levels).repeat(1, levels)
-        self.ends[:, 0] = columns * levels  # below (i, 0) are its own column and all columns after it
+        self.ends[:, 0] = columns * levels  # the descendants of (i, 0) are its own column and all columns after it
         self.ends = self.ends.flatten()
 
     def new_cache(self, batch: int, rows: int) -> LookaheadCache:
@@ -125,11 +126,11 @@ class LookaheadDraft(LookupDraft):
         return LookaheadCache(batch, rows, self._lookahead, self.columns.device)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """See `LookupDraft`."""
+        """The logits after each node, in plain PyTorch, as there is no compiled kernel for pools."""
         return self.in_plain(feed, cache)
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
-        """The occurrences of a node's last tokens: in the pool, and then in the text."""
+        """The occurrences of a node's last tokens: in the pool, then in the sequence."""
         text, pool = super().occurrences(feed, cache), cache.pool
         length = pool.shape[2] - 1
         keys = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]
@@ -141,34 +142,34 @@ class LookaheadDraft(LookupDraft):
         )
 
     def changes(self, cache: LookaheadCache) -> list[LogitChange]:
-        """The window beside the tree."""
+        """The change that adds the window to the target's pass."""
         return [_Window(self, cache)]
 
     @property
     def why_not_measured(self) -> str:
-        """See `Draft`."""
+        """Why its acceptance cannot be measured token by token."""
         return "the n-grams of a lookahead come of a decoder's steps"
 
 
 class _Window(LogitChange):
-    """The window in one step: guesses that the target scores after the tree, and the n-grams that they become."""
+    """Adds the window to a step: guesses that the target scores after the tree, and the n-grams made from them."""
 
     def __init__(self, draft: LookaheadDraft, cache: LookaheadCache):
         self._draft, self._cache = draft, cache
 
     def before_scoring(self, given: Any, state: Any) -> Any:
-        """The tree, and the window as more subtrees of its root.
+        """The tree, with the window appended as further subtrees of its root.
 
-        A guess that is missing is the token so many positions before it that it is the text's.
+        A missing guess is replaced by a token of the sequence, a fixed number of positions before the guess.
         """
         window, depths, lengths = self._cache.window, self._draft.depths, state.lengths[:, None]
-        back = window.shape[1] + window.shape[2] - 1  # the last guess gets the token before the root
+        back = window.shape[1] + window.shape[2] - 1  # so that the last guess gets the token before the root
         guesses = self._cache.values[:, 0, :, -1].gather(1, (lengths + depths - back).clamp(min=0)).view_as(window)
         window.copy_(window.where(window >= 0, guesses))
         window[:, 0, 0] = state.root
         nodes, ends = given.subtree_end.shape[-1], given.subtree_end
         places = torch.arange(nodes, nodes + len(depths) - 1, device=ends.device)
-        window_ends = (self._draft.ends + nodes - 1).expand(*ends.shape[:-1], -1)  # of the root and the guesses
+        window_ends = (self._draft.ends + nodes - 1).expand(*ends.shape[:-1], -1)  # for the root and the guesses
         return type(given)(
             tokens=torch.cat([given.tokens, window.flatten(1)[:, 1:]], 1),
             positions=torch.cat([given.positions, lengths + depths[1:]], 1),
@@ -177,16 +178,16 @@ class _Window(LogitChange):
         )
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The logits after the tree's nodes; those after the last level of the window are its newest tokens."""
+        """The logits after the tree's nodes. The likeliest tokens after the window's last level complete n-grams."""
         nodes, levels = drafted.tokens.shape[1], self._cache.window.shape[2]
         newest = logits[:, nodes + levels - 2 :: levels].argmax(-1)  # [B, W]
         self._ngrams = torch.cat([self._cache.window, newest[..., None]], -1)  # [B, W, N]
         return logits[:, :nodes]
 
     def after_verifying(self, verified: Verified) -> None:
-        """Keep the n-grams, and move the window on."""
+        """Add the n-grams to the pool, and move the window by the accepted tokens."""
         window, pool, columns = self._cache.window, self._cache.pool, self._draft.columns
-        # Column 0, which knows most of its past, comes last, which counts as the latest.
+        # Column 0 comes last, so it counts as the latest: most of the tokens before it are certain.
         pool.copy_(torch.cat([pool, self._ngrams.flip(1)], 1)[:, -pool.shape[1] :])
         source = verified.length[:, None] + columns  # [B, W]
         moved = self._ngrams[..., 1:].take_along_dim(source.clamp(max=len(columns) - 1)[..., None], 1)

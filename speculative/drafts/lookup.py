@@ -1,4 +1,4 @@
-"""Prompt lookup: a draft without a model, which proposes what followed the last tokens before, in the text itself."""
+"""Prompt lookup: a draft without a model that proposes what followed the last tokens earlier in the same sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from heavypath.speculative.trees.tails import LOOKUP, SAMPLED_LOOKUP, Usual
 
 @dataclass(frozen=True)
 class PromptLookup(Draftable):
-    """A draft without a model: what followed the last tokens before, in the sequence itself (n-gram lookup).
+    """A draft without a model: proposes what followed the last tokens earlier in the same sequence (n-gram lookup).
 
-    The longest suffix of at most max_ngram tokens that occurred before, if it has min_ngram tokens, proposes what
-    followed it. The latest occurrence gets half of the probability, the one before it half of the rest, and so on.
-    Give it to SpeculativeDecoder in place of a draft model. Source: Saxena 2023, "Prompt lookup decoding"; in
-    transformers it is prompt_lookup_num_tokens.
+    It finds the longest suffix, of min_ngram to max_ngram tokens, that occurred before, and proposes the tokens that
+    followed it. The latest occurrence gets half of the probability, the one before it half of the rest, and so on. Pass
+    it to SpeculativeDecoder instead of a draft model. Source: Saxena 2023, "Prompt lookup decoding"; in transformers it
+    is prompt_lookup_num_tokens.
     """
 
     max_ngram: int = 3
@@ -39,10 +39,11 @@ class PromptLookup(Draftable):
 
 
 class NgramCache(RowCache):
-    """A row for each token of a text. With M = max_ngram = 2, in the text a b c, row c has key a b and value b c.
+    """A row for each token of a sequence. With M = max_ngram = 2, in the sequence a b c, row c has key a b and value b
+    c.
 
-    keys:   LongTensor[B, 1, rows, M], the M tokens before the token; -1 where the text had not begun
-    values: LongTensor[B, 1, rows, M], the token itself at the end, and the M - 1 tokens before it
+    keys: LongTensor[B, 1, rows, M], the M tokens before the token; -1 before the sequence's first token
+    values: LongTensor[B, 1, rows, M], the M - 1 tokens before the token, then the token itself
     """
 
     def __init__(self, batch: int, rows: int, length: int, device: torch.device):
@@ -51,7 +52,7 @@ class NgramCache(RowCache):
 
 
 class LookupDraft(Draft):
-    """`PromptLookup` at work, as an attention over the text, in which the tokens before a token are its key."""
+    """The `Draft` of `PromptLookup`: an attention over the sequence, in which a token's key is the tokens before it."""
 
     name, can_rest = "prompt lookup", True
 
@@ -61,25 +62,25 @@ class LookupDraft(Draft):
         self._device = device
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
-        """An empty cache of `rows` rows for each of `batch` sequences, as `NgramCache` has them."""
+        """An empty cache of `rows` rows for each of `batch` sequences, with the rows of `NgramCache`."""
         cache = NgramCache(batch, rows, self._options.max_ngram, self._device)
         return text_cache(cache.keys, cache.values, self._vocab_size)
 
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
-        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read.
+        """Cache right-padded sequences LongTensor[B, T]; rows of padding are overwritten before they are read.
 
-        starts: the row of each text's first token; default: 0
+        starts: the row of each sequence's first token; default: 0
         """
         store_tokens(tokens, cache.keys[:, 0], cache.values[:, 0], starts)
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """What followed before follows again; less often where the text is sampled."""
+        """The usual acceptance of lookups, which is lower if the target samples."""
         return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """fp32 logits [B, n, V] after each node: -inf for all tokens where nothing of the text occurred before.
+        """fp32 logits [B, n, V] after each node: -inf for all tokens if no suffix occurred before.
 
-        The compiled kernel gives those after the root alone of a step's first feed.
+        For a step's first feed, the compiled kernel returns only the logits after the root.
         """
         if isinstance(cache, IndexedCache):
             nodes, shortest = cache.with_nodes(feed), self._options.min_ngram
@@ -87,11 +88,11 @@ class LookupDraft(Draft):
         return self.in_plain(feed, cache)
 
     def in_plain(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits in plain PyTorch, after each node of every feed."""
+        """The logits after each node of a feed, in plain PyTorch."""
         batch, nodes = feed.tokens.shape
         sequence = torch.arange(batch, device=feed.tokens.device)[:, None]
         keys, values = cache.keys[:, 0], cache.values[:, 0]
-        for _ in range(2):  # twice, because a node's parent may come with it in the same feed
+        for _ in range(2):  # twice, because a node's parent can be in the same feed
             before = values[sequence, feed.parent_rows.clamp(min=0)].where(feed.parent_rows[..., None] >= 0, -1)
             keys[sequence, feed.cache_rows] = before
             values[sequence, feed.cache_rows] = torch.cat([before[..., 1:], feed.tokens[..., None]], -1)
@@ -109,18 +110,18 @@ class LookupDraft(Draft):
         return weight.new_zeros(batch, nodes, self._vocab_size).scatter_add_(2, followed, weight).log()
 
     def occurrences(self, feed: Feed, cache: Any) -> "Occurrences":
-        """The occurrences of a node's last tokens: in the text, of which the root is the last token."""
+        """The tokens that can be proposed: those of the sequence, up to the root."""
         rows = feed.visible_rows
         is_text = torch.arange(rows, device=feed.tokens.device) <= feed.prefix_lengths[:, None]
         return Occurrences(cache.keys[:, 0, :rows], cache.values[:, 0, :rows, -1], is_text)
 
 
 class Occurrences(NamedTuple):
-    """R tokens of each sequence that may be proposed after what was before them, from the oldest to the latest.
+    """R tokens of each sequence that can be proposed, with the tokens before them, from the oldest to the latest.
 
-    keys:   LongTensor[B, R, M], the M tokens before each; -1 where there were none
+    keys: LongTensor[B, R, M], the M tokens before each; -1 for missing ones
     tokens: LongTensor[B, R]
-    counts: bool [B, R], which of them there are
+    counts: bool [B, R], whether the entry is in use
     """
 
     keys: Tensor

@@ -1,8 +1,8 @@
-"""Several drafts side by side, each of which drafts paths of its own: SpecInfer's merged trees.
+"""Several drafts, each of which drafts its own paths: SpecInfer's merged trees.
 
-Child j of the root is drawn by draft j mod D, as its draw number j // D, and all below that child by the same draft. So
-children of the root have different distributions, and each is weighed against its own, as SpecInfer's multi-step
-speculative sampling does. What a mixture draws from the average of its parts is here drawn from each of them.
+Child j of the root is drawn by draft j mod D, as its draw number j // D, and all nodes below that child by the same
+draft. So the root's children have different distributions, and each is verified with its own, by SpecInfer's multi-step
+speculative sampling. A `Mixture` draws from the average of its parts; a merge draws from each of them.
 
 Let x_1, x_2, ... be the root's children in draw order, x_k drawn from Q_k, and P the target's distribution:
 
@@ -10,9 +10,9 @@ Let x_1, x_2, ... be the root's children in draw order, x_k drawn from Q_k, and 
     if rejected                   P_{k+1} = norm(max(P_k - Q_k, 0))
     all rejected                  the next token is drawn from the last P_k
 
-(Miao et al. 2023, algorithm 2). The a_k depend on no coins. So one draw decides: child k is accepted with probability
-a_k prod_{j<k} (1 - a_j). The target's row after the root is then put down as what was decided, and the verification of
-the method, which knows one distribution after each node, goes on from there.
+(Miao et al. 2023, algorithm 2). The a_k do not depend on random numbers, so a single draw decides: child k is accepted
+with probability a_k prod_{j<k} (1 - a_j). The target's distribution after the root is then replaced by that decision,
+and the method's verification, which supports one distribution per node, verifies the rest.
 """
 
 from collections.abc import Sequence
@@ -43,16 +43,16 @@ from heavypath.speculative.models.forward import Forward, host_can_read
 
 @dataclass(frozen=True)
 class Merge(Draftable):
-    """A draft out of several, which draft sequences beside each other; for methods with static trees.
+    """A draft made of several, each of which drafts its own sequences; for methods with static trees.
 
         SpeculativeDecoder(target, Merge([draft, PromptLookup()]), "specinfer", width=2)    # a sequence of each
 
-    Where the root of a tree has fewer children than there are drafts, the last ones draft nothing. At temperature 0 the
-    children are the likeliest tokens of the first draft, of the second, and so on, then the second likeliest of the
-    first. Where a method draws with replacement, two drafts that begin alike go on by the distributions of one of them,
-    and both subtrees are candidates where their token is accepted.
+    If a tree's root has fewer children than there are drafts, the last drafts draft nothing. At temperature 0 the
+    root's children are the likeliest token of the first draft, that of the second, and so on, then the second likeliest
+    of the first. If a method draws with replacement and two drafts begin with the same token, both subtrees are drawn
+    from the distributions of one of them, and both are candidates when the token is accepted.
 
-    drafts: whatever SpeculativeDecoder takes as a draft, but no other Merge
+    drafts: anything that SpeculativeDecoder takes as a draft, except another Merge
 
     Source: Miao et al. 2023, "SpecInfer", section 3, merge-based speculation.
     """
@@ -64,7 +64,7 @@ class Merge(Draftable):
 
 
 class MergeDraft(CompositeDraft):
-    """`Merge` at work. Each draft is given all nodes, so that it knows every path that may be accepted."""
+    """The `Draft` of `Merge`. Each draft reads all nodes, so that it knows every path that may be accepted."""
 
     def __init__(self, parts: list[Draft], device: torch.device):
         super().__init__(parts, device)
@@ -73,7 +73,7 @@ class MergeDraft(CompositeDraft):
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
         """The logits after each node by the draft that drafts there, fp32 [B, n, V].
 
-        Of a step's first feed those of all drafts after the root alone, [B, D, V].
+        For a step's first feed, the logits of all drafts after the root, [B, D, V].
         """
         after = -1 if feed.news else 0
         every = zip(self.drafts, cache.parts, strict=True)
@@ -83,9 +83,9 @@ class MergeDraft(CompositeDraft):
         return said[:, feed.branches % self.laws, torch.arange(said.shape[2], device=said.device)]
 
     def rules(self, rules: Any) -> Any:
-        """The same, where no child is weighed against what it was drawn from; else the root's are by a verifier.
+        """The method's rules, with a `MergeVerifier` if the method's verification uses the draft's distributions.
 
-        Raises ValueError for a verifier of the user's own, which is told one distribution after each node.
+        Raises ValueError for a user's own verifier, which supports one distribution per node.
         """
         if rules.verification == "own":
             raise ValueError(
@@ -99,17 +99,19 @@ class MergeDraft(CompositeDraft):
 
     @property
     def why_not_measured(self) -> str:
-        """See `Draft`."""
+        """Why its acceptance cannot be measured token by token."""
         return f"of a Merge each of the root's first {self.laws} children has an acceptance of its own"
 
 
 @dataclass(frozen=True)
 class MergeVerifier:
-    """A `Verifier` of trees of several drafts: the root's children each by its own, all below by a verification.
+    """A `Verifier` for trees of several drafts: the root's children by their own distributions, all others by a
+    verification.
 
-    verification, replacement: as of `VerifyInputs`; drafts: D
+    verification, replacement: as `method` and `replacement` in `VerifyInputs`
+    drafts: D
 
-    It is plain PyTorch, besides filters, draws and the verification, and on a GPU never asks the host.
+    It is plain PyTorch, except for filters, draws and the verification, and does not synchronise with a GPU.
     """
 
     verification: str
@@ -120,9 +122,11 @@ class MergeVerifier:
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
         target_filters: Filters, draft_filters: Filters, noise: Noise,
     ) -> Verified:  # fmt: skip
-        """See `Verifier`. draft_logits: [B, N + D - 1, V], at the end those of all drafts but the first after the root.
+        """Verify the trees, as `Verifier` describes.
 
-        Draws at temperature 0 are point masses, and need no distribution.
+        draft_logits: [B, N + D - 1, V]; the last D - 1 rows are those after the root by drafts 2 .. D
+
+        If the draft's temperature is 0, children are verified as point masses, and no distribution is needed.
         """
         nodes, count = nodes.per_sequence(), nodes.tokens.shape[1]
         target, of_nodes = target_logits, None if draft_logits is None else draft_logits[:, :count]
@@ -130,7 +134,7 @@ class MergeVerifier:
             laws = torch.cat([draft_logits[:, :1], draft_logits[:, count:]], 1)
             target, target_filters = filtered_scores(target, target_filters), Filters()
             shares, left = self.decided(nodes, target[:, 0], filtered_scores(laws, draft_filters), max_depth)
-            # The last node in depth-first order is a leaf, below which nothing was drawn by its row of noise.
+            # The last node in depth-first order is a leaf, so its noise row has not been used to draw children.
             assert noise.rows is not None
             last = Noise(noise.seed, noise.rows[:, -1].contiguous())
             choice = draw_unchecked(shares.log().float(), 1, filters=Filters(), noise=last).tokens  # [B, 1]
@@ -143,13 +147,17 @@ class MergeVerifier:
     def decided(self, nodes: Nodes, target: Tensor, laws: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
         """The probabilities that none of the root's K children is accepted, and that each is, fp64 [B, K + 1].
 
-        And P_{K+1}, which the next token is drawn from if none is, fp64 [B, V].
+        Also P_{K+1}, from which the next token is drawn if none is accepted, fp64 [B, V].
 
-        nodes: per sequence; target: scores [B, V] whose softmax is P; laws: scores [B, D, V] likewise
-        A child that was drawn where its draft had no more support was drawn without it: it is a point mass.
+        nodes: per sequence
+        target: scores [B, V] whose softmax is P
+        laws: scores [B, D, V] whose softmax are the drafts' distributions
+
+        A child drawn after its draft's support was used up was not drawn from that distribution: it counts as a point
+        mass.
         """
         below_root = nodes.parents == 0
-        # On a GPU the host does not know how many there are, but the deepest path has a single one.
+        # On a GPU the host does not know the number of children; the deepest path bounds it, as it has one of them.
         most = int(below_root.sum(1).max()) if host_can_read(target.device) else nodes.tokens.shape[1] - max_depth
         left, own = target.double().softmax(-1), laws.double().softmax(-1).unbind(1)
         own, rest = [*own], torch.ones_like(left[:, :1])
@@ -164,7 +172,7 @@ class MergeVerifier:
             shares.append(rest * chance)
             rest = rest * (1 - chance)
             remaining = (left - q).clamp(min=0)
-            total = remaining.sum(1, keepdim=True)  # 0 where it differs from nothing by rounding alone
+            total = remaining.sum(1, keepdim=True)  # can be 0 by rounding
             left = torch.where(there & (total > 0), remaining / total, left)
             if not self.replacement:  # the draft's next draw is another token
                 own[rank % self.drafts] = own[rank % self.drafts] * (1 - one * there)
@@ -173,9 +181,11 @@ class MergeVerifier:
     def _as_decided(
         self, nodes: Nodes, rank: Tensor, left: Tensor, target: Tensor, draft: Tensor | None
     ) -> tuple[Nodes, Tensor, Tensor | None]:
-        """Nodes and logits of a verification that accepts the child of this rank; for -1 none, and draws from `left`.
+        """Nodes and logits with which a verification accepts the child of this rank; for rank -1 none, drawing from
+        `left`.
 
-        Of independent draws those of equal token stay: what is below them was drawn from the same distributions.
+        For independent draws, other children with the same token are kept, too: their children were drawn from the same
+        distributions.
         """
         assert draft is not None
         child, accepted = _child(nodes, rank)
@@ -192,7 +202,7 @@ class MergeVerifier:
 
 
 def _child(nodes: Nodes, rank: int | Tensor) -> tuple[Tensor, Tensor]:
-    """The root's child of this rank, and whether it is there: [B, 1] each. nodes: per sequence; rank: or [B, 1]."""
+    """The root's child of this rank and whether it exists, [B, 1] each. rank: an int or [B, 1]"""
     assert nodes.ranks is not None
     found = (nodes.parents == 0) & (nodes.ranks == rank) & (nodes.tokens >= 0)
     return found.int().argmax(1, keepdim=True), found.any(1, keepdim=True)

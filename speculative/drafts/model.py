@@ -1,9 +1,10 @@
-"""A model as a draft: a smaller one of the target's vocabulary, or the target's own first layers.
+"""A model as a draft: a smaller one with the target's vocabulary, or some of the target's own layers.
 
-A vocabulary padded to another size is cut, or filled up with logits of -inf: a token that one of the two models lacks
-is never drafted. That is lossless, whatever the token is; it can only cost acceptance.
+If the vocabularies are padded to different sizes, the draft's logits are cut off or padded with -inf, so a token that
+one of the models lacks is never drafted. That keeps the target's distribution and can only reduce acceptance.
 
-A model may have fewer positions than the target. Beyond them it proposes nothing, and reads nothing of a prompt.
+A model may have fewer positions than the target. After its last position it proposes nothing, and prompts are read only
+up to there.
 """
 
 from collections.abc import Sequence
@@ -21,19 +22,19 @@ from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 
-MAX_PADDING = 128  # by how many tokens padded vocabularies may differ (Qwen2's models have 151,936 and 152,064)
+MAX_PADDING = 128  # the most tokens by which padded vocabularies may differ (Qwen2 has 151,936 and 152,064)
 
 
 @dataclass(frozen=True)
 class EarlyExit(Draftable):
-    """A draft out of the target: some of its layers, then its own final norm and head (self-speculation).
+    """A draft made of some of the target's layers, followed by its own final norm and lm_head (self-speculation).
 
         EarlyExit(4)            # the first four
-        EarlyExit([0, 1, 5])    # these; `choose_layers` and `heavypath layers` find out which are best
+        EarlyExit([0, 1, 5])    # these; `choose_layers` and `heavypath layers` find the best ones
 
-    Give it to SpeculativeDecoder in place of a draft model. It needs no memory but a cache for these layers. How well
-    it drafts depends on the target: models that were trained for early exits draft well (LayerSkip, Elhoushi et al.
-    2024), others better without some layers in the middle (Draft & Verify, Zhang et al. 2024), or hardly at all.
+    Pass it to SpeculativeDecoder instead of a draft model. It needs no memory except a cache for these layers. How well
+    it drafts depends on the target: models trained for early exits draft well (LayerSkip, Elhoushi et al. 2024), others
+    better without some layers in the middle (Draft & Verify, Zhang et al. 2024), or hardly at all.
     """
 
     layers: int | Sequence[int]
@@ -45,13 +46,13 @@ class EarlyExit(Draftable):
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The layers that run."""
+        """The indices of the layers that run."""
         layers: Any = self.layers
         return tuple(map(int, layers)) if isinstance(layers, Sequence) else tuple(range(int(layers)))
 
 
 class ModelDraft(Draft):
-    """A model as a draft."""
+    """A model with the target's vocabulary as a draft."""
 
     overlap, can_rest = 0, True
 
@@ -72,28 +73,28 @@ class ModelDraft(Draft):
         return self.forward.new_cache(batch, rows, lag=1)
 
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
-        """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`, as far as the model has positions."""
+        """Cache right-padded sequences LongTensor[B, T], up to the model's last position; see `Forward.prefill`."""
         within = self.forward.max_positions - min(starts or [0])
         if within > 0:
             self.forward.prefill(self._known(tokens[:, :within]), cache, starts)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """Logits [B, n, V] after each node, in the model's own dtype; V is the size of the target's vocabulary."""
+        """Logits [B, n, V] after each node, in the model's dtype; V is the size of the target's vocabulary."""
         mask = TreeMask(feed.prefix_lengths, feed.visible_rows, ancestor_mask=feed.ancestor_mask, level=feed.level)
         positions = self.forward.settled(feed.positions, feed.prefix_lengths)
         logits = self.forward(self._known(feed.tokens), positions, feed.cache_rows, cache, mask)
-        if cache.keys.shape[2] > self.forward.max_positions:  # texts in such a cache may reach beyond them
+        if cache.keys.shape[2] > self.forward.max_positions:  # sequences in this cache may be longer than the positions
             silence(logits, feed.positions, self.forward.max_positions)
         missing = self._vocab_size - self.forward.vocab_size
         return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts off
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """The tokens, with those of the target's padding, which the draft does not have, replaced by its last one."""
+        """The tokens; ids that the draft lacks, which are the target's padding, are replaced by its last token."""
         return tokens if self._vocab_size <= self.forward.vocab_size else tokens.clamp(max=self.forward.vocab_size - 1)
 
 
 def silence(logits: Tensor, positions: Tensor, most: int) -> None:
-    """Have nothing proposed after tokens at positions LongTensor[B, n] of `most` or more, in logits [B, n, V]."""
+    """Set logits [B, n, V] to -inf after tokens whose position, in LongTensor[B, n], is `most` or higher."""
     beyond = torch.empty_like(positions, dtype=torch.bool)
     do(partial(torch.ge, positions, most, out=beyond))
     do(partial(logits.masked_fill_, beyond[..., None], -torch.inf))

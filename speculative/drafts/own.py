@@ -1,4 +1,4 @@
-"""A user's own `Draft`, checked: what it lacks when a decoder is made, and what it returns whenever it is asked."""
+"""Checks of a user's own `Draft`: its methods when the decoder is built, and what they return at every call."""
 
 import inspect
 from difflib import get_close_matches
@@ -18,10 +18,10 @@ _EXPECTED = (
 
 
 class OwnDraft(Draft):
-    """A draft of the user's own, for a target with this vocabulary on this device.
+    """Wraps a user's own draft for a target with this vocabulary size on this device.
 
-    Raises TypeError for an object that lacks one of the methods of `Draft`, or has it with other parameters. Raises
-    ValueError or TypeError for a cache or logits of another type, shape, dtype or device, when it returns them.
+    Raises TypeError for an object that lacks a method of `Draft`, or has it with other parameters. Its methods raise
+    ValueError or TypeError if the draft returns a cache or logits of another type, shape, dtype or device.
     """
 
     def __init__(self, draft: Draft, vocab_size: int, device: torch.device):
@@ -50,7 +50,7 @@ class OwnDraft(Draft):
                 raise TypeError(f"draft {self.name!r} must be callable as {_call(name)}: {error}") from None
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
-        """The draft's empty cache of `rows` rows for each of `batch` sequences."""
+        """The draft's empty cache, checked."""
         cache = self._draft.new_cache(batch, rows)
         if not isinstance(cache, RowCache):
             raise TypeError(f"{self.name}.new_cache must return a RowCache, got {type(cache).__name__}")
@@ -65,11 +65,11 @@ class OwnDraft(Draft):
         return cache
 
     def prefill(self, tokens: Tensor, cache: RowCache) -> None:
-        """Let the draft take in right-padded texts LongTensor[B, T]."""
+        """Let the draft read right-padded sequences LongTensor[B, T]."""
         self._draft.prefill(tokens, cache)
 
     def __call__(self, feed: Feed, cache: RowCache) -> Tensor:
-        """The draft's logits after each node, fp32 [B, n, V]: a copy, because it may use its own memory again."""
+        """The draft's logits after each node, fp32 [B, n, V]; copied, because the draft may reuse its memory."""
         logits = self._draft(feed, cache)
         if not isinstance(logits, Tensor):
             raise TypeError(f"{self.name} must return logits, a tensor, got {type(logits).__name__}")
@@ -84,18 +84,18 @@ class OwnDraft(Draft):
 
 
 def _has(draft: object, name: str) -> bool:
-    """True if it has a method of its own; those of `Draft` itself do nothing."""
+    """Whether an object implements a method itself; those of `Draft` raise NotImplementedError."""
     method = getattr(draft, name, None)
     return callable(method) and getattr(method, "__func__", None) is not getattr(Draft, name)
 
 
 def _call(name: str) -> str:
-    """The call of a method, in words."""
+    """A method with its parameters, for messages."""
     return f"{name}({', '.join(_METHODS[name])})"
 
 
 def _lacking(draft: object, name: str) -> str:
-    """A method that is missing, and the names that it may have been given instead."""
+    """A missing method, with similar names that the object has, for messages."""
     similar = [one for one in get_close_matches(name, dir(draft)) if one != name and not one.startswith("_")]
     return _call(name) + (f" (it has {', '.join(similar)})" if similar else "")
 

@@ -1,4 +1,4 @@
-"""Recall: a draft without a model, which proposes what followed the last tokens in texts that were written before."""
+"""Recall: a draft without a model that proposes what followed the last tokens in earlier generated sequences."""
 
 import threading
 from collections import deque
@@ -15,27 +15,29 @@ from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.retrieval import MOST_NGRAM, CorpusCopy, RetrievalDraft
 from heavypath.speculative.models.forward import Forward, host_can_read
 
-MOST_TOKENS = 2**22  # kept: to sort so many takes seconds
-_AFTER = 16  # as much as a 16th of what is sorted may wait to be sorted with it
+MOST_TOKENS = 2**22  # limit for kept tokens: sorting this many takes seconds
+_AFTER = 16  # all sequences are sorted again when unsorted tokens reach a 16th of the sorted ones
 _NOTHING = SortedCorpus(torch.zeros(0, dtype=torch.int32, device="cpu"), torch.zeros(0, dtype=torch.long, device="cpu"))
-_LAST = np.iinfo(np.int64).max  # above every step
+_LAST = np.iinfo(np.int64).max  # larger than every step
 
 
 class Recall(Draftable):
-    """A draft without a model that learns: what followed the last tokens in texts that it has drafted before.
+    """A draft without a model that learns: it proposes what followed the last tokens in sequences decoded with it
+    before.
 
-    It has the law of `Retrieval`, over the texts that decoders with it wrote last, and earlier in the text itself. Each
-    text is taken in when it has ended: its new tokens, and the last ones of its prompt. They are sorted anew when a
-    16th as many have come. Source: Oliaro et al. 2024, "SuffixDecoding", arXiv 2411.04975, whose global tree this is.
+    Its distribution is that of `Retrieval`, over the latest sequences of all decoders that use it, and the current
+    sequence. When a sequence has ended, its new tokens and the last tokens of its prompt are added. All are sorted
+    again when a 16th as many have been added. Source: Oliaro et al. 2024, "SuffixDecoding", arXiv 2411.04975; this is
+    its global tree.
 
         SpeculativeDecoder(target, Mixture([draft, Recall()]))
 
-    tokens: kept at most, the oldest texts go first; 12 bytes each, on a GPU there
-    max_ngram: tokens that are looked for, at most
+    tokens: the most that are kept; the oldest sequences are removed first. 12 bytes each, on the target's device
+    max_ngram: the most last tokens that are looked up
 
-    The text's law is exact whatever was learned. Under one seed, greedy text and that of "ersd" stay the same; texts of
-    other methods are other samples after other texts. Whoever can time answers can find out what others were answered.
-    Raises ValueError for numbers out of range.
+    The output has the target's distribution whatever was learned. With the same seed, the output at temperature 0 and
+    of "ersd" never depends on what was learned; other methods give other samples. Anyone who can time responses may
+    find out what was generated for others. Raises ValueError for numbers out of range.
     """
 
     def __init__(self, tokens: int = 65_536, *, max_ngram: int = 8):
@@ -47,12 +49,12 @@ class Recall(Draftable):
         self.vocab_size: int | None = None
         self._lock = threading.Lock()
         self._texts = deque[np.ndarray]()
-        self._kept = self._sorted = self._waiting = 0  # tokens, with one between texts
+        self._kept = self._sorted = self._waiting = 0  # numbers of tokens, plus one separator for each sequence
         self._corpus = self._sort()
         self._copies: WeakValueDictionary[torch.device, LearningCopy] = WeakValueDictionary()
 
     def serve(self, vocab_size: int) -> None:
-        """Draft for a target of so many tokens. Raises ValueError if it has learned for one of another vocabulary."""
+        """Register a target with this vocabulary size. Raises ValueError if another size has been registered before."""
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(
                 f"{self} keeps texts of a vocabulary of {self.vocab_size} tokens, got a target of {vocab_size}; make "
@@ -61,7 +63,7 @@ class Recall(Draftable):
         self.vocab_size = vocab_size
 
     def learn(self, text: np.ndarray) -> None:
-        """Take in a text, integers [T]; of a longer one than is kept its last tokens."""
+        """Add a sequence, integers [T]; if it is longer than what is kept, its last tokens."""
         text = text[-(self.tokens - 1) :]
         with self._lock:
             self._texts.append(text)
@@ -75,7 +77,7 @@ class Recall(Draftable):
                     copy.take(self._corpus)
 
     def forget(self) -> None:
-        """Forget all texts."""
+        """Remove all sequences."""
         with self._lock:
             self._texts.clear()
             self._kept = self._sorted = self._waiting = 0
@@ -84,14 +86,14 @@ class Recall(Draftable):
                 copy.take(self._corpus)
 
     def _sort(self) -> SortedCorpus:
-        """All texts, in as many entries as may be kept, so that shapes stay: those left over come after all steps."""
+        """The sorted sequences, padded to the most that can be kept so that shapes never change; padding sorts last."""
         followers, steps = sort_corpus(self._texts, self.max_ngram) if self._texts else _NOTHING
         size, all_steps = len(steps), torch.full((self.tokens,), _LAST, dtype=torch.long, device="cpu")
         all_steps[:size] = steps // size * self.tokens + steps % size
         return SortedCorpus(torch.cat([followers, followers.new_zeros(self.tokens - size)]), all_steps)
 
     def on(self, device: torch.device) -> "LearningCopy":
-        """The sorted texts on a device, which all decoders there share."""
+        """The sorted sequences on a device, shared by all decoders there."""
         with self._lock:
             copy = self._copies.get(device)
             if copy is None:
@@ -103,10 +105,13 @@ class Recall(Draftable):
 
 
 class LearningCopy(CorpusCopy):
-    """Sorted texts on a device, in the same memory there: CUDA graphs read it. On the host steps go on with the old."""
+    """Sorted sequences on a device. On a GPU they are updated in place, because CUDA graphs read that memory.
+
+    On the host they are replaced, so a running step keeps using the old ones.
+    """
 
     def take(self, corpus: SortedCorpus) -> None:
-        """Have these texts instead."""
+        """Replace the sequences."""
         if host_can_read(self.corpus.steps.device):
             self.corpus = corpus
             return
@@ -115,7 +120,7 @@ class LearningCopy(CorpusCopy):
 
 
 class RecallDraft(RetrievalDraft):
-    """`Recall` at work. The ranges in its cache are of the texts as they were."""
+    """The `Draft` of `Recall`. Ranges in its cache refer to the corpus at the time they were written."""
 
     name = "recall"
     renews = True
@@ -126,7 +131,7 @@ class RecallDraft(RetrievalDraft):
         self._recall = recall
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
-        """Take in texts, see `Draft.learn`."""
+        """Add finished sequences, see `Draft.learn`."""
         for prompt, length, tokens, count in zip(prompts, lengths.tolist(), new, counts.tolist(), strict=True):
             before = prompt[max(0, length - self._recall.max_ngram) : length]
             self._recall.learn(torch.cat([before, tokens[:count].to(before.device)]).cpu().numpy())

@@ -1,4 +1,4 @@
-"""Retrieval: a draft without a model, which proposes what followed the last tokens in a corpus of texts."""
+"""Retrieval: a draft without a model that proposes what followed the last tokens in a corpus of texts."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -29,21 +29,23 @@ MOST_NGRAM = 64
 
 
 class Retrieval(Draftable):
-    """A draft without a model: tokens that followed the last tokens in texts of yours, and earlier in the text itself.
+    """A draft without a model: proposes what followed the last tokens in a corpus of your texts, and in the sequence
+    itself.
 
-    It proposes the tokens that followed the longest suffix of at most max_ngram tokens, and those of shorter suffixes
-    for the rest, in proportion to their counts. `kernels/retrieval/followers.py` has the law. Give it to
-    SpeculativeDecoder in place of a draft model. Source: He et al. 2024, "REST: Retrieval-Based Speculative Decoding".
+    It proposes the tokens that followed the longest matching suffix of at most max_ngram tokens, and with the remaining
+    probability those of shorter suffixes, in proportion to their counts; formula in `kernels/retrieval/followers.py`.
+    Pass it to SpeculativeDecoder instead of a draft model. Source: He et al. 2024, "REST: Retrieval-Based Speculative
+    Decoding".
 
         Retrieval([Path("src"), Path("notes.txt")], tokenizer).save("mine.safetensors")     # a few seconds a million
         SpeculativeDecoder(target, Retrieval.load("mine.safetensors"))                      # read as it is needed
 
-    texts: each a str (the text itself), a Path (a file, or a folder: every file of text in it), or its tokens, a list
-        of integers or a LongTensor[any]
-    tokenizer: the target's, for texts that are not tokens. After each of them comes its end-of-text token, if any
+    texts: each a str (the text itself), a Path (a file, or a folder: every text file in it), or tokens: a list of
+        integers or a LongTensor[any]
+    tokenizer: the target's, for texts that are not tokens; its end-of-text token, if any, is appended to each of them
 
-    It takes 12 bytes for each token, on a GPU there; a loaded one is mapped into memory. Raises ValueError or TypeError
-    for texts without tokens, other tokens than 0 .. 2**31 - 3, and files that are not UTF-8.
+    It takes 12 bytes for each token, on the target's device; a loaded one is memory-mapped. Raises ValueError or
+    TypeError for texts without tokens, for tokens outside 0 .. 2**31 - 3, and for files that are not UTF-8.
     """
 
     def __init__(self, texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None = None, *, max_ngram: int = 8):
@@ -63,7 +65,7 @@ class Retrieval(Draftable):
         self._copies: WeakValueDictionary[torch.device, CorpusCopy] = WeakValueDictionary()
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file for `load`, 12 bytes for each token."""
+        """Write the corpus to a file for `load`, 12 bytes for each token."""
         facts = {"max_ngram": self.max_ngram, "tokens": self.tokens, "largest": self.largest}
         metadata = {name: str(fact) for name, fact in facts.items()} | {"format": FORMAT}
         if self.vocabulary is not None:
@@ -72,11 +74,11 @@ class Retrieval(Draftable):
 
     @classmethod
     def load(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> "Retrieval":
-        """Load the file that `save` wrote, mapped into memory: parts that are not asked for are not read.
+        """Load a file that `save` wrote. It is memory-mapped, so parts that are not used are not read.
 
-        tokenizer: the target's; a corpus of another vocabulary is refused
+        tokenizer: the target's; if given, a corpus of another vocabulary is refused
 
-        Raises FileNotFoundError, or ValueError for a file of something else, or of another version.
+        Raises FileNotFoundError, or ValueError for another kind of file, and for one of another version.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -102,7 +104,7 @@ class Retrieval(Draftable):
         return loaded
 
     def on(self, device: torch.device) -> "CorpusCopy":
-        """The sorted corpus on a device, which all decoders there share."""
+        """The sorted corpus on a device, shared by all decoders there."""
         copy = self._copies.get(device)
         if copy is None:
             copy = self._copies[device] = CorpusCopy(SortedCorpus(*(field.to(device) for field in self._corpus)))
@@ -113,7 +115,9 @@ class Retrieval(Draftable):
 
 
 class KnownTexts(Protocol):
-    """Texts that a `RetrievalDraft` proposes from; largest: no token of them is larger."""
+    """The corpus of a `RetrievalDraft`. largest: the largest token in it; max_ngram: the longest suffix that is looked
+    up
+    """
 
     largest: int
     max_ngram: int
@@ -122,16 +126,16 @@ class KnownTexts(Protocol):
 
 
 class CorpusCopy:
-    """A corpus on a device, for as long as somebody drafts with it."""
+    """A corpus on a device; it is freed when no draft uses it."""
 
     def __init__(self, corpus: SortedCorpus):
         self.corpus = corpus
 
 
 class RetrievalDraft(Draft):
-    """`Retrieval` at work. A row of its cache has the places of the last 1 .. M tokens in the corpus, and the tokens.
+    """The `Draft` of `Retrieval`. A cache row has the corpus ranges of the last 1 .. M tokens, and these tokens.
 
-    renews: whether the corpus may be another one in each step, which then begins by finding the ranges in it
+    renews: whether the corpus can change between steps; each step then begins by finding the ranges again
 
     Raises ValueError if the corpus has tokens that the target lacks.
     """
@@ -154,9 +158,9 @@ class RetrievalDraft(Draft):
         return text_cache(keys, torch.full_like(keys, -1), self._vocab_size)
 
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
-        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read.
+        """Cache right-padded sequences LongTensor[B, T]; rows of padding are overwritten before they are read.
 
-        starts: the row of each text's first token; default: 0
+        starts: the row of each sequence's first token; default: 0
         """
         if self.renews:
             store_tokens(tokens, cache.keys[:, 1], cache.values[:, 1], starts)
@@ -164,13 +168,13 @@ class RetrievalDraft(Draft):
             store_texts(self.known.corpus, tokens, cache.keys, cache.values, starts)
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """What followed before follows again; less often where the text is sampled."""
+        """The usual acceptance of lookups, which is lower if the target samples."""
         return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """fp32 logits [B, n, V] after each node; -inf for what never followed its last token.
+        """fp32 logits [B, n, V] after each node; -inf for tokens that never followed its last token.
 
-        The compiled kernel gives those after the root alone of a step's first feed.
+        For a step's first feed, the compiled kernel returns only the logits after the root.
         """
         if isinstance(cache, IndexedCache):
             nodes, is_first = cache.with_nodes(feed), feed.news > 0
@@ -192,7 +196,7 @@ def _(given: Retrieval, target: Forward, model: PreTrainedModel) -> Draft:
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest that tells a vocabulary from others."""
+    """A hash of a vocabulary."""
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{index} {token}\n".encode())

@@ -1,4 +1,4 @@
-"""The common part of trained heads as drafts: a module of their own, which reads the target's hidden states."""
+"""`TappedDraft`, the base class of trained heads: modules that read the target's hidden states."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,18 @@ from heavypath.speculative.trees.tails import TRAINED_HEAD, Usual
 class TappedDraft(Draft, ABC):
     """A trained module as a draft for the target whose hidden states it reads.
 
-    Of a step's first feed it gives the logits after the root alone, [B, 1, V].
+    For a step's first feed it returns only the logits after the root, [B, 1, V].
 
-    config:      of the module, with a `model_type`
-    layers:      that its cached rows went through
+    config: of the module, with a `model_type`
+    layers: number of the module's layers with a cache
 
-    Raises ValueError for a module of another device or dtype than the target's, and for one in training mode.
+    Raises ValueError for a module on another device or of another dtype than the target, and for one in training mode.
     """
 
     reads_target = True
     is_foreign = False
     is_head = True
-    drafts_at_once = False  # whether one pass gives the laws of all levels
+    drafts_at_once = False  # whether one pass gives the distributions of all levels
     ranks = None  # each rank has the whole module
     rope_limit: int | None = None
     has_dynamic_rope = False
@@ -49,7 +49,7 @@ class TappedDraft(Draft, ABC):
 
     @property
     def forward(self) -> "TappedDraft":  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Itself."""
+        """The draft itself, which has the attributes of a `Forward` that are needed."""
         return self
 
     @property
@@ -59,12 +59,12 @@ class TappedDraft(Draft, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights that nobody quantised to integers."""
+        """The dtype of the floating-point weights; quantised integer weights are ignored."""
         return next(one.dtype for one in self.model.parameters() if one.is_floating_point())
 
     @property
     def target_lm_head(self) -> Any:
-        """The target's own, for heads that have none."""
+        """The target's lm_head, for heads without their own."""
         return self.target.model.get_output_embeddings()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -76,33 +76,33 @@ class TappedDraft(Draft, ABC):
         check_finite(self.name, self.weights())
 
     def is_current(self) -> bool:
-        """True if the module's parts are those that it had when it was taken."""
+        """Whether the module consists of the same parts as when this draft was made."""
         return structure_of(self.model) == self._structure
 
     def state(self) -> int:
-        """A number that is another one after a change of the module, or of its weights' values."""
+        """A hash that changes when the module, its weights' values or the target change."""
         return hash((*self._structure.function, self._values.state(), self.target.state()))
 
     @abstractmethod
     def level_weights(self) -> list[Tensor]:
-        """The weights that drafting a level of a tree reads, the target's lm_head among them where it is taken."""
+        """The weights that drafting one level reads, including the target's lm_head if it is used."""
 
     def pass_weights(self) -> list[Tensor]:
-        """The weights that are read once a step, by a draft of all levels in one pass; none of another one."""
+        """The weights that are read once a step, if one pass drafts all levels; else empty."""
         return []
 
     @abstractmethod
     def taps(self, cache: Any) -> Taps:
-        """The hidden states that are read of the target's passes, to be kept in a cache."""
+        """The hidden states to read during the target's passes, and where to store them in the cache."""
 
     @abstractmethod
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
-        """Take in right-padded texts LongTensor[B, T], which the target has read; starts: as of `Forward.prefill`."""
+        """Read right-padded sequences LongTensor[B, T] after the target has; starts: as in `Forward.prefill`."""
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """Heads know the target's own features: more of their tokens are accepted than of a small model's."""
+        """The usual acceptance of heads; it is higher than a small model's, because they read the target's features."""
         return TRAINED_HEAD
 
     @abstractmethod
     def unsure_rows(self, levels: int) -> int:
-        """The most of a text's last rows that may not have been computed, after steps that draft so many levels."""
+        """An upper bound for how many of a sequence's last cache rows may be missing after steps of `levels` levels."""

@@ -1,17 +1,19 @@
-"""Drawing temperatures by depth, for drafts whose one pass gives the laws of all levels.
+"""Drawing temperatures by depth, for drafts that give the distributions of all levels in one pass.
 
-A deep law of such a draft knows little of the path above it. So it is flatter than the target's, and a token drawn from
-it is seldom accepted. With T the temperature of sampling and tau_d a temperature of the depth, tokens are drawn from
+At deeper levels such a draft knows little about the path above. So its distribution is flatter than the target's, and a
+token drawn from it is rarely accepted. With the sampling temperature T and a temperature tau_d for each depth, tokens
+are drawn from
 
-    Q_d = softmax(logits_d / (T tau_d)), filtered as ever
+    Q_d = softmax(logits_d / (T tau_d)), then filtered as usual
 
-and verified by the same law, so that any tau_d keep the target's. `calibrate` chooses them from TEMPERATURES, one depth
-after another. Let x_0, x_1, ... be a text of the target, and P_d its law before x_d. Then
+and verified with the same distribution, so the output is lossless for any tau_d. `calibrate` chooses them from
+TEMPERATURES, one depth after another. Let x_0, x_1, ... be a sequence of the target, and P_d its distribution before
+x_d. Then
 
     tau_d = argmax E[w_d sum_x min(P_d(x), Q_d(x))],     w_0 = 1,  w_{d+1} = w_d min(1, Q_d(x_d) / P_d(x_d))
 
-The mean is over texts. It is the chance that d + 1 tokens of a chain are accepted (Leviathan et al. 2023, corollary
-3.6, for one of them), and no token has to be drafted to know it.
+The mean is over sequences. It is the probability that d + 1 tokens of a chain are accepted (Leviathan et al. 2023,
+corollary 3.6, for one of them), computed without drafting.
 """
 
 from collections.abc import Sequence
@@ -31,12 +33,14 @@ TEMPERATURES = (1.0, 0.7, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class Tempered(LogitChange):
-    """Divides a draft's logits by the temperature of their depth, from the root's children on; the last serves all."""
+    """Divides a draft's logits by the temperature of their depth, starting with the root's children; the last is
+    reused.
+    """
 
     temperatures: tuple[float, ...]
 
     def before_drawing(self, draft: Draft, state: Any) -> Draft:
-        """The draft of these logits."""
+        """The draft with divided logits."""
         return _TemperedDraft(draft, self.temperatures)
 
 
@@ -55,12 +59,12 @@ class _TemperedDraft(Draft):
 
 
 def fitted(common: Tensor, depths: int) -> tuple[float, ...]:
-    """The temperature of each depth; none at all where 1 is the best one everywhere.
+    """The temperature of each depth; empty if 1 is best at all depths.
 
-    common: fp64 [N, 2, temperatures, S], of N tokens of S texts, of which token n is at depth n % depths. It is
-        sum_x min(P(x), Q(x)), and min(1, Q(x_n) / P(x_n)), by each of TEMPERATURES
+    common: fp64 [N, 2, temperatures, S], for N tokens of S sequences; token n is at depth n % depths. The two values
+        are sum_x min(P(x), Q(x)), and min(1, Q(x_n) / P(x_n)), for each of TEMPERATURES
 
-    A depth keeps the temperature of the depth above it, at first 1, unless another one is better by more than the
+    A depth keeps the temperature of the depth above it (at first 1), unless another one is better by more than the
     standard error of the difference.
     """
     weights, chosen, best = torch.ones_like(common[::depths, 0, 0]), [], 0  # [blocks, S]

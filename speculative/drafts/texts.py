@@ -1,4 +1,4 @@
-"""The tokens of texts, which are given as themselves, as files and folders, or as tokens already."""
+"""Tokens of a user's texts, which are given as strings, as files and folders, or already as tokens."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,15 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 Text = str | Path | Sequence[int] | Tensor | np.ndarray
 
-_LARGEST = 2**31 - 3  # token, of which the sorted corpus makes an int32 above 0
+_LARGEST = 2**31 - 3  # largest token; the sorted corpus stores them as int32 with an offset
 
 
 def tokens_of(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None) -> list[np.ndarray]:
-    """The tokens of each text, int64 [any]; with the end-of-text token after those that the tokenizer encoded.
+    """The tokens of each text, int64 [any]. The tokenizer's end-of-text token is appended to texts that it encoded.
 
-    A folder has the texts of all files below it, but for hidden ones and those that are not UTF-8. Raises ValueError or
-    TypeError for what is no text, for one file that is not UTF-8, and for tokens out of range; FileNotFoundError for a
-    path to nothing.
+    A folder contributes all files below it, except hidden ones and those that are not UTF-8. Raises ValueError or
+    TypeError for anything that is not a text, for a single file that is not UTF-8, and for tokens out of range;
+    FileNotFoundError for a path that does not exist.
     """
     if isinstance(texts, str | Path):
         given = "Path" if isinstance(texts, Path) else "str"
@@ -54,9 +54,9 @@ def _checked(tokens: Any) -> np.ndarray:
 
 
 def read_texts(path: Path) -> Iterator[tuple[Path, str]]:
-    """A file and its text, or those of the files below a folder, but for hidden ones and those that are not UTF-8.
+    """A file and its text; for a folder, those of all files below it, except hidden ones and those that are not UTF-8.
 
-    Raises ValueError for one file that is not UTF-8, OSError for one that cannot be read.
+    Raises ValueError for a single file that is not UTF-8, OSError for one that cannot be read.
     """
     if not path.is_dir():
         text = _decoded(path)
@@ -72,7 +72,7 @@ def read_texts(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _decoded(path: Path) -> str | None:
-    """A file's text; None if it is none."""
+    """A file's text; None if it is not text in UTF-8."""
     content = path.read_bytes()
     try:
         return None if b"\0" in content else content.decode("utf-8")

@@ -1,4 +1,4 @@
-"""Trained heads of all kinds: how they are found, and what they draft with."""
+"""Trained heads of all kinds: find and load them, convert them into a `Draft`, and describe them."""
 
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ TrainedHead = EagleHead | MedusaHeads | BlockHead | MtpHead
 
 
 def is_trained_head(path_or_name: str | Path, target: PreTrainedConfig | None = None) -> bool:
-    """True if a folder, or a model in the Hugging Face cache, has an EAGLE head, Medusa heads or a block draft.
+    """Whether a folder, or a model in the Hugging Face cache, has an EAGLE head, Medusa heads or a block draft.
 
-    So it is if it has MTP layers, and is the checkpoint of a target with this config.
+    Also True for the checkpoint of a target with this config that has MTP layers.
     """
     if target is not None and is_mtp(path_or_name, target):
         return True
@@ -38,9 +38,10 @@ def is_trained_head(path_or_name: str | Path, target: PreTrainedConfig | None = 
 def load_trained_head(
     path_or_name: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None
 ) -> TrainedHead:
-    """A trained head for a target; arguments and errors as of `load_head`, `load_medusa`, `load_block`, `load_mtp`.
+    """Load a trained head for a target; arguments and errors as in `load_head`, `load_medusa`, `load_block`,
+    `load_mtp`.
 
-    A block draft has the tensors that an EAGLE head is known by, so it is asked for first.
+    Block drafts are tested for before EAGLE heads, because they also have the tensors that identify an EAGLE head.
     """
     if is_mtp(path_or_name, target.config):
         return load_mtp(path_or_name, target, dtype=dtype)

@@ -1,14 +1,15 @@
-"""A draft model with another tokenizer than the target's: it drafts the tokens that both have.
+"""A draft model with another tokenizer than the target's: it drafts the tokens that both vocabularies have.
 
-    law      Q(t) = softmax over common tokens of the draft's logit for its token of the same bytes; 0 for others
-    reading  a token of the text that the draft lacks is read as several of the draft's, of the same bytes
+    drafting  Q(t) = softmax over common tokens of the draft's logit for its token with the same bytes; 0 for others
+    reading   a token that the draft lacks is read as several of the draft's tokens, with the same bytes
 
-So a drafted node is one token in both vocabularies, and drafting and verification are as for any draft: the text
-follows the target's law whatever Q is. Source: Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative
-Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202, algorithm 4 (token-level intersection).
+So a drafted node is one token in both vocabularies, and drafting and verification are those of any draft; the output is
+lossless for any Q. Source: Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms
+for Heterogeneous Vocabularies", arXiv 2502.05202, algorithm 4 (token-level intersection).
 
-The text is never encoded anew: the draft reads each of the target's tokens by itself, where its own tokenizer might
-have cut the text elsewhere. So what it has read of a text depends on the tokens alone, as for any other draft.
+The sequence is never tokenized again: the draft reads each of the target's tokens separately, although its own
+tokenizer might split the text at other places. So its cache depends only on the target's tokens, as for any other
+draft.
 """
 
 from collections.abc import Sequence
@@ -32,23 +33,22 @@ from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import PREFILL_CHUNK, Forward, TreeMask, host_can_read
 from heavypath.speculative.models.forward_of import forward_of
 
-MOST_STRETCH = 2  # a text has at most so many of the draft's tokens for each of the target's
+MOST_STRETCH = 2  # a sequence has at most this many of the draft's tokens for each of the target's
 
 
 @dataclass(frozen=True, eq=False)
 class Translated(Draftable):
-    """A draft model with a tokenizer of its own, which need not be the target's.
+    """A draft model whose tokenizer differs from the target's.
 
         SpeculativeDecoder(target, Translated(draft, draft_tokenizer, target_tokenizer))
 
-    It proposes those of the target's tokens that its own vocabulary has, too. `load_draft` makes one where the
-    tokenizers differ.
+    It proposes the target's tokens that its own vocabulary also has. `load_draft` returns one if the tokenizers differ.
 
-    model:            a causal language model with attention layers, as transformers loads it
-    tokenizer:        its own
+    model: a causal language model with attention layers, as transformers loads it
+    tokenizer: the draft's
     target_tokenizer: the target's
 
-    Raises TypeError for tokenizers that are not of the tokenizers library, ValueError where too few tokens are common.
+    Raises TypeError for tokenizers that are not of the tokenizers library, and ValueError if too few tokens are common.
     """
 
     model: PreTrainedModel
@@ -60,16 +60,16 @@ class Translated(Draftable):
 
     @cached_property
     def vocabularies(self) -> Vocabularies:
-        """Both vocabularies, and what is common."""
+        """Both vocabularies, with their common tokens."""
         return Vocabularies(self.target_tokenizer, self.tokenizer)
 
 
 class TranslatedCache(RowCache):
-    """The cache of a model whose texts have other lengths than the target's.
+    """The cache of a model that reads a sequence as another number of tokens than the target.
 
     model: its keys and values, a row for each of its own tokens
-    ends:  LongTensor[B, 1, rows, 1], where the rows of each of the target's tokens end
-    stretch: the first n of the target's tokens have at most so many times n rows
+    ends: LongTensor[B, 1, rows, 1], for each of the target's tokens, the row after its last row
+    stretch: the target's first n tokens have at most stretch * n rows
     """
 
     def __init__(self, model: KeyValueCache, stretch: int):
@@ -80,7 +80,7 @@ class TranslatedCache(RowCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all tensors."""
         return super().nbytes + self.ends.nbytes
 
     def first(self, slots: int) -> Self:
@@ -90,34 +90,36 @@ class TranslatedCache(RowCache):
         return view
 
     def end_of(self, rows: Tensor) -> Tensor:
-        """The ends of the target's tokens at rows LongTensor[B, any]; 0 before the text."""
+        """The ends of the target's tokens with indices `rows`, LongTensor[B, any]; 0 for negative ones."""
         return self.ends[:, 0, :, 0].gather(1, rows.clamp(min=0)).where(rows >= 0, 0)
 
     def remembered(self) -> list[Tensor]:
-        """See `RowCache.remembered`."""
+        """All tensors that hold state, see `RowCache.remembered`."""
         return [self.keys, self.values, self.ends]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
-        """See `RowCache.swap`; rows: of the target's tokens, as everywhere."""
+        """Swap two sequences, see `RowCache.swap`; rows counts the target's tokens."""
         super().swap(one, other, None if rows is None else self.stretch * rows)
 
     def receive(self, sequence: int, source: RowCache, of: int, rows: int) -> None:
-        """See `RowCache.receive`."""
+        """Copy rows of another cache, see `RowCache.receive`; rows counts the target's tokens."""
         super().receive(sequence, source, of, self.stretch * rows)
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
-        """See `RowCache.take`; of a model that read the same text as tokens of its own there is nothing to take."""
+        """Copy the first rows of another cache, see `RowCache.take`; 0 if that belongs to a draft of another kind."""
         if not isinstance(source, TranslatedCache):
             return 0
         self.receive(sequence, source, of, rows)
         return rows
 
     def trimmed_bytes(self, slots: slice, rows: int) -> int:
-        """Bytes that `trimmed` takes."""
+        """Bytes of what `trimmed` returns."""
         return sum(each[slots, :, : self.stretch * rows].nbytes for each in self.remembered())
 
     def trimmed(self, slots: slice, rows: int) -> "TranslatedCache":
-        """A copy of the rows of the target's first `rows` tokens; no model is called with it."""
+        """A copy with the rows of the target's first `rows` tokens. Only for copying from; no model may be called with
+        it.
+        """
         kept = copy(self)
         kept.keys, kept.values, kept.ends = (
             each[slots, :, : self.stretch * rows].clone() for each in self.remembered()
@@ -125,7 +127,7 @@ class TranslatedCache(RowCache):
         return kept
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path after the root's last row; each of its nodes has one."""
+        """Move the rows of an accepted path after the root's last row; each of its nodes has one row."""
         places = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
         end, steps = self.end_of(prefix_length[:, None]), torch.arange(path.shape[1], device=path.device)
         compact_unchecked([self.keys, self.values], path=places, length=length, prefix_length=end[:, 0] - 1)
@@ -133,7 +135,7 @@ class TranslatedCache(RowCache):
 
 
 class TranslatedDraft(Draft):
-    """`Translated` at work, for a target with this vocabulary."""
+    """The `Draft` of `Translated`, for a target with this vocabulary size."""
 
     overlap, can_rest = 0, True
 
@@ -151,12 +153,12 @@ class TranslatedDraft(Draft):
         self._most = pieces.shape[1]
         self._stretch = min(self._most, MOST_STRETCH)
         drafted = [given.vocabularies.shared.get(token, size) for token in range(vocab_size)]
-        # The draft's token for each of the target's, and one more, of the logit -inf, where it has none.
+        # The draft's token for each of the target's; for those it lacks, an additional index, whose logit is -inf.
         self._drafted = torch.tensor(drafted, device=device).clamp(max=size)
 
     @property
     def proposes_every_token(self) -> bool:
-        """False if it lacks one of the target's tokens: none of these is to be drawn."""
+        """False if it lacks one of the target's tokens, because such tokens must not be drawn."""
         return bool((self._drafted < self.forward.vocab_size).all())
 
     def new_cache(self, batch: int, rows: int) -> TranslatedCache:
@@ -164,7 +166,7 @@ class TranslatedDraft(Draft):
         return TranslatedCache(self.forward.new_cache(batch, self._stretch * rows), self._stretch)
 
     def prefill(self, tokens: Tensor, cache: TranslatedCache, starts: Sequence[int] | None = None) -> None:
-        """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`."""
+        """Cache right-padded sequences LongTensor[B, T] of the target's tokens, see `Forward.prefill`."""
         batch, width = tokens.shape
         first = torch.tensor([0] * batch if starts is None else starts, device=tokens.device)
         own, rows = self._read(tokens, first[:, None] + torch.arange(width, device=tokens.device), cache)
@@ -172,7 +174,7 @@ class TranslatedDraft(Draft):
             self._run_chain(part, places, cache, needs_logits=False)
 
     def __call__(self, feed: Feed, cache: TranslatedCache) -> Tensor:
-        """Logits after each node [B, n, V], in the model's own dtype; of a step's first feed after the root alone."""
+        """Logits after each node [B, n, V], in the model's dtype; for a step's first feed only those after the root."""
         if feed.news:
             tokens, positions = self._read(feed.tokens, feed.cache_rows, cache)
             logits, positions = (each[:, -1:] for each in (self._run_chain(tokens, positions, cache), positions))
@@ -187,13 +189,13 @@ class TranslatedDraft(Draft):
         return pad(logits, (0, 1), value=-torch.inf).index_select(2, self._drafted)
 
     def _read(self, tokens: Tensor, rows: Tensor, cache: TranslatedCache) -> tuple[Tensor, Tensor]:
-        """The draft's tokens for a chain of the target's, and the rows that they are to have, LongTensor[B, any] each.
+        """The draft's tokens for a chain of the target's tokens, and their cache rows, LongTensor[B, any] each.
 
-        With c_t pieces of token t, its rows end at e_t = min(e_(t-1) + c_t, stretch * (t + 1)). So e_t is the least of
-        e_before + c_first + .. + c_t and stretch * (k + 1) + c_(k+1) + .. + c_t over k. Of a token that has no room for
-        all of its pieces the last ones are read. Where a text has fewer rows than another, its first is given again.
+        If token t has c_t pieces, its rows end at e_t = min(e_(t-1) + c_t, stretch * (t + 1)). So e_t is the minimum of
+        e_before + c_first + .. + c_t, and of stretch * (k + 1) + c_(k+1) + .. + c_t over k. If a token has no room for
+        all of its pieces, the last ones are read. Sequences with fewer rows than others repeat their first row.
 
-        tokens, rows: LongTensor[B, n], of the target's; the chain's first token may be given several times
+        tokens, rows: LongTensor[B, n], the target's; the chain's first token may be repeated
         """
         before = cache.end_of(rows[:, :1] - 1)
         counts = self._counts[tokens]
@@ -211,9 +213,9 @@ class TranslatedDraft(Draft):
         return self._pieces[tokens.gather(1, token), piece], own
 
     def _run_chain(self, tokens: Tensor, rows: Tensor, cache: TranslatedCache, *, needs_logits: bool = True) -> Tensor:
-        """The model's logits along chains of its own tokens at cache rows LongTensor[B, n], which begin with repeats.
+        """The model's logits for chains of its own tokens at cache rows LongTensor[B, n], which may begin with repeats.
 
-        Positions are the rows.
+        Positions equal the rows.
         """
         count = rows.shape[1]
         before = (rows[:, -1:] + 1 - count).clamp(min=0)
@@ -222,7 +224,7 @@ class TranslatedDraft(Draft):
 
 
 def _mask_of(before: Tensor, ancestor_mask: Tensor, cache: TranslatedCache) -> TreeMask:
-    """The view of a tree's nodes after so many of the draft's rows, LongTensor[B, 1]."""
+    """The attention mask of nodes that follow `before`, LongTensor[B, 1], rows of the draft's cache."""
     visible = int(before.max()) + ancestor_mask.shape[-1] if host_can_read(before.device) else cache.keys.shape[2]
     return TreeMask(before[:, 0], visible, ancestor_mask=ancestor_mask)
 

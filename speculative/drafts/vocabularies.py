@@ -1,10 +1,10 @@
-"""Two vocabularies side by side: which tokens stand for the same bytes, and how one's are written in the other's.
+"""Compare two vocabularies: which tokens stand for the same bytes, and how one's tokens are spelt with the other's.
 
     target   " token" 5, "ization" 6, " tokenization" 7         draft   " token" 3, "ization" 4
     shared   5 is 3, 6 is 4                                      pieces  5 is [3], 6 is [4], 7 is [3, 4]
 
 A token stands for bytes: vocabularies write a space as U+0120 or U+2581, and single bytes as letters or as <0x0A>.
-Special tokens are the same if they are written alike, or are both a text's beginning, or both its end.
+Special tokens are equal if they have the same name, or if both are the beginning-of-text or both the end-of-text token.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-MOST_PIECES = 8  # of a token that the draft lacks, the last ones: so many tokens of the draft stand for it
-LEAST_SHARE = 0.05  # of the target's tokens that must be common
+MOST_PIECES = 8  # a token that the draft lacks is spelt with at most this many of its tokens, the last ones
+LEAST_SHARE = 0.05  # share of the target's tokens that must be common
 
-Token = tuple[bool, bytes]  # whether it is special, and what it stands for
+Token = tuple[bool, bytes]  # (whether it is special, its bytes)
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabularies:
-    """The vocabularies of a target and of a draft, by their tokenizers.
+    """The vocabularies of a target and a draft, from their tokenizers.
 
-    Raises TypeError for a tokenizer that is not of the tokenizers library, and ValueError where too few tokens are
-    common.
+    Raises TypeError for a tokenizer that is not of the tokenizers library, and ValueError if too few tokens are common.
     """
 
     target: PreTrainedTokenizerBase
@@ -49,7 +48,7 @@ class Vocabularies:
 
     @cached_property
     def shared(self) -> dict[int, int]:
-        """The draft's token for each of the target's that it has, too. No two have the same."""
+        """Maps each of the target's tokens that the draft also has to the draft's token. No two map to the same one."""
         own, other = ({token: index for index, token in _tokens(each)} for each in (self.target, self.draft))
         found = {index: other[token] for token, index in own.items() if token in other}
         for name in ("bos_token_id", "eos_token_id"):
@@ -60,19 +59,20 @@ class Vocabularies:
 
     @property
     def share(self) -> float:
-        """The common tokens as a part of the target's."""
+        """The number of common tokens divided by the size of the target's vocabulary."""
         return len(self.shared) / len(self.target.get_vocab())
 
     def __str__(self) -> str:
         return f"{len(self.shared)} of the target's {len(self.target.get_vocab())} tokens ({self.share:.0%})"
 
     def pieces(self, target_size: int, draft_size: int) -> tuple[Tensor, Tensor]:
-        """The draft's tokens for each of the target's, LongTensor[V, m] from the right, and how many, LongTensor[V].
+        """How each of the target's tokens is spelt in the draft's: LongTensor[V, m], right-aligned, and lengths
+        LongTensor[V].
 
-        A token that the draft lacks is written greedily: the longest of the draft's tokens first. Bytes that the draft
-        has no token for are left out.
+        A token that the draft lacks is spelt greedily, with the longest possible token first. Bytes that the draft has
+        no token for are omitted.
 
-        target_size, draft_size: of the models, whose vocabularies may have other tokens beside the tokenizers'
+        target_size, draft_size: vocabulary sizes of the models, which may differ from the tokenizers'
         """
         spelt = {token[1]: index for index, token in _tokens(self.draft) if not token[0] and index < draft_size}
         longest = max(map(len, spelt), default=0)
@@ -90,7 +90,7 @@ class Vocabularies:
 
 
 def _spelling(text: bytes, spelt: dict[bytes, int], longest: int) -> Iterator[int]:
-    """The tokens of `spelt` for a text, from the left the longest that there is."""
+    """The tokens of `spelt` that spell a text, greedily from the left."""
     begin = 0
     while begin < len(text):
         ends = range(min(len(text), begin + longest), begin, -1)
@@ -101,9 +101,9 @@ def _spelling(text: bytes, spelt: dict[bytes, int], longest: int) -> Iterator[in
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, Token]]:
-    """The tokens by number; of those that stand for the same, the last is the one to take.
+    """All tokens by id, ordered so that of several with the same bytes, the one to use comes last.
 
-    That is the one with the lowest number; but <0x41> stands for what a token of letters does, and is not taken for it.
+    That is the one with the lowest id, except that a byte token such as <0x41> comes before all others.
     """
     fast: Any = tokenizer
     decoder = fast.backend_tokenizer.decoder

@@ -1,1 +1,1 @@
-"""Trained heads: drafts that read the target's hidden states, of a layer or less (EAGLE)."""
+"""EAGLE heads: trained drafts of one or a few layers that read the target's hidden states."""

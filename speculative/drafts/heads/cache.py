@@ -1,8 +1,8 @@
-"""The cache of an EAGLE head: entries in the place of tokens, and the target's features of each token.
+"""The cache of an EAGLE head: keys and values of entries, and the target's features of each token.
 
-Row i of the keys and values belongs to entry i, which is made of the target's features of token i and of token i + 1.
-So the root of a tree, token L, is in row L - 1, and a node in the row before that of the target's cache. Row i of the
-features and tokens is token i's.
+Row i of the keys and values belongs to entry i, which is computed from the target's features of token i and from token
+i + 1. So the root of a tree, token L, is in row L - 1, and every node is one row earlier than in the target's cache.
+Row i of features and tokens belongs to token i.
 """
 
 from copy import copy
@@ -17,18 +17,18 @@ from heavypath.speculative.models.caches import KeyValueCache, RowCache
 
 
 class HeadCache(KeyValueCache):
-    """Keys and values of entries [B, layers * Hkv, rows, D], and by token what entries are made of.
+    """Keys and values of entries [B, layers * Hkv, rows, D], and what entries are computed from.
 
-    features: [B, 1, rows, F], what the head keeps of the target's hidden states
-    tokens:   LongTensor[B, 1, rows, 1]
-    outputs:  [B, rows, H], of entry i in row i, what the entries below it get in the place of features
-    known:    LongTensor[B], tokens before the root when the last tree was drafted: the entries of all those were made
+    features: [B, 1, rows, F], the features of the target's hidden states
+    tokens: LongTensor[B, 1, rows, 1]
+    outputs: [B, rows, H], in row i what the children of entry i get instead of features
+    known: LongTensor[B], number of tokens before the root of the last tree; their entries exist
     """
 
     _FIELDS = ("keys", "values", "features", "tokens", "outputs", "known")
 
     def __init__(self, batch: int, rows: int, columns: tuple[int, int], **keys_and_values: Any):
-        """columns: F and H; keys_and_values: the other arguments of `KeyValueCache`."""
+        """columns: F and H; keys_and_values: the other arguments of `KeyValueCache`"""
         super().__init__(batch=batch, rows=rows, **keys_and_values)
         features, width = columns
         self.features = self.keys.new_zeros(batch, 1, rows, features)
@@ -38,22 +38,24 @@ class HeadCache(KeyValueCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Bytes of all tensors."""
         return sum(field.nbytes for field in self.remembered())
 
     def keep(self, features: Tensor, tokens: Tensor, cache_rows: Tensor) -> None:
-        """Keep the features [B, N, F] of tokens LongTensor[B, N] that the target has in these rows of its cache."""
+        """Store the features [B, N, F] of tokens LongTensor[B, N] at the rows that the tokens have in the target's
+        cache.
+        """
         store_rows(self.features, features[:, :, None], cache_rows)
         store_rows(self.tokens, tokens[:, :, None, None], cache_rows)
 
     def begin(self, lengths: Tensor) -> None:
-        """The prefill makes the entries of all tokens before the roots."""
+        """Mark all tokens before the roots as known, because the prefill computes their entries."""
         self.known.copy_(lengths)
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move features and tokens, which are in the target's rows. The path's entries are made anew in the next step.
+        """Move features and tokens of an accepted path. Its entries are computed again in the next step.
 
-        They were made of the head's own outputs, and are to be of the target's features.
+        They were computed from the head's own outputs, and must be computed from the target's features.
         """
         for rows in (self.features, self.tokens):
             compact_unchecked([rows], path=path, length=length, prefix_length=prefix_length)
@@ -66,11 +68,11 @@ class HeadCache(KeyValueCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """See `RowCache.remembered`."""
+        """All tensors that hold state, see `RowCache.remembered`."""
         return [getattr(self, name) for name in self._FIELDS]
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
-        """See `RowCache.take`."""
+        """Copy the first `rows` rows of another cache, see `RowCache.take`."""
         super().take(sequence, source, of, rows)
         assert isinstance(source, HeadCache)
         for own, other in ((self.features, source.features), (self.tokens, source.tokens)):
@@ -79,7 +81,7 @@ class HeadCache(KeyValueCache):
 
     def trimmed(self, slots: slice, rows: int) -> "HeadCache":
         """A copy of the first `rows` rows of the sequences in these slots."""
-        copied = copy(self)  # which is only taken from: it must not keep this cache's memory
+        copied = copy(self)  # only copied from later; it must not keep this cache's memory alive
         copied._by_layer, copied.outputs = [], self.outputs[slots, :0].clone()
         for name in ("keys", "values", "features", "tokens"):
             setattr(copied, name, getattr(self, name)[slots, :, :rows].clone())

@@ -1,16 +1,16 @@
 """Load an EAGLE head as its authors published it, and save one in the official layout.
 
-What is read, by the names of its tensors:
+Supported layouts, by tensor names:
 
     official EAGLE-1 and 2    fc, layers.0.*, embed_tokens
-    official EAGLE-3          fc, midlayer.*, norm, lm_head, d2t; SpecForge's and NVIDIA's alike
-    speculators               fc, layers.0.*, ...; of EAGLE-1 fusion_fc, transformer.*
+    official EAGLE-3          fc, midlayer.*, norm, lm_head, d2t; also SpecForge's and NVIDIA's
+    speculators               fc, layers.0.*, ...; for EAGLE-1 fusion_fc, transformer.*
     P-EAGLE                   mask_hidden in either of the last two
     EAGLE-3.1                 fc_norm.0, .1, .2 in either of the last two
 
-Which variant a head is follows from the tensors where they tell: biases, layers, norms, its own embedding and lm_head.
-`settings.py` reads the rest from config.json. Whatever does not fit the target, is missing or is not known is refused
-by name: a head that is half loaded drafts noise, and nothing else would show it.
+The variant is recognised by the tensors as far as possible: biases, layers, norms, own embedding and lm_head.
+`settings.py` reads the rest from config.json. Whatever does not fit the target, is missing or is unknown is refused by
+name: a head that is only partly loaded drafts noise, and nothing else would show it.
 """
 
 import re
@@ -37,9 +37,9 @@ from heavypath.speculative.drafts.heads.settings import (
 )
 from heavypath.speculative.files.typed_json import read_json
 
-# Other names of the same tensors.
+# Prefixes of other layouts, with ours.
 _RENAMED = {"model.": "", "midlayer.": "layers.0.", "fusion_fc.": "fc.", "transformer.": "layers.0."}
-# What a head does without: copies of the target's tensors, tables that are computed, and the inverse of d2t.
+# Tensors that are ignored: copies of the target's, computed tables, and the inverse of d2t.
 _HARMLESS = re.compile(r"(t2d|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq)$")
 
 
@@ -52,14 +52,14 @@ def load_head(
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> EagleHead:
-    """An EAGLE head for a target, in eval mode and without gradients.
+    """Load an EAGLE head for a target, in eval mode and without gradients.
 
     path_or_name: its folder, or its name on the Hugging Face hub
-    dtype, device: default the target's
-    revision, local_files_only: of a name, as transformers' `from_pretrained` takes them
+    dtype, device: default: the target's
+    revision, local_files_only: for a name, as in transformers' `from_pretrained`
 
-    Raises FileNotFoundError for missing files; ValueError for what is no head, and for tensors that do not fit the
-    target, are missing, or are not known.
+    Raises FileNotFoundError for missing files, and ValueError for a checkpoint that is not a head, and for tensors that
+    do not fit the target, are missing or are unknown.
     """
     files = find_files(path_or_name, revision, local_files_only)
     settings, tensors = read_json(files.config, HeadSettings), read_tensors(files)
@@ -74,7 +74,7 @@ def load_head(
 
 
 def is_head(path_or_name: str | Path) -> bool:
-    """True if a folder, or a model in the Hugging Face cache, is an EAGLE head. Nothing is downloaded."""
+    """Whether a folder, or a model in the Hugging Face cache, is an EAGLE head. Nothing is downloaded."""
     try:
         files = find_files(path_or_name, local_files_only=True)
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def is_head(path_or_name: str | Path) -> bool:
 
 
 def save_head(head: EagleHead, folder: str | Path) -> None:
-    """Write a head to a folder in the official layout, in its own dtype; `load_head` gives the same head back."""
+    """Write a head to a folder in the official layout, in its own dtype; `load_head` returns an equal head."""
     config, tensors = head.config, head.state_dict()
     if config.generation == 3:
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
@@ -118,7 +118,7 @@ def _ours(name: str) -> str:
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by the names of `EagleHead`, without those that it does not need; `t2d` stays."""
+    """The tensors by the names of `EagleHead`, without ignored ones; `t2d` is kept."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         ours = _ours(name)
@@ -134,7 +134,7 @@ def _has_fc(names: Collection[str]) -> bool:
 
 
 def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel) -> EagleHead:
-    """The module that the tensors fit into, still without them; `tensors` is left as that has them."""
+    """An empty module for the tensors; `tensors` is changed in place to match its names."""
     if not _has_fc(tensors):
         hint = "" if is_settings_of_head(settings) else "; a whole model loads by AutoModelForCausalLM.from_pretrained"
         raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
@@ -149,11 +149,11 @@ def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrai
     try:
         with torch.device("meta"):
             return EagleHead(config)
-    except Exception as error:  # transformers' and PyTorch's, of all kinds
+    except Exception as error:  # transformers and PyTorch raise errors of many types
         raise ValueError(f"config.json gives what no head can be made of: {error}") from error
 
 
 def _could_be_tied(config: HeadConfig, tensors: dict[str, Tensor]) -> bool:
-    """True if the lm_head may have been left out as a copy of the head's own embedding."""
+    """Whether the checkpoint may have omitted the lm_head as a copy of the head's own embedding."""
     all_tokens = config.draft_vocab_size == config.vocab_size
     return all_tokens and "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors

@@ -1,4 +1,4 @@
-"""The parts of a trained head of layers, from any checkpoint, by one set of names."""
+"""Shapes and variants of trained heads, with the same names for checkpoints of all sources."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -6,15 +6,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class TappedConfig:
-    """Shapes of layers, as Llama's or Qwen3's, that read the target's hidden states.
+    """Shapes of layers, like Llama's or Qwen3's, that read the target's hidden states.
 
-    taps:                the hidden states of the target that it reads, by transformers' numbers. Number i is the input
-                         of layer i; the last one, with as many layers before it, is after the final norm
-    vocab_size:          of the target, draft_vocab_size of the tokens that the head can propose
-    rope_parameters:     as transformers has them
-    biases:              the linear layers that have one, by name: "fc", "q_proj", ...
-    head_norms:          queries and keys are normed by head, as in Qwen3
-    owns_embedding, owns_lm_head: whether it has its own, or takes the target's
+    taps: the indices of the target's hidden states that it reads, numbered as in transformers: number i is the input of
+        layer i; the last one, whose number is the number of layers, is after the final norm
+    vocab_size, draft_vocab_size: number of the target's tokens, and of those that the head can propose
+    rope_parameters: as in transformers
+    biases: names of the linear layers that have a bias: "fc", "q_proj", ...
+    head_norms: whether queries and keys are normalised per attention head, as in Qwen3
+    owns_embedding, owns_lm_head: whether it has its own, or uses the target's
     """
 
     hidden_size: int
@@ -40,13 +40,13 @@ class TappedConfig:
 class HeadConfig(TappedConfig):
     """Shapes and variants of an EAGLE head.
 
-    generation:          1 for EAGLE-1 and EAGLE-2, whose heads are the same; 3 for EAGLE-3 and 3.1
-    tap_norms:           each tap is normed before `fc` (EAGLE-3.1)
-    norm_before_fc:      all taps are normed together before `fc`
-    norm_before_residual: the residual stream begins after the norm of the features
-    feeds_back_normed:   the next level gets the output of the final norm (EAGLE-3.1)
-    mask_token_id:       of a head that drafts all levels at once (P-EAGLE), the token of entries that stand for drafted
-                         ones; None for one that drafts level by level
+    generation: 1 for EAGLE-1 and EAGLE-2, which have the same head; 3 for EAGLE-3 and 3.1
+    tap_norms: whether each tap is normalised before `fc` (EAGLE-3.1)
+    norm_before_fc: whether all taps are normalised together before `fc`
+    norm_before_residual: whether the residual stream begins after the norm of the features
+    feeds_back_normed: whether the next level gets the output of the final norm (EAGLE-3.1)
+    mask_token_id: for a head that drafts all levels at once (P-EAGLE), the token of the entries for levels not drafted
+        yet; None for a head that drafts level by level
     """
 
     generation: Literal[1, 3]
@@ -58,5 +58,5 @@ class HeadConfig(TappedConfig):
 
     @property
     def model_type(self) -> str:
-        """The name of its kind in a trace."""
+        """Name of this kind of draft in traces."""
         return f"eagle-{self.generation}" if self.mask_token_id is None else "p-eagle"

@@ -1,6 +1,7 @@
-"""An EAGLE head at work: it drafts a tree level by level from the target's features of the text, see `entries`.
+"""The `Draft` of an EAGLE head: drafts a tree level by level from the target's features, see `entries`.
 
-PyTorch's operations are here. On a CPU compiled code takes their place (`native`), for which they are the reference.
+This is the implementation with PyTorch operations. On a CPU, compiled code replaces it (`native`); then it is the
+reference.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ Cached = TypeVar("Cached", bound=HeadCache)
 
 
 class _HeadFunctions(LayerFunctions):
-    """A `HeadLayer`'s modules and functions."""
+    """The modules and functions of a `HeadLayer`."""
 
     def __init__(self, layer: Any):
         super().__init__(layer)
@@ -39,7 +40,7 @@ class _HeadFunctions(LayerFunctions):
         self.hidden_norm = norm_if_any(layer, "hidden_norm")
 
     def before_attention(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream [R, H], and what queries, keys and values are made of, [R, H] or [R, 2 H]."""
+        """The residual stream [R, H], and the input of the query, key and value projections, [R, H] or [R, 2 H]."""
         if self.side_by_side:
             assert self.norm is not None
             assert self.hidden_norm is not None
@@ -52,8 +53,8 @@ class _HeadFunctions(LayerFunctions):
 class HeadDraft(EntriesDraft):
     """An `EagleHead` as a draft for the target whose hidden states it reads.
 
-    Raises ValueError as `TappedDraft` does, for a head that reads states that the target does not have, and for one
-    whose rotary embeddings depend on the length of the text.
+    Raises ValueError as `TappedDraft` does, for a head that reads hidden states that the target does not have, and for
+    one whose rotary embeddings depend on the length of the sequence.
     """
 
     def __init__(self, head: EagleHead, target: Forward):
@@ -81,7 +82,7 @@ class HeadDraft(EntriesDraft):
         self._rotary = self._rotary_table(1)
 
     def _compiled(self) -> NativeHead | None:
-        """The compiled form, or None where a part of it is not compiled."""
+        """The compiled form; None if any part of it is not supported."""
         head, config, embedding = self.head, self.config, self.embedding
         usual = self.target.ranks is None and type(embedding) is nn.Embedding and not has_hooks(embedding)
         if not (usual and are_plain([head.fc])):
@@ -104,12 +105,12 @@ class HeadDraft(EntriesDraft):
         return None if over is None else NativeHead(over, fc, (norms, self._fc_norm))
 
     def is_current(self) -> bool:
-        """True if the head's modules are the same, and copies of its weights are still up to date."""
+        """Whether the head has the same modules, and copies of its weights are up to date."""
         return super().is_current() and self._linears.is_current()
 
     @property
     def lm_head(self) -> Any:
-        """Its own, or the target's."""
+        """The head's own lm_head, or the target's."""
         return self.target_lm_head if self.head.lm_head is None else self.head.lm_head
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
@@ -117,10 +118,10 @@ class HeadDraft(EntriesDraft):
         return self.cache_of(HeadCache, batch, rows)
 
     def cache_of(self, kind: type[Cached], batch: int, rows: int) -> Cached:
-        """An empty cache of this class."""
+        """An empty cache of this class for `batch` sequences of `rows` rows."""
         rotary = self._rotary
         if rows > len(rotary):
-            self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
+            self._rotary = rotary = self._rotary_table(rows)  # the local one is used, as other threads may replace it
         config = self.config
         width = config.hidden_size
         return kind(
@@ -152,9 +153,10 @@ class HeadDraft(EntriesDraft):
         mask: TreeMask,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """`EagleHead.forward` on entries, whose keys and values are stored at these rows of the cache: [B, N, H].
+        """The outputs [B, N, H] of entries by `EagleHead.forward`; keys and values are stored at these rows of the
+        cache.
 
-        positions: where they are not the rows
+        positions: if they differ from the rows
         """
         attend = mask.attention(self.dtype, {None})[None]
         assert cache.rotary is not None
@@ -170,7 +172,7 @@ class HeadDraft(EntriesDraft):
         return hidden.view(*tokens.shape, -1)
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """`EagleHead.features` of [B, N, Ht] each."""
+        """`EagleHead.features` of a list of [B, N, Ht]."""
         if self.config.generation == 1:
             return taps[0]
         flat = [tap.flatten(0, 1) for tap in taps]
@@ -182,19 +184,19 @@ class HeadDraft(EntriesDraft):
         return self._fc(joined).view(*taps[0].shape[:2], -1)
 
     def mask_features(self) -> Tensor:
-        """The features of a mask, [1, 1, H]."""
+        """The features of a mask entry, [1, 1, H]."""
         assert self.head.mask_hidden is not None
         return self.features(self.head.mask_hidden.view(len(self.config.taps), 1, 1, -1).unbind())
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """See `EagleHead.fed_back`."""
+        """`EagleHead.fed_back` of outputs [B, n, H]."""
         if not self.config.feeds_back_normed:
             return hidden
         assert self._norm is not None
         return add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1].view_as(hidden)
 
     def level_weights(self) -> list[Tensor]:
-        """All but the embedding, of which a few rows are read."""
+        """All weights except the embedding, of which only a few rows are read."""
         own = [weight for name, weight in self.weights() if not name.startswith(("embed_tokens", "lm_head"))]
         return [*own, self.lm_head.weight]
 

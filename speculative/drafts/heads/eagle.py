@@ -1,12 +1,12 @@
-"""An EAGLE head, as PyTorch: what its checkpoints hold, what training goes through, and what decoding must agree with.
+"""EAGLE heads as PyTorch modules: the layout of checkpoints, the pass for training, and the reference for decoding.
 
-Entry i of a text x_0 x_1 .. pairs the target's features f_i, which it had computed when x_i was read, with the token
-after it, and predicts the token after that:
+Entry i of a sequence x_0 x_1 .. combines the target's features f_i, computed when it read x_i, with the token after it,
+and predicts the token after that:
 
     (f_i, x_{i+1})  ->  logits of x_{i+2},  at rotary position i
 
 so the root of a tree, the last committed token x_L, is the entry (f_{L-1}, x_L). Below it there are no features of the
-target yet: a node's entry has its parent's output h in their place. With e the token's embedding, [;] side by side:
+target yet, so a node's entry has its parent's output h instead. With e the token's embedding, and [;] concatenation:
 
     EAGLE-1 (Li et al. 2024, sec. 3; EAGLE-2 has the same head)    EAGLE-3 (Li et al. 2025, sec. 3)
 
@@ -14,10 +14,10 @@ target yet: a node's entry has its parent's output h in their place. With e the 
     x      fc[e; f]                                                g
     layer  h = x + attention(x)                                    h = g + attention([norm(e); norm(g)])
            h = h + mlp(norm(h))                                    h = h + mlp(norm(h))
-    logits the target's lm_head(h), no norm                        lm_head(norm(h)), of fewer tokens than the target's
-    below  h in the place of f                                     h in the place of g
+    logits the target's lm_head(h), no norm                        lm_head(norm(h)), for fewer tokens than the target's
+    below  h instead of f                                          h instead of g
 
-`HeadConfig` lists the variants. A head of fewer tokens proposes token i + d2t[i] by its logit i.
+`HeadConfig` lists the variants. A head with fewer tokens proposes token i + d2t[i] by its logit i.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.heads.config import HeadConfig, TappedConfig
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of query [B, Hq, N, D], key and value [B, Hkv, N, D]; as query
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (query [B, Hq, N, D], key, value [B, Hkv, N, D]) -> [B, Hq, N, D]
 
 
 class HeadAttention(nn.Module):
-    """Attention whose queries, keys and values are made of `width` columns."""
+    """Attention whose queries, keys and values are projections of `width` columns."""
 
     def __init__(self, config: TappedConfig, width: int):
         super().__init__()
@@ -50,7 +50,7 @@ class HeadAttention(nn.Module):
             self.k_norm = LlamaRMSNorm(head_dim, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[B, N, H] of [B, N, width]; turns: cosine and sine [B or 1, N, D] of the entries' positions."""
+        """[B, N, H] from [B, N, width]; turns: cosine and sine [B or 1, N, D] of the entries' positions."""
         by_head = *hidden.shape[:2], -1, self.head_dim
         query, key = self.q_proj(hidden).view(by_head), self.k_proj(hidden).view(by_head)
         if hasattr(self, "q_norm"):
@@ -62,7 +62,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadMLP(nn.Module):
-    """A gated perceptron, as Llama's."""
+    """A gated MLP, like Llama's."""
 
     def __init__(self, config: TappedConfig):
         super().__init__()
@@ -72,12 +72,12 @@ class HeadMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[.., H] of [.., H]."""
+        """[.., H] from [.., H]."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class HeadLayer(nn.Module):
-    """A layer of a head. Those of EAGLE-3 attend over embedding and features side by side."""
+    """A layer of a head. The first one of EAGLE-3 attends with embedding and features concatenated."""
 
     def __init__(self, config: HeadConfig, index: int):
         super().__init__()
@@ -93,7 +93,7 @@ class HeadLayer(nn.Module):
         self.mlp = HeadMLP(config)
 
     def forward(self, hidden: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[B, N, H] of the features, or what is in their place, and of the tokens' embeddings, [B, N, H] both."""
+        """[B, N, H] from the features (or what replaces them) and the tokens' embeddings, both [B, N, H]."""
         attended = hidden
         if self.side_by_side:
             normed = self.hidden_norm(hidden)
@@ -108,9 +108,10 @@ class HeadLayer(nn.Module):
 class EagleHead(nn.Module, Draftable):
     """A head of EAGLE-1, 2, 3 or 3.1.
 
-    Where it has no embedding or no lm_head of its own, `embed_tokens` or `lm_head` is None, and the caller takes the
-    target's. d2t: LongTensor[Vd], token i + d2t[i] of the target is token i of the head; None if it has all tokens.
-    mask_hidden: [3 Ht], in the place of taps where it drafts all levels at once (`blocks.p_eagle`); else None
+    If it has no embedding or lm_head of its own, `embed_tokens` or `lm_head` is None, and the caller uses the target's.
+
+    d2t: LongTensor[Vd], token i of the head is token i + d2t[i] of the target; None if it has all tokens
+    mask_hidden: [3 Ht], replaces the taps in mask entries if it drafts all levels at once (`blocks.p_eagle`); else None
     """
 
     def __init__(self, config: HeadConfig):
@@ -136,7 +137,7 @@ class EagleHead(nn.Module, Draftable):
         self.rotary_emb = rotary_of(config)
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """The kept part of the target's hidden states [.., Ht], of `config.taps`: [.., H], or of EAGLE-1 [.., Ht]."""
+        """What is kept of the target's hidden states [.., Ht] of `config.taps`: [.., H], for EAGLE-1 [.., Ht]."""
         if self.config.generation == 1:
             return taps[0]
         if self.fc_norm is not None:
@@ -147,10 +148,10 @@ class EagleHead(nn.Module, Draftable):
     def forward(self, features: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """The outputs h [B, N, H] of entries.
 
-        features: [B, N, H] from `features`, or what `fed_back` made of their parents' outputs
-        embedded: [B, N, H], of the entries' tokens
-        turns:    cosine and sine [B or 1, N, D] of the entries' positions, as `rotary_emb` gives them
-        attend:   attention from the entries to whatever they see
+        features: [B, N, H] from `features`, or from `fed_back` of their parents' outputs
+        embedded: [B, N, H], embeddings of the entries' tokens
+        turns: cosine and sine [B or 1, N, D] of the entries' positions, as `rotary_emb` returns them
+        attend: attention from the entries to everything visible to them
         """
         hidden = features
         if self.config.generation == 1:
@@ -160,23 +161,23 @@ class EagleHead(nn.Module, Draftable):
         return hidden
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """The input of the entries below in the place of features, [.., H] of outputs [.., H]."""
+        """What replaces the features in the entries of child nodes, [.., H] from outputs [.., H]."""
         return self.norm(hidden) if self.norm is not None and self.config.feeds_back_normed else hidden
 
     def before_lm_head(self, hidden: Tensor) -> Tensor:
-        """The input of the lm_head, [.., H] of outputs [.., H]."""
+        """The input of the lm_head, [.., H] from outputs [.., H]."""
         return hidden if self.norm is None else self.norm(hidden)
 
 
 def linear_of(config: TappedConfig, name: str, columns: int, rows: int) -> nn.Linear:
-    """The linear layer of this name, with a bias if the head has one there."""
+    """The linear layer with this name, with a bias if the config lists it."""
     return nn.Linear(columns, rows, bias=name in config.biases)
 
 
 def rotary_of(config: TappedConfig) -> LlamaRotaryEmbedding:
     """The rotary embedding of a head."""
     rope = config.rope_parameters
-    longest = rope.get("original_max_position_embeddings", 2048) * rope.get("factor", 1)  # sizes no table
+    longest = rope.get("original_max_position_embeddings", 2048) * rope.get("factor", 1)  # no table has this size
     return LlamaRotaryEmbedding(
         LlamaConfig(
             max_position_embeddings=int(longest),

@@ -1,8 +1,9 @@
-"""Drafting level by level with entries of two tokens, as EAGLE heads and layers for multi-token prediction do.
+"""Drafting level by level with entries of two tokens, as EAGLE heads and MTP layers do.
 
-A step's first feed makes the entries of all tokens that are new since the last step, of the target's features. The last
-of them, the root's, predicts the token after it. The entries of drafted nodes are made of the draft's own outputs, and
-not kept: an accepted node gets its entry anew. So the keys and values before a root are those of a pass over the text.
+A step's first feed computes the entries of all tokens that are new since the last step, from the target's features. The
+last of them, the root's, predicts the next token. Entries of drafted nodes are computed from the draft's own outputs
+and are not kept: when a node is accepted, its entry is computed again. So the keys and values before a root are those
+of a pass over the sequence.
 """
 
 from abc import abstractmethod
@@ -20,12 +21,12 @@ from heavypath.speculative.models.forward import PREFILL_CHUNK, Taps, TreeMask, 
 
 
 class EntriesDraft(TappedDraft):
-    """A draft whose entry i is made of the target's features of token i and of token i + 1, see `EagleHead`.
+    """A draft whose entry i is computed from the target's features of token i and from token i + 1, see `EagleHead`.
 
-    native: the same by compiled code, where there is any
+    native: the same in compiled code; None if it is not available
     """
 
-    overlap = 1  # an entry is made of two tokens
+    overlap = 1  # an entry is computed from two tokens
     native: NativeHead | None = None
 
     @abstractmethod
@@ -40,7 +41,7 @@ class EntriesDraft(TappedDraft):
     ) -> Tensor:
         """The outputs [B, N, H] of entries, whose keys and values are stored at these rows of the cache.
 
-        positions: where they are not the rows
+        positions: if they differ from the rows
         """
 
     @abstractmethod
@@ -49,18 +50,18 @@ class EntriesDraft(TappedDraft):
 
     @abstractmethod
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """The kept part [B, N, F] of the target's hidden states [B, N, H] each."""
+        """What is kept of the target's hidden states: [B, N, F] from a list of [B, N, H]."""
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """The input of the entries below in the place of features, [B, n, H] of outputs."""
+        """What replaces the features in the entries of child nodes: [B, n, H] from outputs."""
         return hidden
 
     def mask_features(self) -> Tensor:
-        """The features of a mask, [1, 1, F], of a draft of all levels at once."""
+        """The features of a mask entry, [1, 1, F], for drafts that draft all levels at once."""
         raise NotImplementedError
 
     def taps(self, cache: HeadCache) -> Taps:
-        """The hidden states of the target's passes that the head reads, to be kept in a cache."""
+        """The hidden states to read during the target's passes; their features are stored in the cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             if self.native is not None and self.native.takes(tokens.numel()):
@@ -71,9 +72,9 @@ class EntriesDraft(TappedDraft):
         return Taps(self.config.taps, read)
 
     def prefill(self, tokens: Tensor, cache: HeadCache, starts: Sequence[int] | None = None) -> None:
-        """Make the entries of right-padded texts LongTensor[B, T], all but the last; the target has read the texts.
+        """Compute all entries but the last of right-padded sequences LongTensor[B, T], which the target has read.
 
-        starts: as of `Forward.prefill`
+        starts: as in `Forward.prefill`
         """
         batch, entries = len(tokens), tokens.shape[1] - 1
         starts = [0] * batch if starts is None else starts
@@ -88,25 +89,25 @@ class EntriesDraft(TappedDraft):
             run(_rows_of(cache.features[:, 0], rows), tokens[:, begin + 1 : end + 1], rows, cache, mask)
 
     def __call__(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        """Logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
         if self.native is not None and self.native.takes(len(feed.tokens) * (feed.news or feed.tokens.shape[1])):
             return self.native(feed, cache)
         return self.logits(self.after_root(feed, cache) if feed.news else self._after_nodes(feed, cache))
 
     def after_root(self, feed: Feed, cache: HeadCache, masks: int = 0) -> Tensor:
-        """Make the entries of what is new in the texts; the outputs of the roots', [B, 1, H].
+        """Compute the entries of new tokens; returns the outputs of the roots' entries, [B, 1, H].
 
-        masks: entries that follow, made of `mask_hidden`; then the outputs are [B, 1 + masks, H]
+        masks: number of mask entries to append (`mask_features`); the outputs are then [B, 1 + masks, H]
         """
         lengths, root, drafted = feed.prefix_lengths, feed.tokens[:, -1:], feed.drafted
         new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)
         entries = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
         cache.known.copy_(lengths if drafted is None else lengths.where(drafted == 0, cache.known))
-        # The last so many rows of entries. Where there are not so many, the first of them is made several times.
+        # The rows of the last `entries` entries. If a sequence has fewer, its first one is repeated.
         first = torch.zeros_like(lengths) if drafted is None else (lengths - 1).clamp(min=0).where(drafted > 0, 0)
         rows = (lengths[:, None] + torch.arange(-entries, 0, device=lengths.device)).maximum(first[:, None])
         features = _rows_of(cache.features[:, 0], rows)
-        features = features.masked_fill((lengths == 0)[:, None, None], 0)  # nothing is before a text of one token
+        features = features.masked_fill((lengths == 0)[:, None, None], 0)  # no features before the first token
         if drafted is not None:
             features = features.where((drafted == 0)[:, None, None], _rows_of(cache.outputs, (rows - 1).clamp(min=0)))
         tokens = _rows_of(cache.tokens[:, 0, :, 0], (rows + 1).clamp(max=cache.tokens.shape[2] - 1))
@@ -117,7 +118,7 @@ class EntriesDraft(TappedDraft):
             features = torch.cat([features, self.mask_features().expand(len(rows), masks, -1)], 1)
             entries += masks
         visible_rows = max(feed.visible_rows + masks, entries)
-        prefix = rows[:, 0].clamp(max=visible_rows - entries)  # of a text whose entries are one, made several times
+        prefix = rows[:, 0].clamp(max=visible_rows - entries)  # limited for sequences whose only entry is repeated
         mask = TreeMask(
             prefix_length=prefix,
             visible_rows=visible_rows,
@@ -139,15 +140,15 @@ class EntriesDraft(TappedDraft):
         return hidden
 
     def unsure_rows(self, levels: int) -> int:
-        """The entries of all that was accepted last, of the last root and of the token before it."""
+        """levels + 2: the entries of what was accepted last, of the last root, and of the token before it."""
         return levels + 2
 
     def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:
-        """Keep what the entries below get in the place of features."""
+        """Store what replaces the features in the entries of child nodes."""
         store_rows(cache.outputs[:, None], self.fed_back(hidden)[:, :, None], rows)
 
 
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
-    """The rows LongTensor[B, N] of [B, S, ..]; by one launch, where an index would need the numbers of sequences."""
+    """field[b, rows[b]] for all b, where rows is LongTensor[B, N] and field [B, S, ..]; a single kernel launch."""
     every = rows.view(*rows.shape, *(1 for _ in field.shape[2:])).expand(*rows.shape, *field.shape[2:])
     return field.gather(1, every)

@@ -1,6 +1,6 @@
-"""The files of a head's checkpoint: found in a folder or in the Hugging Face cache, and read.
+"""Find and read the files of a head's checkpoint, in a folder or in the Hugging Face cache.
 
-Of a model on the hub nothing is fetched but its config.json and the first that there is of its weights.
+From the hub, only config.json and the first available kind of weight files are fetched.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ WEIGHTS = (
 
 
 class CheckpointFiles(NamedTuple):
-    """The files of a checkpoint. folder: the folder or name that was asked for, as messages call it."""
+    """The files of a checkpoint. folder: the folder or name as it was requested, for messages"""
 
     folder: str
     config: Path
@@ -39,12 +39,12 @@ def find_files(
     local_files_only: bool = False,
     weights: Sequence[str] = WEIGHTS,
 ) -> CheckpointFiles:
-    """The files of a checkpoint, from its folder or its name on the hub.
+    """Find the files of a checkpoint by its folder or its name on the hub.
 
-    revision, local_files_only: of a name, as transformers' `from_pretrained` takes them
-    weights: the files that may hold them; the first that there is counts
+    revision, local_files_only: for a name, as in transformers' `from_pretrained`
+    weights: file names to look for; the first that exists is used
 
-    Raises FileNotFoundError for files that are missing or cannot be fetched, ValueError for an index that is none.
+    Raises FileNotFoundError for files that are missing or cannot be fetched, and ValueError for an invalid index.
     """
     name = str(path_or_name)
     folder = Path(name).expanduser()
@@ -83,7 +83,7 @@ def find_files(
 
 
 def find_beside(files: CheckpointFiles, name: str) -> Path | None:
-    """A further file of a checkpoint, if there is one."""
+    """The path of another file of a checkpoint; None if there is none."""
     if (path := files.config.with_name(name)).is_file():
         return path
     if Path(files.folder).expanduser().is_dir():
@@ -96,7 +96,7 @@ def find_beside(files: CheckpointFiles, name: str) -> Path | None:
 
 
 def check_all_is_read(files: CheckpointFiles, but: str = "") -> None:
-    """Raise ValueError for a file that holds a part of a draft and is not read, unless it is called `but`."""
+    """Raise ValueError for further files that hold tensors and are not read, except the one named `but`."""
     beside = {path.name for path in files.config.parent.iterdir() if PART.fullmatch(path.name)}
     unread = sorted(beside - {path.name for path in files.weights} - {but})
     if unread:
@@ -107,7 +107,7 @@ def check_all_is_read(files: CheckpointFiles, but: str = "") -> None:
 
 
 def read_pickle(path: Path) -> Any:
-    """What a pickle holds, of tensors and plain values; ValueError for others."""
+    """The content of a pickle of tensors and plain values. Raises ValueError for any other content."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except Exception as error:
@@ -115,7 +115,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, on the CPU, by the names that they have there. Pickles hold tensors alone."""
+    """All tensors of a checkpoint by name, on the CPU. Pickles may contain only tensors."""
     tensors: dict[str, Tensor] = {}
     for path in files.weights:
         if path.suffix != ".safetensors":
@@ -142,7 +142,7 @@ def read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
 
 
 def tensor_names(files: CheckpointFiles) -> set[str]:
-    """The names alone, without reading the tensors; pickles of before PyTorch 1.6 are read whole."""
+    """The names of all tensors. Tensors are not read, except from pickles."""
     if any(path.suffix != ".safetensors" for path in files.weights):
         return {*read_tensors(files)}
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""Put the tensors of a checkpoint into a head's module, or refuse by name what does not fit."""
+"""Load the tensors of a checkpoint into a head's module, or refuse by name what does not fit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +12,14 @@ _ANOTHER_TARGET = "give the target that the head was trained for"
 
 
 def check_types(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for tensors of numbers of other kinds than a head has."""
+    """Raise ValueError for tensors with unexpected dtypes."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() and (name != "d2t" or tensor.is_complex()):
             raise ValueError(f"{name} is {tensor.dtype}; expected floating point: quantised heads are not supported")
 
 
 def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tensor | None) -> None:
-    """Check d2t, and drop it where the head has all tokens. kept: t2d, which tells offsets from absolute ids."""
+    """Check d2t, and remove it if the head has all tokens. kept: t2d, which shows whether d2t holds offsets or ids"""
     size, vocab, d2t = config.draft_vocab_size, config.vocab_size, tensors.pop("d2t", None)
     if kept is not None and "embed_tokens.weight" not in tensors and len(kept) != vocab:
         raise ValueError(f"t2d has shape {[*kept.shape]}, expected [{vocab}], the target's tokens; {_ANOTHER_TARGET}")
@@ -35,7 +35,7 @@ def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tens
     offsets = d2t.long()
     tokens = offsets + torch.arange(size, device="cpu")
     confirmed = kept is not None and torch.equal(tokens.sort().values, kept.nonzero().flatten())
-    # Tokens side by side have one offset: where all entries differ they are ids.
+    # Neighbouring tokens have equal offsets, so if all entries differ they are ids.
     if size > 1 and not confirmed and offsets.min() >= 0 and len(offsets.unique()) == size:
         raise ValueError(
             "d2t holds absolute ids of tokens, expected offsets: token i of the head is token i + d2t[i] of the "
@@ -53,7 +53,7 @@ def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tens
 
 
 def fill(head: Any, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """Put the tensors into a module on "meta"; ValueError unless they are those that it has."""
+    """Load the tensors into a module on the "meta" device. Raises ValueError unless they are exactly its tensors."""
     expected = head.state_dict()
     unknown, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
     if unknown:
@@ -67,7 +67,7 @@ def fill(head: Any, tensors: dict[str, Tensor], dtype: torch.dtype, device: torc
             )
     on_device = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in tensors.items()}
     head.load_state_dict(on_device, assign=True)
-    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(device)  # of no tensor; stays float32
+    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(device)  # not in the checkpoint; stays float32
     if not head.rotary_emb.inv_freq.isfinite().all():
         raise ValueError(
             f"config.json gives rotary settings {head.config.rope_parameters}, whose angles are no numbers"
@@ -79,7 +79,7 @@ def _list(names: list[str]) -> str:
 
 
 def _in_its_place(config: TappedConfig, missing: list[str]) -> str:
-    """The reason why the target's own cannot stand in for a missing tensor."""
+    """Why the target's tensor cannot be used for a missing one."""
     if not {"lm_head.weight", "embed_tokens.weight"} & {*missing}:
         return "; fetch the checkpoint again"
     return (

@@ -1,4 +1,4 @@
-"""A layer of a trained head as functions: what EAGLE heads and block drafts have in common."""
+"""A layer of a trained head as functions, for EAGLE heads and block drafts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from heavypath.speculative.models.llama import norm_of
 
 
 class LayerFunctions:
-    """The modules and functions of a layer's attention and perceptron."""
+    """The modules and functions of a layer's attention and MLP."""
 
     window = None
 
@@ -34,7 +34,9 @@ class LayerFunctions:
         return [*self.projections, self.mixing, *self.gates, self.last]
 
     def look_up(self, one: Callable[[Any], Product], together: Callable[[Sequence[Any]], Products]) -> None:
-        """Find the functions that PyTorch multiplies by."""
+        """Choose the functions that do the matrix products in PyTorch; one: for a layer, together: for layers with one
+        input.
+        """
         self._project = together(self.projections)
         self._gated = gated_by(self.activation, together(self.gates))
         self._mix, self._down = one(self.mixing), one(self.last)
@@ -42,13 +44,13 @@ class LayerFunctions:
     def attention(
         self, attended: Tensor, turns: Turns, rows: Tensor, kept: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """The output [R, H] of entries, whose keys and values are stored in a cache first.
+        """The attention output [R, H] of entries, whose keys and values are first stored in a cache.
 
-        attended: [R, any], what their queries, keys and values are made of
-        turns:    of their positions
-        rows:     LongTensor[B, N], theirs in the cache
-        kept:     the layer's keys and values [B, Hkv, rows, D]
-        attend:   attention from them to whatever they see
+        attended: [R, any], the input of the query, key and value projections
+        turns: rotary angles of the entries' positions
+        rows: LongTensor[B, N], the entries' cache rows
+        kept: the layer's keys and values [B, Hkv, rows, D]
+        attend: attention from the entries to everything visible to them
         """
         by_head = *rows.shape, -1, self.head_dim
         projected = Projected(*[states.view(by_head) for states in self._project(attended)])
@@ -58,17 +60,17 @@ class LayerFunctions:
         return self._mix(mixed.transpose(1, 2).reshape(len(attended), -1))
 
     def mlp(self, normed: Tensor) -> Tensor:
-        """The perceptron's output, [R, H] of [R, H]."""
+        """The MLP's output, [R, H] from [R, H]."""
         return self._down(self._gated(normed))
 
 
 def norm_if_any(module: Any, name: str) -> Norm | None:
-    """The settings of a module's norm of this name; None if it has none."""
+    """The settings of a module's norm with this name; None if it has none."""
     return norm_of(getattr(module, name)) if hasattr(module, name) else None
 
 
 def check_fits(config: TappedConfig, target: Forward) -> None:
-    """Raise ValueError where a head and a target do not fit."""
+    """Raise ValueError if a head does not fit a target."""
     width = target.embedding.weight.shape[1]
     if config.target_hidden_size != width or config.vocab_size != target.vocab_size:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""An EAGLE head on a CPU by compiled code: its passes, its entries, and what it keeps of the target's hidden states.
+"""An EAGLE head on a CPU with compiled code: its forward pass, its entries, and storing the target's hidden states.
 
-`HeadDraft` does the same with PyTorch's operations, and is the reference.
+`HeadDraft` does the same with PyTorch operations, and is the reference.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,22 @@ from heavypath.speculative.models.native import GivenStates, NativePass
 
 
 class NativeHead:
-    """The work of a `HeadDraft`.
+    """The compiled form of a `HeadDraft`.
 
-    fc:    that features are made by; None where they are the target's states themselves
-    norms: of each tap, and of all taps together
+    over: the compiled forward pass
+    fc: the layer that computes features from the target's states; None if the states are the features
+    norms: for each tap, and for all taps together
     """
 
     def __init__(self, over: NativePass, fc: Blocks | None, norms: tuple[Sequence[Norm | None], Norm | None]):
         self._over, self._fc, self._norms = over, fc, norms
 
     def takes(self, rows: int) -> bool:
-        """As of `NativePass`."""
+        """Whether compiled code is used for this many rows, see `NativePass.takes`."""
         return self._over.takes(rows)
 
     def __call__(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        """Logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
         kept = Kept(cache.features[:, 0], cache.outputs, cache.tokens[:, 0, :, 0], cache.known)
         if feed.news:
             most = min(feed.news, cache.outputs.shape[1])
@@ -43,12 +44,12 @@ class NativeHead:
         return self._pass(entries, cache, wanted=feed.tokens.shape[1])
 
     def prefill(self, features: Tensor, tokens: Tensor, rows: Tensor, cache: HeadCache, mask: TreeMask) -> None:
-        """Make the entries at rows LongTensor[B, N], of features [B, N, F] and the tokens behind theirs."""
+        """Compute the entries at rows LongTensor[B, N] from features [B, N, F] and the tokens after theirs."""
         states = GivenStates(features, wanted=0)
         self._over(tokens, rows, rows, cache, mask, needs_logits=False, states=states)
 
     def keep(self, taps: list[Tensor], tokens: Tensor, cache_rows: Tensor, cache: HeadCache) -> None:
-        """Keep the target's hidden states [B, N, H] of tokens LongTensor[B, N] in a cache."""
+        """Store the features of the target's hidden states [B, N, H] after tokens LongTensor[B, N] in a cache."""
         keep(taps, self._norms, self._fc, tokens, cache_rows, (cache.features[:, 0], cache.tokens[:, 0, :, 0]))
 
     def _pass(self, entries: Entries, cache: HeadCache, wanted: int) -> Tensor:

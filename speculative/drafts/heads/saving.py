@@ -13,7 +13,7 @@ from heavypath.speculative.drafts.heads.config import TappedConfig
 
 
 def common_settings(config: TappedConfig) -> dict[str, Any]:
-    """The keys of config.json that say what the layers are, of heads of all kinds."""
+    """The keys of config.json that describe the layers, for heads of all kinds."""
     rope = config.rope_parameters
     return {
         "num_hidden_layers": config.layers,
@@ -36,7 +36,7 @@ def common_settings(config: TappedConfig) -> dict[str, Any]:
 def save_checkpoint(
     folder: str | Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: TappedConfig
 ) -> None:
-    """Write both files. Beside the offsets `d2t` goes `t2d`, which says that they are no ids."""
+    """Write both files. With the offsets `d2t`, also write the mask `t2d`, which shows that `d2t` does not hold ids."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
@@ -46,7 +46,7 @@ def save_checkpoint(
         written["t2d"] = kept
     unfinished = folder / "model.safetensors.new"
     save_file(written, unfinished, metadata={"format": "pt"})
-    unfinished.replace(folder / "model.safetensors")  # the head may be one that maps this very file
+    unfinished.replace(folder / "model.safetensors")  # not overwritten: the head's tensors may be mapped from this file
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     whole = {**settings, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

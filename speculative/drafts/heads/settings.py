@@ -1,11 +1,11 @@
-"""The head that a checkpoint holds: its `HeadConfig`, from config.json, its tensors and the target.
+"""The `HeadConfig` of a checkpoint, from its config.json, its tensors and the target.
 
-Tensors are believed before config.json. Where checkpoints that look alike mean different things, this is decided so:
+Tensors take precedence over config.json. If checkpoints that look alike mean different things, this is assumed:
 
-    norm_before_residual  false where it is not given, as in the configs of official heads and of speculators
-    norm_output           what is fed back is normed (EAGLE-3.1) in a checkpoint of speculators, and beside norms before
-                          fc; otherwise it is SpecForge's, which says that there is a norm before lm_head
-    layer ids             hidden state i is what layer i gets; if the first is 1, layers' outputs are meant, of 1 more
+    norm_before_residual  false if it is not given, as in the configs of official heads and of speculators
+    norm_output           what is fed back is normalised (EAGLE-3.1) in a checkpoint of speculators, and in one with
+                          norms before fc; otherwise it is SpecForge's, where it means a norm before lm_head
+    layer ids             hidden state i is the input of layer i; if the first is 1, outputs are meant, one higher
 """
 
 import re
@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from heavypath.speculative.drafts.heads.config import HeadConfig
 
-# What `save_head` writes besides, since the official keys leave it open.
+# Key for settings that `save_head` adds, because the official keys do not define them.
 OWN_KEY = "heavypath"
 _LINEAR = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FIRST = "layers.0."
@@ -26,7 +26,7 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 
 
 class ModelSettings(TypedDict, total=False):
-    """The fields that are read of the config.json of any model."""
+    """The fields that are read from any model's config.json."""
 
     architectures: list[str] | None
 
@@ -47,7 +47,7 @@ class _RopeSettings(TypedDict, total=False):
 
 
 class LayerSettings(TypedDict, total=False):
-    """The fields that are read of the layers of a head."""
+    """The fields of a head's layers."""
 
     num_attention_heads: int | None
     num_key_value_heads: int | None
@@ -77,7 +77,7 @@ class _OwnSettings(TypedDict, total=False):
 
 
 class HeadSettings(ModelSettings, LayerSettings, _Options, total=False):
-    """The fields that are read of a head's config.json."""
+    """The fields that are read from a head's config.json."""
 
     transformer_layer_config: LayerSettings | None
     eagle_config: _Options | None
@@ -89,15 +89,15 @@ class HeadSettings(ModelSettings, LayerSettings, _Options, total=False):
 
 
 def is_settings_of_head(settings: Mapping[str, Any]) -> bool:
-    """True if a config.json says by itself that it is of an EAGLE head."""
-    told = settings.get("speculators_model_type") in ("eagle", "eagle3") or "eagle_config" in settings
-    return told or any("CausalLMEagle" in kind for kind in settings.get("architectures") or ())
+    """Whether a config.json identifies an EAGLE head."""
+    identified = settings.get("speculators_model_type") in ("eagle", "eagle3") or "eagle_config" in settings
+    return identified or any("CausalLMEagle" in kind for kind in settings.get("architectures") or ())
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> HeadConfig:
-    """The config of the head that the tensors, by the names of `EagleHead`, make up for this target; else ValueError.
+    """The config of the head with these tensors (named as in `EagleHead`), for this target; else ValueError.
 
-    It has an embedding or an lm_head of its own where the checkpoint does, and where the target's would not fit.
+    The head has its own embedding or lm_head if the checkpoint has one, or if the target's does not fit.
     """
     layer = together(settings, settings.get("transformer_layer_config"))
     options = together(settings.get("eagle_config"), settings)
@@ -129,7 +129,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
 
 
 def layer_shapes(layer: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of `TappedConfig` that say what the layers are; ValueError for layers that cannot be."""
+    """The fields of `TappedConfig` that describe the layers. Raises ValueError for impossible ones."""
     width, heads = tensors["fc.weight"].shape[0], number_in(layer, "num_attention_heads")
     kv_heads = number_in({"num_key_value_heads": heads} | layer, "num_key_value_heads")
     head_dim = layer.get("head_dim") or _rows(tensors, "self_attn.q_proj") // heads
@@ -157,16 +157,18 @@ def layer_shapes(layer: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
 
 
 def together(*parts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields that any of them sets, to something; the last one counts."""
+    """All fields that any of the parts sets to a value; later parts take precedence."""
     return {key: value for part in parts for key, value in (part or {}).items() if value is not None}
 
 
 def _mask(settings: Mapping[str, Any], names: Collection[str], vocab_size: int) -> int | None:
-    """The token of masks of a head that drafts all levels at once, which its tensors tell; None for any other."""
+    """The mask token of a head that drafts all levels at once, which is recognised by its tensors; None for other
+    heads.
+    """
     if "mask_hidden" not in names:
         return None
-    told = together(*({"mask": settings.get(key)} for key in ("pard_token", "ptd_token_id", "mask_token_id")))
-    mask = told.get("mask")
+    given = together(*({"mask": settings.get(key)} for key in ("pard_token", "ptd_token_id", "mask_token_id")))
+    mask = given.get("mask")
     if type(mask) is not int or not 0 <= mask < vocab_size:
         raise ValueError(
             f"there is mask_hidden, so config.json must give mask_token_id, ptd_token_id or pard_token as a token of "
@@ -176,7 +178,7 @@ def _mask(settings: Mapping[str, Any], names: Collection[str], vocab_size: int) 
 
 
 def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
-    """True if it is a head of EAGLE-3: its first layer attends over embedding and features side by side."""
+    """Whether it is an EAGLE-3 head, whose first layer attends with embedding and features concatenated."""
     query = tensors.get(f"{_FIRST}self_attn.q_proj.weight")
     twice = query is not None and query.shape[-1] == 2 * tensors["fc.weight"].shape[0]
     return twice or f"{_FIRST}hidden_norm.weight" in tensors or "d2t" in tensors
@@ -185,24 +187,24 @@ def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
 def _drafted_tokens(
     layer: Mapping[str, Any], options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int
 ) -> int:
-    """The number of tokens that a head of EAGLE-3 can propose."""
+    """The number of tokens that an EAGLE-3 head can propose."""
     if "lm_head.weight" in tensors:
         drafted = len(tensors["lm_head.weight"])
     elif "d2t" in tensors:
         drafted = len(tensors["d2t"])
     else:
         drafted = options.get("draft_vocab_size", vocab_size)
-    told = layer.get("vocab_size", vocab_size)
-    if drafted != vocab_size and "embed_tokens.weight" not in tensors and told != vocab_size:
+    given = layer.get("vocab_size", vocab_size)
+    if drafted != vocab_size and "embed_tokens.weight" not in tensors and given != vocab_size:
         raise ValueError(
-            f"config.json gives vocab_size {told}, expected the target's {vocab_size}; give the target that the head "
+            f"config.json gives vocab_size {given}, expected the target's {vocab_size}; give the target that the head "
             "was trained for"
         )
     return drafted
 
 
 def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """The hidden states that a head of EAGLE-3 reads of a target of so many layers, by transformers' numbers."""
+    """The indices of the hidden states that an EAGLE-3 head reads from a target with `layers` layers."""
     if "taps" in own:
         taps, last = tuple(own["taps"]), layers
     else:
@@ -223,10 +225,10 @@ def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tu
 
 
 def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings as transformers 5 has them. The length that the head was trained for limits nothing."""
+    """Rotary settings in the form of transformers 5. The length that the head was trained for is not a limit."""
     given = together(layer.get("rope_scaling"), layer.get("rope_parameters"))
     kind = given.pop("rope_type", given.pop("type", "default"))
-    if "mrope_section" in given:  # of images and text; of text alone it is the usual one
+    if "mrope_section" in given:  # for images and text; for text alone it equals the default
         kind, given = "default", {"rope_theta": given.get("rope_theta")}
     turning = given.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))
     if turning != 1:
@@ -261,7 +263,7 @@ def _rows(tensors: Mapping[str, Tensor], name: str) -> int:
 
 
 def number_in(settings: Mapping[str, Any], key: str) -> int:
-    """The positive number of this key; else ValueError."""
+    """The positive integer with this key. Raises ValueError for anything else."""
     found = settings.get(key)
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"config.json must give {key}, a positive number, got {found!r}")

@@ -1,1 +1,1 @@
-"""Medusa heads: drafts that say from one hidden state of the target what stands at each of the next places."""
+"""Medusa heads: drafts that predict the tokens at the next positions from one hidden state of the target."""

@@ -1,11 +1,11 @@
-"""Load Medusa heads as their authors published them: medusa_lm_head.pt, or safetensors of the same names.
+"""Load Medusa heads as their authors published them: medusa_lm_head.pt, or safetensors with the same names.
 
     k.j.linear.weight [H, H], k.j.linear.bias [H]    layer j of head k
-    k.layers.weight   [V, H]                         its lm_head; an older layout has none, and takes the target's
+    k.layers.weight   [V, H]                         its lm_head; older checkpoints have none and use the target's
 
-Heads and layers are counted from the tensors, since config.json often names other numbers: Medusa's own code wrote its
-defaults there. Whatever does not fit the target, is missing or is not known is refused by name. A base model that was
-trained along (Medusa-2) is the target, and needs nothing here.
+Heads and layers are counted from the tensors, because config.json often has other numbers: Medusa's own code wrote its
+defaults there. Whatever does not fit the target, is missing or is unknown is refused by name. A base model that was
+trained together with the heads (Medusa-2) is the target, and needs nothing special.
 """
 
 import re
@@ -23,10 +23,10 @@ WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
 def load_medusa(path_or_name: str | Path, target: PreTrainedModel, *, dtype: torch.dtype | None = None) -> MedusaHeads:
-    """Medusa heads for a target, in eval mode and without gradients; arguments as of `load_head`.
+    """Load Medusa heads for a target, in eval mode and without gradients; arguments as for `load_head`.
 
-    Raises FileNotFoundError for missing files; ValueError for tensors that do not fit the target, are missing, or are
-    not known.
+    Raises FileNotFoundError for missing files, and ValueError for tensors that do not fit the target, are missing or
+    are unknown.
     """
     files = find_files(path_or_name, weights=WEIGHTS)
     tensors = read_tensors(files)
@@ -44,7 +44,7 @@ def load_medusa(path_or_name: str | Path, target: PreTrainedModel, *, dtype: tor
 
 
 def is_medusa(path_or_name: str | Path) -> bool:
-    """True if a folder, or a model in the Hugging Face cache, has Medusa heads. Nothing is downloaded."""
+    """Whether a folder, or a model in the Hugging Face cache, has Medusa heads. Nothing is downloaded."""
     try:
         find_files(path_or_name, local_files_only=True, weights=WEIGHTS)
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def is_medusa(path_or_name: str | Path) -> bool:
 
 
 def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int) -> MedusaConfig:
-    """As many heads and layers as the tensors name."""
+    """The config with the numbers of heads and layers that appear in the tensors' names."""
     layers = [re.fullmatch(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)", name) for name in tensors]
     lm_heads = [re.fullmatch(r"(\d+)\.(\d+)\.weight", name) for name in tensors]
     places = [(int(found[1]), int(found[2]) + 1) for found in layers if found]
@@ -74,7 +74,7 @@ def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int)
 
 
 def _by_name(heads: MedusaHeads) -> dict[str, Tensor]:
-    """The parts of the heads' weights by the names that they have in a checkpoint; views."""
+    """Views of the heads' weights, by their names in a checkpoint."""
     layers, found = heads.config.layers, dict[str, Tensor]()
     for head in range(heads.config.heads):
         for layer in range(layers):
@@ -86,7 +86,7 @@ def _by_name(heads: MedusaHeads) -> dict[str, Tensor]:
 
 
 def _check(heads: MedusaHeads, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless these are the tensors that such heads have."""
+    """Raise ValueError unless these are exactly the tensors of such heads."""
     config, expected = heads.config, _by_name(heads)
     for words, names in (("missing", expected.keys() - tensors), ("not known", tensors.keys() - expected)):
         if names:

@@ -1,7 +1,7 @@
-"""Medusa heads at work: a step's first feed computes all of them, and each level of the tree takes one.
+"""The `Draft` of Medusa heads: a step's first feed computes all heads, and each level of the tree uses one.
 
-They read one hidden state, the target's of the token before the root, and attend to nothing. So all that is remembered
-of a text are the target's hidden states, of which the last accepted token's is read.
+The heads read one hidden state, the target's at the token before the root, and have no attention. So only the target's
+hidden states are remembered, and only that of the last accepted token is read.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ class _Linear(NamedTuple):
 class MedusaCache(RowCache):
     """Row i of the keys [B, 1, rows, H] is the target's hidden state of token i; values have no columns.
 
-    logits: [B, K + 1, V], the logits of the K heads in the first feed of the step, which its other feeds use. After
-            them -inf, for nodes deeper than there are heads
+    logits: [B, K + 1, V], the logits of the K heads, computed in a step's first feed and used in its other feeds. The
+        last row is -inf, for nodes deeper than there are heads
     """
 
     def __init__(self, states: Tensor, logits: Tensor):
@@ -43,7 +43,7 @@ class MedusaCache(RowCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all tensors."""
         return self.keys.nbytes + self.logits.nbytes
 
     def first(self, slots: int) -> "MedusaCache":
@@ -51,7 +51,10 @@ class MedusaCache(RowCache):
         return MedusaCache(self.keys[:slots], self.logits[:slots])
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the hidden states of an accepted path, which are in the target's rows whatever the draft's were."""
+        """Move the hidden states of an accepted path.
+
+        They are in the target's rows, so the draft's own rows (`node_rows`) are ignored.
+        """
         compact_unchecked([self.keys], path=path, length=length, prefix_length=prefix_length)
 
     def trimmed(self, slots: slice, rows: int) -> "MedusaCache":
@@ -62,9 +65,9 @@ class MedusaCache(RowCache):
 class MedusaDraft(TappedDraft):
     """`MedusaHeads` as a draft for the target whose hidden states they read.
 
-    Below a node at depth d stands what head d proposes, whatever the node's token; below one that is deeper than there
-    are heads, nothing (-inf). Raises ValueError as `TappedDraft` does, and for heads of another width or vocabulary
-    than the target's.
+    Children of a node at depth d are drawn from head d, whatever the node's token is; nodes deeper than there are heads
+    propose nothing (-inf). Raises ValueError as `TappedDraft` does, and for heads of another width or vocabulary than
+    the target's.
     """
 
     drafts_at_once = True
@@ -83,11 +86,11 @@ class MedusaDraft(TappedDraft):
         self.native = self._copied()
 
     def is_current(self) -> bool:
-        """True if the heads are the same, and copies of their weights are still up to date."""
+        """Whether the heads are the same, and copies of their weights are up to date."""
         return super().is_current() and self._linears.is_current()
 
     def _copied(self) -> MedusaWeights | None:
-        """The weights as the compiled heads read them; None where they are not compiled."""
+        """The weights in the form of the compiled heads; None if those are not available."""
         heads, linears, lm_head = self.heads, self._linears, self.target_lm_head
         is_own = heads.lm_heads is not None
         usual = is_own or (are_plain([lm_head]) and lm_head.weight.dtype == self.dtype and lm_head.bias is None)
@@ -107,7 +110,7 @@ class MedusaDraft(TappedDraft):
         return MedusaCache(like.new_zeros(batch, 1, rows, config.hidden_size), logits)
 
     def taps(self, cache: MedusaCache) -> Taps:
-        """The target's hidden states after its final norm, to be kept in a cache."""
+        """The target's hidden states after its final norm, to be stored in a cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             if self.native is None:
@@ -118,10 +121,10 @@ class MedusaDraft(TappedDraft):
         return Taps((self.target.layers,), read)
 
     def prefill(self, tokens: Tensor, cache: MedusaCache, starts: Sequence[int] | None = None) -> None:
-        """Nothing: the heads read what the target has left in the cache."""
+        """Nothing to do: the heads read what the target has stored in the cache."""
 
     def __call__(self, feed: Feed, cache: MedusaCache) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        """Logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
         heads, nodes = self.config.heads, 1 if feed.news else feed.tokens.shape[1]
         if feed.news:
             lengths = feed.prefix_lengths if feed.drafted is None else feed.prefix_lengths - feed.drafted
@@ -133,19 +136,19 @@ class MedusaDraft(TappedDraft):
         return cache.logits[sequence, feed.drafted.clamp(max=heads)][:, None]
 
     def level_weights(self) -> list[Tensor]:
-        """The weights of one head."""
+        """The weights of one head, with its lm_head."""
         heads = self.heads
         lm_head = self.target_lm_head.weight if heads.lm_heads is None else heads.lm_heads[0]
         return [heads.weight[:, 0], heads.bias[:, 0], lm_head]
 
     def unsure_rows(self, levels: int) -> int:
-        """None: the target computes them with its own."""
+        """0, because the target's own passes write the rows."""
         return 0
 
     def _read_root(self, lengths: Tensor, heads: int, cache: MedusaCache) -> None:
-        """Compute the first `heads` heads, of the hidden state before the root: that of token lengths[b] - 1.
+        """Compute the first `heads` heads from the hidden state before the root, that of token lengths[b] - 1.
 
-        Nothing is before a text of one token, for which zeros stand.
+        In a sequence of one token there is none, and zeros are used.
         """
         if self.native is not None and (self.dtype == torch.float32 or len(lengths) <= FEW_ROWS):
             return medusa(self.native, cache.keys[:, 0], lengths, heads, cache.logits)

@@ -1,15 +1,15 @@
-"""Medusa heads, as PyTorch: the tensors of their checkpoints, and the reference that decoding must agree with.
+"""Medusa heads as a PyTorch module: the layout of checkpoints, and the reference for decoding.
 
-The target has read x_i. From its hidden state its own lm_head predicts x_{i+1}, and head k, counted from 0, predicts
-the token k + 1 places after that. Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with
-Multiple Decoding Heads", arXiv 2401.10774, sec. 2.1.1.
+When the target has read x_i, its own lm_head predicts x_{i+1}, and head k (counted from 0) predicts the token k + 1
+positions after that. Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple
+Decoding Heads", arXiv 2401.10774, sec. 2.1.1.
 
     x       the target's hidden state of x_i, after its final norm
     x       x + SiLU(W_kj x + b_kj)        for each of the layers j
     logits  U_k x                          of x_{i+2+k}
 
-No head sees what the others have proposed: all nodes at one depth of a tree have the same distribution below them.
-Heads of an older layout have no U_k of their own; the target's lm_head is in its place.
+No head sees what the others have proposed: the children of all nodes at one depth have the same distribution. Older
+checkpoints have no U_k; the target's lm_head is used instead.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ from heavypath.speculative.drafts.draft import Draftable
 class MedusaConfig:
     """Shapes of Medusa heads.
 
-    heads:         how many, which is how many tokens ahead they draft
-    layers:        of each head, before its lm_head
+    heads: number of heads, which is the number of tokens that they can draft
+    layers: number of layers of each head, before its lm_head
     hidden_size, vocab_size: the target's
-    owns_lm_heads: whether each head has an lm_head of its own, or takes the target's
+    owns_lm_heads: whether each head has its own lm_head, or uses the target's
     """
 
     heads: int
@@ -40,14 +40,16 @@ class MedusaConfig:
 
     @property
     def model_type(self) -> str:
-        """The name of its kind in a trace."""
+        """Name of this kind of draft in traces."""
         return "medusa"
 
 
 class MedusaHeads(nn.Module, Draftable):
-    """K Medusa heads, whose weights lie side by side, so that all heads are one product for each layer.
+    """K Medusa heads with stacked weights, so that each layer of all heads is one product.
 
-    weight: [layers, K, H, H], bias: [layers, K, H], and lm_heads: [K, V, H], or None where the target's is taken
+    weight: [layers, K, H, H]
+    bias: [layers, K, H]
+    lm_heads: [K, V, H]; None if the target's is used
     """
 
     def __init__(self, config: MedusaConfig):
@@ -59,9 +61,9 @@ class MedusaHeads(nn.Module, Draftable):
         self.lm_heads = nn.Parameter(torch.zeros(heads, config.vocab_size, width)) if config.owns_lm_heads else None
 
     def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor], heads: int | None = None) -> Tensor:
-        """The logits [R, K, V] of the first `heads` heads (default: all), of the target's hidden states [R, H].
+        """The logits [R, K, V] of the first `heads` heads (default: all), from the target's hidden states [R, H].
 
-        lm_head: the target's, for heads without one of their own
+        lm_head: the target's, for heads without their own
         """
         count = self.config.heads if heads is None else heads
         hidden = features.expand(count, *features.shape)

@@ -1,1 +1,1 @@
-"""Layers for multi-token prediction that are in a target's own checkpoint, as a draft."""
+"""Layers for multi-token prediction from a target's own checkpoint, as a draft."""

@@ -1,8 +1,9 @@
-"""Find and load a layer for multi-token prediction, which is in the target's own checkpoint behind its layers.
+"""Load a layer for multi-token prediction (MTP) that is stored in the target's own checkpoint, after its layers.
 
     DeepSeek-V3, R1, GLM-4.5, 4.6    model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm}, and a layer of the target
 
-transformers' `MtpModel` finds, converts and fills them. Others, such as `mtp.*` of Qwen3-Next, are refused by name.
+transformers' `MtpModel` finds, converts and loads the tensors. Other layouts, such as `mtp.*` of Qwen3-Next, are
+refused by name.
 """
 
 import copy
@@ -25,7 +26,7 @@ _BESIDE = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", 
 
 
 class _Settings(TypedDict, total=False):
-    """The fields of a config.json by which a target's own checkpoint is known."""
+    """The fields of a config.json by which a target's own checkpoint is recognised."""
 
     model_type: str | None
     hidden_size: int | None
@@ -33,7 +34,7 @@ class _Settings(TypedDict, total=False):
 
 
 def is_mtp(path_or_name: str | Path, config: PreTrainedConfig) -> bool:
-    """True if a folder, or a model in the cache, is the checkpoint of a target with this config, and has MTP layers."""
+    """Whether a folder, or a model in the cache, is the checkpoint of a target with this config and has MTP layers."""
     try:
         files = find_files(path_or_name, local_files_only=True)
     except FileNotFoundError:
@@ -50,13 +51,13 @@ def load_mtp(
     *,
     dtype: torch.dtype | None = None,
 ) -> MtpHead:
-    """The MTP layer in a target's checkpoint, in eval mode and without gradients.
+    """Load the MTP layer of a target's checkpoint, in eval mode and without gradients.
 
     path_or_name: the target's folder, or its name in the Hugging Face cache
-    dtype: default the target's
+    dtype: default: the target's
 
-    Raises FileNotFoundError for missing files. Raises ValueError for layers of other types than `TYPES`, for several,
-    for those of quantized models, and for tensors that are missing or not known.
+    Raises FileNotFoundError for missing files, and ValueError for model types not in `TYPES`, for several MTP layers,
+    for quantized models, and for missing or unknown tensors.
     """
     files = find_files(path_or_name, local_files_only=True)
     try:
@@ -70,7 +71,7 @@ def load_mtp(
 
 
 def _check(target: PreTrainedModel, names: set[str]) -> None:
-    """Raise ValueError for a target whose MTP layers are not understood, and for tensors that are not known."""
+    """Raise ValueError for a target whose MTP layers are not supported, and for unknown tensors."""
     kind, count = target.config.model_type, getattr(target.config, "num_mtp_layers", None)
     if kind not in TYPES:
         raise ValueError(f"those of type {kind!r} are not known, expected {' or '.join(TYPES)}")
@@ -93,13 +94,13 @@ def _layer(folder: Path, target: PreTrainedModel) -> torch.nn.Module:
         raise ValueError(
             f"transformers {transformers.__version__} loads no MTP layers; take a later one, 5.23 does"
         ) from None
-    model: Any = copy.copy(target)  # with a config that names this folder
+    model: Any = copy.copy(target)  # gets a config that names this folder
     model.config = copy.copy(target.config)
     model.config.name_or_path, model.config.dtype = str(folder), target.dtype
     return MtpModel.from_pretrained(model, device_map={"": target.device}).layers[0]
 
 
 def _layer_of(name: str) -> int:
-    """The number of the layer that a tensor is an `eh_proj` of; -1 for another tensor."""
+    """The index of the layer that an `eh_proj` tensor belongs to; -1 for other tensors."""
     found = _OURS.search(name)
     return int(found.group(1)) if found else -1

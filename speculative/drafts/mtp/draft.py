@@ -1,12 +1,12 @@
-"""A layer for multi-token prediction (MTP), as DeepSeek-V3 and GLM-4.5 have it, as a draft.
+"""A layer for multi-token prediction (MTP), as in DeepSeek-V3 and GLM-4.5, as a draft.
 
 With f_i the target's hidden state of token i after its final norm, and E its embedding, entry i is
 
     u_i = W_eh [norm_e(E[x_{i+1}]); norm_h(f_i)]     g_i = norm(layer(u_0 .. u_i))     logits of x_{i+2} = lm_head(g_i)
 
-where the layer is one of the target's own class, with keys and values of its own. Below drafted nodes the parent's g is
-in the place of f. So one layer, which was trained for one token, drafts all levels. Source: DeepSeek-AI 2024,
-"DeepSeek-V3 Technical Report", sec. 2.2; transformers' `MtpModel` computes the first level.
+where the layer is of the target's own class, with its own keys and values. For drafted nodes the parent's g replaces f.
+So one layer, which was trained to predict one token, drafts all levels. Source: DeepSeek-AI 2024, "DeepSeek-V3
+Technical Report", sec. 2.2; transformers' `MtpModel` computes the first level.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from heavypath.speculative.models.forward import Forward, TreeMask, as_logits
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """The facts of an MTP layer. taps: the target's last hidden state; target_type: its `model_type`."""
+    """Shapes of an MTP layer. taps: index of the target's last hidden state; target_type: the target's `model_type`"""
 
     target_type: str
     hidden_size: int
@@ -34,12 +34,12 @@ class MtpConfig:
 
     @property
     def model_type(self) -> str:
-        """The name of its kind in a trace."""
+        """Name of this kind of draft in traces."""
         return f"mtp-{self.target_type}"
 
 
 class MtpHead(nn.Module, Draftable):
-    """The layer as transformers makes it; embedding, rotary embedding and lm_head are the target's."""
+    """The layer as transformers builds it; embedding, rotary embedding and lm_head are the target's."""
 
     def __init__(self, config: MtpConfig, layer: nn.Module):
         super().__init__()
@@ -47,7 +47,7 @@ class MtpHead(nn.Module, Draftable):
 
 
 class MtpDraft(EntriesDraft):
-    """An `MtpHead` at work.
+    """The `Draft` of `MtpHead`.
 
     Raises ValueError as `TappedDraft` does, and for a target of another width or depth, or split over processes.
     """
@@ -70,7 +70,9 @@ class MtpDraft(EntriesDraft):
         self._embedded = target.parts.embedded(target.embedding)
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
-        """An empty cache of `rows` rows for each of `batch` sequences, of keys and values as a layer of the target."""
+        """An empty cache of `rows` rows for each of `batch` sequences; keys and values have the shape of one target
+        layer.
+        """
         own, width = self.target.new_cache(1, 1).keys, self.config.hidden_size
         heads, columns = own.shape[1] // self.target.layers, own.shape[3]
         return HeadCache(
@@ -86,7 +88,7 @@ class MtpDraft(EntriesDraft):
         mask: TreeMask,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """See `EntriesDraft`. An entry has the position of its own token."""
+        """The outputs [B, N, H] of entries, see `EntriesDraft.run`. An entry has the position of its own token."""
         within = ((rows if positions is None else positions) + 1).clamp(max=self.max_positions - 1)
         embedded = self._embedded(tokens)
         attention_mask, arguments = None, {}
@@ -95,7 +97,7 @@ class MtpDraft(EntriesDraft):
             arguments["tree_attend"] = lambda query, key, value, scale, window: attend(query, key, value, scale)
         else:
             attention_mask = mask.biases(self.dtype, {None})[None].expand(len(tokens), -1, -1, -1)
-        # By place: transformers 5.24 has another name for the cache.
+        # Positional arguments: transformers 5.24 has another name for the cache.
         angles, kept = self._rotary(embedded, within), cache.at(rows, mask.visible_rows)
         return self._layer(embedded, features, angles, attention_mask, within, kept, **arguments)
 
@@ -104,9 +106,9 @@ class MtpDraft(EntriesDraft):
         return taps[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `EntriesDraft`."""
+        """The logits of outputs, by the target's lm_head."""
         return as_logits(self.target_lm_head(hidden))
 
     def level_weights(self) -> list[Tensor]:
-        """All of the layer, with the target's lm_head."""
+        """All weights of the layer, and the target's lm_head."""
         return [*self.model.parameters(), self.target_lm_head.weight]
