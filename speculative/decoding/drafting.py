@@ -1,17 +1,13 @@
 """Draft a static tree's tokens level by level, with one forward pass of the draft for each level."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.native.recording import dense, do
-from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
-from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, Trees, alike, place
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, Trees, alike, copy_rows, place
 from heavypath.speculative.decoding.drafted import (
     Drafted,
     Lap,
@@ -122,9 +118,7 @@ class StaticDrafter:
             if rules.replacement and depth > 0:
                 # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because
                 # it is a user's own. The first of them is taken for both.
-                first, each = alike(trees, level.given)[..., None].expand_as(after), after
-                after = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-                do(partial(torch.gather, each, 1, first, out=after))
+                after = after.gather(1, alike(trees, level.given)[..., None].expand_as(after))
             lap("draft")
             children = draw_unchecked(
                 after.flatten(0, 1),
@@ -139,15 +133,15 @@ class StaticDrafter:
                 lap("sampling")
                 trees = _blank(state, noise_rows[:, :1], self.alone, joins=False)
                 return _drafted(
-                    self.alone, trees.tokens, place(trees, None, self.alone.every, whole=True), dense(after[:, :1])
+                    self.alone,
+                    trees.tokens,
+                    place(trees, None, self.alone.every, whole=True),
+                    after[:, :1].contiguous(),
                 )
             fed = _placed(trees, children.tokens, tree, depth)
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
-            if choose_impl("draft_tree", "auto", after, native=True) == "native":
-                copy_rows(after, logits, level.rows)
-            else:
-                logits.index_copy_(1, level.rows, after)
+            copy_rows(after, logits, level.rows)
             lap("sampling")
         assert fed is not None
         return _drafted(tree, trees.tokens, fed, logits)
@@ -156,9 +150,7 @@ class StaticDrafter:
 def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) -> Trees:
     """Trees in which nothing has been placed yet. joins: whether nodes of equal texts take one's logits."""
     tokens = state.root.new_empty(len(state.root), len(tree))
-    texts = torch.empty_like(tokens) if joins else None
-    if texts is not None:
-        do(texts.zero_)
+    texts = torch.empty_like(tokens).zero_() if joins else None
     return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
 
 

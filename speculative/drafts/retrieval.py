@@ -22,7 +22,7 @@ from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.texts import Text, tokens_of
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.trees.tails import LOOKUP, SAMPLED_LOOKUP, Usual
+from heavypath.speculative.trees.tails import RETRIEVAL, SAMPLED_LOOKUP, Usual
 
 FORMAT = "heavypath retrieval 1"
 MOST_NGRAM = 64
@@ -165,7 +165,7 @@ class RetrievalDraft(Draft):
 
     def usual_acceptance(self, temperature: float) -> Usual:
         """What followed before follows again; less often where the text is sampled."""
-        return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
+        return RETRIEVAL if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node; -inf for what never followed its last token.

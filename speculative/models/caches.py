@@ -14,7 +14,6 @@ from transformers import Cache
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
-from heavypath.kernels.native.recording import do
 
 
 class RowCache:
@@ -77,8 +76,7 @@ class RowCache:
         """
         rows = path
         if node_rows is not None:
-            rows = torch.empty_like(path)
-            do(lambda: torch.gather(node_rows, 1, path.clamp(min=0), out=rows))
+            rows = node_rows.gather(1, path.clamp(min=0))
         compact_unchecked([self.keys, self.values], path=rows, length=length, prefix_length=prefix_length)
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:

@@ -6,7 +6,6 @@ a small model has some two hundred of those, each of which costs microseconds be
 
 from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_int64, c_void_p
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.products import TYPES, NormStruct, WeightStruct
-from heavypath.kernels.native.recording import Arguments, dense, do, fields
+from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.joined import is_silu
@@ -139,19 +138,20 @@ class NativePass:
         """As of `LlamaForward`; with `states` logits [B, wanted, V] of a head."""
         lib, (batch, nodes), rotary = compiled(), tokens.shape, cache.rotary
         assert rotary is not None
-        lengths, (keys, values) = dense(mask.prefix_length), cache.read(0)
+        lengths, (keys, values) = mask.prefix_length.contiguous(), cache.read(0)
         layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
-        ends, seen = (None if each is None else dense(each) for each in (mask.subtree_end, mask.ancestor_mask))
+        ends, seen = (None if each is None else each.contiguous() for each in (mask.subtree_end, mask.ancestor_mask))
         shape = seen if ends is None else ends[..., None, :]
         assert shape is not None
         given, wanted, outputs, present = states or GivenStates(None, nodes)
         logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype, device="cpu")
         call = _Call(
-            batch, nodes, present, dense(tokens), dense(positions), dense(cache_rows), rotary, rotary.shape[-3],
-            self._rope_limit, keys, values, keys.shape[2], keys.stride(0), layer_bytes // keys.itemsize, keys.stride(1),
-            lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen, ends, shape.dim() > 2 and len(shape) > 1,
-            shape.shape[-1], None if given is None else dense(given), wanted=wanted, outputs=outputs,
-            outputs_stride=0 if outputs is None else outputs.stride(0), threads=thread_count(self._bytes),
+            batch, nodes, present, tokens.contiguous(), positions.contiguous(), cache_rows.contiguous(), rotary,
+            rotary.shape[-3], self._rope_limit, keys, values, keys.shape[2], keys.stride(0),
+            layer_bytes // keys.itemsize, keys.stride(1), lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen,
+            ends, shape.dim() > 2 and len(shape) > 1, shape.shape[-1], None if given is None else given.contiguous(),
+            wanted=wanted, outputs=outputs, outputs_stride=0 if outputs is None else outputs.stride(0),
+            threads=thread_count(self._bytes),
         )  # fmt: skip
         numbers = () if taps is None else taps.numbers
         tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in numbers}
@@ -164,7 +164,7 @@ class NativePass:
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)), dtype=torch.float32, device="cpu")
         call.scratch, call.logits = scratch.data_ptr(), logits.data_ptr() if needs_logits else None
         call.kept += self, scratch, logits
-        do(partial(getattr(lib, f"llama_{TYPES[self._dtype]}"), byref(self._model), byref(call)), call)
+        launch(f"llama_{TYPES[self._dtype]}", self._model, call)
         if taps is not None:
             taps.take(tapped, tokens, positions, cache_rows)
         return logits

@@ -82,8 +82,7 @@ def as_on_a_gpu(monkeypatch, interpreter):
         for name in KERNELS:
             module = importlib.import_module(f"heavypath.kernels.{name}")
             monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
-        for place in ("models.joined", "decoding.sequences", "decoding.drafting"):
-            monkeypatch.setattr(f"heavypath.speculative.{place}.choose_impl", lambda *_, native=False: "triton")
+        monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
         for place in ("sequence_scores", *(f"recurrent.{name}" for name in RECURRENT)):
             monkeypatch.setattr(f"heavypath.kernels.{place}.choose_impl", lambda *_, native=False: "torch")
         monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
