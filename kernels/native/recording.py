@@ -62,7 +62,8 @@ class Recording(TorchDispatchMode):
             call()
         finally:
             self._inside = False
-        self._note(call, kept)
+        self.calls.append(call)
+        self.kept.append(kept)
 
     def replay(self) -> bool:
         """Run all calls again, but end at one that returns False, see `questions`; False then."""
@@ -78,18 +79,18 @@ class Recording(TorchDispatchMode):
         if self._inside or name in _ALLOCATIONS or (func.is_view and _shares(args, result)):
             return result
         if func in _WRITES:
-            self._note(lambda: _WRITES[func](*args, **kwargs, out=result), result)
+            self._again(_WRITES[func], args, {**kwargs, "out": result})
         elif func in _COPIES:
-            self._note(partial(result.copy_, args[0]), result)
+            self._again(_aten.copy_.default, (result, args[0]), {})
         elif func in _IN_PLACE:
-            self._note(lambda: func(*args, **kwargs), result)
+            self._again(func, args, kwargs)
         else:
             self.obstacle = self.obstacle or str(func)
         return result
 
-    def _note(self, call: Callable[[], object], kept: object) -> None:
-        self.calls.append(call)
-        self.kept.append(kept)
+    def _again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have a replay run an operation."""
+        self.calls.append(lambda: func(*args, **kwargs))
 
 
 def _shares(args: tuple[Any, ...], result: Any) -> bool:
