@@ -169,14 +169,6 @@ def alike(trees: Trees, given: CommonNodes, *, impl: str = "auto") -> Tensor:
     return first
 
 
-def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
-    """to[b, places[i]] = rows[b, i] for rows [B, n, V], to [B, N, V] and places LongTensor[n], below N."""
-    if choose_impl("copy_rows", "auto", rows, native=True) == "native":
-        steps.copy_rows(rows, to, places)
-    else:
-        to.index_copy_(1, places, rows)
-
-
 def _reference(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
     tokens = trees.tokens
     tokens[:, 0] = trees.roots

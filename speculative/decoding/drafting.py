@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
-from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, Trees, alike, copy_rows, place
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, Trees, alike, place
 from heavypath.speculative.decoding.drafted import (
     Drafted,
     Lap,

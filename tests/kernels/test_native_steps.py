@@ -67,9 +67,10 @@ def test_a_row_that_is_no_distribution_is_named():
             verify_tree(tokens, parents, logits, None, method="target_sample", impl=impl)
 
 
-def test_rows_are_copied_to_their_places():
+@pytest.mark.parametrize("impl", ["native", "torch"])
+def test_rows_are_copied_to_their_places(impl):
     rows, to = torch.randn(2, 6, 5)[:, ::2], torch.zeros(2, 4, 5)
-    copy_rows(rows, to, torch.tensor([3, 0, 2]))
+    copy_rows(rows, to, torch.tensor([3, 0, 2]), impl=impl)
     assert torch.equal(to[:, [3, 0, 2]], rows)
     assert not to[:, 1].any()
 
@@ -79,7 +80,7 @@ def test_rows_are_copied_to_their_places():
 ], ids=["a type", "a width", "a batch", "a stride"])  # fmt: skip
 def test_rows_are_not_copied_to_what_has_no_room_for_them(to):
     with pytest.raises(ValueError, match=r"copy_rows needs rows \[B, n, V\] and \[B, N, V\] of one type"):
-        copy_rows(torch.ones(2, 3, 5), to, torch.tensor([3, 0, 2]))
+        copy_rows(torch.ones(2, 3, 5), to, torch.tensor([3, 0, 2]), impl="native")
     assert not to.any()
 
 

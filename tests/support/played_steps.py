@@ -19,8 +19,8 @@ from heavypath.speculative.decoding.step import Step, drafter_of
 from heavypath.speculative.decoding.typical import Typical
 
 KERNELS = (
-    "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",
-    "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
+    "sampling", "trees.levels", "native.steps", "trees.growing", "trees.assembly", "verification",
+    "verifying.top_down", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
     "layers.rms_norm", "layers.rotary", "layers.gated", "retrieval.ranges", "retrieval.followers",
 )  # fmt: skip
 RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models
