@@ -20,7 +20,8 @@ CHAINS = 8  # levels of the longest chain that defaults are compared with
 
 def defaults(bench: "Bench") -> Iterator[Row]:
     given = bench.given
-    kinds = {"model": bench.draft, "head": load_demo_head(bench.target), "lookup": PromptLookup(), "recall": Recall()}
+    head, lookup = load_demo_head(bench.target), PromptLookup()
+    kinds = {"model": lambda: bench.draft, "head": lambda: head, "lookup": lambda: lookup, "recall": Recall}
     for name in given.draft:
         chains = {f"chain of {levels}": {"tree": TokenTree.chain(levels)} for levels in range(1, CHAINS + 1)}
         ways = {way: ("chain", options) for way, options in chains.items()} | {way: (way, {}) for way in given.method}
@@ -28,7 +29,7 @@ def defaults(bench: "Bench") -> Iterator[Row]:
             for size in given.batch:
                 decoders = {PLAIN: bench.decoder("autoregressive")}
                 for way, (method, options) in ways.items():
-                    decoders[way] = SpeculativeDecoder(bench.target, kinds[name], method, **options)
+                    decoders[way] = SpeculativeDecoder(bench.target, kinds[name](), method, **options)
                 case = {"draft": name, "temperature": temperature, "batch": size}
                 yield from _beside_chains(bench, decoders, [*chains], case)
 

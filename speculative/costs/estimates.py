@@ -31,7 +31,7 @@ from heavypath.speculative.names import load
 GROUP = 6  # rows that the compiled products multiply at once, MOST_ROWS of kernels/native/vectors.h
 # Of the time in which a weight is read: what each row costs, and each group of rows but the first. Weights of two bytes
 # are read in half the time.
-ROW = {"float32": 0.07, "bfloat16": 0.14}
+ROW = {"float32": 0.09, "bfloat16": 0.18}
 MORE_GROUPS = {"float32": 0.5, "bfloat16": 1.0}
 BANDWIDTH = 60e9  # bytes in a second, of two threads and more
 ALONE = 0.5  # of it, of a single thread. A small draft has no more: the target's pass sends it out of the caches
