@@ -102,8 +102,7 @@ class StaticDrafter:
         else:
             noise_rows = node_rows(roots, self.tree.whole_numbers)
         if draft is None or cache is None or not self.tree.levels:
-            trees = _blank(state, noise_rows, self.tree, joins=False)
-            return _drafted(self.tree, trees.tokens, place(trees, None, self.tree.every, whole=True), logits=None)
+            return _root_alone(state, noise_rows, self.tree, logits=None)
         batch, tree, rules = len(state.root), self.tree, self.rules
         trees = _blank(state, noise_rows[:, : len(tree)], tree, rules.replacement)
         asks = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
@@ -132,14 +131,10 @@ class StaticDrafter:
             check_distributions("draft", children.keys.view(batch, len(level.rows), -1), state, depth)
             if depth == 0 and asks and not any_drafted(children.tokens):
                 lap("sampling")
-                trees = _blank(state, noise_rows[:, :1], self.alone, joins=False)
-                return _drafted(
-                    self.alone,
-                    trees.tokens,
-                    place(trees, None, self.alone.every, whole=True),
-                    after[:, :1].contiguous(),
-                )
-            fed = _placed(trees, children.tokens, tree, depth)
+                return _root_alone(state, noise_rows[:, :1], self.alone, after[:, :1].contiguous())
+            last = depth + 1 == len(tree.levels)
+            drawn = Drawn(children.tokens.view(batch, -1), level.children, level.draws)
+            fed = place(trees, drawn, tree.every if last else tree.levels[depth + 1].given, whole=last)
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
             copy_rows(after, logits, level.rows)
@@ -155,14 +150,10 @@ def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) 
     return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
 
 
-def _placed(trees: Trees, tokens: Tensor, tree: DeviceTree, depth: int) -> Fed:
-    """Put the children of the nodes at a depth into the trees; what the draft is given of them or, at last, the target.
-
-    tokens: LongTensor[B * n, K]
-    """
-    level, last = tree.levels[depth], depth + 1 == len(tree.levels)
-    drawn = Drawn(tokens.view(len(trees.tokens), -1), level.children, level.draws)
-    return place(trees, drawn, tree.every if last else tree.levels[depth + 1].given, whole=last)
+def _root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: Tensor | None) -> Drafted:
+    """The tree where nothing is drafted."""
+    trees = _blank(state, noise_rows, tree, joins=False)
+    return _drafted(tree, trees.tokens, place(trees, None, tree.every, whole=True), logits)
 
 
 def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) -> Drafted:

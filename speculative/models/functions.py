@@ -154,12 +154,8 @@ def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator
         if callable(value) or isinstance(owner, GeneralInterface):  # a registry may lack the name
             yield owner, name
         innermost = _chain(value)[-1]
-        if isinstance(innermost, FunctionType) and _is_followed(innermost):
+        if isinstance(innermost, FunctionType) and str(innermost.__globals__.get("__name__")).startswith(_FOLLOWED):
             waiting += [(*each, kind) for each in _names_in(innermost, kind)]
-
-
-def _is_followed(function: FunctionType) -> bool:
-    return str(function.__globals__.get("__name__")).startswith(_FOLLOWED)
 
 
 def _names_in(function: FunctionType, kind: type) -> Iterator[tuple[Owner, str]]:

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 from heavypath.speculative import METHODS
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.step import Step, drafter_of
+from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.decoding.typical import Typical
 
 KERNELS = (
@@ -131,14 +131,13 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
     changes = () if processing is None else (processing,)
     rules = Rules(draw, verification, filters, filters, METHODS[method].fill, changes=changes, verifier=limits)
     rules = rules if draft is None else draft.rules(rules)
-    drafter = drafter_of(shape, shape.depth, draft, rules, torch.device("meta"))
-    step = Step(target, draft, drafter, shape.branching, shape.depth, rules)
+    step = new_step(StepPlan(target, draft, shape, rules), shape.depth)
     caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)
     slots = max(1, shape.depth * shape.branching)
     room = {"new_tokens": 20, "stops": 2, "vocab_size": vocab_size, "count_slots": slots, "device": target.device}
     run = partial(step, Sequences.room_for(batch, **room), *caches, 160, lambda phase: None)
     run()
-    return drafter.depth, run
+    return step.drafter.depth, run
 
 
 class Launches(TorchDispatchMode):
