@@ -166,13 +166,16 @@ class Recorder:
             nodes = len(tokens)
             if drafted.parents.dim() == 2:  # in trees that were grown, absent nodes come last
                 nodes = int((tokens >= 0).sum())
+            draft_logits = None if drafted.logits is None else drafted.logits[slot]
+            if draft_logits is not None and len(draft_logits) == len(tokens):  # a Merge has further ones after the root
+                draft_logits = draft_logits[:nodes]
             tree = VerifiedTree(
                 tokens=tokens[:nodes],
                 parents=parents[slot, :nodes],
                 ranks=ranks[slot, :nodes],
                 noise_rows=drafted.noise_rows[slot, :nodes],
                 target_logits=logits[slot, :nodes],
-                draft_logits=None if drafted.logits is None else drafted.logits[slot],
+                draft_logits=draft_logits,
             )
             path, next_token = verified.path[slot], int(verified.next_token[slot])
             reasons = explain(tree, self._rules, self._request.seed, path, next_token)

@@ -69,7 +69,7 @@ def recorded(pair, file, method="sequoia", prompts=("def read_lines(path):",), t
 
 @pytest.fixture(scope="module")
 def traced(demo_pair, tmp_path_factory):
-    return recorded(demo_pair, tmp_path_factory.mktemp("trace") / "one.jsonl")
+    return recorded(demo_pair, tmp_path_factory.mktemp("trace") / "one.jsonl", tree_size=8)
 
 
 @pytest.fixture(scope="module")
