@@ -229,7 +229,7 @@ def test_selection_among_all_sizes_takes_as_many_steps_for_each_of_256_as_of_64(
 LONG = 0.75 ** torch.arange(32) * 0.249
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("acceptance", "max_depth"), [
     pytest.param(LONG, None, id="falls"),
     pytest.param(LONG.flip(0), 18, id="rises"),

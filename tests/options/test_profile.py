@@ -88,7 +88,7 @@ def test_acceptance_on_a_walk_is_that_of_the_law(way):
     assert verification != "kseq" or float(accepted.sum() / reached.sum()) > float(torch.minimum(p, q).sum())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "tree"), [
     ("specinfer", TokenTree.independent(3, 3)), ("spectr", TokenTree.independent(3, 3)),
     ("naive-distinct", TokenTree.k_ary(3, 2)),

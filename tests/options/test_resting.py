@@ -81,7 +81,7 @@ def test_a_sampled_text_that_drafts_do_not_pay_for_is_told_so(pairs, caplog):
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_sampled_batch_that_drafts_do_not_pay_for_is_decoded_without(method, pairs):
     target, drafts, prompt = pairs
     decoder = SpeculativeDecoder(target, drafts["good"], method)

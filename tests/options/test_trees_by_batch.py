@@ -148,7 +148,7 @@ def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("kind", ["model", "head", "lookup", "recall"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_no_default_tree_promises_less_than_a_chain_of_at_most_its_size(kind, temperature, threads, demo_pair):
     """A chain is a tree, so a planner that knows rates and costs does not find a worse one. By the same estimates."""
     target = demo_pair[0]
