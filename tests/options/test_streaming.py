@@ -33,7 +33,6 @@ from transformers import AutoModelForCausalLM
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
-from heavypath.speculative.cli.app import main
 from heavypath.speculative.cli.generate import summary
 from heavypath.speculative.costs.estimates import host_costs, pass_seconds
 from heavypath.speculative.costs.roofline import Work
@@ -497,13 +496,6 @@ def test_ctrl_c_at_any_time_leaves_the_next_text_right(model, decoder_of, text_o
     assert torch.equal(text, expected)
 
 
-def test_layers_that_an_interrupted_pass_never_released_do_not_stop_their_thread(model):
-    stream = stream_of(model)
-    for layer in [*range(8), *reversed(range(8)), 3, 7, 3]:
-        stream.take(layer)
-    stream.release(3)
-
-
 def test_threads_may_decode_by_one_stream_and_transformers_beside_them(demo_pair, model, ids, text_of, expected):
     on_read(model, spoil)
     plain = demo_pair[0].generate(ids, **GREEDY)
@@ -623,19 +615,3 @@ def test_a_model_in_memory_has_nothing_to_stream_and_an_early_exit_needs_it(demo
 def test_a_gpu_that_is_not_there_is_refused(folder, options, message):
     with pytest.raises(ValueError, match=message):
         load_streamed(folder, "20M", **options)
-
-
-# The command line
-
-
-def test_the_command_line_decodes_within_the_memory_that_it_is_told(folder, capsys):
-    command = ["generate", "def read_lines(path):", "--target", str(folder), "--draft", "early-exit:2+prompt-lookup"]
-    texts = []
-    for options in ([], ["--memory", "20M"]):
-        assert main([*command, "--max-new-tokens", "4", *options, "--json"]) == 0
-        answer = json.loads(capsys.readouterr().out)
-        texts.append(answer["text"])
-        assert ("bytes_read" in answer["stats"]) == bool(options)
-    assert texts[0] == texts[1]
-    assert main([*command, "--host-memory", "1G"]) == 1
-    assert "host_memory goes with memory, that of the GPU; got '1G' alone" in capsys.readouterr().err
