@@ -1,8 +1,9 @@
-"""`SpeculativeDecoder`: decode a Hugging Face model through token trees that a draft proposes.
+"""`SpeculativeDecoder`: speculative decoding of a Hugging Face causal language model with token trees.
 
-The way of a step: `generate` checks the request and calls `decoding.run.decode`, which runs one step after another;
-`decoding.step` does one, in which `models` do the forward passes. Between steps a sequence is its committed tokens:
-`length` of them in the target's cache, then the root, which is not cached yet: first a prompt's last.
+`generate` checks the request and calls `decoding.run.decode`, which runs steps until all sequences have ended. One step
+(`decoding.step`) drafts a tree, runs the target's forward pass over its nodes, and accepts a path. Between steps a
+sequence of L tokens has its first L - 1 tokens in the target's cache. The last token is not cached yet: it is the root
+of the next tree.
 """
 
 import logging
@@ -37,35 +38,35 @@ from heavypath.speculative.tree_policy import FixedTree, TreePolicy, policy_of
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
-if TYPE_CHECKING:  # options, which are loaded where they are asked for
+if TYPE_CHECKING:  # optional features, which are imported only where they are used
     from heavypath.speculative.custom_generate import SpeculativeOutput
     from heavypath.speculative.profile import Profile
     from heavypath.speculative.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
-WATCHED = ("streamer", "trace", "output_scores", "output_logits")  # options that look at each step
+WATCHED = ("streamer", "trace", "output_scores", "output_logits")  # options that need a callback after each step
 
 
 class SpeculativeDecoder:
-    """Generates a target model's own text, through trees that a draft model proposes.
+    """Generates text from a target model, faster, by verifying token trees that a draft proposes.
 
     target: a causal language model of transformers, in eval mode
-    draft: another one with the target's vocabulary, on its device; or a trained head (`load_draft`). `PromptLookup()`,
-        `Lookahead()`, `Retrieval(texts, tokenizer)` and `EarlyExit(layers)` need no second model. Or an object of your
-        own that has the methods of `Draft`; None only for method "autoregressive"
+    draft: a smaller model with the target's vocabulary, on the same device; or a trained head (`load_draft`).
+        `PromptLookup()`, `Lookahead()`, `Retrieval(texts, tokenizer)` and `EarlyExit(layers)` need no second model. Or
+        your own object with the methods of `Draft`. None is allowed only for method "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
-        top-k, naive, naive-distinct, which keep the target's law; and typical-lossy, which does not
-    options: the trees that are drafted, how they are drawn, verified and run, see `DecoderOptions`
+        top-k, naive, naive-distinct or typical-lossy. All are lossless except typical-lossy
+    options: shape of the trees, sampling and verification rules, and CUDA graphs, see `DecoderOptions`
 
-    The text follows the target's distribution exactly, for any method, tree and draft. The exception is typical-lossy
-    where it samples; then `out.stats.law_changed_by` says so. A decoder is also a function for transformers' own
+    The output distribution is exactly the target's, for every method, tree and draft. The exception is typical-lossy
+    when it samples; then `out.stats.law_changed_by` says so. A decoder can also be passed to transformers' own
     generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError for models or options
     that do not fit.
 
-    `trees` is the policy that chooses the tree of each step; one's own may take its place, see `TreePolicy`. `runner`
-    runs the steps, and may be replaced by an object that observes them. `runner.kept` are the caches of the last two
-    generations, for `past`: its clear() frees them.
+    `trees` is the `TreePolicy` that chooses the tree of each step; you may assign your own. `runner` runs the steps;
+    you may replace it by an object that observes them. `runner.kept` holds the caches of the last two generations, for
+    the option `past`; `runner.kept.clear()` frees them.
     """
 
     def __init__(
@@ -107,17 +108,17 @@ class SpeculativeDecoder:
         return f"SpeculativeDecoder(target={target}, draft={draft}, method={self.method!r}, tree={tree})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For the modules copy and pickle: the models, the method and the options, of which a decoder is made anew."""
+        """Support for copy and pickle, which build a new decoder from the models, the method and the options."""
         later = {} if self.trees is self._trees_of_options else {"trees": self.trees}
         return partial(type(self), **self._options), (self.target, self._given_draft, self.method), (None, later)
 
     @property
     def _models(self) -> list[Any]:
-        """The forward passes of a step."""
+        """The target's forward pass, then those of the draft."""
         return [self._target, *(self._draft or NO_DRAFT).models]
 
     def _notice_changes(self) -> None:
-        """Choose the forward passes anew if the target no longer consists of what it did."""
+        """Rebuild the target's forward pass, and the draft, if the target's modules have changed since."""
         check_no_autocast(self._target.device)
         if self._peers.any(not self._target.is_current()):
             self._target = forward_of(self.target, "target")
@@ -125,14 +126,17 @@ class SpeculativeDecoder:
                 self._draft = as_draft(self._given_draft, self._target, self.target)
 
     def _notice_changes_of_draft(self) -> None:
-        """Take the draft anew if one of its models no longer consists of what it did."""
+        """Rebuild the draft if the modules of one of its models have changed since the last call."""
         stale = not all(model.is_current() for model in self._models[1:])
         if self._peers.any(stale) and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
     @property
     def tree(self) -> TokenTree | Growth | None:
-        """The tree of the options, or the default of one sequence; None by a profile. Another may take its place."""
+        """The tree that one sequence is decoded with; None with a profile, which chooses by sampling and batch size.
+
+        Assign a tree to use it for every step instead.
+        """
         return self.trees.alone
 
     @tree.setter
@@ -140,7 +144,7 @@ class SpeculativeDecoder:
         self.trees = FixedTree(tree, "set later")
 
     def tree_for(self, filters: Filters, batch: int = 1) -> TokenTree | Growth:
-        """The tree that so many sequences begin with, or how trees grow, where the target is sampled so."""
+        """The tree, or the rule by which trees grow, of the first step of `batch` sequences sampled with `filters`."""
         return self.trees.tree(filters, batch)
 
     def generate(
@@ -150,13 +154,14 @@ class SpeculativeDecoder:
         temperature: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
+        """Continue each prompt in input_ids, LongTensor[B, T], by up to max_new_tokens tokens.
 
-        temperature: 0 is greedy; None takes the one of target.generation_config
-        options: see `GenerateOptions`, which has those of `RequestOptions` and of `SamplingOptions`
+        temperature: 0 is greedy; None takes the temperature of target.generation_config
+        options: see `GenerateOptions`, which includes `RequestOptions` and `SamplingOptions`
 
-        Raises TypeError for an option that there is not. Raises ValueError for arguments that do not fit, before any
-        work, such as too many tokens for the models' positions; and while decoding for logits that are no distribution.
+        Raises TypeError for an unknown option, and ValueError for arguments that do not fit, before any work is done:
+        for example more tokens than the models have positions. Raises ValueError while decoding if a model's logits are
+        no distribution (such as NaN).
         """
         begin = self.clock()
         given = checked_options("generate", options, GenerateOptions, "max_new_tokens", "temperature")
@@ -209,7 +214,7 @@ class SpeculativeDecoder:
         )
 
     def serve(self, slots: int = 8, **limits: Any) -> "Service":
-        """Decode requests as they come, side by side, until the service is closed; see `serving.opening.serve`."""
+        """Start a service that decodes up to `slots` requests at a time; see `serving.opening.serve`."""
 
         def plan() -> StepPlan:
             self._notice_changes()
@@ -229,12 +234,14 @@ class SpeculativeDecoder:
         temperature: float | None = None,
         **options: Unpack[SamplingOptions],
     ) -> float:
-        """Do now what the first generation would do besides decoding; returns the seconds that it took.
+        """Do the one-time work of the first `generate` call now; returns the seconds that it took.
 
-        On a GPU that is to compile kernels, to allocate the caches and to capture a CUDA graph for each number of
-        sequences that a batch may close up to. A server calls it before its first request, once for each way to sample.
+        On a GPU this compiles kernels, allocates the caches, and captures a CUDA graph for each batch size that a batch
+        may shrink to. Call it before a server's first request, once for each combination of sampling options.
 
-        batch_size, prompt_tokens, max_new_tokens: the most that is to come. What is no larger uses what was made here.
+        batch_size, prompt_tokens, max_new_tokens: the largest values that will be requested. Smaller requests reuse
+            what was prepared here.
+
         The other arguments are those of `generate`. Raises ValueError for arguments that do not fit.
         """
         begin = time.perf_counter()
@@ -252,12 +259,11 @@ class SpeculativeDecoder:
     def _request(
         self, input_ids: Tensor, max_new_tokens: int, temperature: float | None, options: Mapping[str, Any], **more: Any
     ) -> Request:
-        """The checked request of a call, for the models as they are; more: as of `Request.of`."""
         drafting = self._models[1:]
         return Request.of(self._target, drafting, input_ids, max_new_tokens, temperature, options, **more)
 
     def _plan(self, request: Request) -> StepPlan:
-        """The plan of all steps of a request; ValueError where the method cannot sample so."""
+        """What stays fixed during all steps of a request. Raises ValueError if the method cannot sample that way."""
         batch = len(request.prompt)
         tree, candidates = self.trees.tree(request.filters, batch), self.trees.candidates(request.filters, batch)
         sizes = [len(each) for each in candidates]
@@ -277,7 +283,10 @@ class SpeculativeDecoder:
         return plan.after(int(request.lengths.min()) - 1)
 
     def _warn_of_loss(self, stats: Statistics, expected: float | None) -> None:
-        """Warn once if drafting costs more than it brings; expected: its gain by estimated costs, None for unknown."""
+        """Warn once if drafting is slower than plain decoding.
+
+        expected: estimated speed divided by that of plain decoding; None if unknown
+        """
         why = stats.does_not_pay
         if not why and expected is not None and expected < 1 and stats.steps >= ENOUGH_STEPS:
             why = (
@@ -291,7 +300,7 @@ class SpeculativeDecoder:
             self._warn_once("loss", f"{why}{hint}")
 
     def _warn_once(self, about: str, message: str) -> None:
-        """Log a warning, unless this decoder has warned about this before."""
+        """Log a warning, at most once for each `about`."""
         if about not in self._warned:
             self._warned.add(about)
             logger.warning(message)
@@ -301,7 +310,7 @@ class SpeculativeDecoder:
         stop_strings: str | Sequence[str] | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
         trace: str | Path | None = None, **call: Any,
     ) -> "Tensor | SpeculativeOutput":  # fmt: skip
-        """Answer `model.generate(**inputs, custom_generate=decoder, ...)`, see `custom_generate`."""
+        """Answer `model.generate(**inputs, custom_generate=decoder, ...)`; see `custom_generate`."""
         made = load("GenerateCall").of(model, input_ids, seed, call)
         arguments = made.arguments(self._target.model, self._peers)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)

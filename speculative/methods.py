@@ -1,6 +1,6 @@
-"""The published methods as a table: which tree they draft, how its nodes are drawn, and how it is verified.
+"""The table of methods: which tree each drafts, how its nodes are sampled, and how they are verified.
 
-The table is at the end of this file, each method with its paper and with what differs from the paper here.
+The table METHODS is at the end of this file. Each method has its paper, and where it differs from the paper.
 """
 
 import inspect
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from heavypath.speculative.trees.planning import Acceptance
 
 DRAWS = ("without_replacement", "with_replacement", "top_k")
-# For each verification the draws that it is lossless for. The last two choose the token before they look at children.
+# The draws for which each verification is lossless. The last two choose the token before they look at the children.
 LOSSLESS_FOR = {
     "without_replacement": ("without_replacement",),
     "with_replacement": ("with_replacement",),
@@ -35,12 +35,12 @@ LOSSLESS_FOR = {
     "race": DRAWS,
     "target_sample": DRAWS,
 }
-REJECTION = DRAWS[:2]  # the verifications that are recursive rejection, each by the name of its draw
-# Words for `verifier` of SpeculativeDecoder: what may verify the trees of a method whose paper has recursive rejection.
-# "rejection" is that; the others are `verification` of a row.
+REJECTION = DRAWS[:2]  # the verifications that are recursive rejection; each has the name of its draw
+# Values of the option `verifier` of SpeculativeDecoder, for methods whose papers have recursive rejection. "rejection"
+# means that; the others are values of `Method.verification`.
 VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
-# The one of them that a method has where none is given, by kind of device: where bench/decoding.py has shown on such a
-# device that it accepts more and the text comes no later. On other devices a method has what its paper has.
+# The default of that option, by device type. An entry means that bench/decoding.py has shown on such a device that it
+# accepts more tokens and is not slower. Without an entry the default is the verification of the method's paper.
 DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
     "cpu": {
         "chain": "traversal",
@@ -52,29 +52,29 @@ DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
     },
 }
 LARGE = 64  # nodes of a tree
-# Typical acceptance changes the law of the text, whatever the draws. Of a verifier of one's own nothing is known.
+# Typical acceptance changes the output distribution. Whether a user's own verifier (OWN) keeps it is unknown.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical", OWN)
-# Options of SpeculativeDecoder, for some methods.
+# Options of SpeculativeDecoder that only some methods have.
 OPTIONS = ("acceptance", "max_depth", "width", "branching", "threshold", "confidence")
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table below.
+    """A method: one row of the table METHODS.
 
-    draw:         "without_replacement", "with_replacement" or "top_k": children are successive draws without
-                  replacement, independent draws, or the draft's likeliest tokens
+    draw: how children are sampled from the draft: "without_replacement", "with_replacement" (independently), or "top_k"
+        (the draft's likeliest tokens)
     verification: `method` of heavypath.kernels.verification.verify_tree; or "typical", typical acceptance, which
-                  changes the law of the text; or "own", by `verifier`
-    tree_of:      a function of a size, which gives a tree of at most so many nodes, or how trees of at most that size
-                  grow. Its other parameters are the options of SpeculativeDecoder that the method has
-    fill:         whether children are drawn uniformly once a draft model's support is used up
-    verifier:     what decides in the place of `verify_tree`: one's own, or the limits of typical acceptance, which a
-                  decoder puts here
+        changes the output distribution; or "own", which calls `verifier`
+    tree_of: a function of a size that returns a tree of at most that many nodes, or a `Growth` of at most that size.
+        Its other parameters are options of SpeculativeDecoder
+    fill: whether further children are sampled uniformly once all tokens with positive draft probability are drawn
+    verifier: what is called instead of `verify_tree`: a user's own verifier, or the thresholds of typical acceptance,
+        which the decoder sets
 
-    A row of one's own is one more entry: METHODS["mine"] = Method("without_replacement", "target_sample", tree_of).
-    Raises ValueError for a word that is none of these, and for a verification that is not lossless for children so
-    drawn. Also for a parameter of tree_of that no option has the name of, and for "own" without a verifier.
+    To add a method, add an entry: METHODS["mine"] = Method("without_replacement", "target_sample", tree_of). Raises
+    ValueError for an unknown draw or verification, for a verification that is not lossless for this draw, for a
+    parameter of tree_of that is not in OPTIONS, and for "own" without a verifier.
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
@@ -104,51 +104,53 @@ class Method:
             _check_word("a parameter of tree_of behind the size", option, OPTIONS)
 
     def at(self, temperature: float, draft_temperature: float | None = None) -> tuple[str, str]:
-        """The draw and the verification where target and draft are sampled at these temperatures, as `Rules` has them.
+        """The names of the draw and the verification at these temperatures, as `Rules` has them.
 
-        At temperature 0 every method draws the draft's likeliest tokens and follows the target's argmax; a verifier of
-        one's own decides then, too. A draft at temperature 0 gives its likeliest tokens to a target that samples, too.
-        draft_temperature: default the target's.
+        At temperature 0 every method drafts the draft's likeliest tokens and follows the target's argmax; only a user's
+        own verifier still decides by itself. With draft_temperature 0 the draft's likeliest tokens are drafted, even if
+        the target samples.
+
+        draft_temperature: default: the target's
         """
         greedy = temperature == 0
         draw = "top_k" if greedy or draft_temperature == 0 else self.draw
         return draw, "greedy" if greedy and self.verification != OWN else self.verification
 
     def texts_ignore_trees(self, filters: Filters) -> bool:
-        """True if a text is the same by all trees: where the target's likeliest tokens are taken, and by races."""
+        """Whether the output is the same for all trees: at temperature 0, and for verification "race"."""
         _, verification = self.at(filters.temperature)
         return verification in ("greedy", "race")
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """The words of VERIFIERS that may verify its trees; none where it is not verified by one of them.
+        """The values of VERIFIERS that can verify the method's trees; none if its verification is not among them.
 
-        Held traversal asks that all children of a node are drawn before any below them, and stay whatever these are. A
-        tree that grows by `Growth` is cut at last, and that may turn on tokens below.
+        Held traversal requires that all children of a node are drawn before any node below them, and that none is
+        removed later. A tree that grows by `Growth` is cut at the end, and what is cut can depend on tokens below.
         """
         if self.verification not in (*REJECTION, *VERIFIERS):
             return ()
         return tuple(word for word in VERIFIERS if word != "held_traversal" or self.tree_of not in _GROWING)
 
     def verified_by(self, verifier: str | None) -> "Method":
-        """The same trees, verified by that if it is one of `verifiers`; rejection goes by the name of the draw."""
+        """The same method with another verification, if `verifier` is one of `verifiers`; else unchanged."""
         if verifier not in self.verifiers:
             return self
         return replace(self, verification=self.draw if verifier == "rejection" else verifier)
 
     @property
     def is_lossless(self) -> bool:
-        """True if the text keeps the target's law, at any temperature."""
+        """Whether the output has the target's distribution, at any temperature."""
         return self.verification in LOSSLESS_FOR
 
     @property
     def independent_sequences(self) -> bool:
-        """True if the tree is a few sequences that are drawn independently, from the root on."""
+        """Whether the tree is a few sequences that are drafted independently of each other, starting at the root."""
         return self.tree_of is _sequences
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The parameters of `tree_of` besides the size."""
+        """The names of the parameters of `tree_of` after the size."""
         return tuple(inspect.signature(self.tree_of).parameters)[1:]
 
 
@@ -158,12 +160,11 @@ def _check_word(name: str, given: str, expected: Iterable[str]) -> None:
 
 
 def _root(size: int) -> TokenTree:
-    """The root alone, whatever the size."""
     return ROOT
 
 
 def _chain(size: int, threshold: float = 0.0) -> TokenTree | Growth:
-    """A chain. With a threshold it may end early, so it is grown, one node on each level."""
+    """A chain. With a threshold it may end early, so it is a `Growth` with one node a level."""
     return TokenTree.chain(size - 1) if threshold == 0 else Growth("slot", size, 1, size - 1, threshold)
 
 
@@ -174,19 +175,25 @@ def _sequences(size: int, width: int = 3) -> TokenTree:
 
 
 def _default_depth(size: int) -> int:
-    """Levels where none are asked for: twice the nodes pay for one more draft forward, beyond LARGE nodes for three."""
+    """The depth if none is requested.
+
+    Up to LARGE nodes, twice the nodes add one level; above, they add three.
+    """
     beyond = round(3 * math.log2(max(size, LARGE) / LARGE))
     return min(size - 1, max(2, min(size, LARGE).bit_length() - 1 + beyond))
 
 
 def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int | None = None) -> TokenTree:
-    """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance."""
+    """The best tree for an acceptance, by `sequoia_tree`.
+
+    It has fewer nodes than `size` if the acceptance has too few children and levels for that many.
+    """
     from heavypath.speculative.trees.planning import Rates, greedy_tree, sequoia_tree
 
     usual = _default_depth(size) if acceptance is None else size - 1
     levels = usual if max_depth is None else min(max_depth, size - 1)
     given = DEFAULT_ACCEPTANCE if acceptance is None else acceptance
-    Rates.of(given)  # which checks it
+    Rates.of(given)  # checks the values
     plan, rates = sequoia_tree, torch.as_tensor(given, device="cpu")
     if acceptance is None and size > LARGE:
         from heavypath.speculative.trees.tails import of_any_pair
@@ -206,7 +213,10 @@ def _by_levels(
     acceptance: "Acceptance | None" = None,
     max_depth: int | None = None,
 ) -> TokenTree:
-    """A tree whose nodes of one level have equally many children: given ones, `width` everywhere, or the best ones."""
+    """A tree in which all nodes of a level have the same number of children.
+
+    The numbers are `branching`, or `width` at every level, or by default the best ones for the acceptance.
+    """
     if branching is not None:
         return TokenTree.from_branching(branching)
     if width is None:
@@ -229,7 +239,7 @@ def _k_ary(size: int, width: int) -> TokenTree:
 
 
 def _beam(size: int, width: int | None = None, max_depth: int | None = None) -> Growth:
-    """A stochastic beam search whose levels have equal widths."""
+    """Stochastic beam search with equally wide levels."""
     depth = _default_depth(size) if max_depth is None else max_depth
     width = max(1, (size - 1) // max(1, depth)) if width is None else width
     depth = min(depth, max(1, (size - 1) // max(1, width)))
@@ -243,7 +253,7 @@ def _by_slots(
     threshold: float = 0.0,
     confidence: Confidence | Literal["draft"] = DEFAULT_CONFIDENCE,
 ) -> Growth:
-    """A tree that grows where the next draw is worth most, before its token is known."""
+    """A tree that grows at the slot whose next child has the highest value, before the child's token is known."""
     if confidence != "draft" and not isinstance(confidence, Confidence):
         raise ValueError(f"confidence must be a Confidence or 'draft', got {confidence!r}")
     known = confidence if isinstance(confidence, Confidence) else None
@@ -251,7 +261,7 @@ def _by_slots(
 
 
 def _by_nodes(size: int, width: int | None = None, max_depth: int | None = None, threshold: float = 0.0) -> Growth:
-    """A tree of the nodes whose paths the draft finds likeliest."""
+    """A tree of the nodes whose paths have the highest probability under the draft."""
     return _grown("node", size, width, max_depth, threshold, None)
 
 
@@ -263,7 +273,7 @@ def _grown(
     threshold: float,
     confidence: Confidence | None,
 ) -> Growth:
-    """A level may have half of the nodes where no width is given: wider ones are rare, and cost the draft's time."""
+    """A `Growth`. By default a level may have half of the nodes: wider levels are rare and cost draft time."""
     depth = _default_depth(size) if max_depth is None else min(max_depth, size - 1)
     if width is None:
         half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (MAX_SLOTS - 1) // max(1, depth)
@@ -274,67 +284,66 @@ def _grown(
 _GROWING = (_beam, _by_slots, _by_nodes)
 
 METHODS = {
-    # Plain decoding: a tree of the root alone. Its tokens are those of a race without any drafts.
+    # Plain decoding: the tree is the root alone. Its tokens are the outcomes of an exponential race without drafts.
     "autoregressive": Method("without_replacement", "race", _root),
     # Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192);
     # Chen, Borgeaud, Irving, Lespiau, Sifre and Jumper 2023, "Accelerating Large Language Model Decoding with
     # Speculative Sampling" (arXiv 2302.01318). The option `threshold` is in neither.
     "chain": Method("without_replacement", "without_replacement", _chain),
     # Miao et al. 2023, "SpecInfer: Accelerating Generative Large Language Model Serving with Tree-based Speculative
-    # Inference and Verification" (arXiv 2305.09781): multi-step speculative sampling. The paper's trees branch below
-    # some of the levels, with one draft model or with several, which are a `Merge`; three sequences from the root on
-    # are a choice of ours, and `tree` takes any other.
+    # Inference and Verification" (arXiv 2305.09781): multi-step speculative sampling. The paper's trees branch at some
+    # levels, and have one draft model or several (here: `Merge`). Three sequences from the root are our default; the
+    # option `tree` takes any other tree.
     "specinfer": Method("with_replacement", "with_replacement", _sequences),
     # Sun, Suresh, Ro, Beirami, Jain and Yu 2023, "SpecTr: Fast Speculative Decoding via Optimal Transport"
-    # (arXiv 2310.15141): independent sequences, K-SEQ. That they are three is a choice of ours.
+    # (arXiv 2310.15141): independent sequences, K-SEQ. Three sequences are our default.
     "spectr": Method("with_replacement", "kseq", _sequences),
     # Chen, May, Svirschevski, Huang, Ryabinin, Jia and Chen 2024, "Sequoia: Scalable, Robust, and Hardware-aware
     # Speculative Decoding" (arXiv 2402.12374).
     "sequoia": Method("without_replacement", "without_replacement", _planned, fill=True),
     # Xiong et al. 2024, "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure" (arXiv 2410.11744). The
-    # paper takes a token's draft probability for its chance of being accepted, which is confidence="draft"; the default
-    # is what a profile measured, else DEFAULT_CONFIDENCE. Levels are at most `width` wide, see `growing`.
+    # paper takes a token's draft probability for its probability of acceptance, which is confidence="draft" here. Our
+    # default is what a profile measured, else DEFAULT_CONFIDENCE. Levels are at most `width` wide, see `growing`.
     "dyspec": Method("without_replacement", "without_replacement", _by_slots),
     # Jeon, Gagrani, Goel, Park, Lee and Lott 2024, "Recursive Speculative Decoding: Accelerating LLM Inference via
     # Sampling Without Replacement" (arXiv 2402.14160). RSD-C takes any number of children for each level, which is
-    # branching=[...] here; how many, the paper leaves open: by default those that promise most.
+    # branching=[...] here. The paper leaves the numbers open; our default are the best ones for the acceptance.
     "rsd-c": Method("without_replacement", "without_replacement", _by_levels),
     # RSD-S of the same paper: stochastic beam search.
     "rsd-s": Method("without_replacement", "without_replacement", _beam),
     # Kobus and Gündüz 2025, "Speculative Sampling via Exponential Races" (Findings of ACL 2025). Noise is keyed by
-    # position, so that the text is that of "autoregressive" under the same seed.
+    # position, so the output is that of "autoregressive" with the same seed.
     "ersd": Method("without_replacement", "race", _planned),
     # Li, Wei, Zhang and Zhang 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (arXiv
-    # 2406.16858). This is its tree policy alone, to expand the likeliest nodes and to keep the likeliest of all. The
-    # draft is any draft, not an EAGLE head. The nodes to keep are chosen among the `width` best of each level, where
-    # the paper chooses among all children of the expanded nodes. The tree is verified by a sample of the target.
+    # 2406.16858). Only its tree policy: expand the likeliest nodes, then keep the likeliest of all. Any draft will do,
+    # not only an EAGLE head. The nodes to keep are chosen among the `width` best of each level; the paper
+    # chooses among all children of the expanded nodes. The tree is verified with a sample of the target.
     "eagle-2": Method("top_k", "target_sample", _by_nodes),
-    # The draft's likeliest tokens against a sample of the target: the top-k sampling that Sequoia's paper compares
-    # itself with.
+    # The draft's likeliest tokens, verified with a sample of the target: the top-k baseline of Sequoia's paper.
     "top-k": Method("top_k", "target_sample", _planned),
-    # Naive sampling (Miao et al. 2023, see "specinfer"): independent draws against a sample of the target. The planned
-    # tree is ours. Siblings may carry the same token, and then the children of all of them are candidates.
+    # Naive sampling (Miao et al. 2023, see "specinfer"): independent draws, verified with a sample of the target. The
+    # planned tree is ours. Siblings may have the same token; then the children of all of them are candidates.
     "naive": Method("with_replacement", "target_sample", _planned),
-    # Naive sampling with distinct siblings, which are drawn without replacement: ours, in no paper.
+    # Naive sampling with distinct siblings, drawn without replacement: ours, from no paper.
     "naive-distinct": Method("without_replacement", "target_sample", _planned),
     # Cai, Li, Geng, Peng, Lee, Chen and Dao 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple
-    # Decoding Heads" (arXiv 2401.10774), section 2.3.1: typical acceptance. It changes the law of the text: tokens that
-    # the draft proposes and that the target finds likely enough are always taken. The paper takes the target's
-    # likeliest token after the accepted ones, here it is drawn; its trees are tree=TokenTree.from_paths(...), its
-    # draft Medusa heads. At temperature 0 it is greedy decoding, as every method.
+    # Decoding Heads" (arXiv 2401.10774), section 2.3.1: typical acceptance. It changes the output distribution: drafted
+    # tokens that are likely enough under the target are always accepted. After the accepted tokens the paper takes the
+    # target's likeliest token; here it is sampled. The paper's trees are tree=TokenTree.from_paths(...), its draft is
+    # Medusa heads. At temperature 0 it is greedy decoding, like every method.
     "typical-lossy": Method("top_k", "typical", _planned),
 }
 LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)
 
 
 def check_independent(method: str, verification: str) -> None:
-    """Raise ValueError for a verification that does not take a draft's likeliest tokens, draws at temperature 0."""
+    """Raise ValueError if the verification needs a draft that samples; called where draft_temperature is 0."""
     if verification == "kseq":
         raise ValueError(f"method {method!r} needs draft_temperature > 0 where it samples, got 0")
 
 
 def default_verifier(method: str, device_type: str) -> str | None:
-    """The verifier of a method where none is given, one of VERIFIERS; None for what its row has.
+    """The value of VERIFIERS that a method has by default, or None for the verification of its row.
 
     device_type: of the models, as torch names it
     """
@@ -342,15 +351,18 @@ def default_verifier(method: str, device_type: str) -> str | None:
 
 
 def measured_row(method: str, verifier: str | None, device_type: str) -> Method:
-    """The row of a method as `calibrate` counts its acceptance: by `verifier` if it takes that, else by its default."""
+    """The row of a method with the verification whose acceptance `calibrate` measures.
+
+    That is `verifier` if the method can be verified by it, else the method's default.
+    """
     row = row_of(method)
     return row.verified_by(verifier if verifier in row.verifiers else default_verifier(method, device_type))
 
 
 def row_of(method: str, verifier: str | None = None) -> Method:
-    """The row of a method's name, verified by one of VERIFIERS if that is given.
+    """The row of a method, with the verification `verifier` (one of VERIFIERS) if it is given.
 
-    Raises ValueError for a name that is in no row, for another verifier, and for a method that is verified otherwise.
+    Raises ValueError for an unknown method, for an unknown verifier, and for a verifier that does not fit the method.
     """
     _check_word("method", method, METHODS)
     row = METHODS[method]
@@ -376,7 +388,9 @@ def row_of(method: str, verifier: str | None = None) -> Method:
 
 
 def asked_row(method: str, options: Mapping[str, Any]) -> Method:
-    """The row of a method, verified as was asked for; options: of `RuleOptions`, others are not looked at.
+    """The row of a method with the verification that the options request.
+
+    options: those of `RuleOptions`; others are ignored
 
     Raises TypeError or ValueError for options that the method does not have, or that do not fit each other.
     """
@@ -398,7 +412,7 @@ def asked_row(method: str, options: Mapping[str, Any]) -> Method:
 
 
 def draft_filters_of(options: Mapping[str, Any], target: Filters) -> Filters:
-    """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
+    """The draft's filters: the target's, with those that the options set. If the target is greedy, so is the draft."""
     filters = target.override(**{name: options.get(f"draft_{name}") for name in Filters._fields})
     return filters if target.temperature > 0 else filters._replace(temperature=0.0)
 
@@ -407,7 +421,7 @@ def rules_of(
     method: str, row: Method, options: Mapping[str, Any], request: "Request", draft: Draft | None,
     profile: "Profile | None",
 ) -> Rules:  # fmt: skip
-    """The rules of a request, drawn as the profile was measured; ValueError where the method cannot sample so."""
+    """The sampling and verification rules of a request. Raises ValueError if the method cannot sample that way."""
     filters, draft_filters = request.filters, draft_filters_of(options, request.filters)
     draw, verification = row.at(filters.temperature, draft_filters.temperature)
     if draft_filters.temperature == 0:
@@ -418,8 +432,8 @@ def rules_of(
         verification,
         filters,
         draft_filters,
-        # A draft without a model that proposes few tokens means it, and so does a model beyond its positions: random
-        # ones beside them would be rejected. So would be those that logits processors left out.
+        # Do not fill where uniformly sampled tokens would be rejected: for drafts without a model, which propose few
+        # tokens on purpose; after the last position of a draft model; and where logits processors exclude tokens.
         fill=row.fill and draft is not None and draft.proposes_all(request.most_tokens) and request.processors is None,
         value_temperature=options.get("draft_temperature") or VALUE_TEMPERATURE,
         changes=changes if request.processing is None else (*changes, request.processing),

@@ -1,6 +1,6 @@
-"""Names that are imported when they are asked for: the public ones, and options that the decoder's core plugs in.
+"""Lazy imports: the module of each public name, and of each optional feature of the decoder's core.
 
-The core imports no option. It asks `load` for one by its name, where a call asks for the option.
+The core imports no optional feature. It calls `load` with its name where a call uses it.
 """
 
 import sys
@@ -98,7 +98,7 @@ OPTIONS = {
     "watching": "heavypath.speculative.output.watchers",
     "with_processors": "heavypath.speculative.processors.settings",
 }
-# The module that says how a draft of ours is taken, where it is not that of its class.
+# Draft classes whose conversion (`kinds.as_draft`) is registered in another module than their own: that module.
 DRAFTS = {
     "BlockHead": "heavypath.speculative.drafts.trained",
     "EagleHead": "heavypath.speculative.drafts.trained",
@@ -108,12 +108,14 @@ DRAFTS = {
 
 
 def load(name: str) -> Any:
-    """What a name of one of the tables stands for, imported now if it has not been yet."""
+    """The object with a name of PUBLIC or OPTIONS; its module is imported on first use."""
     return getattr(import_module(PUBLIC.get(name) or OPTIONS[name]), name)
 
 
 def load_kind(given: object) -> bool:
-    """Import the module of DRAFTS for a draft's class; False if there is none, or it has been imported before."""
+    """Import the module that DRAFTS names for the class of a draft. Returns False if there is none, or it was imported
+    before.
+    """
     for kind in type(given).__mro__:
         module = DRAFTS.get(kind.__name__) if kind.__module__.startswith("heavypath.") else None
         if module is not None and module not in sys.modules:

@@ -1,8 +1,8 @@
-"""All options of a decoder and of a call, declared once, and what a generation_config adds to them.
+"""All options of a decoder and of a call, and how a target's generation_config fills in those left out.
 
-What a call leaves out is taken from the target's generation_config, as transformers does. What is not set there either
-is off: no end of sequence, greedy decoding, no filter, no penalty. (transformers' own generate takes top_k=50 where
-nobody said anything.)
+An option that is left out is taken from the target's generation_config, as transformers does. If it is not set there
+either, it is off: no end-of-sequence token, greedy decoding, no filter, no penalty. (transformers' own generate takes
+top_k=50 in that case.)
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from heavypath.speculative.trees.tree import TokenTree
 
 EosTokens = int | Sequence[int] | None | Literal["model"]
-_LEFT_OUT = {"eos_token_id": "model"}  # what stands for an argument that was left out, if it is not None
+_LEFT_OUT = {"eos_token_id": "model"}  # the value that means "left out", for options where that is not None
 
-# Every argument that would be taken from a generation_config, but for temperature, at the value that does nothing.
+# Every option, except temperature, that a generation_config may set, with the value that turns it off.
 NOTHING: dict[str, Any] = {
     "top_k": 0,
     "top_p": 1.0,
@@ -37,7 +37,7 @@ NOTHING: dict[str, Any] = {
     "min_new_tokens": 0,
     "eos_token_id": None,
 }
-# Settings that stand for logits processors, and the values with which there is none.
+# Settings of a generation_config that create a logits processor, and the values with which they create none.
 PROCESSORS: dict[str, tuple[Any, ...]] = {
     "sequence_bias": (None,),
     "no_repeat_ngram_size": (None, 0),
@@ -55,8 +55,8 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (None, 0),
     "watermarking_config": (None,),
 }
-# Settings of a generation_config that `generate` does not have, and the values with which they change no text: those
-# that custom_generate finds there, too, and those that it finds among the processors and criteria.
+# Settings of a generation_config that neither `generate` nor custom_generate supports, and the values with which they
+# have no effect. `_UNSERVED` below adds those that custom_generate gets as a processor or as a criterion.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -67,14 +67,14 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "token_healing": (None, False),
     "assistant_ensemble_weight": (None,),
 }
-# Those that `generate` has as options, or asks as processors, or that mean its options under other names.
+# Settings that `generate` supports: as an option, as a logits processor, or as an option with another name.
 SERVED = {
     *("temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty", "stop_strings", "eos_token_id"),
     *("pad_token_id", "min_new_tokens", "max_new_tokens", "max_length", "output_scores", "output_logits"),
     *PROCESSORS,
 }
-# Those that change no text of a decoder: of beams and of encoders, which it has not; how another would draft, cache or
-# compile; the form of an answer; and what transformers notes for itself.
+# Settings that cannot change a decoder's output, and are ignored: for beam search and encoders, which it does not have;
+# for transformers' own drafting, caching and compiling; the form of the result; and transformers' own notes.
 HARMLESS = {
     *("early_stopping", "length_penalty", "diversity_penalty", "low_memory", "decoder_start_token_id", "bos_token_id"),
     *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
@@ -82,7 +82,7 @@ HARMLESS = {
     *("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits"),
     *("return_dict_in_generate", "transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash"),
 }
-# Those that ask for another way to the same text: of a call of custom_generate they are refused.
+# Settings that ask for another way to compute the same output: custom_generate refuses them.
 ANOTHER_WAY: dict[str, tuple[Any, ...]] = {
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
@@ -104,27 +104,29 @@ _UNSERVED: dict[str, tuple[Any, ...]] = UNSERVED | {
 
 
 class TreeOptions(TypedDict, total=False):
-    """Options for the trees of a decoder. All but tree_size are options of some methods, which the others refuse.
+    """Options for the trees of a decoder. Each but tree_size applies to some methods only; the others refuse it.
 
-    tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
-        smaller one. Default: 5 on a CPU; where weights are streamed by what a pass reads and computes, see
-        `costs.streamed`. On a GPU it is the size and the levels that pay for one sequence, by costs which
-        `costs.roofline` estimates from the device and the models. At temperature 0, and for ersd, the default follows
-        the batch, because texts do not depend on trees. By estimated costs, several sequences have smaller trees, down
-        to plain decoding, and larger ones while the batch shrinks
+    tree_size: nodes of the drafted tree, root included. A method that cannot have exactly that size takes the next
+        smaller one. Default: the size and depth that are fastest for one sequence, by the costs that
+        `costs.estimates` estimates from the device and the models. At temperature 0, and for ersd, the default follows
+        the batch size, because the output does not depend on the tree: larger batches have smaller trees, down to plain
+        decoding, and the trees grow again while the batch shrinks
     tree: a TokenTree to use instead, for methods whose trees do not grow
-    acceptance: [child] or [depth, child], the chance that child j of an accepted node is accepted, for planned trees
-    max_depth:  at most so many levels of planned and grown trees (default: any by an `acceptance`, else by the nodes)
-    width:      sequences of specinfer and spectr, children of a node in rsd-c, nodes on a level of grown trees
-    branching:  for rsd-c: children of a node at each level (default: those that promise most by `acceptance`)
-    threshold:  for chain, dyspec, eagle-2: slots of less value stay empty; see `decoding.growing`
-    confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default:
-        growth.DEFAULT_CONFIDENCE), or "draft" for the paper's, where they are the acceptance
-    profile: the measurements of `heavypath calibrate`, as a file or a `Profile`, instead of all these. Each step takes
-        the tree with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text
-        is another sample of the same law in another batch, for the same seed and id, except with ersd. Where that must
-        not be, calibrate with batch_sizes=[1]
-    replan: with a profile, change the tree every few steps by the acceptance in this text so far, see `tree_by_profile`
+    acceptance: [child] or [depth, child], the probability that child j of an accepted node is accepted, for planned
+        trees
+    max_depth: most levels of planned and grown trees (default: with `acceptance` no limit, else by the number of nodes)
+    width: for specinfer and spectr the number of sequences, for rsd-c the children of a node, for grown trees the nodes
+        of a level
+    branching: for rsd-c: children of a node at each level (default: the numbers that are best by `acceptance`)
+    threshold: for chain, dyspec, eagle-2: slots whose value is below it stay empty; see `decoding.growing`
+    confidence: for dyspec: how acceptance is predicted from the draft's probabilities, as a `Confidence` (default:
+        growth.DEFAULT_CONFIDENCE); or "draft" as in the paper, which takes the draft's probability for the acceptance
+    profile: the measurements of `heavypath calibrate`, as a file or a `Profile`, instead of all options above. Each
+        step takes the tree with which decoding is expected to be fastest at the current batch size. So the same seed
+        and sequence id can give another sample of the same distribution in another batch, except with ersd. If that
+        must not happen, calibrate with batch_sizes=[1]
+    replan: with a profile: choose the tree again every few steps, by the acceptance in this sequence so far, see
+        `tree_by_profile`
     """
 
     tree: "TokenTree | None"
@@ -140,20 +142,20 @@ class TreeOptions(TypedDict, total=False):
 
 
 class RuleOptions(TypedDict, total=False):
-    """Rules by which a draft is sampled and its nodes are verified, and by which a lossy method accepts.
+    """Options for how the draft is sampled, how its nodes are verified, and what a lossy method accepts.
 
-    verifier: the rule that decides about drafted nodes. Methods whose papers have recursive rejection are chain,
-        specinfer, sequoia, dyspec, rsd-c and rsd-s. They take "rejection", or a rule that accepts more of the same
-        trees. "held" holds siblings back (`heavypath.kernels.verifying.held`), "traversal" tries leaves before the
-        nodes above them (`.traversal`), "held_traversal" does both, for trees that do not grow; default:
-        `methods.DEFAULT_VERIFIERS`. Or, for any method and also at temperature 0, a callable as `Verifier` describes
-        it, such as `top_down(rule)`. You must then keep the target's law yourself, and there is no profile, since one
+    verifier: the rule that accepts or rejects drafted nodes. The methods with recursive rejection (chain, specinfer,
+        sequoia, dyspec, rsd-c, rsd-s) take "rejection", or a rule that accepts more of the same trees: "held" holds
+        siblings back (`heavypath.kernels.verifying.held`), "traversal" tries leaves before the nodes above them
+        (`.traversal`), and "held_traversal" does both, for trees that do not grow. Default:
+        `methods.DEFAULT_VERIFIERS`. Or, for any method and at any temperature, a callable that follows `Verifier`, such
+        as `top_down(rule)`. It must keep the target's distribution itself. It cannot be combined with a profile, which
         measures the built-in rules
     draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft is sampled; None takes the target's setting.
-        Where the draft takes its likeliest tokens, draft_temperature is that of the probabilities by which trees grow
-        (default: 0.6)
-    epsilon, delta: for typical-lossy: a drafted token is accepted iff P > min(epsilon, delta exp(-H(P))), where the
-        target samples (default: 0.09 and 0.3)
+        If the method takes the draft's likeliest tokens, draft_temperature only scales the probabilities by which trees
+        grow (default: 0.6)
+    epsilon, delta: for typical-lossy when it samples: a drafted token is accepted if P > min(epsilon, delta
+        exp(-H(P))), with H the entropy (default: 0.09 and 0.3)
     """
 
     verifier: "Verifier | str | None"
@@ -166,9 +168,9 @@ class RuleOptions(TypedDict, total=False):
 
 
 class DecoderOptions(TreeOptions, RuleOptions, total=False):
-    """Options for the drafted trees, the rules that draw and verify them, and how steps run.
+    """All options of a decoder: trees, sampling and verification, and how steps run.
 
-    cuda_graphs: replay each step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a
+    cuda_graphs: replay each step as one CUDA graph (default: on a GPU). False runs the same step eagerly, for a
         debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
     """
 
@@ -176,18 +178,20 @@ class DecoderOptions(TreeOptions, RuleOptions, total=False):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The sampling of the target, beside its temperature, which is 0 for greedy text, without the filters.
+    """How the target is sampled, besides its temperature.
 
-    top_k, top_p, min_p: 0 for top_k and min_p, and 1 for top_p, are off.
-    repetition_penalty: 1 is none; more makes tokens of the text so far less likely, prompt included.
-    min_new_tokens: until there are so many, no end-of-sequence token is drawn.
+    At temperature 0 decoding is greedy, and the filters are ignored.
+
+    top_k, top_p, min_p: filters; top_k=0, min_p=0 and top_p=1 turn them off.
+    repetition_penalty: 1 is none; above 1 makes the tokens of the sequence so far, prompt included, less likely.
+    min_new_tokens: no end-of-sequence token is generated before this many new tokens.
     eos_token_id: end of sequence, one token or several; None never stops early.
-    pad_token_id: fills what follows (default: the first eos_token_id).
+    pad_token_id: fills the output after the end of a sequence (default: the first eos_token_id).
     stop_strings: a sequence ends with the token that completes one of them; needs the tokenizer.
 
-    These, and the temperature, are taken from target.generation_config where they are left out: without do_sample the
-    temperature is 0. What is not set there either is off. A setting there that changes the text and is no option here
-    is an error; max_length and max_new_tokens are not looked at.
+    Options left out, and the temperature, are taken from target.generation_config; without do_sample there, the
+    temperature is 0. What is not set there either is off. A setting there that would change the output and is not
+    supported here is an error. max_length and max_new_tokens there are ignored.
     """
 
     top_k: int | None
@@ -201,16 +205,20 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """Further options of a request: a tokenizer for stop_strings and trace, criteria, and changes of the logits.
+    """Further options of a request: tokenizer, stopping criteria, and changes of the logits.
 
-    stopping_criteria: transformers' or your own, asked after each new token of each sequence, [1, T + new].
-    logits_processor: transformers' processors, `Grammar`s and functions of (input_ids LongTensor[R, T'], scores
-        fp32 [R, V]), one after the other on the logits of both models before the filters. In a batch also a list
-        with a list, or None, for each sequence. They get the prompt as given and the tokens on the path to a node.
-        Other classes than transformers' own have one row at a time. What they keep between calls is watched: trees
-        end where it changes, and each sequence has its own. keeps_no_state = True says that nothing depends on it.
-        The host takes part in each step, so that on a GPU no CUDA graph is used.
-    prefix_allowed_tokens_fn: of (sequence, its text LongTensor[T']), the tokens that may follow.
+    tokenizer: needed for stop_strings, and for text in a trace.
+    stopping_criteria: those of transformers or your own, called after each new token of each sequence, with [1, T +
+        new].
+    logits_processor: transformers' processors, `Grammar`s, and functions of (input_ids LongTensor[R, T'], scores fp32
+        [R, V]). They are applied in order to the logits of both models, before the filters. In a batch, the list may
+        also hold one list (or None) for each sequence. input_ids is the prompt as given and the tokens on the path to a
+        node. Classes other than transformers' own are called with one row at a time. State that a processor keeps
+        between calls is watched: trees end where it changes, and each sequence has its own. Set keeps_no_state = True
+        on a processor whose results do not depend on earlier calls. Processors run on the host in each step, so on a
+        GPU no CUDA graph is used.
+    prefix_allowed_tokens_fn: a function of (sequence index, its tokens LongTensor[T']) that returns the tokens that may
+        follow.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -220,21 +228,22 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 class GenerateOptions(RequestOptions, total=False):
-    """Options that `generate` has besides.
+    """All options of `generate`.
 
-    seed: the same seed gives the same text, for each sequence on its own (default: 0).
+    seed: the same seed gives the same output, for each sequence on its own (default: 0).
     attention_mask: [B, T], with zeros for left padding.
-    sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1) names each sequence's noise: a sequence
-        decoded alone under its id gets the text that it has in the batch; but see `profile` of the decoder.
+    sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1). Each id selects its own random numbers, so a
+        sequence decoded alone with its id gets the same output as in the batch; but see `profile` of the decoder.
     streamer: a transformers streamer for one sequence, or a list with one streamer for each sequence.
     trace: a file to write what each step drafted and why it was accepted or not; with a tokenizer, as text too.
     output_scores, output_logits: also return what each token was sampled from, and the model's own logits, as
         transformers does. The host then waits for each step, and memory for B x new tokens x V numbers is needed.
-    past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that
-        a prompt has in common with any of its texts is not computed again; input_ids are whole prompts all the
-        same. The cache is left as it is. The text is the same with and without, up to ties of rounding.
-    model_inputs: what the prompt has besides tokens, as a processor of transformers gives it: {"pixel_values": ...}.
-        The target alone reads it. A past with such prompts has their images: prompt b continues its text b.
+    past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that a
+        prompt shares with any of its sequences is not computed again. input_ids are still the whole prompts. The cache
+        is not modified. The output is the same with and without it, up to ties within rounding error.
+    model_inputs: further inputs of the prompt, as a transformers processor returns them: {"pixel_values": ...}. Only
+        the target reads them. A `past` made from such prompts includes their images: prompt b must continue its
+        sequence b.
     """
 
     seed: int
@@ -248,7 +257,7 @@ class GenerateOptions(RequestOptions, total=False):
     model_inputs: Mapping[str, Any] | None
 
 
-HABITS = {  # of callers of transformers' generate
+HABITS = {  # arguments of transformers' generate, with what to use instead here
     "do_sample": "temperature above 0 samples, 0 takes the likeliest token",
     "max_length": "max_new_tokens counts the new tokens",
     "num_beams": "a text is not searched for by beams",
@@ -263,7 +272,7 @@ HABITS = {  # of callers of transformers' generate
     "cache": "past= takes the .cache of what an earlier generate returned",
     "max_time": "stopping_criteria=[MaxTimeCriteria(seconds)] ends a text by time",
 }
-NUMBERS: dict[str, Callable[[str, object], float]] = {  # options that are one, by their kind
+NUMBERS: dict[str, Callable[[str, object], float]] = {  # options that are numbers, with the function that checks them
     **dict.fromkeys(("max_new_tokens", "min_new_tokens", "pad_token_id", "seed", "top_k", "draft_top_k"), whole),
     **dict.fromkeys(("tree_size", "max_depth", "width", "logprobs", "prompt_logprobs"), whole),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "threshold", "epsilon", "delta"), real),
@@ -273,10 +282,13 @@ _FLAGS = ("output_scores", "output_logits", "cuda_graphs", "replan")
 
 
 def checked_options(what: str, given: Mapping[str, Any], has: Any, *named: str) -> dict[str, Any]:
-    """Options, with numbers and end-of-sequence tokens as Python has them; None is for one that is left out.
+    """The given options as plain Python values; None means left out.
 
-    what: has the options of a TypedDict `has`, and those named
-    Raises TypeError for an option that there is not, and for one of another type, by its name.
+    what: the name of the function, for messages
+    has: the TypedDict of its options
+    named: names of its further parameters, for messages
+
+    Raises TypeError for an unknown option, and for a value of the wrong type, with the option's name.
     """
     for name in given:
         if name not in has.__annotations__:
@@ -309,14 +321,15 @@ def _as_python_has_it(name: str, value: Any) -> Any:
 def with_generation_config(
     options: Mapping[str, Any], temperature: float | None, config: GenerationConfig | None, vocab_size: int
 ) -> dict[str, Any]:
-    """All of `SamplingOptions`, and the temperature: what was left out is taken from a model's config.
+    """All of `SamplingOptions`, and the temperature, with those left out taken from the model's config.
 
-    options: of `SamplingOptions`, others are not looked at
-    Tokens of the config that the model does not have end no sequence, and are no padding. The result has "processors",
-    too: the config if settings of it stand for logits processors, else None.
+    options: those of `SamplingOptions`; others are ignored
 
-    Raises ValueError for a setting of the config that changes the output and that `generate` does not have. Where
-    nothing but pad_token_id was left out, no other setting is looked at.
+    Tokens in the config that the model does not have are ignored. The result has another key, "processors": the config
+    if some of its settings create logits processors, else None.
+
+    Raises ValueError for a setting of the config that would change the output and is not supported. If every option
+    except pad_token_id was given, the config's other settings are ignored.
     """
     config = GenerationConfig() if config is None else config
     found: dict[str, Any] = {name: options.get(name, _LEFT_OUT.get(name)) for name in SamplingOptions.__annotations__}
@@ -342,7 +355,7 @@ def with_generation_config(
 
 
 def unknown_settings(config: GenerationConfig) -> dict[str, Any]:
-    """The settings of transformers' own, of a later version, that nothing here knows, as far as they are set."""
+    """Settings of a later transformers unknown here, which this config sets to other than their default."""
     known = SERVED | HARMLESS | {*ANOTHER_WAY, *_UNSERVED}
     theirs = vars(GenerationConfig())
     usual = {name: (None, False, value) for name, value in theirs.items() if name not in known}
