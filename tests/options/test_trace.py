@@ -324,6 +324,13 @@ def test_pieces_are_the_text_and_texts_those_of_every_token(demo_pair, tmp_path)
     assert token_text(tokenizer, tokenizer(" the").input_ids[0]) == " the"
 
 
+def test_without_a_trace_nothing_of_it_runs(tiny_pair, monkeypatch):
+    monkeypatch.setattr(trace, "explain", None)
+    monkeypatch.setattr(trace.Recorder, "__init__", None)
+    out = SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8)
+    assert "trace" not in out.stats.seconds
+
+
 def test_numbers_have_four_digits_or_as_many_as_tell_a_coin_from_its_threshold():
     coins, thresholds = [0.41234, 0.41234, 0.5], [0.41231, 0.9, 0.5]
     reasons = Reasons(["root"] * 3, coins, thresholds, [0], [1 / 3, None, 0.0], [None] * 3, "bonus", 1.0)

@@ -131,6 +131,14 @@ def test_whatever_is_in_tokens_stays_text(hostile):
     assert {HOSTILE[0]} <= {*data["texts"].values()} <= {*HOSTILE}
 
 
+def test_large_traces_make_small_pages(demo_pair, tmp_path):
+    header, steps = recorded(demo_pair, tmp_path / "trace", tree_size=64, temperature=1.0)
+    step = max(steps, key=lambda step: len(step["tokens"]))
+    assert len(step["tokens"]) == 64
+    assert len(json.dumps(step)) < 5000
+    assert len(trace_page(header, [step | {"step": number} for number in range(200)])) < 1_000_000
+
+
 @pytest.mark.parametrize(("method", "temperature"), [("dyspec", 0.8), ("eagle-2", 0.0), ("autoregressive", 0.8)])
 @pytest.mark.few(1)
 def test_every_kind_of_method_has_a_page_with_all_of_its_sequences(method, temperature, demo_pair, tmp_path):
@@ -179,7 +187,11 @@ VISIT = """
 <script>
 const said = () => at("said").textContent;
 const key = name => document.dispatchEvent(new KeyboardEvent("keydown", {key: name}));
-const seen = {title: document.title, steps: []};
+const canvas = at("stage"), tree = canvas.firstElementChild;
+const seen = {title: document.title, opened: at("number").textContent + " " + at("of").textContent,
+  address: location.hash, canvas: [canvas.clientWidth, canvas.clientHeight],
+  tree: [tree.getBoundingClientRect().width, tree.getBoundingClientRect().height],
+  ready: Number(document.documentElement.dataset.ready), steps: []};
 addEventListener("error", event => { seen.error = event.message; });
 key("Home");
 for (const one of data.sequences[0].steps) {
@@ -284,6 +296,18 @@ def test_a_browser_says_in_whose_share_the_coin_of_held_siblings_lies(demo_pair,
             assert expected[fate] in shown["sentences"][node]
             assert f"from {begin:g} to {step['thresholds'][node]:g}." in shown["sentences"][node]
     assert told == {"accepted", "rejected", "beyond"}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path")
+def test_the_page_opens_on_the_first_step_with_a_canvas_that_fits_a_small_tree(demo_pair, tmp_path):
+    header, steps = recorded(demo_pair, tmp_path / "trace", tree_size=4)
+    steps = [step for step in steps if step["tokens"] and -1 not in step["tokens"]]  # trees of one shape
+    seen = visited(trace_page(header, steps), tmp_path)
+    assert seen["opened"] == f"step 1 of {len(steps)}"
+    assert seen["address"] == "#1.1"
+    (width, height), (tree_width, tree_height) = seen["canvas"], seen["tree"]
+    assert tree_height > height - 16
+    assert tree_width > width / 2
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path")
