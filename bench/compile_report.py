@@ -139,7 +139,7 @@ def modules_used(source: str) -> list[str]:
 
 @cache
 def imported(source: str) -> set[str]:
-    """Names of the modules of kernels/ that this code imports itself, inside functions too."""
+    """Names of the modules of kernels/ that this code imports itself, inside functions too; none of the CPU's."""
     names: list[str] = []
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
@@ -149,7 +149,8 @@ def imported(source: str) -> set[str]:
         elif isinstance(node, ast.Import):
             names += [each.name for each in node.names]
     prefix = f"{PACKAGE}."
-    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    used = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return {name for name in used if name.split(".")[0] != "native"}  # which a GPU has no part in
 
 
 @cache

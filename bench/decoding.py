@@ -7,7 +7,8 @@ methods      (the default) every method beside transformers' generate and assist
 batch        batches of several sizes: trees that follow them, fixed ones, no draft, transformers. Behind that batches
              whose sequences end after a quarter of the tokens to twice as many; their ratio is to plain decoding
 defaults     each method with its defaults beside plain decoding and chains of 1 to 8 levels, by each kind of draft, for
-             one sequence and in batches. Each round decodes other prompts. `to_chain` is over the fastest chain
+             one sequence and in batches. Each round decodes other prompts. `step` is the time of a step over one of
+             plain decoding just before; a speed is the tokens per step over it. `to_chain` is over the fastest chain
 in-vain      defaults beside plain decoding where drafts cannot pay: of random weights, as large as the target, or in a
              batch of 32; each method at its temperature. After the first round decoders know that
 ragged       the sequences of a batch end after 16, 32, 48, ... tokens: slots that close up, and that are carried along
@@ -59,6 +60,7 @@ from common import (
     times_as_fast,
     token_ids,
 )
+from decoding_defaults import KINDS, defaults
 from demo_pair import corpus
 from torch import Tensor
 
@@ -96,8 +98,6 @@ from heavypath.speculative.walking import DEPTH, Extent, as_measured, walk
 
 REJECTION, PLAIN, TRANSFORMERS, MODEL = "rejection", "plain", "transformers", "model"
 CHAIN = 6  # nodes of a chain, whatever the trees have
-CHAINS = 8  # levels of the longest chain that defaults are compared with
-KINDS = ("model", "head", "lookup", "recall")
 PHASES = ("draft", "sampling", "target", "verification", "compaction", "host")
 PREFIX, LEVELS = 300, (1, 4, 16)  # rows behind which a corpus is asked, for so many nodes
 TREES = {  # of --sweep verifier: the method, and the decoder's options; then methods with their default trees
@@ -154,48 +154,6 @@ def batch(bench: Bench) -> Iterator[Row]:
                 yield from _ways(decoders, texts.tokens, asked, case, given.rounds, their)
                 if size > 1:
                     yield from _ways(decoders, texts.tokens, asked | mixed, case | {"lengths": "mixed"}, given.rounds)
-
-
-def defaults(bench: Bench) -> Iterator[Row]:
-    given = bench.given
-    kinds = {MODEL: bench.draft, "head": load_demo_head(bench.target), "lookup": PromptLookup(), "recall": Recall()}
-    for name in given.draft:
-        chains = {f"chain of {levels}": {"tree": TokenTree.chain(levels)} for levels in range(1, CHAINS + 1)}
-        ways = {way: ("chain", options) for way, options in chains.items()} | {way: (way, {}) for way in given.method}
-        for temperature in given.temperature:
-            for size in given.batch:
-                decoders = {PLAIN: bench.decoder("autoregressive")}
-                for way, (method, options) in ways.items():
-                    decoders[way] = SpeculativeDecoder(bench.target, kinds[name], method, **options)
-                case = {"draft": name, "temperature": temperature, "batch": size}
-                yield from _beside_chains(bench, decoders, [*chains], case)
-
-
-def _beside_chains(
-    bench: Bench, decoders: Mapping[str, SpeculativeDecoder], chains: Sequence[str], case: Row
-) -> Iterator[Row]:
-    """A row for each decoder: its speed, and how many times as fast as plain decoding and as the best chain it is."""
-    new, size, rounds = bench.given.max_new_tokens, case["batch"], bench.given.rounds
-    every = bench.few_prompts(size * (rounds + 1))
-    texts = [batch_of(every[size * place : size * (place + 1)]) for place in range(rounds + 1)]
-    decoded: dict[str, list] = {name: [] for name in decoders}
-
-    def run(name: str) -> None:
-        own = texts[len(decoded[name])]
-        asked = {"max_new_tokens": new, "temperature": case["temperature"], **own.options}
-        decoded[name].append(decoders[name].generate(own.tokens, **asked).stats)
-
-    times = in_turns({name: partial(run, name) for name in decoders}, rounds)
-    best = max(chains, key=lambda chain: times_as_fast(times, chain, PLAIN).median)
-    for name in decoders:
-        to_plain, to_chain = (times_as_fast(times, name, other) for other in (PLAIN, best))
-        counted = decoded[name][1:]
-        yield case | {
-            "way": name, "tree": counted[0].tree, "tokens_per_second": size * new / median(times[name]),
-            "tokens_per_step": sum(each.new_tokens for each in counted) / sum(each.steps for each in counted),
-            "to_plain": to_plain.median, "plain_quartiles": to_plain[1:],
-            "to_chain": to_chain.median, "chain_quartiles": to_chain[1:], "best_chain": best,
-        }  # fmt: skip
 
 
 def _ways(

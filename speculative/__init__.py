@@ -9,8 +9,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from heavypath.speculative.costs.threads import is_command, wait_passively
 from heavypath.speculative.names import PUBLIC, load
+from heavypath.speculative.waiting import is_command, wait_passively
 
 if TYPE_CHECKING:  # the public names for type checkers and editors; at run time `names.PUBLIC` has them
     from heavypath.kernels.nodes import Verified as Verified

@@ -118,7 +118,7 @@ class SpeculativeDecoder:
         return [self._target, *(self._draft or NO_DRAFT).models]
 
     def _notice_changes(self) -> None:
-        """Rebuild the target's forward pass, and the draft, if the target's modules have changed since it was built."""
+        """Rebuild the target's forward pass, and the draft, if the target's modules have changed since."""
         check_no_autocast(self._target.device)
         if self._peers.any(not self._target.is_current()):
             self._target = forward_of(self.target, "target")
@@ -126,7 +126,7 @@ class SpeculativeDecoder:
                 self._draft = as_draft(self._given_draft, self._target, self.target)
 
     def _notice_changes_of_draft(self) -> None:
-        """Rebuild the draft if the modules of one of its models have changed since it was built."""
+        """Rebuild the draft if the modules of one of its models have changed since the last call."""
         stale = not all(model.is_current() for model in self._models[1:])
         if self._peers.any(stale) and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
@@ -214,7 +214,7 @@ class SpeculativeDecoder:
         )
 
     def serve(self, slots: int = 8, **limits: Any) -> "Service":
-        """Start a service that decodes requests as they arrive, up to `slots` together; see `serving.opening.serve`."""
+        """Start a service that decodes up to `slots` requests at a time; see `serving.opening.serve`."""
 
         def plan() -> StepPlan:
             self._notice_changes()

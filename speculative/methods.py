@@ -307,7 +307,7 @@ METHODS = {
     "dyspec": Method("without_replacement", "without_replacement", _by_slots),
     # Jeon, Gagrani, Goel, Park, Lee and Lott 2024, "Recursive Speculative Decoding: Accelerating LLM Inference via
     # Sampling Without Replacement" (arXiv 2402.14160). RSD-C takes any number of children for each level, which is
-    # branching=[...] here. The paper leaves these numbers open; by default we choose the best ones for the acceptance.
+    # branching=[...] here. The paper leaves the numbers open; our default are the best ones for the acceptance.
     "rsd-c": Method("without_replacement", "without_replacement", _by_levels),
     # RSD-S of the same paper: stochastic beam search.
     "rsd-s": Method("without_replacement", "without_replacement", _beam),
@@ -315,8 +315,8 @@ METHODS = {
     # position, so the output is that of "autoregressive" with the same seed.
     "ersd": Method("without_replacement", "race", _planned),
     # Li, Wei, Zhang and Zhang 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (arXiv
-    # 2406.16858). Only its tree policy: expand the likeliest nodes, then keep the likeliest of all. Any draft can be
-    # used, not only an EAGLE head. The nodes to keep are chosen among the `width` best of each level; the paper
+    # 2406.16858). Only its tree policy: expand the likeliest nodes, then keep the likeliest of all. Any draft will do,
+    # not only an EAGLE head. The nodes to keep are chosen among the `width` best of each level; the paper
     # chooses among all children of the expanded nodes. The tree is verified with a sample of the target.
     "eagle-2": Method("top_k", "target_sample", _by_nodes),
     # The draft's likeliest tokens, verified with a sample of the target: the top-k baseline of Sequoia's paper.

@@ -107,9 +107,8 @@ class TreeOptions(TypedDict, total=False):
     """Options for the trees of a decoder. Each but tree_size applies to some methods only; the others refuse it.
 
     tree_size: nodes of the drafted tree, root included. A method that cannot have exactly that size takes the next
-        smaller one. Default on a CPU: 5; if weights are streamed: by what a pass reads and computes, see
-        `costs.streamed`. Default on a GPU: the size and depth that are fastest for one sequence, by the costs that
-        `costs.roofline` estimates from the device and the models. At temperature 0, and for ersd, the default follows
+        smaller one. Default: the size and depth that are fastest for one sequence, by the costs that
+        `costs.estimates` estimates from the device and the models. At temperature 0, and for ersd, the default follows
         the batch size, because the output does not depend on the tree: larger batches have smaller trees, down to plain
         decoding, and the trees grow again while the batch shrinks
     tree: a TokenTree to use instead, for methods whose trees do not grow
@@ -356,9 +355,7 @@ def with_generation_config(
 
 
 def unknown_settings(config: GenerationConfig) -> dict[str, Any]:
-    """The config's settings that this package does not know (from a later transformers) and that are not at their
-    default.
-    """
+    """Settings of a later transformers unknown here, which this config sets to other than their default."""
     known = SERVED | HARMLESS | {*ANOTHER_WAY, *_UNSERVED}
     theirs = vars(GenerationConfig())
     usual = {name: (None, False, value) for name, value in theirs.items() if name not in known}

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.library import thread_count
-from heavypath.kernels.native.recording import Arguments, ask, dense, fields, launch
+from heavypath.kernels.native.recording import Arguments, ask, fields, launch
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.levels import Fed
 from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
@@ -32,18 +32,18 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
     batch, parents, most = draws.tokens.shape
     end = above.first + parents
     assert end + count <= slots.tokens.shape[1]
-    lines = None if policy.by == "beam" or policy.lines is None else dense(policy.lines)
+    lines = None if policy.by == "beam" or policy.lines is None else policy.lines.contiguous()
     mask = torch.empty(batch, count, end + count, dtype=torch.bool, device="cpu")
     fed = torch.empty(5, batch, count, dtype=torch.long, device="cpu")
-    mask_above = above.mask if above.mask.stride(2) == 1 else dense(above.mask)
+    mask_above = above.mask if above.mask.stride(2) == 1 else above.mask.contiguous()
     rows = {}
     if lines is not None or (policy.by != "beam" and not policy.noisy):
         logits = logits.detach().float()
-        logits = logits if logits.stride(2) == 1 else dense(logits)
+        logits = logits if logits.stride(2) == 1 else logits.contiguous()
         strides = {"batch_stride": logits.stride(0), "row_stride": logits.stride(1)}
         rows = {"logits": logits, **strides, "vocab": logits.shape[2]}
-    drawn, drawn_keys, drawn_logprobs = map(dense, draws)
-    root_tokens, lengths, noise_rows, left = map(dense, roots)
+    drawn, drawn_keys, drawn_logprobs = (each.contiguous() for each in draws)
+    root_tokens, lengths, noise_rows, left = (each.contiguous() for each in roots)
     call = _Grow(
         batch, above.first, parents, most, count, slots.tokens.shape[1], above.depth + 1,
         _BY[policy.by], policy.noisy, thread_count(), policy.temperature, policy.threshold,
@@ -62,7 +62,7 @@ def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool
     out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long, device="cpu")
     call = _Assembly(
         batch, stride, last.end, last.first, trims, nodes, 0, slots.parents, slots.ranks, slots.depths, slots.tokens,
-        slots.values, dense(roots.lengths), dense(roots.noise_rows), out,
+        slots.values, roots.lengths.contiguous(), roots.noise_rows.contiguous(), out,
     )  # fmt: skip
     launch("assemble", call)
     if trims:

@@ -10,7 +10,7 @@ from torch import Tensor
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import thread_count
 from heavypath.kernels.native.products import TYPES, Blocks, NormStruct, WeightStruct
-from heavypath.kernels.native.recording import Arguments, dense, fields, launch
+from heavypath.kernels.native.recording import Arguments, fields, launch
 
 
 class _RootEntries(Arguments):
@@ -88,8 +88,8 @@ def root_entries(root: Tensor, lengths: Tensor, drafted: Tensor | None, most: in
         features.new_empty(batch, most, features.shape[2]),
     )
     call = _RootEntries(
-        batch, most, features.shape[1], size * features.shape[2], dense(root), dense(lengths),
-        None if drafted is None else dense(drafted), known, text, features, outputs,
+        batch, most, features.shape[1], size * features.shape[2], root.contiguous(), lengths.contiguous(),
+        None if drafted is None else drafted.contiguous(), known, text, features, outputs,
         text.stride(0), size * features.stride(0), size * outputs.stride(0), present, tokens, rows, prefix, mask, given,
     )  # fmt: skip
     launch("root_entries", call)
@@ -103,12 +103,12 @@ def node_entries(nodes: tuple[Tensor, Tensor, Tensor], lengths: Tensor, outputs:
     nodes: positions, cache rows and parents' rows of the nodes, LongTensor[B, n] each
     outputs: [B, rows, H]
     """
-    positions, cache_rows, parent_rows = map(dense, nodes)
+    positions, cache_rows, parent_rows = (each.contiguous() for each in nodes)
     (batch, count), size = positions.shape, outputs.element_size()
     rows, places = torch.empty(2, batch, count, dtype=torch.long, device="cpu").unbind()
     prefix, given = rows.new_empty(batch), outputs.new_empty(batch, count, outputs.shape[2])
     call = _NodeEntries(
-        batch, count, size * outputs.shape[2], dense(lengths), cache_rows, positions, parent_rows, outputs,
+        batch, count, size * outputs.shape[2], lengths.contiguous(), cache_rows, positions, parent_rows, outputs,
         size * outputs.stride(0), prefix, rows, places, given,
     )  # fmt: skip
     launch("node_entries", call)
@@ -129,15 +129,15 @@ def keep(
     fc:    the weight whose product is kept; None for the states themselves
     to:    features [B, rows, F] and, if tokens are kept, LongTensor[B, rows]
     """
-    (features, text), (each, joined), taps = to, norms, [*map(dense, taps)]
+    (features, text), (each, joined), taps = to, norms, [each.contiguous() for each in taps]
     batch, nodes, width = taps[0].shape
     places, structures = (c_void_p * len(taps))(*(tap.data_ptr() for tap in taps)), (NormStruct * len(taps))()
     for own, norm in zip(structures, each, strict=True):
         own.take(norm)
     call = _Keep(
         batch, nodes, len(taps), width, features.shape[2], addressof(places), addressof(structures),
-        tokens=dense(tokens), cache_rows=dense(cache_rows), features=features, features_step=features.stride(0),
-        text=text, text_step=0 if text is None else text.stride(0),
+        tokens=tokens.contiguous(), cache_rows=cache_rows.contiguous(), features=features,
+        features_step=features.stride(0), text=text, text_step=0 if text is None else text.stride(0),
         scratch=torch.empty(batch * nodes * len(taps) * width, dtype=torch.float32, device="cpu"),
         threads=thread_count(0 if fc is None else fc.weight.nbytes),
     )  # fmt: skip
@@ -167,7 +167,8 @@ def medusa(weights: MedusaWeights, states: Tensor, lengths: Tensor, heads: int, 
     read = sum(blocks.weight.nbytes for layer in layers for blocks in layer[:heads])
     call = _Medusa(
         batch, heads, len(layers), width, vocab, addressof(structures), len(layers[0]) if layers else 0,
-        addressof(lm_heads), int(len(lm_heads) > 1), dense(lengths), states, states.stride(0), logits, logits.stride(0),
+        addressof(lm_heads), int(len(lm_heads) > 1), lengths.contiguous(), states, states.stride(0), logits,
+        logits.stride(0),
         torch.empty(2 * heads * batch * width, dtype=torch.float32, device="cpu"),
         thread_count(read + weights.lm_heads[0].weight.nbytes),
     )  # fmt: skip

@@ -8,9 +8,11 @@ allocates results. This takes as long as the kernels of a small model. Recorded,
     if recording.obstacle is None:
         recording.replay()               # runs again, on the same tensors; `result` holds what it did
 
-Everything that computes must go through `do`. Other computations would be done once and never again, so a recording
-looks out for them. Any operation of PyTorch but views and allocations is an obstacle, and so is a function that takes
-its reference in PyTorch or NumPy (`choose_impl`). A recording cannot see other computations of NumPy.
+A recording sees two kinds of computations: compiled kernels, which go through `do`, and the operations of PyTorch that
+`_WRITES`, `_COPIES` and `_IN_PLACE` name. These are replayed into the tensors that they returned. Views and allocations
+are not computed again. All else is an obstacle: other operations of PyTorch, `item` among them; functions that take
+their reference in PyTorch (`choose_impl`); and what says so itself (`refuse`), as code of the user's does. A recording
+cannot see what NumPy computes, nor values that `tolist` reads.
 """
 
 import threading
@@ -28,6 +30,18 @@ from torch.utils._pytree import tree_leaves
 from heavypath.kernels.native.library import compiled
 
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "detach_", "alias"}
+_aten = torch.ops.aten
+_WRITES = {  # operations, and the same ones with a tensor that they write their result to
+    _aten.add.Tensor: _aten.add.out,
+    _aten.cat.default: _aten.cat.out,
+    _aten.clamp.default: _aten.clamp.out,
+    _aten.gather.default: _aten.gather.out,
+    _aten.ge.Scalar: _aten.ge.Scalar_out,
+    _aten.index_select.default: _aten.index_select.out,
+    _aten.mul.Tensor: _aten.mul.out,
+}
+_COPIES = {_aten._to_copy.default, _aten.clone.default, _aten.contiguous.default, _aten.to.dtype}
+_IN_PLACE = {_aten.copy_.default, _aten.index_copy_.default, _aten.masked_fill_.Scalar, _aten.zero_.default}
 _of_thread = threading.local()
 
 
@@ -58,15 +72,32 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note what is computed outside of the calls."""
-        result = func(*args, **kwargs or {})
-        if not (self._inside or func._schema.name.removeprefix("aten::") in _ALLOCATIONS):
-            # Some operations that are called views copy where they must, `contiguous` for one.
-            sources = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
-            made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-            if not (func.is_view and all(each.untyped_storage().data_ptr() in sources for each in made)):
-                self.obstacle = self.obstacle or str(func)
+        """Run an operation of PyTorch. Outside of `do`, note it as a call or as an obstacle."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if self._inside or name in _ALLOCATIONS or (func.is_view and _shares(args, result)):
+            return result
+        if func in _WRITES:
+            self._again(_WRITES[func], args, {**kwargs, "out": result})
+        elif func in _COPIES:
+            self._again(_aten.copy_.default, (result, args[0]), {})
+        elif func in _IN_PLACE:
+            self._again(func, args, kwargs)
+        else:
+            self.obstacle = self.obstacle or str(func)
         return result
+
+    def _again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have a replay run an operation."""
+        self.calls.append(lambda: func(*args, **kwargs))
+
+
+def _shares(args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a result has the memory of the arguments. Some operations that are called views copy where they must."""
+    sources = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+    made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    return all(each.untyped_storage().data_ptr() in sources for each in made)
 
 
 @contextmanager
@@ -114,18 +145,9 @@ def _plain(value: Any) -> Any:
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
-def launch(name: str, call: Arguments) -> None:
-    """Call the compiled kernel of this name."""
-    do(partial(getattr(compiled(), name), byref(call)), call)
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """`tensor.contiguous()`, recorded if it takes a copy."""
-    if tensor.is_contiguous():
-        return tensor
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    do(partial(made.copy_, tensor))
-    return made
+def launch(name: str, *given: Structure) -> None:
+    """Call the compiled kernel of this name with these structures."""
+    do(partial(getattr(compiled(), name), *map(byref, given)), given)
 
 
 def ask(question: Callable[[], Any]) -> Any:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.library import thread_count
-from heavypath.kernels.native.recording import Arguments, dense, fields, launch
+from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.kernels.recurrent.paths import KeptNodes, Paths
 
 
@@ -22,17 +22,17 @@ def tree_rule(
 
     inputs: query, key, value and gate as of `recurrent.delta`, and of a delta rule beta; state: fp32
     """
-    query, key, value, gate, *rest = (dense(each.float()) for each in inputs)
+    query, key, value, gate, *rest = (each.float().contiguous() for each in inputs)
     (batch, nodes, heads, columns), before, gates = value.shape, paths.before, gate[0, 0, 0].numel()
     totals = torch.empty(batch, before + nodes, *gate.shape[2:], dtype=torch.float64, device="cpu")
     if above is not None:
         totals[:, :before] = above.totals
-    earlier = (None, None) if above is None else (dense(above.keys.float()), dense(above.values))
+    earlier = (None, None) if above is None else (above.keys.float().contiguous(), above.values.contiguous())
     out, update = torch.empty(2, batch, nodes, heads, columns, dtype=torch.float32, device="cpu").unbind()
     call = _TreeRule(
         batch, nodes, before, heads, key.shape[2], key.shape[3], columns, gates, bool(rest), query, key, earlier[0],
-        value, earlier[1], rest[0] if rest else None, gate, totals, dense(paths.mask), dense(state), out, update,
-        thread_count(state.nbytes),
+        value, earlier[1], rest[0] if rest else None, gate, totals, paths.mask.contiguous(), state.contiguous(), out,
+        update, thread_count(state.nbytes),
     )  # fmt: skip
     launch("tree_rule", call)
     if above is None:

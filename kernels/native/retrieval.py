@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.library import compiled
-from heavypath.kernels.native.recording import Arguments, dense, do, fields
+from heavypath.kernels.native.recording import Arguments, do, fields
 from heavypath.kernels.retrieval.corpus import SortedCorpus
 
 _HALVINGS = 149  # occurrences that have a weight, at most
@@ -114,7 +114,7 @@ def _asked(sought: Sought, most: int, vocab_size: int, after_last: bool) -> tupl
     weights = torch.empty(room, dtype=torch.float32, device="cpu")
     step, per_head, *_ = sought.keys.stride()
     head = (sought.keys.shape[1] - 1) * per_head  # the last one has the tokens
-    tokens, cache_rows, parent_rows, lengths = map(dense, sought[:4])
+    tokens, cache_rows, parent_rows, lengths = (each.contiguous() for each in sought[:4])
     known, latest, earlier = sought.known_rows
     return _Proposed(out, places, weights), {
         "batch": batch, "nodes": nodes, "first": first, "longest": longest, "vocab": vocab_size,

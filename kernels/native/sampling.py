@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.library import compiled, thread_count
-from heavypath.kernels.native.recording import Arguments, dense, fields, launch
+from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.kernels.noise import Noise
 
 
@@ -51,13 +51,13 @@ def draw(
     """Tokens LongTensor[R, k], keys and logprobs fp32 [R, k] of logits [R, V], as the reference of `sampling`."""
     logits = logits.detach().float()
     if logits.stride(1) != 1:
-        logits = dense(logits)
+        logits = logits.contiguous()
     rows, vocab = logits.shape
     tokens = torch.empty(rows, k, dtype=torch.long, device="cpu")
     keys, logprobs = torch.empty(2, rows, k, dtype=torch.float32, device="cpu").unbind()
     call = _Draw(
         logits, logits.stride(0), rows, vocab, k, FiltersStruct.of(filters), seed_tensor(noise.seed),
-        None if noise.rows is None else dense(noise.rows), replacement, uniform_fill, tokens, keys, logprobs,
+        None if noise.rows is None else noise.rows.contiguous(), replacement, uniform_fill, tokens, keys, logprobs,
         thread_count(),
     )  # fmt: skip
     launch("draw", call)
@@ -68,7 +68,7 @@ def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
     """fp32 [B, N, V] of logits [B, N, V] and fp64 [B, 4], as the reference of `kernels.sequence_scores`."""
     logits = logits.detach().float()
     if logits.stride(2) != 1:
-        logits = dense(logits)
+        logits = logits.contiguous()
     scores = torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     call = _SequenceScores(
         logits, *logits.shape, logits.stride(0), logits.stride(1), settings, settings.stride(0), scores, thread_count()

@@ -35,12 +35,6 @@ struct Alike {
     int64_t* first;               // [B, given]
 };
 
-struct Numbering {
-    int64_t batch, count, step, place_step;
-    const int64_t *base, *places;  // [B]; [count], or [B, count] with a place_step of count
-    int64_t* out;                  // [B, count]
-};
-
 struct RowCopies {
     int64_t batch, count, row_bytes, from_batch, from_row, to_batch, to_row;  // strides in bytes
     const uint8_t* from;
@@ -156,12 +150,6 @@ void alike(const Alike* call) {
         }
         for (int64_t i = 0; i < call->given; i++) texts[call->node[i]] = call->node[first[i]];
     }
-}
-
-void number(const Numbering* call) {
-    for (int64_t b = 0; b < call->batch; b++)
-        for (int64_t i = 0; i < call->count; i++)
-            call->out[b * call->count + i] = call->base[b] + call->step * call->places[b * call->place_step + i];
 }
 
 void copy_rows(const RowCopies* call) {

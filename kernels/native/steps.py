@@ -9,7 +9,8 @@ from ctypes import addressof
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import Arguments, dense, fields, launch
+from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.kernels.nodes import Nodes, Verified
 
 
@@ -26,10 +27,6 @@ class _Place(Arguments):
 
 class _Alike(Arguments):
     _fields_ = fields("batch nodes given *tokens *texts *node *parent *first")
-
-
-class _Numbering(Arguments):
-    _fields_ = fields("batch count step place_step *base *places *out")
 
 
 class _RowCopies(Arguments):
@@ -76,7 +73,7 @@ def place(
     drawn_tokens, child, draw = drawn or (None, None, None)
     node, parent, depth = given
     out = torch.empty(5, batch, node.shape[0], dtype=torch.long, device="cpu")
-    noise_rows = noise_rows if noise_rows.stride(1) == 1 else dense(noise_rows)
+    noise_rows = noise_rows if noise_rows.stride(1) == 1 else noise_rows.contiguous()
     call = _Place(
         batch, nodes, node.shape[0], 0 if child is None else child.shape[0],
         0 if drawn_tokens is None else drawn_tokens.shape[1], whole, tokens, noise_rows, noise_rows.stride(0), roots,
@@ -94,21 +91,17 @@ def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -
     return first
 
 
-def numbered(base: Tensor, places: Tensor, step: int) -> Tensor:
-    """base[:, None] + step * places, LongTensor[B, n]; base LongTensor[B], places LongTensor[n] or [B, n]."""
-    places = dense(places)
-    out = torch.empty(len(base), places.shape[-1], dtype=torch.long, device="cpu")
-    place_step = places.shape[-1] if places.dim() > 1 else 0
-    launch("number", _Numbering(*out.shape, step, place_step, dense(base), places, out))
-    return out
-
-
-def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
+def copy_rows(rows: Tensor, to: Tensor, places: Tensor, *, impl: str = "auto") -> None:
     """to[b, places[i]] = rows[b, i] for rows [B, n, V] and to [B, N, V] of one type, with columns side by side.
 
     places: LongTensor[n], below N, which is not checked
+    impl: "native" takes half the time of PyTorch's `index_copy_`, which is "torch" and what a GPU has
+
     Raises ValueError for tensors that do not fit: memory would be overwritten.
     """
+    if choose_impl("copy_rows", impl, rows, native=True) != "native":
+        to.index_copy_(1, places, rows)
+        return
     size, (batch, count, vocab) = rows.element_size(), rows.shape
     fits = to.dtype == rows.dtype and (to.shape[0], to.shape[2], places.shape[0]) == (batch, vocab, count)
     if not (fits and rows.stride(2) == to.stride(2) == 1):
@@ -131,7 +124,9 @@ def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
         size, (batch_stride, head_stride, row_stride, _) = cache.element_size(), cache.stride()
         own.first, own.heads, own.row_bytes = cache.data_ptr(), cache.shape[1], cache.shape[3] * size
         own.batch_stride, own.head_stride, own.row_stride = size * batch_stride, size * head_stride, size * row_stride
-    call = _Compaction(*path.shape, len(caches), dense(path), dense(length), dense(prefix_length), addressof(rows))
+    call = _Compaction(
+        *path.shape, len(caches), path.contiguous(), length.contiguous(), prefix_length.contiguous(), addressof(rows)
+    )
     call.kept += rows, caches
     launch("compact", call)
 
@@ -150,9 +145,9 @@ def commit(
     shapes = [nodes.parents, nodes.ranks, depths]
     one_shape = all(each.dim() == 1 for each in shapes)
     if not one_shape:
-        shapes = [dense(each.expand(batch, -1)) for each in shapes]
+        shapes = [each.expand(batch, -1).contiguous() for each in shapes]
     parents, ranks, depths = shapes
-    path, length, after = map(dense, verified)
+    path, length, after = (each.contiguous() for each in verified)
     call = _Commit(
         batch, count, path.shape[1], stops.shape[0], branching, seen.shape[1], counts.shape[1],
         numbers, numbers.stride(0), output, output.stride(0), stops, seen, seen.stride(0), counts, nodes.tokens,

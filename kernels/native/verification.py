@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.library import compiled
-from heavypath.kernels.native.recording import Arguments, dense, do, fields
+from heavypath.kernels.native.recording import Arguments, do, fields
 from heavypath.kernels.native.sampling import FiltersStruct, seed_tensor
 from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.ordering import sibling_order
@@ -41,14 +41,14 @@ def verify(given: VerifyInputs) -> Verified:
         ranks = sibling_order(parents)
     one_shape = parents.dim() == ranks.dim() == 1 or parents.stride(0) == ranks.stride(0) == 0
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
-    parents, ranks = (dense(each if one_shape else each.expand(batch, -1)) for each in shaped)
-    rows = torch.arange(batch * count, device="cpu") if noise.rows is None else dense(noise.rows)
+    parents, ranks = ((each if one_shape else each.expand(batch, -1)).contiguous() for each in shaped)
+    rows = torch.arange(batch * count, device="cpu") if noise.rows is None else noise.rows.contiguous()
     target, draft = _readable(given.target_logits), given.draft_logits
     draft = None if draft is None else _readable(draft)
     path, length = tokens.new_empty(batch, given.max_depth + 1), tokens.new_empty(batch)
     next_token, bad = torch.empty_like(length), (c_int64 * 3)()
     call = _Verification(
-        batch, count, target.shape[-1], given.max_depth, _METHODS[given.method], given.independent, dense(tokens),
+        batch, count, target.shape[-1], given.max_depth, _METHODS[given.method], given.independent, tokens.contiguous(),
         parents, ranks, rows, 0 if one_shape else count, target, draft, target.stride(0),
         0 if draft is None else draft.stride(0), FiltersStruct.of(given.target_filters),
         FiltersStruct.of(given.draft_filters), seed_tensor(noise.seed), path, length, next_token, addressof(bad),
@@ -69,4 +69,4 @@ def verify(given: VerifyInputs) -> Verified:
 def _readable(logits: Tensor) -> Tensor:
     """Logits [B, N, V] in fp32, with the rows of a sequence side by side."""
     logits = logits.detach().float()
-    return logits if logits.stride(2) == 1 and logits.stride(1) == logits.shape[2] else dense(logits)
+    return logits if logits.stride(2) == 1 and logits.stride(1) == logits.shape[2] else logits.contiguous()

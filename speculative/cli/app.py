@@ -1,9 +1,9 @@
-"""The `heavypath` command: its commands, those that one needs first before the others, and how errors are said.
+"""The `heavypath` command: its subcommands, in the order in which users need them, and its error messages.
 
-Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
-one line; 2 for wrong usage; 130 for Ctrl-C.
+Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, reported in one
+line; 2 for wrong usage; 130 for Ctrl-C.
 
-A command's module declares its options and imports what is slow to import once the command runs.
+A subcommand's module declares its options, and imports slow modules only when it runs.
 """
 
 import importlib.metadata
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(args=arguments, prog_name="heavypath", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest of the output
         return 1
     except KeyboardInterrupt:
         return 130
@@ -85,13 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _expected() -> tuple[type[Exception], ...]:
-    """Errors that are said in one line; some are those of modules that a command has imported."""
+    """Exceptions that are reported in one line.
+
+    Some of their classes are in modules that may not have been imported.
+    """
     others = [(sys.modules[module], name) for module, name in OTHER_ERRORS.items() if module in sys.modules]
     return (ValueError, TypeError, OSError, ImportError, *(getattr(module, name) for module, name in others))
 
 
 def _in_words(error: Exception) -> str:
-    """The message of an error; of a package that is missing, what needs it."""
+    """The message of an error; for a missing package, how to install it."""
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "numpy"):
         return f"{error.name} is not installed; it comes with `pip install .` in a checkout ({error})"
     return str(error)
@@ -104,7 +107,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _fail_usage(error: Exception) -> int:
-    """Report a wrong usage, whose error is of click's or of typer's class, depending on typer's version."""
+    """Report wrong usage; the error's class is click's or typer's, depending on typer's version."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "heavypath"
     return _fail(f"{error.format_message()} (see {command} --help)", 2)  # pyright: ignore[reportAttributeAccessIssue]

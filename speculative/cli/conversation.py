@@ -1,4 +1,4 @@
-"""A conversation in a terminal: its messages, and what was computed of them."""
+"""`Conversation`: the state of a chat in a terminal."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.text_stream import TextStream
 
-PROMPT_END = 32  # tokens, in which a template may open thinking
+PROMPT_END = 32  # how many of the prompt's last tokens are searched for an opened thinking marker
 
 
 class Conversation:
-    """The messages so far, and what was computed of them.
+    """The messages so far, and the cached rows of the last answer.
 
-    options: of `generate`; the seed is that of the first answer, and each answer after it has the next one
+    options: of `generate`; the seed is that of the first answer, and each further answer adds 1
     """
 
     def __init__(
@@ -29,19 +29,22 @@ class Conversation:
         self.decoder = decoder
         self.last: Generation | None = None
         self._pair, self._template, self._system, self._options = pair, template, system, options
-        self._past: TextCache | None = None  # held, whatever else the decoder writes
+        self._past: TextCache | None = None  # kept alive here, since the decoder only keeps its latest caches
         self._prompt_end = ""
         self.reset()
 
     def reset(self) -> None:
-        """Forget all messages but the system's."""
+        """Forget all messages except the system message."""
         self._messages: list[dict[str, str]] = (
             [] if self._system is None else [{"role": "system", "content": self._system}]
         )
         self._answers = 0
 
     def answer(self, text: str) -> None:
-        """Answer a message on standard output. A message that cannot be answered is said so, and forgotten."""
+        """Answer a message on standard output.
+
+        If it cannot be answered, the error is printed and the message forgotten.
+        """
         self._messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         stream = TextStream(self._pair.tokenizer, lambda piece: pieces.append(piece) or write_now(piece))
@@ -59,7 +62,7 @@ class Conversation:
         self._messages.append(self._message("".join(pieces)))
 
     def _message(self, text: str) -> dict[str, str]:
-        """An answer as templates take it: thinking that they know of stands apart."""
+        """An answer in the format of chat templates, with thinking separated if the template supports it."""
         form = reasoning_of(self._template or str(self._pair.tokenizer.get_chat_template()))
         reader = ReasoningReader(form, is_open=None if form is None else state_after(self._prompt_end, form))
         parts = reader.add(text), reader.end()

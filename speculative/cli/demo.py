@@ -1,4 +1,4 @@
-"""`heavypath demo`: the shipped pair continues real prompts, and all methods are compared on them."""
+"""`heavypath demo`: continue real prompts with the shipped pair, and compare all methods on them."""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -25,7 +25,8 @@ from heavypath.kernels.native.library import (
     library_name,
 )
 from heavypath.speculative.cli.options import AsJson, Verbose, print_json
-from heavypath.speculative.costs.threads import Load, default_threads, running, usable_cores, waiting
+from heavypath.speculative.costs.threads import Load, default_threads, running, usable_cores
+from heavypath.speculative.waiting import waiting
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""`heavypath layers` finds out which of a target's layers draft best for it."""
+"""`heavypath layers`: find out which of a target's layers make the best early-exit draft."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,7 +65,7 @@ def layers(
 
 
 def _listed(choice: "LayerChoice") -> str:
-    """The layers as `--draft early-exit:` takes them."""
+    """The layers in the form of `--draft early-exit:`."""
     first = choice.layers == tuple(range(len(choice.layers)))
     return str(len(choice.layers)) if first else ",".join(map(str, choice.layers))
 

@@ -1,7 +1,9 @@
-"""Options that commands share. Nothing here is slow to import: PyTorch and the models' code are loaded by a command.
+"""Options that commands share.
 
-So `--help`, `--version` and wrong options are answered at once. The words that stand for methods and the like are those
-of the package; tests/cli/test_start.py compares them.
+This module imports nothing slow: a command loads PyTorch and the models' code when it runs.
+
+So `--help`, `--version` and errors of usage are answered at once. The names of methods and verifiers are copies of
+those in the package; tests/cli/test_start.py compares them.
 """
 
 import difflib
@@ -21,11 +23,11 @@ LOSSLESS_METHODS = (
 )  # fmt: skip
 METHODS = (*LOSSLESS_METHODS, "typical-lossy")
 VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
-MAX_NODES = 2048  # of a tree
+MAX_NODES = 2048  # in a tree
 
 
 class Precision(StrEnum):
-    """Of weights, activations and caches."""
+    """The dtype of weights, activations and caches."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -154,7 +156,10 @@ Verbose = Annotated[
 
 
 def check_word(option: str, given: str | None, expected: Collection[str]) -> None:
-    """Raise ValueError for a word that an option does not know; it names the nearest one. None is no word."""
+    """Raise ValueError for a word that is not one of the expected ones; the message suggests the nearest.
+
+    None is accepted.
+    """
     if given is None or given in expected:
         return
     near = difflib.get_close_matches(given, expected, n=1)
@@ -163,7 +168,7 @@ def check_word(option: str, given: str | None, expected: Collection[str]) -> Non
 
 
 def check_method(name: str | None, verifier: str | None = None) -> None:
-    """Raise ValueError for a method or a verifier that there is not."""
+    """Raise ValueError for an unknown method or verifier."""
     check_word("--method", name, METHODS)
     check_word("--verifier", verifier, VERIFIERS)
 
@@ -179,11 +184,11 @@ def read_template(template: Path) -> str:
 
 
 def print_json(content: dict) -> None:
-    """Write one JSON object, in one line, to standard output."""
+    """Write one JSON object, on one line, to standard output."""
     typer.echo(json.dumps(content))
 
 
 def write_now(text: str) -> None:
-    """Write a part of a text to standard output, without waiting for a line's end."""
+    """Write a piece of text to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()

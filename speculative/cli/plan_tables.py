@@ -22,7 +22,7 @@ NOTES = (
 
 
 def warnings_of(profile: Profile) -> list[str]:
-    """A line for each sampling at which even the best trees, those of sequoia, are expected not to pay."""
+    """A line for each sampling setting for which not even the best trees, those of sequoia, are expected to pay."""
     lines = []
     for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
         planned = profile.plan("sequoia", filters)

@@ -1,4 +1,4 @@
-"""A sign that long work goes on: a status line on a terminal, and elsewhere a line on standard error now and then."""
+"""Show that long work continues: by a status line on a terminal, otherwise by occasional lines on standard error."""
 
 import threading
 import time
@@ -13,16 +13,16 @@ from heavypath.speculative.cli.ranks import this_rank
 if TYPE_CHECKING:
     from torch import nn
 
-FIRST, EVERY = 1.0, 5.0  # seconds after which lines are written where there is no terminal
-PATIENCE = 10.0  # the same, of importing and loading, which is mostly done before
+FIRST, EVERY = 1.0, 5.0  # without a terminal, seconds until the first line, and between lines
+PATIENCE = 10.0  # seconds until the first line for importing and loading, which mostly take less
 
 
 @contextmanager
 def progress(text: str, *, first: float = FIRST, quiet: bool = False) -> Iterator[Callable[[str], object]]:
-    """Say on standard error what is done while the block runs. The block calls what it is given with what it does now.
+    """A context that shows on standard error what is being done. It yields a function to report the current activity.
 
-    first: seconds of silence where there is no terminal
-    quiet: nothing is written there
+    first: without a terminal, seconds until the first line
+    quiet: without a terminal, write nothing
     """
     from rich.console import Console
 
@@ -38,15 +38,15 @@ def progress(text: str, *, first: float = FIRST, quiet: bool = False) -> Iterato
 
 
 def starting() -> AbstractContextManager[object]:
-    """Say, while the block imports PyTorch and transformers, what takes so long."""
+    """A context for importing PyTorch and transformers, which says so if it takes long."""
     return progress("starting PyTorch", first=PATIENCE)
 
 
 @contextmanager
 def _lines(text: str, first: float) -> Iterator[Callable[[str], object]]:
-    """A line after `first` seconds, and then less and less often while it stays, written by a thread.
+    """Write a line after `first` seconds, and further lines less and less often while nothing changes.
 
-    The block may be in one call.
+    A thread writes them, because the code of the context may be inside a single long call.
     """
     doing, ended = [text], threading.Event()
 
@@ -68,9 +68,9 @@ def _lines(text: str, first: float) -> Iterator[Callable[[str], object]]:
 
 @contextmanager
 def reading(model: "nn.Module", prompt_tokens: int) -> Iterator[Callable[[], None]]:
-    """A status line on standard error, if that is a terminal, until the block calls what it is given.
+    """A context that shows on a terminal how far a prompt has got through a streamed model.
 
-    It says which layer the prompt is at, and what was read; for a model whose weights are all in memory, nothing.
+    It yields a function that ends the display. For a model whose weights are all in memory it shows nothing.
     """
     from rich.console import Console
 

@@ -1,6 +1,6 @@
-"""`torchrun --nproc-per-node N -m heavypath.speculative generate ...`: the target split over N processes.
+"""Run a command on a target that is split over N processes: `torchrun --nproc-per-node N -m heavypath.speculative ...`.
 
-Rank 0 reads the prompt and writes the text; the others write errors of their own alone.
+Rank 0 reads the prompt and writes the text. The other ranks only write their own errors.
 """
 
 import os
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from heavypath.speculative.ranks.group import Ranks
 
-LIMIT = timedelta(minutes=10)  # how long a rank waits for another one; the others may still read their weights
+LIMIT = timedelta(minutes=10)  # how long a rank waits for another one, which may still be loading its weights
 
 
 def rank_count() -> int:
-    """The number of processes that torchrun has started, 1 without it."""
+    """The number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -25,13 +25,13 @@ def this_rank() -> int:
 
 
 def check_command(name: str | None) -> None:
-    """Raise ValueError for a command that torchrun cannot start."""
+    """Raise ValueError for a command that does not support torchrun."""
     if rank_count() > 1 and name not in (None, "generate"):
         raise ValueError(f"torchrun starts `generate` alone, got {name} in {rank_count()} processes")
 
 
 def join_ranks() -> "Ranks | None":
-    """Join the other processes that torchrun has started; None without them. What but rank 0 prints is lost."""
+    """Join the other processes that torchrun has started; None without torchrun. Only rank 0's output is shown."""
     if rank_count() == 1:
         return None
     import torch
@@ -52,7 +52,7 @@ def join_ranks() -> "Ranks | None":
 
 
 def leave_ranks() -> None:
-    """Wait for the other processes, and part from them."""
+    """Wait for the other processes, and leave the process group."""
     if rank_count() > 1:
         import torch.distributed as dist
 

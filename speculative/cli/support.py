@@ -1,4 +1,4 @@
-"""Parts that the commands share once they run: loading of models, prompts, grammars, and facts about the machine."""
+"""What several commands need when they run: loading models, prompts and grammars, and checks of the machine."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from heavypath.speculative.loading import Pair, find_models, load_pair
 from heavypath.speculative.methods import row_of
 from heavypath.speculative.processors.grammar import Grammar
 
-WITHOUT_DRAFT = "ersd"  # the method where no draft is given: its text is the same while a draft rests
+WITHOUT_DRAFT = "ersd"  # the method if no draft is given: its text stays the same when speculation is paused
 
 
 def load(
@@ -35,10 +35,10 @@ def load(
     threads: int | None = None,
     offline: bool = False,
 ) -> Pair:
-    """Load the models without the libraries' warnings and progress bars; what matters is raised as an error.
+    """Load the models, without the libraries' warnings and progress bars; problems are raised as errors.
 
-    On a CPU the shipped pair gets one thread, unless the environment or `threads` says how many. On a busy machine a
-    second thread takes more time than it saves for so small a model. Raises ValueError for a device that is not here.
+    On a CPU the shipped pair gets one thread, unless the environment or `threads` sets the number: on a busy machine a
+    second thread costs more time than it saves for so small a model. Raises ValueError for an unavailable device.
     """
     place = device_of(device)
     fetch(target, [] if draft is None else [draft], offline=offline)
@@ -67,9 +67,9 @@ def load(
 
 
 def fetch(target: str | None, drafts: Sequence[str], *, offline: bool) -> None:
-    """Find the models, and fetch what is not here; raises what `load_pair` does for what can be told without weights.
+    """Find the models, and download missing ones. Raises those errors of `load_pair` that need no weights.
 
-    The bars of the Hub's client need a terminal for themselves, so that no other sign of progress is shown.
+    No other sign of progress is shown, since the Hub's progress bars need the terminal for themselves.
     """
     if this_rank() > 0:
         disable_progress_bars()
@@ -77,7 +77,7 @@ def fetch(target: str | None, drafts: Sequence[str], *, offline: bool) -> None:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device that --device names, or a GPU if there is one. Raises ValueError for one that is not here."""
+    """The device named by --device; by default a GPU if there is one. Raises ValueError for an unavailable device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
         return torch.device("cuda" if count else "cpu")
@@ -94,7 +94,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def say_if_busy() -> None:
-    """Say on standard error, before something is timed, that other work will disturb it."""
+    """Warn on standard error, before something is timed, if other processes use the machine."""
     load = current_load()
     if load.busy:
         typer.echo(f"heavypath: the machine is busy ({load}), so timings are noisy and long", err=True)
@@ -109,11 +109,13 @@ def choose(
     default: str = "sequoia",
     offline: bool = False,
 ) -> tuple[str, str | None]:
-    """The method and the draft, as given or by default; of a target without a draft those are said in a line.
+    """The method and the draft, as given or by default.
 
-    default: the method of a draft that was given, and of the shipped pair
+    The defaults for a target without a draft are printed in a line.
 
-    Raises ValueError or FileNotFoundError, before any model is loaded, for a verifier or models that cannot be.
+    default: the method for a given draft, and for the shipped pair
+
+    Raises ValueError or FileNotFoundError, before any model is loaded, for an unsuitable verifier or models.
     """
     recalls = lacks_draft(target, draft, method)
     if recalls:
@@ -127,12 +129,12 @@ def choose(
 
 
 def lacks_draft(target: str | None, draft: str | None, method: str | None) -> bool:
-    """True if a command has to draft for a target, and was not told by what."""
+    """Whether a command needs a draft for a target, and none was given."""
     return target is not None and draft is None and method != "autoregressive"
 
 
 def say_recall(how: str = "") -> None:
-    """Say on standard error what drafts where no draft is given, and how."""
+    """Print to standard error what is used as the draft if none was given, and how."""
     if this_rank() == 0:
         typer.echo(f"heavypath: no --draft: drafting from text already written (Recall){how}", err=True)
 
@@ -140,7 +142,7 @@ def say_recall(how: str = "") -> None:
 def encode(pair: Pair, text: str, *, chat: bool = False) -> torch.Tensor:
     """The tokens of a text, LongTensor[1, T] on the target's device; with `chat` those of a user's message.
 
-    Raises ValueError if there is no chat template for it.
+    Raises ValueError if `chat` is given and there is no chat template.
     """
     if chat:
         if not pair.tokenizer.chat_template:
@@ -157,9 +159,9 @@ def encode(pair: Pair, text: str, *, chat: bool = False) -> torch.Tensor:
 
 
 def read_schema(file: Path | None, regex: str | None) -> str | None:
-    """The text of a file with a JSON schema, if one is given; before any model is loaded.
+    """The text of a JSON schema file, if one is given; called before any model is loaded.
 
-    Raises OSError for a file that cannot be read, ValueError for one that is no JSON and for two grammars.
+    Raises OSError for a file that cannot be read, ValueError for one that is not JSON, or if a regex is given, too.
     """
     if file is not None and regex is not None:
         raise ValueError("a text follows one grammar: give --json-schema or --regex")
@@ -170,13 +172,13 @@ def read_schema(file: Path | None, regex: str | None) -> str | None:
         json.loads(text)
     except OSError as error:
         raise OSError(f"cannot read the JSON schema in {str(file)!r}: {error.strerror}") from error
-    except ValueError as error:  # UnicodeError and JSONDecodeError are such
+    except ValueError as error:  # includes UnicodeError and JSONDecodeError
         raise ValueError(f"--json-schema must be a file of JSON, got {str(file)!r}: {error}") from error
     return text
 
 
 def grammar_of(schema: str | None, regex: str | None, pair: Pair) -> Grammar | None:
-    """The grammar that a command was given, if any; its texts end as those of the target do."""
+    """The grammar of a command's options, if any. Its texts end with the target's end-of-sequence tokens."""
     ends = pair.eos_token_ids or None
     if schema is not None:
         return Grammar.json_schema(schema, pair.tokenizer, whitespace=False, eos_token_id=ends)

@@ -1,4 +1,4 @@
-"""Texts on a terminal: the prompt dimmed, and tokens that a draft proposed in a colour."""
+"""Show text on a terminal: the prompt dimmed, and drafted tokens in a colour."""
 
 from collections.abc import Callable
 
@@ -20,8 +20,8 @@ def show_dimmed(text: str, end: str = "") -> None:
 class ColouredStream(TextStream):
     """A `TextStream` that colours the tokens which the draft proposed.
 
-    A step gives the accepted tokens and, last, the one that the target drew. Where the text's end cuts a step short,
-    its last token counts as the target's. A character of several tokens has the colour of its last one.
+    A step produces the accepted tokens, and last the target's own one. If the end of the text cuts a step short, its
+    last token is shown as the target's. A character of several tokens has the colour of its last one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
@@ -29,7 +29,7 @@ class ColouredStream(TextStream):
         self._out, self._drafted, self._begun = write, False, False
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt the first time, then the tokens of a step."""
+        """The prompt in the first call, then the tokens of a step."""
         if not self._begun:
             self._begun = True
             super().put(value)
@@ -41,7 +41,7 @@ class ColouredStream(TextStream):
         super().put(tokens[-1:])
 
     def end(self) -> None:
-        """Write what was held back. The next `put` gives another prompt."""
+        """Write what was held back. The next `put` gets another prompt."""
         super().end()
         self._begun = False
 

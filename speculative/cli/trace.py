@@ -1,4 +1,4 @@
-"""`heavypath trace` makes a page from the trace that `heavypath generate --trace` wrote."""
+"""`heavypath trace`: make an HTML page from a trace that `heavypath generate --trace` wrote."""
 
 from pathlib import Path
 from typing import Annotated

@@ -31,11 +31,10 @@ from heavypath.speculative.names import load
 GROUP = 6  # rows that the compiled products multiply at once, MOST_ROWS of kernels/native/vectors.h
 # Of the time in which a weight is read: what each row costs, and each group of rows but the first. Weights of two bytes
 # are read in half the time.
-ROW = {"float32": 0.07, "bfloat16": 0.14}
+ROW = {"float32": 0.09, "bfloat16": 0.18}
 MORE_GROUPS = {"float32": 0.5, "bfloat16": 1.0}
 BANDWIDTH = 60e9  # bytes in a second, of two threads and more
-ALONE = 0.5  # of it, of a single thread; of weights of at most IN_CACHE bytes it reads as much as two
-IN_CACHE = 16e6
+ALONE = 0.5  # of it, of a single thread. A small draft has no more: the target's pass sends it out of the caches
 DISK = 2e9  # bytes in a second that a disk brings, of a target that is larger than the memory
 LAYER = 20e-6  # seconds of a layer beside its weights, most of which threads wait for each other
 SEQUENCE_LAYER = 3e-6  # and of each sequence in it: its attention
@@ -72,8 +71,7 @@ def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> floa
     row, more_groups = (share.get(name, share["float32"]) for share in (ROW, MORE_GROUPS))
     if not work.weights:
         return 0.0
-    is_slow = torch.get_num_threads() == 1 and work.weight_bytes > IN_CACHE
-    bandwidth = ALONE * BANDWIDTH if is_slow else BANDWIDTH
+    bandwidth = ALONE * BANDWIDTH if torch.get_num_threads() == 1 else BANDWIDTH
     rows = batch * nodes
     groups = math.ceil(rows / GROUP)
     products = work.weight_bytes / bandwidth * (1 + row * (rows - 1) + more_groups * (groups - 1))

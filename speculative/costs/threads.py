@@ -1,24 +1,11 @@
-"""Threads: how many there are cores for, how busy these are, and how threads wait for each other.
-
-PyTorch on a CPU runs an operation on several threads of OpenMP, which wait for each other at its end. By default they
-wait by spinning, so that the next operation finds them awake. Where another process wants their cores, they spin for a
-thread that is not running: small models then take 20 to 180 times as long. With OMP_WAIT_POLICY=PASSIVE they sleep
-instead. To be woken costs some 50 microseconds an operation, which only models of a few million parameters notice: they
-are best off with one thread, which waits for nobody.
-
-OpenMP reads its environment once, when PyTorch is imported. So a program sets it before. The `heavypath` command does,
-unless its user has; for other programs the package sets nothing.
-"""
+"""The cores that this process may use, and how busy they are."""
 
 import math
 import os
 import time
-from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
-WAIT_POLICY = "OMP_WAIT_POLICY"
-WAIT_SETTINGS = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")  # of GNU's and of Intel's OpenMP
 STAT = Path("/proc/stat")
 MOMENT = 0.1  # seconds in which it is looked at what works
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each period, or "max"
@@ -86,24 +73,3 @@ def _clocks(stat: Path) -> dict[str, list[int]]:
     except OSError:
         return {}
     return {row[0]: [int(ticks) for ticks in row[1:9]] for row in rows if row and row[0] in usable}
-
-
-def is_command(argv: list[str], original: list[str]) -> bool:
-    """True if this process is the `heavypath` command, or `python -m` with the package's name.
-
-    argv, original: sys.argv and sys.orig_argv. While Python looks for the module of -m, the first of argv is "-m".
-    """
-    if argv[:1] == ["-m"] and "-m" in original:
-        return original[original.index("-m") + 1 :][:1] in (["heavypath"], ["heavypath.speculative"])
-    return bool(argv) and Path(argv[0]).name == "heavypath"
-
-
-def wait_passively(environment: MutableMapping[str, str]) -> None:
-    """Let threads sleep while they wait, unless the environment says how they wait. Before PyTorch is imported."""
-    if not waiting(environment):
-        environment[WAIT_POLICY] = "PASSIVE"
-
-
-def waiting(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment's setting for how threads wait; nothing for OpenMP's own default, to spin."""
-    return {name: environment[name] for name in WAIT_SETTINGS if name in environment}

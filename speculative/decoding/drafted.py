@@ -159,11 +159,7 @@ def feed_of(
 
 def any_drafted(tokens: Tensor) -> bool:
     """True if there is any among drawn tokens, of which those below 0 are absent; waits for the device."""
-    return ask(partial(_any_there, tokens))
-
-
-def _any_there(tokens: Tensor) -> bool:
-    return bool((tokens >= 0).any())
+    return ask(lambda: bool((tokens >= 0).any()))
 
 
 def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> None:

@@ -1,13 +1,10 @@
 """Draft a static tree's tokens level by level, with one forward pass of the draft for each level."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.native.recording import dense, do
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
@@ -105,8 +102,7 @@ class StaticDrafter:
         else:
             noise_rows = node_rows(roots, self.tree.whole_numbers)
         if draft is None or cache is None or not self.tree.levels:
-            trees = _blank(state, noise_rows, self.tree, joins=False)
-            return _drafted(self.tree, trees.tokens, place(trees, None, self.tree.every, whole=True), logits=None)
+            return _root_alone(state, noise_rows, self.tree, logits=None)
         batch, tree, rules = len(state.root), self.tree, self.rules
         trees = _blank(state, noise_rows[:, : len(tree)], tree, rules.replacement)
         asks = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
@@ -122,9 +118,7 @@ class StaticDrafter:
             if rules.replacement and depth > 0:
                 # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because
                 # it is a user's own. The first of them is taken for both.
-                first, each = alike(trees, level.given)[..., None].expand_as(after), after
-                after = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-                do(partial(torch.gather, each, 1, first, out=after))
+                after = after.gather(1, alike(trees, level.given)[..., None].expand_as(after))
             lap("draft")
             children = draw_unchecked(
                 after.flatten(0, 1),
@@ -137,17 +131,13 @@ class StaticDrafter:
             check_distributions("draft", children.keys.view(batch, len(level.rows), -1), state, depth)
             if depth == 0 and asks and not any_drafted(children.tokens):
                 lap("sampling")
-                trees = _blank(state, noise_rows[:, :1], self.alone, joins=False)
-                return _drafted(
-                    self.alone, trees.tokens, place(trees, None, self.alone.every, whole=True), dense(after[:, :1])
-                )
-            fed = _placed(trees, children.tokens, tree, depth)
+                return _root_alone(state, noise_rows[:, :1], self.alone, after[:, :1].contiguous())
+            last = depth + 1 == len(tree.levels)
+            drawn = Drawn(children.tokens.view(batch, -1), level.children, level.draws)
+            fed = place(trees, drawn, tree.every if last else tree.levels[depth + 1].given, whole=last)
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
-            if choose_impl("draft_tree", "auto", after, native=True) == "native":
-                copy_rows(after, logits, level.rows)
-            else:
-                logits.index_copy_(1, level.rows, after)
+            copy_rows(after, logits, level.rows)
             lap("sampling")
         assert fed is not None
         return _drafted(tree, trees.tokens, fed, logits)
@@ -156,20 +146,14 @@ class StaticDrafter:
 def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) -> Trees:
     """Trees in which nothing has been placed yet. joins: whether nodes of equal texts take one's logits."""
     tokens = state.root.new_empty(len(state.root), len(tree))
-    texts = torch.empty_like(tokens) if joins else None
-    if texts is not None:
-        do(texts.zero_)
+    texts = torch.empty_like(tokens).zero_() if joins else None
     return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
 
 
-def _placed(trees: Trees, tokens: Tensor, tree: DeviceTree, depth: int) -> Fed:
-    """Put the children of the nodes at a depth into the trees; what the draft is given of them or, at last, the target.
-
-    tokens: LongTensor[B * n, K]
-    """
-    level, last = tree.levels[depth], depth + 1 == len(tree.levels)
-    drawn = Drawn(tokens.view(len(trees.tokens), -1), level.children, level.draws)
-    return place(trees, drawn, tree.every if last else tree.levels[depth + 1].given, whole=last)
+def _root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: Tensor | None) -> Drafted:
+    """The tree where nothing is drafted."""
+    trees = _blank(state, noise_rows, tree, joins=False)
+    return _drafted(tree, trees.tokens, place(trees, None, tree.every, whole=True), logits)
 
 
 def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) -> Drafted:

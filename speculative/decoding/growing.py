@@ -24,12 +24,10 @@ tokens of a step: `kernels.trees.growing` has the formulas.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import do
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.trees.assembly import assemble
 from heavypath.kernels.trees.growing import grow
@@ -96,10 +94,8 @@ class GrowingDrafter:
             noise_rows = fed.noise_rows
             feed = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth)
         tree = assemble(slots, roots, level, growth.size, trims=can_trim)
-        every = after.new_empty(batch, level.first, after.shape[-1])  # after the slots of all levels but the last
-        do(partial(torch.cat, logits, 1, out=every))
-        chosen = after.new_empty(tree.tokens.numel(), after.shape[-1])
-        do(partial(torch.index_select, every.flatten(0, 1), 0, tree.inner.flatten(), out=chosen))
+        every = torch.cat(logits, 1)  # [B, n, V], after the slots of all levels but the last
+        chosen = every.flatten(0, 1).index_select(0, tree.inner.flatten())
         drafted = Drafted(
             tokens=tree.tokens,
             parents=tree.parents,

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.native.recording import refuse
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.verification import verify_unchecked
@@ -108,6 +109,7 @@ class Rules:
                 nodes, target_logits, draft_logits, self.verification, self.replacement, max_depth, of_target, of_draft,
                 noise,
             ))  # fmt: skip
+        refuse("a verifier in Python")
         return self.verifier(
             nodes, target_logits, draft_logits, max_depth=max_depth, target_filters=of_target, draft_filters=of_draft,
             noise=noise,

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
-from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.native.steps import numbered
 from heavypath.speculative.trees.tree import NODE_BITS
 
 POSITION_BITS = 24
@@ -165,6 +163,4 @@ def race_rows(root_rows: Tensor, depths: Tensor) -> Tensor:
 
 
 def _below(root_rows: Tensor, places: Tensor, step: int) -> Tensor:
-    if choose_impl("noise_rows", "auto", places, native=True) == "native":
-        return numbered(root_rows, places, step)
     return torch.add(root_rows[:, None], places, alpha=step)

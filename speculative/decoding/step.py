@@ -7,9 +7,8 @@ A step changes a `Workspace` alone, and on a GPU asks the host nothing. So a CUD
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from heavypath.kernels.commit import State, commit
@@ -25,7 +24,7 @@ from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.names import load
 from heavypath.speculative.ranks.peers import ALONE, Peers
-from heavypath.speculative.trees.tree import ROOT
+from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 
 class Stepped(NamedTuple):
@@ -132,7 +131,8 @@ class Step:
         logits = every
         for change in changes:
             logits = change.before_verifying(logits, drafted, state)
-        verified = self._verified(drafted, logits, state)
+        depth, noise = min(self.drafter.depth, nodes - 1), Noise(state.seed, drafted.noise_rows)
+        verified = self.rules.verify(drafted.nodes, logits, drafted.logits, depth, noise)
         for change in changes:
             change.after_verifying(verified)
         lap("verification")
@@ -152,11 +152,6 @@ class Step:
         """The draft's own changes, which come first; none in a step that drafts nothing."""
         return () if self.draft is None or cache is None or self.drafter.depth == 0 else self.draft.changes(cache)
 
-    def _verified(self, drafted: Drafted, logits: Tensor, state: Sequences) -> Verified:
-        """The verified trees of the step."""
-        depth, noise = min(self.drafter.depth, drafted.tokens.shape[1] - 1), Noise(state.seed, drafted.noise_rows)
-        return self.rules.verify(drafted.nodes, logits, drafted.logits, depth, noise)
-
     def _keep(
         self, drafted: Drafted, verified: Verified, state: Sequences, target_cache: KeyValueCache,
         draft_cache: RowCache | None,
@@ -174,20 +169,17 @@ class Step:
 
 def new_step(plan: StepPlan, depth: int) -> Step:
     """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
-    tree = plan.tree if depth > 0 else ROOT
+    tree, device = plan.tree if depth > 0 else ROOT, plan.target.device
+    if tree.grows:
+        drafter: Drafter = load("growing_drafter")(tree, depth, plan.rules, device)
+    else:
+        drafter = static(cast(TokenTree, tree), depth, plan.draft, plan.rules, device)
     return Step(
         target=plan.target,
         draft=plan.draft,
-        drafter=drafter_of(tree, depth, plan.draft, plan.rules, plan.target.device),
+        drafter=drafter,
         branching=plan.branching,
         most_levels=plan.depth,
         rules=plan.rules,
         peers=plan.peers,
     )
-
-
-def drafter_of(tree: Any, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> Drafter:
-    """What drafts the top `depth` levels of a `TokenTree` or a `Growth`."""
-    if tree.grows:
-        return load("growing_drafter")(tree, depth, rules, device)
-    return static(tree, depth, draft, rules, device)

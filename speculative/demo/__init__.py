@@ -1,7 +1,7 @@
-"""The pair that ships with the package: a small Llama target, a smaller draft and their tokenizer; and a trained head.
+"""The models that ship with the package: a small Llama target, a smaller draft, their tokenizer, and a trained head.
 
-Everything is read from this folder; nothing is downloaded. `record.json` beside the weights says how they were
-trained and what they reach; `bench/train_demo_pair.py` of the repository makes them again.
+Everything is read from this folder; nothing is downloaded. `record.json` next to the weights says how they were trained
+and what they reach. `bench/train_demo_pair.py` of the repository trains them again.
 """
 
 import json
@@ -28,13 +28,14 @@ class DemoPair(NamedTuple):
 def load_demo_pair(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> DemoPair:
     """Load the shipped target, draft and tokenizer from the package's own folder, offline.
 
-    The pair was trained on the Python standard library's source, so it continues Python code. Weights are stored in
-    fp16 and converted to `dtype`; float32 is the one for exact comparisons and for CPUs.
+    The pair was trained on the source code of Python's standard library, so it continues Python code. Weights are
+    stored in fp16 and converted to `dtype`; use float32 for exact comparisons and on CPUs.
 
         target, draft, tokenizer = load_demo_pair()
         inputs = tokenizer("def read(self, size=-1):", return_tensors="pt")
 
-    A prompt does better without a newline at its end: the tokenizer joins a newline to the indentation after it.
+    Prompts work better without a newline at the end, because the tokenizer joins a newline and the indentation after
+    it.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER, local_files_only=True, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
@@ -51,7 +52,7 @@ def load_demo_head(target: LlamaForCausalLM) -> EagleHead:
 
 
 def demo_prompts() -> list[str]:
-    """About two dozen openings of functions and classes, 30 to 80 tokens each, from files that were held out."""
+    """About two dozen beginnings of functions and classes, 30 to 80 tokens each, from files kept out of training."""
     return json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
 
 

@@ -9,14 +9,12 @@ up to there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heavypath.kernels.native.recording import do
 from heavypath.kernels.numbers import whole
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.models.caches import RowCache
@@ -94,7 +92,5 @@ class ModelDraft(Draft):
 
 
 def silence(logits: Tensor, positions: Tensor, most: int) -> None:
-    """Set logits [B, n, V] to -inf after tokens whose position, in LongTensor[B, n], is `most` or higher."""
-    beyond = torch.empty_like(positions, dtype=torch.bool)
-    do(partial(torch.ge, positions, most, out=beyond))
-    do(partial(logits.masked_fill_, beyond[..., None], -torch.inf))
+    """Have nothing proposed after tokens at positions LongTensor[B, n] of `most` or more, in logits [B, n, V]."""
+    logits.masked_fill_((positions >= most)[..., None], -torch.inf)

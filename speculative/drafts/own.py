@@ -6,6 +6,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from heavypath.kernels.native.recording import refuse
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.models.caches import RowCache
 
@@ -69,7 +70,8 @@ class OwnDraft(Draft):
         self._draft.prefill(tokens, cache)
 
     def __call__(self, feed: Feed, cache: RowCache) -> Tensor:
-        """The draft's logits after each node, fp32 [B, n, V]; copied, because the draft may reuse its memory."""
+        """The draft's logits after each node, fp32 [B, n, V]: a copy, because it may use its own memory again."""
+        refuse(self.name)  # its Python may decide anew in each step
         logits = self._draft(feed, cache)
         if not isinstance(logits, Tensor):
             raise TypeError(f"{self.name} must return logits, a tensor, got {type(logits).__name__}")

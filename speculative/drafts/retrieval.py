@@ -22,7 +22,7 @@ from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.texts import Text, tokens_of
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.trees.tails import LOOKUP, SAMPLED_LOOKUP, Usual
+from heavypath.speculative.trees.tails import RETRIEVAL, SAMPLED_LOOKUP, Usual
 
 FORMAT = "heavypath retrieval 1"
 MOST_NGRAM = 64
@@ -168,8 +168,8 @@ class RetrievalDraft(Draft):
             store_texts(self.known.corpus, tokens, cache.keys, cache.values, starts)
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """The usual acceptance of lookups, which is lower if the target samples."""
-        return LOOKUP if temperature == 0 else SAMPLED_LOOKUP
+        """What followed before follows again; less often where the text is sampled."""
+        return RETRIEVAL if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node; -inf for tokens that never followed its last token.

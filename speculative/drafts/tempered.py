@@ -18,13 +18,11 @@ corollary 3.6, for one of them), computed without drafting.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import do
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import Draft, Feed
 
@@ -51,11 +49,7 @@ class _TemperedDraft(Draft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         logits = self._draft(feed, cache)
         temperature = self._temperatures[min(feed.level, len(self._temperatures) - 1)]
-        if temperature == 1:
-            return logits
-        divided = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        do(partial(torch.mul, logits, 1 / temperature, out=divided))
-        return divided
+        return logits if temperature == 1 else logits * (1 / temperature)
 
 
 def fitted(common: Tensor, depths: int) -> tuple[float, ...]:

@@ -1,1 +1,1 @@
-"""Files that others wrote: what is not as expected is refused by name before anything is made of it."""
+"""Read files that others wrote. Invalid content is refused, with its name, before it is used."""

@@ -1,7 +1,9 @@
-"""The folder of a model: one that is given, or that of a name in the Hugging Face cache, or fetched from the Hub.
+"""Find the folder of a model: a local folder, or by name in the Hugging Face cache.
 
-What the cache has is taken as it is, without a network. Of what it lacks, config.json comes first, then what describes
-the model and its tokenizer, and one set of weights: no code, no second format, and no pickle where there is another.
+Download it from the Hub if missing.
+
+Files in the cache are used without network access. If files are missing, config.json is downloaded first, then settings
+and tokenizer, and one set of weights: no code, no second format, and no pickle files if there is another format.
 """
 
 import re
@@ -19,20 +21,20 @@ from huggingface_hub.errors import (
 
 from heavypath.speculative.files.typed_json import weight_map
 
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # one of them is there
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # at least one is needed
 SAFE = ("model.safetensors", "model.safetensors.index.json")
-WEIGHTS = {  # by what a model is for; the first that there is counts
+WEIGHTS = {  # by role; the first existing file is used
     "target": SAFE,
     "draft": (
         "medusa_lm_head.safetensors", "medusa_lm_head.pt", *SAFE, "pytorch_model.bin", "pytorch_model.bin.index.json",
     ),
 }  # fmt: skip
-# Files of parts of drafts that trainers write beside the weights; others, as of an optimizer, are not of the draft.
+# Files with parts of drafts, which trainers write besides the weights. Others, such as an optimizer's, are ignored.
 PART = re.compile(
     r"(mask_embeddings?|embeddings?|embed_tokens|lm_head|head|fc|[dt]2[dt]|vocab_mapping|markov_head|adapter_model)"
     r"\.(pt|pth|bin|safetensors)"
 )
-BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # how the files of settings and tokenizers end
+BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # suffixes of settings and tokenizer files
 A_FOLDER = "give a folder with config.json and safetensors weights, as save_pretrained makes it"
 LOG_IN = "log in by `hf auth login` or set HF_TOKEN"
 
@@ -40,14 +42,14 @@ LOG_IN = "log in by `hf auth login` or set HF_TOKEN"
 def find_folder(
     role: str, name: str, local_files_only: bool = False, check: Callable[[Path], object] | None = None
 ) -> Path:
-    """The folder that has a model's files, from that folder or the model's name. What the cache lacks is fetched.
+    """The folder with a model's files, from that folder's path or the model's name. Missing files are downloaded.
 
-    role: "target" or "draft", which says what weights are looked for, and what messages call it
-    local_files_only: fetch nothing, as where HF_HUB_OFFLINE is set
-    check: called with a folder that has config.json, before the weights of a name are fetched
+    role: "target" or "draft": which weights to look for, and what messages call the model
+    local_files_only: download nothing, as with HF_HUB_OFFLINE
+    check: called with a folder that has config.json, before the weights of a name are downloaded
 
-    Raises FileNotFoundError or OSError, in one line that says what to do, for what is no folder of a model and no name,
-    and for a name that cannot be fetched.
+    Raises FileNotFoundError or OSError, with one line that says what to do, for something that is neither a folder of a
+    model nor a name, and for a name that cannot be downloaded.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -81,7 +83,7 @@ def find_folder(
 
 
 def _in_cache(role: str, name: str) -> Path | None:
-    """The folder of a name in the cache, if there is one with a config.json."""
+    """The cache folder of a name, if it has a config.json."""
     try:
         config = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
@@ -93,7 +95,7 @@ def _in_cache(role: str, name: str) -> Path | None:
 
 
 def _lacking(role: str, folder: Path) -> str | None:
-    """The first of weights and tokenizer that a folder lacks."""
+    """What a folder lacks: "weights", "tokenizer" or nothing (None)."""
     first = next((folder / file for file in WEIGHTS[role] if (folder / file).is_file()), None)
     if first is None:
         return "weights"
@@ -103,7 +105,7 @@ def _lacking(role: str, folder: Path) -> str | None:
 
 
 def _fetched(role: str, name: str, check: Callable[[Path], object] | None) -> Path:
-    """The folder of a name, in the cache, with all that was lacking there; progress bars are the Hub's own."""
+    """The cache folder of a name, after downloading what was missing; the Hub shows its own progress bars."""
     hub = constants.ENDPOINT
     try:
         files = {
@@ -140,7 +142,7 @@ def _fetched(role: str, name: str, check: Callable[[Path], object] | None) -> Pa
 
 
 def _in_words(role: str, name: str, error: Exception) -> str:
-    """Why a name was not fetched, and what to do, in one line."""
+    """Why a name could not be downloaded, and what to do, in one line."""
     hub = constants.ENDPOINT
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
         return (

@@ -1,4 +1,4 @@
-"""Prompts as users have them: texts, files of texts, or tokens."""
+"""Turn prompts into tokens: prompts may be texts, files of texts, or tokens."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ Prompt = str | Path | Tensor  # a text, a file of texts, or the tokens LongTenso
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """The texts of a file (UTF-8): one on each line; empty lines are left out.
+    """The texts of a UTF-8 file, one per line; empty lines are ignored.
 
-    In a file whose name ends with .jsonl, each line is a JSON string, or an object with a string called "prompt", so
-    that a text may have several lines.
+    If the file's name ends with .jsonl, each line is a JSON string, or an object with a string "prompt". So a text may
+    have several lines.
 
-    Raises OSError for a file that cannot be read, and ValueError for one that has no prompts or is not such a file.
+    Raises OSError for a file that cannot be read, and ValueError for one without prompts or with other content.
     """
     path = Path(path)
     try:
@@ -37,7 +37,7 @@ def tokens_of(
 ) -> list[Tensor]:
     """The tokens of each prompt, LongTensor[1, T], on a device.
 
-    Raises TypeError or ValueError for a prompt that is none, for texts without a tokenizer, and for no prompts.
+    Raises TypeError or ValueError for an invalid prompt, for texts without a tokenizer, and if there are no prompts.
     """
     given = [prompts] if isinstance(prompts, str | Path | Tensor) else [*prompts]
     tokens = [ids.to(device) for prompt in given for ids in _tokens(prompt, tokenizer)]

@@ -1,7 +1,7 @@
-"""Read JSON from others, and check it by types, so that any mistake is a ValueError that says where it is.
+"""Read JSON files from others and check their types, so that any mistake is a ValueError that says where it is.
 
-A type says what is expected: the fields of a dataclass, a NamedTuple or a TypedDict. Fields may be int, float, str,
-bool, None, Any, list[T], tuple[T, ...], dict[str, T], dict[int, T], and unions of one of these and None.
+A type describes what is expected: the fields of a dataclass, a NamedTuple or a TypedDict. Fields may be int, float,
+str, bool, None, Any, list[T], tuple[T, ...], dict[str, T], dict[int, T], and unions of one of these and None.
 """
 
 import json
@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 _PLAIN: dict[Any, set[type]] = {int: {int}, float: {int, float}, str: {str}, bool: {bool}, NoneType: {NoneType}}
-_LIMITS = {int: 2**63, float: math.inf}  # as PyTorch has numbers; NaN is none
+_LIMITS = {int: 2**63, float: math.inf}  # the ranges of PyTorch's numbers; NaN is refused, too
 
 
 class _Index(TypedDict):
@@ -23,7 +23,7 @@ class _Index(TypedDict):
 
 
 def parsed(text: str) -> Any:
-    """The value of a text of JSON. Raises ValueError for any other text, and for one that is nested too deeply."""
+    """The value of a JSON text. Raises ValueError for any other text, and for one that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -31,7 +31,7 @@ def parsed(text: str) -> Any:
 
 
 def read_json(path: str | Path, kind: Any = dict[str, Any]) -> Any:
-    """The value in a JSON file, of that type; ValueError with the file's name if something else is."""
+    """The value in a JSON file, checked to be of type `kind`; ValueError with the file's name if it is not."""
     try:
         return typed(parsed(Path(path).read_text(encoding="utf-8")), kind)
     except ValueError as error:
@@ -39,7 +39,7 @@ def read_json(path: str | Path, kind: Any = dict[str, Any]) -> Any:
 
 
 def weight_map(path: str | Path) -> dict[str, str]:
-    """The file of each tensor, by an index as `save_pretrained` writes it; ValueError for one of another folder."""
+    """{tensor: file} from an index as `save_pretrained` writes it; ValueError if it names files of another folder."""
     files = read_json(path, _Index)["weight_map"]
     for file in files.values():
         if file in ("", "..") or Path(file).name != file:
@@ -48,9 +48,9 @@ def weight_map(path: str | Path) -> dict[str, str]:
 
 
 def typed(value: Any, kind: Any, name: str = "it") -> Any:
-    """A value of JSON as a type has it; ValueError, which calls it by a name, if it is of another type.
+    """A JSON value, converted to type `kind`; ValueError, which calls it `name`, if it does not fit.
 
-    An object for a dataclass or a NamedTuple has its fields alone, one for a TypedDict may have others, too.
+    An object for a dataclass or a NamedTuple must have exactly its fields; for a TypedDict it may have more.
     """
     if kind is Any or _fits(value, _plain(kind)):
         return value
@@ -85,7 +85,7 @@ def _fits(value: Any, plain: set[type]) -> bool:
 
 @cache
 def _plain(kind: Any) -> set[type]:
-    """The types of the values that are of a kind without a look into them."""
+    """The types of values that are valid without looking inside them."""
     if get_origin(kind) in (Union, UnionType):
         return {found for each in get_args(kind) for found in _plain(each)}
     return _PLAIN.get(kind, set())
@@ -93,7 +93,7 @@ def _plain(kind: Any) -> set[type]:
 
 @cache
 def _fields(kind: Any) -> Mapping[str, Any]:
-    """The fields of a dataclass, a NamedTuple or a TypedDict, and their types; none of anything else."""
+    """The fields of a dataclass, a NamedTuple or a TypedDict, with their types; empty for other types."""
     has_fields = is_typeddict(kind) or is_dataclass(kind) or hasattr(kind, "_fields")
     return get_type_hints(kind) if has_fields else {}
 

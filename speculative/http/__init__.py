@@ -1,1 +1,1 @@
-"""An HTTP server in the shapes of OpenAI's API, over the decoder's service; needs `pip install '.[serve]'`."""
+"""An HTTP server with OpenAI's API on top of the decoder's service; needs `pip install '.[serve]'`."""

@@ -1,4 +1,4 @@
-"""How the answers of a conversation are read: by its template, the tokenizer, options of the server, the request."""
+"""Decide how answers of a chat request are read, from chat template, tokenizer, options of the server and request."""
 
 import json
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from heavypath.speculative.http.requests import ChatRequest
 from heavypath.speculative.http.template_answers import TemplateAnswer, closes_of
 from heavypath.speculative.http.tool_calls import CallReader, Calls
 
-AUTO, NONE = "auto", "none"  # of `--reasoning`, beside the names of formats
+AUTO, NONE = "auto", "none"  # values of `--reasoning`, besides the names of formats
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of a request's answers.
+    """How the answers of a request are read.
 
-    reasoning: how thinking stands in them; None for no thinking
-    calls:     how calls of tools do; None where there are no tools
-    template:  the tokenizer's response template, which says both instead
-    follows_prompt: whether thinking that the prompt has opened goes on in the text
+    reasoning: the markers of thinking; None for no thinking
+    calls:     how tool calls are read; None without tools
+    template:  the tokenizer's response template, which replaces both
+    follows_prompt: whether thinking that the prompt has opened continues in the answer
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -35,15 +35,15 @@ class AnswerForm:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether answers tell thinking apart."""
+        """Whether thinking is separated from the answer."""
         return self.reasoning is not None or self.template is not None
 
     @cached_property
     def silent(self) -> frozenset[int] | None:
-        """The special tokens that are no part of texts; None where none of them is looked for."""
+        """The special tokens to leave out of texts; None if all of them can be, because no marker is one."""
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         if self.template is not None:
-            written = json.dumps(self.template, ensure_ascii=False).replace("\\", "")  # which patterns have
+            written = json.dumps(self.template, ensure_ascii=False).replace("\\", "")  # without escapes of patterns
             wanted = {each for each in special if each in written}
         else:
             form = None if self.calls is None else self.calls.form
@@ -51,7 +51,7 @@ class AnswerForm:
         return frozenset(special[each] for each in special.keys() - wanted) if wanted else None
 
     def reader(self, prompt: str) -> AnswerReader:
-        """For one text that follows a prompt."""
+        """A reader for one answer after this prompt."""
         if self.template is not None:
             tools = None if self.calls is None else [tool.for_template() for tool in self.calls.tools]
             parallel = self.calls is None or self.calls.parallel
@@ -66,7 +66,7 @@ class AnswerForm:
 def answer_form(
     request: ChatRequest, tokenizer: PreTrainedTokenizerBase, reasoning: str, calls: Calls | None, template: Any
 ) -> AnswerForm | None:
-    """The form of a request's answers; None where their texts are the answers.
+    """How the answers of a request are read; None if texts are returned as they are.
 
     reasoning: auto, none or the name of a format; template: the tokenizer's response template, if it is to be used
     """
@@ -83,7 +83,7 @@ def answer_form(
 
 
 def _may_close(request: ChatRequest, closes: tuple[str, ...]) -> bool:
-    """Whether a request's texts may end thinking. Those that are held to a form without its end are no thinking."""
+    """Whether a request's answers may end thinking. If a grammar excludes the closing marker, there is no thinking."""
     if request.must_call:
         return False
     wanted = request.wanted()

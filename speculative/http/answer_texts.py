@@ -1,4 +1,4 @@
-"""The text of one answer to a conversation, parted as it comes into thinking, what is said, and calls of tools."""
+"""Split a chat answer, while it arrives, into thinking, content and tool calls."""
 
 from typing import NamedTuple, Protocol
 
@@ -7,7 +7,7 @@ from heavypath.speculative.http.tool_calls import Call, CallReader
 
 
 class AnswerParts(NamedTuple):
-    """More of an answer."""
+    """The next parts of an answer: thinking, content, tool calls."""
 
     thought: str = ""
     said: str = ""
@@ -15,62 +15,63 @@ class AnswerParts(NamedTuple):
 
 
 class AnswerReader(Protocol):
-    """Takes a text as it comes.
+    """Splits a text that arrives piece by piece.
 
-    begin:       the number of characters before the first that is said; None while nothing is
-    is_thinking: whether what came last belongs to thinking
+    begin:       the number of characters before the first character of the content; None before there is any
+    is_thinking: whether the end of the text so far belongs to thinking
     """
 
     @property
     def begin(self) -> int | None:
-        """See above."""
+        """The number of characters before the content; None before there is any."""
         ...
 
     @property
     def is_thinking(self) -> bool:
-        """See above."""
+        """Whether the end of the text so far belongs to thinking."""
         ...
 
     def add(self, text: str) -> AnswerParts:
-        """What is certain of the text so far, and was not before."""
+        """Add text. Returns the parts that have become certain."""
         ...
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """The rest. stopped: whether the model ended the text, which was not cut off."""
+        """The remaining parts; stopped: whether the model ended the text by itself, so that it is complete."""
         ...
 
 
 class MarkedAnswer:
-    """An answer whose thinking and calls stand between markers.
+    """An answer whose thinking and tool calls are enclosed in markers.
 
-    A call in thinking is no call. Where a model ends its text without an end of thinking, what it did last was to call.
+    A call within thinking is not a call, with one exception: if the model ends its text while thinking, calls at the
+    end of the thinking count.
 
-    thinking_calls: reads thinking for such calls
+    thinking_calls: reads the thinking, to find such calls
     """
 
     def __init__(self, reasoning: ReasoningReader, calls: CallReader, thinking_calls: CallReader):
         self._reasoning, self._calls, self._thinking_calls = reasoning, calls, thinking_calls
-        self._thinking = ""  # and has not been told
-        self._told = 0  # characters of thinking
+        self._thinking = ""  # thinking that has not been returned yet
+        self._told = 0  # characters of thinking that have been returned
 
     @property
     def begin(self) -> int | None:
-        """See `AnswerReader`."""
+        """The number of characters before the content; None before there is any."""
         return self._reasoning.begin
 
     @property
     def is_thinking(self) -> bool:
-        """See `AnswerReader`."""
+        """Whether the end of the text so far belongs to thinking."""
         return self._reasoning.is_thinking
 
     def add(self, text: str) -> AnswerParts:
-        """See `AnswerReader`."""
+        """Add text. Returns the parts that have become certain."""
         thought, said = self._reasoning.add(text)
         thought = self._thought(thought)
         return AnswerParts(thought, self._calls.add(said), tuple(self._calls.new_calls()))
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """See `AnswerReader`."""
+        """The remaining parts; stopped: whether the model ended the text by itself."""
         thought, said = self._reasoning.end()
         thought = self._thought(thought)
         said = self._calls.add(said) + self._calls.end()[0]
@@ -82,7 +83,7 @@ class MarkedAnswer:
         return AnswerParts(thought + self._thinking, said, tuple(self._calls.new_calls()))
 
     def _thought(self, text: str) -> str:
-        """The part of thinking that stands before what may be a call, or all of it once thinking has ended."""
+        """The thinking up to what may be a call; all of it once thinking has ended."""
         self._thinking += text
         self._thinking_calls.add(text)
         certain = self._thinking_calls.settled - self._told if self.is_thinking else len(self._thinking)

@@ -1,4 +1,4 @@
-"""Answers to clients: the objects of OpenAI's API, whole or as the events of a stream."""
+"""Answers to clients: the objects of OpenAI's API, as a whole or as the events of a stream."""
 
 import time
 import uuid
@@ -14,10 +14,10 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 
 class Counted(NamedTuple):
-    """Tokens of a request: its prompts', and the new ones of all its texts.
+    """Token counts of a request: of its prompts, and of all new tokens.
 
-    cached:    of the prompts, not computed
-    reasoning: of the new ones, in thinking; None where it is not told apart
+    cached:    prompt tokens that were not computed, because cached rows were reused
+    reasoning: new tokens that are thinking; None where thinking is not separated
     """
 
     prompt: int
@@ -26,7 +26,7 @@ class Counted(NamedTuple):
     reasoning: int | None = None
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """OpenAI's usage object."""
         counts = {"prompt_tokens": self.prompt, "completion_tokens": self.new, "total_tokens": self.prompt + self.new}
         details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": self.cached}}
         if self.reasoning is not None:
@@ -35,11 +35,11 @@ class Counted(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """More of the text at a place of a request; with its last piece comes why it ended.
+    """The next piece of choice `place`. The last piece has the reason why the choice ended.
 
-    scored:  the log-probabilities of its tokens, if they were asked for
-    calls:   of tools
-    thought: thinking before the text; scored_thought: the log-probabilities of its tokens and its markers'
+    scored:  the log-probabilities of its tokens, if they were requested
+    calls:   tool calls
+    thought: thinking before the text; scored_thought: the log-probabilities of the thinking's tokens and markers
     """
 
     place: int
@@ -51,18 +51,18 @@ class Piece(NamedTuple):
     scored_thought: Sequence[TokenLogprob] = ()
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell but the end."""
+        """Whether the piece has any content."""
         return bool(self.text or self.thought or self.calls or self.scored or self.scored_thought)
 
 
 class Style(NamedTuple):
-    """The parts of an answer that are the same for all.
+    """What is the same for all choices of an answer.
 
     scores:     whether it has log-probabilities
-    usage:      whether a stream has the numbers of tokens at its end
-    continuous: whether it has them in each event
-    measured:   whether the answer says what speculation did, as vLLM does with per-request metrics
-    reasoning:  whether an answer tells thinking apart
+    usage:      whether a stream ends with token counts
+    continuous: whether each event has token counts
+    measured:   whether the answer reports acceptance, as vLLM does with per-request metrics
+    reasoning:  whether thinking is separated from the answer
     """
 
     model: str
@@ -76,7 +76,7 @@ class Style(NamedTuple):
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """The pieces of one text as one."""
+    """Join all pieces of one choice."""
     return pieces[-1]._replace(
         text="".join(each.text for each in pieces),
         scored=[one for each in pieces for one in each.scored],
@@ -87,7 +87,10 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def measures(acceptance: Acceptance | None) -> dict[str, Any]:
-    """vLLM's object of what drafts brought to a request; null for several texts, which it cannot be split among."""
+    """vLLM's object of acceptance metrics.
+
+    It is null for several choices, because the counts cannot be split among them.
+    """
     if acceptance is None:
         return {"speculative_decoding": None}
     steps, accepted = acceptance.num_spec_steps, acceptance.num_accepted_draft_tokens
@@ -105,7 +108,7 @@ def measures(acceptance: Acceptance | None) -> dict[str, Any]:
 
 
 class _Answer:
-    """The common fields of both kinds of answers."""
+    """The common part of both kinds of answers."""
 
     prefix, whole_kind, event_kind = "", "", ""
 
@@ -119,7 +122,7 @@ class _Answer:
         }
 
     def whole(self, texts: Sequence[Piece], counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
-        """The answer as one object."""
+        """The whole answer as one object."""
         choices = [
             {"index": index, "logprobs": self._logprobs(text), "finish_reason": text.reason} | self._whole(text)
             for index, text in enumerate(texts)
@@ -127,11 +130,11 @@ class _Answer:
         return self._head | {"object": self.whole_kind, "choices": choices} | self._numbers(counted, acceptance)
 
     def last(self, counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
-        """The last event of a stream, if numbers were asked for."""
+        """The last event of a stream, with token counts."""
         return self._head | {"object": self.event_kind, "choices": []} | self._numbers(counted, acceptance)
 
     def event(self, piece: Piece, counted: Counted) -> dict[str, Any]:
-        """More of a text, or its end."""
+        """The event for a piece."""
         choice = {"index": piece.place, "logprobs": self._logprobs(piece), "finish_reason": piece.reason}
         event = self._head | {"object": self.event_kind, "choices": [choice | self._part(piece)]}
         if self._style.continuous:
@@ -153,13 +156,13 @@ class _Answer:
 
 
 class CompletionAnswer(_Answer):
-    """Of /v1/completions."""
+    """An answer of /v1/completions."""
 
     prefix, whole_kind, event_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, style: Style):
         super().__init__(style)
-        self._offsets: dict[int, int] = {}  # of the next token in each text
+        self._offsets: dict[int, int] = {}  # by choice, the character offset of its next token
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._style.scores or not (piece.scored or piece.text):
@@ -177,16 +180,16 @@ class CompletionAnswer(_Answer):
 
 
 class ChatAnswer(_Answer):
-    """Of /v1/chat/completions. The first event of each text names its role."""
+    """An answer of /v1/chat/completions. The first event of each choice has its role."""
 
     prefix, whole_kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, style: Style):
         super().__init__(style)
-        self._calls: dict[int, int] = {}  # that each text has had
+        self._calls: dict[int, int] = {}  # by choice, how many calls were sent
 
     def begin(self, index: int, counted: Counted) -> dict[str, Any]:
-        """The first event of text `index`."""
+        """The first event of choice `index`."""
         event = self.event(Piece(index, ""), counted)
         event["choices"][0]["delta"] = {"role": "assistant", "content": ""}
         return event

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the HTTP API."""
 
 import importlib.metadata
 import time
@@ -23,7 +23,7 @@ from heavypath.speculative.http.writing import EventStream, Writing
 
 
 def fingerprint_of(method: str, seed: int) -> str:
-    """The words of all that texts depend on beside the request, for `create_app`."""
+    """The system_fingerprint for `create_app`: version, method and seed, on which answers depend."""
     return f"heavypath-{importlib.metadata.version('heavypath')}-{method}-{seed}"
 
 
@@ -34,16 +34,16 @@ def create_app(
     hosts: Collection[str] | None = None,
     origins: Collection[str] = (),
 ) -> FastAPI:
-    """The application, for any server of ASGI.
+    """The ASGI application.
 
-    fingerprint: names what texts depend on beside the request, OpenAI's system_fingerprint
-    api_key: what clients have to send; None for none
-    hosts: names that requests may ask for; None for any
-    origins: of pages in browsers that may read answers, "*" for all
+    fingerprint: identifies what answers depend on besides the request: OpenAI's system_fingerprint
+    api_key: the key that clients must send; None for none
+    hosts: host names that requests may use; None for any
+    origins: origins of web pages that may read answers (CORS), "*" for all
     """
-    app = FastAPI(title="Heavypath", docs_url=None, redoc_url=None)  # pages that load scripts from elsewhere
+    app = FastAPI(title="Heavypath", docs_url=None, redoc_url=None)  # these pages load scripts from other servers
     app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key, hosts=hosts)
-    if origins:  # around the guard: a browser asks whether it may before it sends a key
+    if origins:  # outside of the guard, because a browser's preflight request has no key
         app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=["GET", "POST"], allow_headers=["*"])
     answer_errors(app)
     started = int(time.time())
@@ -103,7 +103,10 @@ def create_app(
 async def _answered(
     exchange: Exchange, body: Sampling, request: Request, answer: AnyAnswer, writing: Writing
 ) -> Response:
-    """The texts as a stream or whole; of more texts than were asked for the best."""
+    """Answer with a stream or as a whole.
+
+    If more texts were decoded than requested (best_of), with the best of them.
+    """
     if body.stream:
         return EventStream(exchange, answer, writing, has_numbers=body.streamed.include_usage)
     texts: list[list[Piece]] = [[] for _ in range(len(exchange))]
@@ -121,7 +124,7 @@ async def _answered(
 
 
 def _describe(app: FastAPI, bodies: Mapping[str, type[Sampling]]) -> None:
-    """Tell /openapi.json of the bodies, which FastAPI does not read."""
+    """Add the bodies of requests to /openapi.json, since FastAPI does not read them."""
     described = app.openapi()
     for path, kind in bodies.items():
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")

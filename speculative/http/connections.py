@@ -1,4 +1,4 @@
-"""Limits of a connection: its time until a request is there, the number of connections, and their lines in the log."""
+"""Limits of connections: time until a request's header is complete, number of connections, and their log messages."""
 
 import asyncio
 import logging
@@ -11,27 +11,28 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
-BACKLOG = 64  # connections that are accepted at a time, before any of them is looked at
-MOST_PIECES, LEAST_BYTES = 4096, 64  # of a body: where there are more, they have so many bytes on average
+BACKLOG = 64  # how many connections are accepted at a time, before any of them is processed
+MOST_PIECES, LEAST_BYTES = 4096, 64  # a body in more chunks than this must have this many bytes per chunk on average
 
 
 def raise_limit_of_files() -> None:
-    """Let this process open as many files as it may at all."""
+    """Raise this process's limit of open files to its hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # where the system has a limit below that
+    with suppress(ValueError, OSError):  # the system may have a lower limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def most_connections(asked: int) -> int:
-    """So many, or half as many as this process may have files."""
+    """`asked`, but at most half of the files that this process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return asked if files == resource.RLIM_INFINITY else max(1, min(asked, files // 2))
 
 
 class Pieces(h11.Connection):
-    """The protocol of a connection, which refuses a body in very many very small pieces.
+    """The HTTP protocol of a connection. It refuses a body in very many very small chunks.
 
-    Each takes some 20 microseconds of the event loop, however small it is: a megabyte by single bytes takes 20 seconds.
+    Each chunk takes some 20 microseconds of the event loop, however small it is. A megabyte in chunks of one byte would
+    take 20 seconds.
     """
 
     _count = _size = 0
@@ -49,20 +50,20 @@ class Pieces(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when no request is under way on it and the next one's head takes too long.
+    """A connection that is closed if it has no running request and the header of the next one does not arrive in time.
 
-    Where there are too many, a new one takes the place of the one that has been silent longest, or that does not read
-    its answer. Only where all have work the new one itself is closed.
+    If there are too many connections, a new one replaces the one that has been silent longest, or whose client does not
+    read its answer. Only if all of them are busy, the new one itself is closed.
 
-    head_seconds: from the first byte of a head, on a new connection from its beginning, to the last
-    most:         connections at a time
+    head_seconds: time for a header, from its first byte (on a new connection: from its opening) to its last
+    most:         number of connections
     """
 
     head_seconds = 10.0
     most = 1000
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take it, if need be for another one."""
+        """Accept a connection; close another one if there are too many."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self.conn = Pieces(h11.SERVER)
         self._since, self._late = 0.0, None
@@ -75,28 +76,28 @@ class Connection(H11Protocol):
                 min(others, key=lambda each: (each.is_busy, each._since), default=self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read on."""
+        """Process data, and update the timeout."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
+        """Cancel the timeout."""
         if self._late is not None:
             self._late.cancel()
         super().connection_lost(exc)
 
     @property
     def is_busy(self) -> bool:
-        """True if a request is under way: from the end of its head to the end of its answer."""
+        """Whether a request is running: from the end of its header to the end of its answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def can_go(self) -> bool:
-        """True if nobody loses by its end: it is silent, or its client does not read."""
+        """Whether the connection may be closed: it is silent, or its client does not read."""
         return not self.is_busy or self.flow.write_paused
 
     def _watch(self) -> None:
-        """Begin or end the time for a head. Where a connection waits for its next one, uvicorn's own time runs."""
+        """Start or stop the timeout of a header. (Between requests uvicorn's own timeout applies.)"""
         if self.is_busy:
             if self._late is not None:
                 self._late.cancel()
@@ -107,9 +108,9 @@ class Connection(H11Protocol):
 
 
 class AcceptErrors:
-    """An event loop's handler of errors that nobody caught: those of `accept` are one line a minute.
+    """An event loop's exception handler that logs errors of `accept` at most once a minute.
 
-    Where a process has no files left, asyncio says it for each connection that waits, with a traceback.
+    When a process has no files left, asyncio reports an error with a traceback for each waiting connection.
     """
 
     def __init__(self, seconds: float = 60.0):

@@ -1,6 +1,6 @@
-"""Refusals, in the shape of OpenAI's errors.
+"""Errors as answers in OpenAI's format.
 
-{"error": {"message": ..., "type": ..., "param": the field or null, "code": for programs, or null}}
+{"error": {"message": ..., "type": ..., "param": the field or null, "code": a code for programs, or null}}
 """
 
 import json
@@ -14,27 +14,27 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 logger = logging.getLogger(__name__)
-MOST_CHARACTERS = 250  # of a message, which may repeat what a client sent
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # others by their hundreds
+MOST_CHARACTERS = 250  # length of a message, which may quote what a client sent
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # others: by class, 4xx or 5xx
 
 
 def compact(content: Any) -> str:
-    """JSON in ASCII alone, which also writes what a client sent as half a character; a `map` as a list."""
+    """JSON in ASCII only, which can also express lone surrogates that a client sent; a `map` becomes a list."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False, default=list)
 
 
 class Answer(JSONResponse):
-    """JSON as `compact` writes it."""
+    """A JSON response, written by `compact`."""
 
     def render(self, content: Any) -> bytes:
-        """The body's bytes."""
+        """The body as bytes."""
         return compact(content).encode("ascii")
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, too
-    """The reason why a request gets no text, or no more of it.
+    """Why a request gets no text, or no more text.
 
-    status: of HTTP; param: the field of the request that is to blame; code: for programs
+    status: HTTP status; param: the field of the request that is wrong; code: for programs
     """
 
     def __init__(
@@ -50,23 +50,23 @@ class Refusal(Exception):  # noqa: N818 - an answer, too
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def content(self) -> dict[str, Any]:
-        """The body."""
+        """The body of the response."""
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Answer:
-        """The whole answer."""
+        """The response."""
         return Answer(self.content(), self.status, self.headers)
 
 
 def failed(error: Exception) -> Refusal:
-    """The refusal that a client gets for an error of the server; the log has the rest."""
+    """The refusal that a client gets for an internal error; details go to the log."""
     logger.error("a request failed", exc_info=error)
     return Refusal(500, "the server failed; its log says why", code="internal_error")
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Give all errors of the app OpenAI's shape, also those of FastAPI and Starlette."""
+    """Answer all errors of the app in OpenAI's format, including those of FastAPI and Starlette."""
 
     async def refuse(request: Request, error: Exception) -> Answer:
         assert isinstance(error, Refusal)
@@ -85,15 +85,15 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def of_fields(error: ValidationError) -> Refusal:
-    """The first field that does not fit, with its place in the body, and what was said of it."""
+    """The refusal for a body that failed validation: its first wrong field, where it is, and why it is wrong."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]
-    if first["type"] == "missing" and len(first["loc"]) == 1:  # it may be there by a misspelt name
+    if first["type"] == "missing" and len(first["loc"]) == 1:  # the field may be misspelt: then report that one
         first = next((each for each in found if each["type"] == "extra_forbidden"), first)
     said = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         said = "this server does not know this field"
-    place = [step for step in first["loc"] if not str(step).startswith("|")]  # which a kind does, see `bodies.fields`
+    place = [step for step in first["loc"] if not str(step).startswith("|")]  # |... are tags, see `bodies.fields`
     if not place:
         return Refusal(400, f"the body is not what is expected: {said}")
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step:.200}" for step in place)

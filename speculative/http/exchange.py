@@ -1,4 +1,4 @@
-"""The texts of one request: submitted together, read as they come, and cancelled when nobody waits for them."""
+"""`Exchange`: the choices of one HTTP request: submit them together, read them as they arrive, cancel them."""
 
 import asyncio
 import math
@@ -29,20 +29,20 @@ from heavypath.speculative.processors.penalties import TextPenalties, TokenBias
 from heavypath.speculative.serving import Closed, Completion, ModelChanged, QueueFull, Service
 from heavypath.speculative.serving.acceptance import Acceptance
 
-APART = 48_271_337  # between the noise of the texts of one request; odd, so that no two of them meet
+APART = 48_271_337  # distance between the seeds of a request's choices; odd, so that no two are the same
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that a server serves.
+    """The model that a server serves, and its settings.
 
-    name:        of the model, as requests may have it
-    temperature: where a request has none
-    eos_token_ids: that end a text
-    tool_format: how the model writes calls of tools; None for what its chat template says
-    reasoning:   auto, none or the name of a format of `reasoning`
-    measured:    whether answers say what speculation did
+    name:        the model's name in requests
+    temperature: the default temperature
+    eos_token_ids: tokens that end a text
+    tool_format: how the model writes tool calls; None to derive it from the chat template
+    reasoning:   auto, none or the name of a format in `reasoning`
+    measured:    whether answers report acceptance
     """
 
     service: Service
@@ -58,11 +58,11 @@ class Served:
 
 
 class Asked(NamedTuple, Generic[Body]):
-    """A request as it was read.
+    """A request that was read and checked.
 
-    grammar: that all its texts are held to; None for none
-    form:    of its answers; None where their texts are the answers
-    ends:    the time.monotonic() at which they have to be complete; None for no end
+    grammar: a grammar for all its choices; None for none
+    form:    how its answers are read; None if texts are returned as they are
+    ends:    the time.monotonic() by which it has to be complete; None for no limit
     """
 
     body: Body
@@ -81,18 +81,18 @@ class _ChoiceText:
     stopped: StoppedText
     reader: AnswerReader | None
     watch: Watch
-    told: int = 0  # tokens whose log-probabilities are in a piece
+    told: int = 0  # tokens whose log-probabilities have been sent
     has_called: bool = False
 
     @property
     def thinking_tokens(self) -> int:
-        """The number of tokens before the first that is said, so far."""
+        """How many tokens there are before the content so far."""
         if self.reader is None:
             return 0
         return bisect_left(self.stopped.begins, math.inf if self.reader.begin is None else self.reader.begin)
 
     def piece(self, parts: AnswerParts, reason: Reason | None = None) -> Piece:
-        """AnswerParts of the text, with the log-probabilities of the tokens that were taken since the last piece."""
+        """A piece with these parts, and the log-probabilities of the tokens taken since the last piece."""
         begin, self.told = self.told, self.stopped.tokens
         scored, thinking = self.completion.logprobs[begin : self.told], max(0, self.thinking_tokens - begin)
         self.has_called |= bool(parts.calls)
@@ -100,27 +100,27 @@ class _ChoiceText:
 
 
 def sequence_id(seed: int | None, index: int) -> int | None:
-    """The noise of text `index` of a request: for the first one that of sequence `seed` of `generate`.
+    """The service's seed for choice `index` of a request; for the first one this is sequence `seed` of `generate`.
 
-    Seeds are counted modulo 2**27, as many as there are sequences.
+    Seeds are taken modulo 2**27, the number of possible sequences.
     """
     return None if seed is None else (seed + index * APART) % MAX_SEQUENCES
 
 
 class Exchange:
-    """The texts of one request: as many as it asks for of each prompt, in the order of the prompts.
+    """The choices of one request: n for each prompt, in the order of the prompts.
 
-    client: whose it is, by which the queue is shared
+    client: who sent the request; the queue is shared fairly among clients
 
-    Raises Refusal for what a request must not ask for, if the queue is full, and if the service is closed; no text of
-    the request is decoded then.
+    Raises Refusal if the request asks for something that is not allowed, the queue is full, or the service is closed.
+    Nothing of the request is decoded then.
     """
 
     def __init__(self, served: Served, asked: Asked[Any], client: str | None = None):
         request: Sampling = asked.body
         self._served, self._gone, self._request, self._form = served, False, request, asked.form
         _check_stops(request, served.limits)
-        self._reads_only = request.new_tokens == 0  # the least that the service decodes is a token
+        self._reads_only = request.new_tokens == 0  # the service decodes at least one token, which is then dropped
         options = _options(served, asked) | {"client": client, "group": object()}
         self._silent = frozenset(options["eos_token_id"] or ())
         lengths = [_new_tokens(served.limits, prompt, request.new_tokens) for prompt in asked.prompts]
@@ -132,7 +132,7 @@ class Exchange:
                 processors = {"logits_processor": found} if found else {}
                 for index in range(request.texts):
                     seed = sequence_id(request.seed, index)
-                    counted = 0 if index else len(prompt.tokens)  # a prompt counts once
+                    counted = 0 if index else len(prompt.tokens)  # count each prompt once
                     self._submit(prompt, counted, options | processors | {"max_new_tokens": length, "seed": seed})
         except BaseException:
             for text in self._texts:
@@ -145,7 +145,7 @@ class Exchange:
 
     @property
     def counted(self) -> Counted:
-        """Tokens so far."""
+        """The token counts so far."""
         return Counted(
             sum(text.prompt_tokens for text in self._texts),
             sum(text.stopped.tokens for text in self._texts),
@@ -155,26 +155,26 @@ class Exchange:
 
     @property
     def acceptance(self) -> Acceptance | None:
-        """Counts of what the steps of the text have accepted; None where there are several texts."""
+        """Counts of accepted draft tokens; None for several choices."""
         return self._texts[0].completion.acceptance if len(self._texts) == 1 else None
 
     def mean_logprob(self, index: int) -> float:
-        """The mean log-probability of a text's tokens, where log-probabilities were asked for."""
+        """The mean log-probability of a choice's tokens; needs log-probabilities."""
         text = self._texts[index]
         found = [each.logprob or 0.0 for each in text.completion.logprobs[: text.stopped.tokens]]
         return sum(found) / max(1, len(found))
 
     def leave(self) -> None:
-        """The client is gone: decode no more of its texts."""
+        """The client has disconnected: cancel all choices."""
         self._gone = True
         for text in self._texts:
             text.completion.cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """Each text's pieces as they come, to be read once.
+        """The pieces of all choices as they arrive; may be iterated once.
 
-        No more than one piece waits here. Text that a slow reader has not read yet waits as tokens in the
-        completions, whose number is limited. No step waits for it. Raises Refusal if a text fails.
+        At most one piece waits here. What a slow reader has not read yet stays as tokens in the completions, whose size
+        is limited; decoding does not wait for it. Raises Refusal if a choice fails.
         """
         arrived: asyncio.Queue[Piece | Refusal] = asyncio.Queue(maxsize=1)
         readers = [asyncio.create_task(self._read(text, arrived.put)) for text in self._texts]
@@ -191,7 +191,7 @@ class Exchange:
                 reader.cancel()
 
     def close(self) -> None:
-        """Nobody reads it any more: decode no more of it. Without effect on texts that have ended."""
+        """Cancel all choices that have not ended: nobody reads them any more."""
         for text in self._texts:
             text.completion.cancel()
             text.watch.finish("disconnected" if self._gone else "failed", text.stopped.tokens)
@@ -256,7 +256,7 @@ class Exchange:
             await put(failed(error))
 
     def _finish(self, text: _ChoiceText) -> Piece:
-        """The last piece of a text whose tokens have come. Raises Refusal where it was not to be the last."""
+        """The last piece of a choice whose tokens have all arrived. Raises Refusal if the choice was cut off."""
         steps, rest = 0, text.stopped.end()
         if text.stopped.ended:
             reason = "stop"
@@ -265,12 +265,12 @@ class Exchange:
             completed = text.completion.result(timeout=1)
             reason, steps = completed.reason, completed.steps
         if reason == "cancelled":
-            reason = "disconnected" if self._gone else "closed"  # nobody else cancels a text that is read
+            reason = "disconnected" if self._gone else "closed"  # the only reasons for cancelling a choice that is read
         text.watch.finish(reason, text.stopped.tokens, steps, text.completion.acceptance)
         if reason == "deadline":
             raise overdue(self._served.limits)
         if reason == "disconnected":
-            raise Refusal(499, "the client is gone")  # which nobody reads; /metrics counts it
+            raise Refusal(499, "the client is gone")  # nobody reads it, but /metrics counts it
         if reason == "closed":
             raise _closed()
         if self._reads_only:
@@ -283,14 +283,14 @@ class Exchange:
 
 
 async def gone(receive: Receive) -> None:
-    """Wait until the client of a request goes away. receive: of the request, whose body has been read."""
+    """Wait until the client disconnects; receive: from the request, whose body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 @asynccontextmanager
 async def until_gone(receive: Receive, exchange: Exchange) -> AsyncGenerator[None]:
-    """Let an exchange end when the block does, however that ends, or before if its client goes away."""
+    """A context that closes the exchange when it ends, and cancels the choices as soon as the client disconnects."""
 
     async def wait() -> None:
         await gone(receive)
@@ -305,7 +305,7 @@ async def until_gone(receive: Receive, exchange: Exchange) -> AsyncGenerator[Non
 
 
 def overdue(limits: Limits) -> Refusal:
-    """The reason why a request that takes too long gets no text."""
+    """The refusal of a request that takes too long."""
     return Refusal(504, f"the text was not complete within the server's {limits.seconds:g} seconds", code="deadline")
 
 
@@ -321,10 +321,10 @@ def _check_stops(request: Sampling, limits: Limits) -> None:
 
 
 def _options(served: Served, asked: Asked[Any]) -> dict[str, Any]:
-    """The options with which all texts of a request are submitted."""
+    """The options of `submit` that all choices of a request share."""
     request: Sampling = asked.body
     scores, ends = request.likeliest, asked.ends
-    ranked = request.texts > request.n  # by their log-probabilities
+    ranked = request.texts > request.n  # ranked by log-probability
     echo = isinstance(request, CompletionRequest) and request.echo
     eos = [] if request.ignore_eos else [*served.eos_token_ids]
     asked_for = request.shared() | {
@@ -338,7 +338,7 @@ def _options(served: Served, asked: Asked[Any]) -> dict[str, Any]:
 
 
 def _processors(request: Sampling, grammar: Grammar | None, prompt_length: int, vocab_size: int) -> list[Any]:
-    """The processors of a text's logits."""
+    """The logits processors of a choice."""
     found: list[Any] = []
     bias = {int(token): value for token, value in (request.logit_bias or {}).items() if value}
     if bias:
@@ -353,7 +353,10 @@ def _processors(request: Sampling, grammar: Grammar | None, prompt_length: int, 
 
 
 def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
-    """The number of tokens that a text may have; None asks for as many as there is room for."""
+    """The largest number of new tokens of a choice.
+
+    Asked: the requested number, None for as many as there is room for.
+    """
     room = limits.max_tokens - len(prompt.tokens)
     if room < 1 or (asked or 1) > room:
         have = f"the prompt has {len(prompt.tokens)} tokens" + (f" and {asked} more are asked for" if asked else "")
@@ -363,7 +366,7 @@ def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
 
 
 def _check_tokens(prompt: Prompt, least: int, most: int, vocab_size: int) -> None:
-    """Refuse by the client's names what the service would refuse by its own."""
+    """Check what the service would refuse, too, so that the message uses the names of the API."""
     if (largest := max(prompt.tokens)) >= vocab_size:
         raise Refusal(400, f"prompt: expected tokens of at most {vocab_size - 1}, got {largest}", param="prompt")
     if least > most:
@@ -372,7 +375,7 @@ def _check_tokens(prompt: Prompt, least: int, most: int, vocab_size: int) -> Non
 
 
 def _seconds_for_one(service: Service) -> int:
-    """About how long it takes until another request has ended."""
+    """An estimate of the seconds until a running request ends."""
     stats = service.stats()
     return max(1, min(60, math.ceil(stats.seconds_busy / max(1, stats.completed))))
 

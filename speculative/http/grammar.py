@@ -1,8 +1,8 @@
-"""Grammars of answers: by `response_format` and its like, and by a tool that is to be called.
+"""Compile the grammars of requests: for `response_format` and similar fields, and for forced tool calls.
 
-To compile a client's grammar is the one thing here that can take any time and memory, or end the process: llguidance is
-compiled code that calls itself. So a process compiles it first (`trial`), in threads of their own; what has passed is
-compiled here, too, and kept for requests to come.
+Compiling a client's grammar may take any time and memory, or crash the process, since llguidance is compiled code with
+recursion. So each grammar is first compiled in a separate process (`trial`), by threads of their own. A grammar that
+passes is compiled in this process, too, and kept for later requests.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from heavypath.speculative.http.tool_calls import Calls
 from heavypath.speculative.http.trial import Trial
 from heavypath.speculative.processors.grammar import Grammar, choice_source, regex_source, schema_source
 
-AT_ONCE = 2  # grammars that are compiled side by side
-SECONDS = 2.0  # that one may take
-MEMORY = 128 << 20  # that one may take
-WHITESPACE = 32  # characters in a place of JSON: a small model could go on with them to the end of its room
-KEPT = 16  # grammars, which usually take 1 MiB
+AT_ONCE = 2  # how many grammars are compiled at a time
+SECONDS = 2.0  # time limit for compiling one
+MEMORY = 128 << 20  # memory limit in bytes for compiling one
+WHITESPACE = 32  # longest run of spaces in JSON: a small model might otherwise write spaces until there is no more room
+KEPT = 16  # how many grammars are kept; one usually takes 1 MiB
 
 
 class GrammarSource(NamedTuple):
-    """A grammar as text. what: as messages call it; field: of the request, that asked for it"""
+    """A grammar as text; what: its name in messages; field: the field of the request that asked for it."""
 
     text: str
     what: str
@@ -39,7 +39,7 @@ class GrammarSource(NamedTuple):
 
 
 class Grammars:
-    """The grammars of requests, by their sources."""
+    """Compiles and keeps the grammars of requests, by their sources."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
         self._tokenizer, self._eos_token_ids = tokenizer, [*eos_token_ids] or None
@@ -50,12 +50,12 @@ class Grammars:
             self._trials.put(trial)
         weakref.finalize(self, _close, trials)
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
-        self._lock = threading.Lock()  # of what is kept
+        self._lock = threading.Lock()  # protects `_kept`
 
     async def of(self, source: GrammarSource) -> Grammar:
-        """The grammar of a source. Raises Refusal for one that cannot be compiled within the limits.
+        """The grammar of a source. Raises Refusal if it cannot be compiled within the limits.
 
-        Cancelled while it waits for a thread, it takes none.
+        If it is cancelled while it waits for a thread, it takes none.
         """
         with self._lock:
             if source.text in self._kept:
@@ -80,11 +80,11 @@ class Grammars:
 
 
 def source_of(request: Sampling, calls: Calls | None) -> GrammarSource | None:
-    """The grammar that holds the texts of a request to their form; None where any text will do.
+    """The grammar that a request's texts must follow; None for any text.
 
-    calls: how the model writes calls of tools, where the request has tools
+    calls: how the model writes tool calls, if the request has tools
 
-    Raises Refusal for a schema that is beyond the limits, for two grammars, and where the server has no grammars.
+    Raises Refusal for a schema beyond the limits, for two grammars, and if the server cannot use grammars.
     """
     field = "response_format"
     try:

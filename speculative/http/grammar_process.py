@@ -1,8 +1,8 @@
-"""Compiles grammars in a process of its own, which ends where one is too much for it: one line in and one out for each.
+"""The program of the process that compiles grammars (`trial`), which ends if one exceeds its limits.
 
-Run by its path, not imported: it takes nothing of the package, so that it starts in the time of llguidance's import.
-What comes in is a source of llguidance, as JSON; what goes out is what is wrong with it, as JSON, empty for nothing.
-How long compiling takes, and how deep it calls itself, does not depend on the tokenizer, so one of bytes will do.
+It reads a line and writes a line for each grammar: a source of llguidance as JSON, then the error message as JSON,
+empty if there is none. The file is run by its path and imports nothing of the package, so that it starts quickly. Time
+and recursion depth of compiling do not depend on the tokenizer, so a tokenizer of bytes is sufficient.
 """
 
 import json
@@ -12,12 +12,12 @@ import threading
 import time
 from pathlib import Path
 
-STACK = 4 << 20  # half of a thread's in the server, which compiles after it
-SECONDS = 10  # of computing, where nobody is left who would end it
+STACK = 4 << 20  # bytes; half of the stack of the server's thread, which compiles the same grammar later
+SECONDS = 10  # CPU time limit, in case the server is gone and cannot end this process
 
 
 def main() -> None:
-    """Compile what comes, each in as many more bytes of memory as the first argument says."""
+    """Compile each grammar, with the first argument as the limit of additional memory in bytes."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     memory = int(sys.argv[1])
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _limit(what: int, most: int) -> None:
-    """Set a soft limit, within the hard one."""
+    """Set a soft limit, within the hard limit."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

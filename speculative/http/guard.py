@@ -1,4 +1,4 @@
-"""Checks before every route: host, key, a body's size and its time to arrive, and a count of the answers."""
+"""Middleware before all routes: checks host and key, reads the body within its limits, and counts answers."""
 
 import asyncio
 import hmac
@@ -11,18 +11,19 @@ from heavypath.speculative.http.errors import Refusal
 from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.metrics import Metrics
 
-OPEN = "/health"  # which asks for no key: what watches a server has none
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", OPEN, "/metrics")  # others are counted as one
-LOCAL = ("localhost", "127.0.0.1", "::1")  # names of this machine for itself
-DROPPED = 16  # times the limit of a body are read and dropped, for clients that read no answer before they have written
+OPEN = "/health"  # needs no key, because monitoring has none
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", OPEN, "/metrics")  # others are counted together
+LOCAL = ("localhost", "127.0.0.1", "::1")  # loopback names
+DROPPED = 16  # a body is read up to 16 times its limit, since some clients read no answer before they have sent it all
 
 
 class Guard:
-    """An application of ASGI around another, which gets bodies whole.
+    """ASGI middleware. The inner application gets each body as a whole.
 
-    api_key: what clients send as `Authorization: Bearer KEY`; None for none
-    hosts: names that a request may ask for, in lower case; None for any. Without them a page of the web whose name
-        leads to a visitor's loopback could ask a server that nobody else reaches
+    api_key: what clients must send as `Authorization: Bearer KEY`; None for none
+    hosts: host names that a request may use, in lower case; None for any. Without this check a web page whose domain
+           name
+        resolves to the visitor's loopback address could use a server that is only reachable locally (DNS rebinding)
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Guard:
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or let it through."""
+        """Refuse a request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,7 +52,7 @@ class Guard:
         except Refusal as refusal:
             await refusal.response()(scope, receive, counted)
             return
-        if body is not None:  # else the client is gone
+        if body is not None:  # None: the client has disconnected
             await self._app(scope, _again(body, receive), counted)
 
     def _check_host(self, scope: Scope) -> None:
@@ -69,14 +70,14 @@ class Guard:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or not hmac.compare_digest(given[0], self._expected):
-            message = "expected the server's key, as `Authorization: Bearer KEY`, and there is " + (
+            message = "expected the server's key, as `Authorization: Bearer KEY`, got " + (
                 "another one" if given else "none"
             )
             headers = {"WWW-Authenticate": "Bearer"}
             raise Refusal(401, message, code="invalid_api_key", headers=headers)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if the client went away before it had sent it."""
+        """The whole body; None if the client disconnected before it was complete."""
         most, seconds = self._limits.body_bytes, self._limits.body_seconds
         body, size, more = bytearray(), 0, True
         try:
@@ -99,15 +100,15 @@ class Guard:
 
 
 def host_of(address: str) -> str:
-    """The name in a Host header: without the port, and without the brackets of IPv6."""
+    """The host name in a Host header, without the port and without IPv6 brackets."""
     name = address[1:].partition("]")[0] if address.startswith("[") else address.partition(":")[0]
     return name.lower()
 
 
 def client_of(scope: Scope) -> str | None:
-    """The sender of a request, for sharing between clients: an IPv4 address or an IPv6 network of one customer, /64.
+    """An identification of the sender, for sharing between clients: an IPv4 address, or an IPv6 network of size /64.
 
-    What is no address, as of servers that listen elsewhere, stands for itself; None where the server does not say.
+    If the server gives something that is no address, that is used; None if it gives nothing.
     """
     if not scope.get("client"):
         return None
@@ -122,7 +123,7 @@ def client_of(scope: Scope) -> str | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives the whole body first."""
+    """A receive function that first returns the whole body."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:

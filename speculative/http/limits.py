@@ -1,19 +1,19 @@
-"""Limits of what a request may ask for."""
+"""Limits on what an HTTP request may ask for."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a request. More than this is refused before anything is decoded.
+    """The limits of a request. A request beyond them is refused before anything is decoded.
 
-    max_tokens:      of prompt and new tokens together: the room of a slot
-    choices:         texts of one request: prompts times n
-    body_bytes:      of a request's body
-    body_seconds:    until a body has arrived
-    stop_strings:    of one request
-    stop_characters: of one stop string
-    seconds:         from a request's arrival to its last token; None for no end
+    max_tokens:      prompt and new tokens together, the size of a slot
+    choices:         choices of one request: prompts times n
+    body_bytes:      size of a request's body
+    body_seconds:    time for a body to arrive
+    stop_strings:    number of stop strings
+    stop_characters: length of a stop string
+    seconds:         from a request's arrival to its last token; None for no limit
     """
 
     max_tokens: int

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the shapes of OpenAI's API; the longest lists are a `map`, see `writing`."""
+"""Log-probabilities of tokens in the format of OpenAI's API. Long lists are `map` objects, see `writing`."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,24 +8,24 @@ from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.serving.logprobs import TokenLogprob
 
-LEAST = -9999.0  # in the place of -inf, which JSON does not have
+LEAST = -9999.0  # replaces -inf, which JSON cannot express
 
 
 class Spelling:
-    """The texts of single tokens, as many as have been asked for."""
+    """The texts of single tokens, cached."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of(self, token: int) -> str:
-        """The text of a token; a part of a character is U+FFFD."""
+        """The text of a token; an incomplete character is U+FFFD."""
         return self._spelled(token)[0]
 
     def completion(self, scored: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """As /v1/completions has them; offset: of the first token in the text.
+        """The logprobs object of /v1/completions; offset: the first token's offset in the text.
 
-        A text's first token, which nothing comes before, has null.
+        The first token of a text has null, since nothing precedes it.
         """
         tokens = [self.of(each.token) for each in scored]
         return {
@@ -36,7 +36,7 @@ class Spelling:
         }
 
     def chat(self, scored: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """As /v1/chat/completions has them."""
+        """The logprobs object of /v1/chat/completions."""
         return {"content": map(self._with_likeliest, scored), "refusal": None}
 
     def _with_likeliest(self, scored: TokenLogprob) -> dict[str, Any]:
@@ -55,7 +55,10 @@ class Spelling:
         return self._known[token]
 
     def _by_text(self, scored: TokenLogprob) -> dict[str, float] | None:
-        """Of tokens with the same text, such as parts of characters, the likeliest; None where nothing comes before."""
+        """{text: log-probability}.
+
+        For tokens with the same text, such as parts of characters, the likeliest one counts.
+        """
         if scored.logprob is None:
             return None
         found: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""The answer of /metrics, in Prometheus' format.
+"""The Prometheus metrics of /metrics.
 
-Counts of requests and times are taken here, as clients see them. The service's own counts are asked for when somebody
-looks.
+Counts and times of requests are recorded here, as clients see them. The service's own counts are read when the metrics
+are requested.
 """
 
 import time
@@ -20,7 +20,7 @@ TOKENS_OF_A_STEP = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 
 
 class Metrics:
-    """Counts and times of one server, in a registry of its own."""
+    """Counts and times of one server, in its own registry."""
 
     def __init__(self, service: Service):
         self._registry = registry = CollectorRegistry()
@@ -39,7 +39,7 @@ class Metrics:
         each = "New tokens for each step of a text."
         self.per_step = histogram("heavypath_tokens_per_step", each, buckets=TOKENS_OF_A_STEP)
 
-        # By vLLM's names, which dashboards know.
+        # With vLLM's names, which existing dashboards use.
         drafts, became = "vllm:spec_decode_num", "Drafted tokens that became text"
         self._drafts = counter(f"{drafts}_drafts", "Steps of a text that drafted anything.")
         self._drafted = counter(f"{drafts}_draft_tokens", "Drafted tokens: nodes of the trees, without roots.")
@@ -48,7 +48,7 @@ class Metrics:
         self._by_position = counter(f"{drafts}_accepted_tokens_per_pos", by_depth, ["position"])
 
     def speculation(self, acceptance: Acceptance) -> None:
-        """A text has ended, whose steps have accepted this."""
+        """Add the counts of a text that has ended."""
         self._drafts.inc(acceptance.num_spec_steps)
         self._drafted.inc(acceptance.num_draft_tokens)
         self._accepted.inc(acceptance.num_accepted_draft_tokens)
@@ -56,17 +56,17 @@ class Metrics:
             self._by_position.labels(str(position)).inc(count)
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def watch(self, prompt_tokens: int) -> "Watch":
-        """Begin to take the times of one text."""
+        """Start measuring one text."""
         self.prompt_tokens.inc(prompt_tokens)
         return Watch(self)
 
 
 class Watch:
-    """Takes the times of one text, from now on."""
+    """Measures the times of one text, from its creation on."""
 
     def __init__(self, metrics: Metrics):
         self._metrics, self._begin = metrics, time.perf_counter()
@@ -75,11 +75,11 @@ class Watch:
 
     @property
     def has_begun(self) -> bool:
-        """True once a token has come."""
+        """Whether a token has arrived."""
         return self._last is not None
 
     def tokens(self, count: int) -> None:
-        """So many tokens have come."""
+        """Record that `count` tokens have arrived."""
         now = time.perf_counter()
         if self._last is None:
             self._metrics.first.observe(now - self._begin)
@@ -89,7 +89,10 @@ class Watch:
         self._last = now
 
     def finish(self, outcome: str, tokens: int, steps: int = 0, acceptance: Acceptance | None = None) -> None:
-        """The text has ended, with so many tokens in so many steps, if they are known; said again, nothing happens."""
+        """Record the end of the text, with its numbers of tokens and steps, as far as known.
+
+        Further calls have no effect.
+        """
         if self._finished:
             return
         self._finished = True
@@ -103,7 +106,7 @@ class Watch:
 
 
 class _OfService:
-    """The service's own numbers, as they are when somebody looks."""
+    """Collects the service's own numbers when the metrics are requested."""
 
     def __init__(self, service: Service):
         self._service = service

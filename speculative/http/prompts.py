@@ -1,4 +1,4 @@
-"""The tokens that a request's texts begin with."""
+"""Turn the prompt or the conversation of a request into tokens."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from heavypath.speculative.http.errors import Refusal
 from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
 
-# Arguments of the function that renders a template, which no request may set, and what a template's code may raise.
+# Arguments of apply_chat_template, which requests must not set; and exceptions that a template's code may raise.
 _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
 _OF_TEMPLATES = (
     TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
@@ -18,10 +18,10 @@ _OF_TEMPLATES = (
 
 
 class Prompt(NamedTuple):
-    """The beginning of a text.
+    """The tokens of a prompt.
 
-    echo: the text that stands before the new one in the answer, which is empty unless it was asked for
-    conversation: as the chat template wrote it; empty where there is none
+    echo: the text to put before the new text in the answer; empty unless requested
+    conversation: the text that the chat template made; empty without one
     """
 
     tokens: list[int]
@@ -30,19 +30,19 @@ class Prompt(NamedTuple):
 
 
 class PromptTokens:
-    """Prompts of requests, as tokens. Too many or too long ones are refused before they are tokenized."""
+    """Tokenizes the prompts of requests. Too many or too long prompts are refused before they are tokenized."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits):
         self._tokenizer, self._limits = tokenizer, limits
         self._longest = max(map(len, tokenizer.get_vocab()))  # in characters
-        tokenizer("a")  # a tokenizer may set itself up at its first call, which must not be in two threads
+        tokenizer("a")  # the first call may initialise the tokenizer, which must not happen in two threads
 
     def of(self, request: CompletionRequest | ChatRequest) -> list[Prompt]:
-        """The prompts of a request. Raises Refusal for what there are no prompts of."""
+        """The prompts of a request. Raises Refusal if they are not valid."""
         return self._of_chat(request) if isinstance(request, ChatRequest) else self._of_texts(request)
 
     def _of_texts(self, request: CompletionRequest) -> list[Prompt]:
-        """One prompt or several, as texts or as tokens. Raises Refusal for an empty one."""
+        """One prompt or several, given as texts or as tokens. Raises Refusal for an empty one."""
         given: Any = request.prompt
         several = isinstance(given, list) and not (given and isinstance(given[0], int))
         prompts = given if several else [given]
@@ -51,7 +51,7 @@ class PromptTokens:
         self._check_count(len(prompts), request.texts)
         for each in prompts:
             self._check_length(len(each) if isinstance(each, str) else 0)
-        return [self._of_text(each, echo=bool(request.echo)) for each in prompts]  # up to the first that is too long
+        return [self._of_text(each, echo=bool(request.echo)) for each in prompts]  # stops at the first error
 
     def _of_text(self, given: str | list[int], *, echo: bool) -> Prompt:
         tokens = self._tokenizer(given)["input_ids"] if isinstance(given, str) else given
@@ -67,7 +67,7 @@ class PromptTokens:
     def _of_chat(self, request: ChatRequest) -> list[Prompt]:
         """The conversation in the tokenizer's chat template, up to where the answer begins.
 
-        Raises Refusal where there is no template, and for a conversation that it does not write.
+        Raises Refusal if there is no template, or if it cannot render the conversation.
         """
         if not self._tokenizer.chat_template:
             message = "this model's tokenizer has no chat template, so it can continue texts alone: use /v1/completions"
@@ -105,12 +105,12 @@ class PromptTokens:
             raise Refusal(400, message, param="n")
 
     def _check_length(self, characters: int) -> None:
-        """Refuse a text that no tokens of the vocabulary could make short enough."""
+        """Refuse a text that is too long even if all its tokens were the longest of the vocabulary."""
         if characters > self._limits.max_tokens * self._longest:
             raise self._too_long(f"{characters} characters, of which a token has at most {self._longest}")
 
     def _check_room(self, tokens: int) -> None:
-        """Refuse a prompt that leaves no room for a token."""
+        """Refuse a prompt that leaves no room for a new token."""
         if tokens >= self._limits.max_tokens:
             raise self._too_long(f"{tokens} tokens")
 

@@ -1,4 +1,4 @@
-"""Reading of requests: the body, its prompts in tokens and its grammar, in threads beside the event loop."""
+"""Read HTTP requests: validate the body, tokenize its prompts, compile its grammar; all in threads of their own."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Reading:
-    """Reads the requests to a server, whose time begins here."""
+    """Reads the requests to a server. The time limit of a request starts here."""
 
     def __init__(self, served: Served):
         self._served = served
@@ -34,11 +34,14 @@ class Reading:
             check_response_template(self._template)
         self._prompts = PromptTokens(served.tokenizer, served.limits)
         self._grammars = Grammars(served.tokenizer, served.eos_token_ids)
-        self._thread = ThreadPoolExecutor(1, "reading")  # a long prompt holds up no stream
-        self._thread.submit(int)  # so that it begins while there is memory for it
+        self._thread = ThreadPoolExecutor(1, "reading")  # so that a long prompt does not delay streams
+        self._thread.submit(int)  # start the thread now, while there is memory for it
 
     async def read(self, request: Request, kind: type[Body]) -> Asked[Body]:
-        """A request of a kind. Raises Refusal for what it must not say, and where its client or its time is gone."""
+        """Read a request of this kind.
+
+        Raises Refusal if it is not valid, its client disconnects, or its time is over.
+        """
         seconds = self._served.limits.seconds
         ends = None if seconds is None else time.monotonic() + seconds
         _check_type(request.headers.get("content-type", ""))
@@ -65,12 +68,12 @@ class Reading:
         return asked if source is None else asked._replace(grammar=await self._grammars.of(source))
 
     def _form(self, request: ChatRequest) -> AnswerForm | None:
-        """The form of the answers. Raises Refusal where the model cannot have it."""
+        """How the answers are read. Raises Refusal if the request asks for what the model does not support."""
         served = self._served
         return answer_form(request, served.tokenizer, served.reasoning, self._calls(request), self._template)
 
     def _calls(self, request: ChatRequest) -> Calls | None:
-        """The way to read the answers' calls, where there are tools. Raises Refusal where the model cannot have any."""
+        """How tool calls in the answers are read; None without tools. Raises Refusal if the model supports no tools."""
         if not request.offered:
             return None
         form, tokenizer = self._served.tool_format, self._served.tokenizer
@@ -84,14 +87,17 @@ class Reading:
 
 
 def check_model(served: Served, name: str | None) -> None:
-    """Nothing is ever loaded by a name of a request: there is one model, which need not be named."""
+    """Raise Refusal for another model than the served one, which need not be named.
+
+    No model is ever loaded by a request.
+    """
     if name not in (None, served.name):
         message = f"there is no model {name!r:.100} here; this server has {served.name!r}"
         raise Refusal(404, message, param="model", code="model_not_found")
 
 
 def _check_type(given: str) -> None:
-    """A page of another site can make a browser send any type but this one."""
+    """Raise Refusal for a body that is not declared as JSON; web pages of other sites can send other types."""
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise Refusal(
@@ -100,12 +106,15 @@ def _check_type(given: str) -> None:
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of work. If the client goes away before, work is cancelled, and takes no thread if it waits."""
+    """The result of `work`. If the client disconnects first, work is cancelled.
+
+    If it still waits, it takes no thread.
+    """
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Refusal(499, "the client is gone")  # which nobody reads; /metrics counts it
+            raise Refusal(499, "the client is gone")  # nobody reads it, but /metrics counts it
         return working.result()
     finally:
         working.cancel()

@@ -1,12 +1,12 @@
-"""Thinking before an answer, as models write it, which clients get as `reasoning_content`.
+"""Separate thinking from answers, by the markers that models write; clients get it as `reasoning_content`.
 
 think     <think> ... </think>              DeepSeek-R1, Qwen3, QwQ, GLM-4.5, MiniMax and most others
 mistral   [THINK] ... [/THINK]              Magistral and later models of Mistral
 seed_oss  <seed:think> ... </seed:think>    Seed-OSS
 kimi      ◁think▷ ... ◁/think▷              Kimi-VL
 
-Thinking stands at the beginning of a text alone: a template may have opened it already at the end of the prompt, or
-closed it there. Markers after its end are text. The channels of gpt-oss are no such thing, and stay in the text.
+Thinking is only at the beginning of a text. The chat template may have opened or closed it already at the end of the
+prompt. Markers after its end are ordinary text. The channels of gpt-oss are not supported, and stay in the text.
 """
 
 from typing import NamedTuple
@@ -30,41 +30,41 @@ REASONING = {
 
 
 def reasoning_of(template: str) -> ReasoningFormat | None:
-    """The format whose marker a chat template has; None where it says nothing of thinking."""
+    """The format whose markers a chat template contains; None if it contains none."""
     return next((each for each in REASONING.values() if each.open in template or each.close in template), None)
 
 
 def state_after(prompt: str, form: ReasoningFormat) -> bool | None:
-    """True where a prompt ends within thinking, False where it ends with its end, None where the text may begin it."""
+    """True if a prompt ends within thinking, False if it ends with the closing marker, None for neither."""
     ending = prompt.rstrip()
     return True if ending.endswith(form.open) else False if ending.endswith(form.close) else None
 
 
 class ReasoningReader:
-    """Takes a text as it comes, and parts it into what is thought and what is said, without spaces around thinking.
+    """Splits a text that arrives piece by piece into thinking and content, without spaces around the thinking.
 
     form:     None for texts without thinking
-    is_open:  whether the text begins within thinking; None where it may begin with a marker
+    is_open:  whether the text begins within thinking; None if it may begin with a marker
 
-    begin: the number of characters before the first that is said; None while nothing is
-    is_thinking: whether what came last belongs to thinking
+    begin: the number of characters before the content; None before there is any
+    is_thinking: whether the end of the text so far belongs to thinking
     """
 
     def __init__(self, form: ReasoningFormat | None, *, is_open: bool | None):
         self._form, self._held, self._taken, self._has_thought = form, "", 0, False
         self._is_closed = form is None or is_open is False
-        self._is_undecided = not self._is_closed  # the opening marker may come; it may repeat that of the prompt
+        self._is_undecided = not self._is_closed  # an opening marker may follow, even if the prompt has one already
         self.is_thinking = bool(is_open) and not self._is_closed
         self.begin: int | None = 0 if self._is_closed else None
 
     def add(self, text: str) -> tuple[str, str]:
-        """What is certainly thought and said, and was not before."""
+        """Add text. Returns the thinking and the content that have become certain."""
         self._taken += len(text)
         self._held += text
         return self._read(final=False)
 
     def end(self) -> tuple[str, str]:
-        """The rest. Thinking that never ended is all of the text."""
+        """The rest. If thinking never ended, all of the text is thinking."""
         return self._read(final=True)
 
     def _read(self, *, final: bool) -> tuple[str, str]:
@@ -77,7 +77,7 @@ class ReasoningReader:
         return thought, self._said()
 
     def _decided(self, form: ReasoningFormat, final: bool) -> bool:
-        """Whether it is known if the text begins with the opening marker, which is taken."""
+        """Whether it is decided if the text begins with the opening marker, which is removed then."""
         text = self._held.lstrip()
         if text.startswith(form.open):
             self.is_thinking = True

@@ -1,8 +1,8 @@
-"""Bodies of requests that clients may send to /v1/completions and /v1/chat/completions.
+"""Bodies of requests to /v1/completions and /v1/chat/completions.
 
-A field that the server does not know is refused, and so is one that it knows and does not have, unless it asks for
-nothing. A text that ignores a wish is worse than an error. Fields of OpenAI's API that change no text are taken and not
-looked at.
+Unknown fields are refused. So are known fields that are not supported, unless their value asks for nothing. An error is
+better than an answer that ignores part of the request. Fields of OpenAI's API that do not change the text are accepted
+and ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,13 +14,13 @@ from heavypath.speculative.http.bodies.formats import Formatted
 from heavypath.speculative.http.bodies.messages import ChosenTool, Message, Tool, ToolChoice
 from heavypath.speculative.http.bodies.sampling import SamplingFields
 
-MOST_LOGPROBS = 20  # of the likeliest tokens in each place
+MOST_LOGPROBS = 20  # how many of the likeliest tokens may be requested at each position
 
 
 class StreamOptions(Body):
-    """include_usage: a last event with the numbers of tokens. include_obfuscation: False, or left out.
+    """include_usage: send a last event with token counts. include_obfuscation: False, or left out.
 
-    continuous_usage_stats: these numbers, so far, in each event
+    continuous_usage_stats: send the token counts so far in each event
     """
 
     include_usage: bool = False
@@ -29,10 +29,10 @@ class StreamOptions(Body):
 
 
 class Sampling(SamplingFields, Formatted):
-    """The common fields of both ways to ask.
+    """The fields that both kinds of requests have.
 
-    A setting of the sampling that is left out is as in the target's generation_config; a temperature that is not there,
-    either, is 1. skip_special_tokens=False leaves special tokens in the text, but for the one that ends it.
+    Sampling settings that are left out have the values of the target's generation_config; a temperature that is missing
+    there, too, is 1. skip_special_tokens=False keeps special tokens in the text, except the one that ends it.
     """
 
     model: str | None = None
@@ -63,22 +63,22 @@ class Sampling(SamplingFields, Formatted):
 
     @property
     def streamed(self) -> StreamOptions:
-        """The things that a stream is to have besides text."""
+        """The stream options, or their defaults."""
         return self.stream_options or StreamOptions()
 
     @property
     def texts(self) -> int:
-        """The number that is written for each prompt."""
+        """How many texts are decoded for each prompt."""
         return self.n
 
     @property
     def new_tokens(self) -> int | None:
-        """Of each text, at most; None for as many as there is room for."""
+        """The largest number of new tokens of each text; None for as many as there is room for."""
         return self.max_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """For how many of the likeliest tokens in each place the log-probabilities are wanted; None for none at all."""
+        """How many of the likeliest tokens to report at each position; None for no log-probabilities."""
         raise NotImplementedError
 
 
@@ -89,10 +89,13 @@ def _kind(value: Any) -> str:
 
 
 class CompletionRequest(Sampling):
-    """Texts, or their tokens, that are continued. max_tokens is 16 unless given, as in OpenAI's API; 0 only reads them.
+    """Texts, or their tokens, to continue. max_tokens is 16 by default, as in OpenAI's API.
 
-    logprobs: of the likeliest tokens in each place, and of the one that is there; with echo also in the prompt
-    best_of:  texts are written, and the n with the highest mean log-probability of their tokens are the answer
+    With 0 prompts are only read.
+
+    logprobs: report this many of the likeliest tokens at each position, and the chosen token; with echo for the prompt,
+              too
+    best_of:  decode this many texts, and return the n with the highest mean log-probability of their tokens
     """
 
     prompt: Annotated[
@@ -126,26 +129,27 @@ class CompletionRequest(Sampling):
 
     @property
     def texts(self) -> int:
-        """The number that is written for each prompt."""
+        """How many texts are decoded for each prompt."""
         return self.best_of or self.n
 
     @property
     def new_tokens(self) -> int | None:
-        """Of each text, at most."""
+        """The largest number of new tokens of each text."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """Of the likeliest tokens in each place."""
+        """How many of the likeliest tokens to report at each position."""
         return self.logprobs
 
 
 class ChatRequest(Sampling):
-    """A conversation that is answered, by default until its slot has no more room.
+    """A conversation to answer, by default with as many tokens as there is room for.
 
     chat_template_kwargs: variables for the chat template, such as enable_thinking
-    tool_choice: "none" keeps the tools from the template. "auto", as without, leaves it to the model. "required", or
-        one of them, makes the answer a call, which needs the extra `grammar`
+    tool_choice: "none" hides the tools from the template. "auto", the default, lets the model decide. "required", or
+                 one
+        of the tools, forces a call, which needs the extra `grammar`
     parallel_tool_calls: false keeps only the first call of an answer
     """
 
@@ -206,17 +210,17 @@ class ChatRequest(Sampling):
 
     @property
     def must_call(self) -> list[Tool]:
-        """The tools of which one is to be called; none where the model may choose."""
+        """The tools of which one must be called; empty if the model may decide."""
         if isinstance(self.tool_choice, ChosenTool):
             return [tool for tool in self.offered if tool.function.name == self.tool_choice.function.name]
         return self.offered if self.tool_choice == "required" else []
 
     @property
     def new_tokens(self) -> int | None:
-        """Of the answer, at most; None for as many as there is room for."""
+        """The largest number of new tokens of the answer; None for as many as there is room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """Of the likeliest tokens in each place."""
+        """How many of the likeliest tokens to report at each position."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,4 +1,4 @@
-"""The server itself: where it listens, and how it stops."""
+"""The HTTP server: where it listens, and how it stops."""
 
 import asyncio
 import ipaddress
@@ -13,7 +13,7 @@ from heavypath.speculative.http.connections import BACKLOG, AcceptErrors, Connec
 
 
 def is_loopback(host: str) -> bool:
-    """True if nobody but this machine reaches the address."""
+    """Whether an address can only be reached from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -21,7 +21,10 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at the address, which does not listen yet; port 0 is any free one. Raises OSError where it cannot be."""
+    """A socket bound to the address, not listening yet; port 0 is any free port.
+
+    Raises OSError if it cannot be bound.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -34,12 +37,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves an app until SIGTERM or SIGINT; then it takes no more requests, and ends those under way.
+    """Serves an app until SIGTERM or SIGINT. Then it takes no more requests, and finishes those under way.
 
-    grace: seconds that these have; what is not done by then is cancelled
-    ready: called once it listens
-    head_seconds, connections: until a request's head is there, and how many connections there may be; see `Connection`.
-        There are no more than half as many as this process may have files.
+    grace: seconds in which running requests may finish before they are cancelled
+    ready: called once the server listens
+    head_seconds, connections: time until a request's header is complete, and the number of connections; see
+                               `Connection`.
+        There are at most half as many connections as this process may open files.
     """
 
     def __init__(
@@ -67,14 +71,14 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start listening."""
         asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     def serve_until_stopped(self, bound: socket.socket) -> None:
-        """Serve at a socket. Returns when the server has stopped: a signal that it obeyed does not end the process."""
+        """Serve at a socket until stopped. Handles the signals itself, so that they do not end the process."""
         before = {number: signal.signal(number, _obeyed) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.run(sockets=[bound])
@@ -84,4 +88,4 @@ class Server(uvicorn.Server):
 
 
 def _obeyed(number: int, frame: object) -> None:
-    """A function that uvicorn calls with the signals that it has obeyed."""
+    """A signal handler that does nothing: uvicorn raises the signals again after it has handled them."""

@@ -1,4 +1,4 @@
-"""Answers of models whose tokenizer says itself how they are read: its `response_template`, by transformers' parser."""
+"""Read answers by the tokenizer's `response_template`, with transformers' parser."""
 
 import re
 from collections import deque
@@ -14,17 +14,17 @@ from heavypath.speculative.http.tool_calls.found import call_of
 
 CONTENT, CALLS = "content", "tool_calls"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)  # what a parser raises for a region that is none
+_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)  # raised by the parser for an invalid region
 
 
 def closes_of(template: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts that end thinking, where a template has such."""
+    """The texts that end thinking; empty if the template has none."""
     found = [template["fields"].get(name, {}).get("close", ()) for name in REASONING_FIELDS]
     return tuple(word for each in found for word in ((each,) if isinstance(each, str) else each))
 
 
 def check_response_template(template: Any) -> None:
-    """Raise ValueError for one that transformers does not read."""
+    """Raise ValueError for a template that transformers cannot read."""
     try:
         load_response_template(template)
     except _UNREADABLE as error:
@@ -35,9 +35,9 @@ def check_response_template(template: Any) -> None:
 class TemplateAnswer:
     """An answer in the regions of a response template; an `AnswerReader`.
 
-    A region of calls that turns out to have none is said, and the search goes on behind its first character.
+    If a region of calls turns out to contain none, its first character is content, and the search continues after it.
 
-    prompt: that the text follows; tools: as chat templates take them, None where a call is text like any other
+    prompt: the text before the answer; tools: in the format of chat templates, None if calls are ordinary text
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TemplateAnswer:
         try:
             self._parser = ResponseParser(self._form, prompt, tools=self._tools)
         except _UNREADABLE:
-            return  # what is written before has such markers, too
+            return  # the prompt may contain such markers, too
         for event in self._parser.initial_events:
             if event["type"] == "region_open":
                 self._field = event["field"]
@@ -70,21 +70,21 @@ class TemplateAnswer:
 
     @property
     def begin(self) -> int | None:
-        """See `AnswerReader`."""
+        """The number of characters before the content; None before there is any."""
         return self._begin
 
     @property
     def is_thinking(self) -> bool:
-        """See `AnswerReader`."""
+        """Whether the end of the text so far belongs to thinking."""
         return self._field in REASONING_FIELDS
 
     def add(self, text: str) -> AnswerParts:
-        """See `AnswerReader`."""
+        """Add text. Returns the parts that have become certain."""
         self._feed(text)
         return self._parts()
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """See `AnswerReader`; a region that never ends is one, however the text ended."""
+        """The remaining parts. A region that was not closed counts as one, however the text ended."""
         while not self._is_plain:
             try:
                 _, events = self._parser.finalize()
@@ -102,7 +102,7 @@ class TemplateAnswer:
         self._field = None
 
     def _feed(self, text: str) -> None:
-        """Character by character, so that it is known where a region begins."""
+        """Parse character by character, so that the beginning of each region is known."""
         waiting = deque(text)
         while waiting and not self._is_plain:
             character = waiting.popleft()
@@ -115,7 +115,7 @@ class TemplateAnswer:
             self._say("".join(waiting), self._base)
 
     def _go_on(self) -> str:
-        """Begin anew behind the first character of a region that has no call: the text that is read again."""
+        """Start again after the first character of a region without a call; returns the text to be read again."""
         text = "".join(self._fed)
         if self._field != CALLS:
             self._base += len(text)
@@ -123,7 +123,7 @@ class TemplateAnswer:
             return ""
         found = re.compile(r"\s*.", re.DOTALL).match(text, self._call_place)
         end = self._call_place + 1 if found is None else found.end()
-        self._is_plain = self._form.implicit != CONTENT  # which would drop what stands between regions
+        self._is_plain = self._form.implicit != CONTENT  # the parser would drop text between regions then
         said = text[self._call_place : None if self._is_plain else end]
         self._say(said, self._base + self._call_place)
         self._base += end
@@ -144,8 +144,8 @@ class TemplateAnswer:
             elif kind == "region_close":
                 if field == CALLS:
                     self._calls += _calls(event["value"])
-                if field != self._form.implicit:  # which ends where another one begins
-                    self._safe = max(0, len(self._fed) - 1)  # an end that may grow is seen a character later
+                if field != self._form.implicit:  # the implicit region ends where another one begins
+                    self._safe = max(0, len(self._fed) - 1)  # a closing marker that may grow ends a character later
                 self._field, self._spaces = None, ""
 
     def _place_of_call(self) -> int:
@@ -157,7 +157,7 @@ class TemplateAnswer:
         return place
 
     def _think(self, text: str) -> None:
-        """Spaces around what is thought are left out."""
+        """Add thinking, without the spaces around it."""
         text = self._spaces + text if self._has_thought else text.lstrip()
         thought = text.rstrip()
         self._spaces = text[len(thought) :]
@@ -183,7 +183,7 @@ class TemplateAnswer:
 
 
 def _calls(value: Any) -> list[Call]:
-    """The calls of a region's value. Raises TypeError, KeyError or ValueError where it has none."""
+    """The calls of a region's value. Raises TypeError, KeyError or ValueError if it has none."""
     values = value if isinstance(value, list) else [value]
     if not values:
         raise ValueError("no call in an empty list")

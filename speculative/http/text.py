@@ -1,4 +1,4 @@
-"""The text of one answer while its tokens arrive: whole characters, and up to its stop string."""
+"""Decode the tokens of one choice as they arrive, in whole characters, and stop at a stop string."""
 
 from collections.abc import Collection, Container, Sequence
 
@@ -9,17 +9,17 @@ from heavypath.speculative.output.text_stream import TextStream
 
 
 class StoppedText:
-    """Text in whole characters that ends before the first of `stops`, as OpenAI's API has it.
+    """Text in whole characters that ends before the first of the stop strings `stops`, as in OpenAI's API.
 
-    Stop strings are looked for in the text that the client gets, wherever tokens begin and end. Tokens are looked at
-    one by one, so the text does not depend on how many of them a step gave. What may be the beginning of a stop string
-    is held back until it is known.
+    Stop strings are searched in the text, wherever tokens begin and end. Tokens are added one by one, so the result
+    does not depend on how many of them a step produced. What may be the beginning of a stop string is held back until
+    it is decided.
 
-    tokens: how many were taken, up to the one that completed a stop string
-    begins: for each of them, the characters of the text that came before it
-    ended:  whether a stop string was found; nothing is taken after it
+    tokens: how many tokens were taken, up to the one that completed a stop string
+    begins: for each of them, the number of characters of text before it
+    ended:  whether a stop string was found; later tokens are ignored
 
-    silent: tokens that are no part of the text: those that end it; special: whether special tokens are
+    silent: tokens that are not part of the text, such as end-of-sequence tokens; special: whether special tokens are
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class StoppedText:
 
     @property
     def tokens(self) -> int:
-        """How many were taken."""
+        """How many tokens were taken."""
         return len(self.begins)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that is certain by new tokens, and was not before."""
+        """Add tokens. Returns the text that has become certain."""
         text = ""
         for token in tokens:
             if self.ended:
@@ -56,7 +56,7 @@ class StoppedText:
         return text
 
     def end(self) -> str:
-        """The rest, once no more tokens come. Half a character is then U+FFFD, as a tokenizer decodes it."""
+        """The rest, when no more tokens come. An incomplete character becomes U+FFFD, as tokenizers decode it."""
         if self.ended:
             return ""
         self._stream.end()
@@ -80,7 +80,7 @@ class StoppedText:
 
 
 def beginning(text: str, words: Collection[str]) -> int:
-    """The number of a text's last characters that may be the beginning of one of some words."""
+    """How many of a text's last characters may be the beginning of one of the words."""
     firsts = {word[0] for word in words}
     longest = min(len(text), max(map(len, words), default=1) - 1)
     for length in range(longest, 0, -1):

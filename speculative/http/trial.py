@@ -1,4 +1,4 @@
-"""A process that compiles grammars before the server does: what ends it, or takes too long, costs one request alone."""
+"""Compile grammars in a separate process first, so that one that crashes or takes too long only fails its request."""
 
 import json
 import os
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import IO
 
 PROGRAM = Path(__file__).with_name("grammar_process.py")
-STARTING = 60.0  # seconds that the process may take until it is ready
+STARTING = 60.0  # seconds until the process must be ready
 
 
 class Trial:
-    """Compiles a source in a process, which starts with the first one, and anew after one that ended it.
+    """A process that compiles grammars. It starts with the first one, and again after it was ended.
 
-    seconds: that compiling may take; memory: bytes that it may take, more than the process had
+    seconds: time limit for compiling; memory: memory limit in bytes, above what the process uses at its start
 
-    For one thread at a time. The process ends with this one, or by `close`.
+    To be used by one thread at a time. The process ends with this one, or by `close`.
     """
 
     def __init__(self, seconds: float, memory: int):
@@ -26,12 +26,12 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, source: str, what: str) -> None:
-        """Raise ValueError for a source that cannot be compiled, or not within the limits.
+        """Raise ValueError for a grammar source that cannot be compiled, or not within the limits.
 
-        Raises RuntimeError where the process does not start.
+        Raises RuntimeError if the process does not start.
         """
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # somebody else has ended it
+            self.close()  # it was killed from outside
         if self._process is None:
             self._process = _started(self._memory)
             if _answer(self._process, None, STARTING) is None:
@@ -59,13 +59,13 @@ def _started(memory: int) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # none of 64 MiB in reserve, so that what it takes is what it has
-        start_new_session=True,  # Ctrl-C is the server's
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # no reserved 64 MiB arenas, so that the memory limit is exact
+        start_new_session=True,  # so that Ctrl-C only reaches the server
     )
 
 
 def _answer(process: subprocess.Popen[str], source: str | None, seconds: float) -> str | None:
-    """The answer of the process, of a source or at its beginning; None where it has ended, or had to be ended."""
+    """The answer of the process to a source, or its first line; None if the process ended or had to be killed."""
     assert process.stdin is not None
     assert process.stdout is not None
     late = threading.Event()
@@ -82,6 +82,6 @@ def _answer(process: subprocess.Popen[str], source: str | None, seconds: float) 
 
 
 def _write(into: IO[str], line: str) -> None:
-    with suppress(BrokenPipeError):  # it has ended, which is seen where it is read
+    with suppress(BrokenPipeError):  # the process has ended, which reading will notice
         into.write(f"{line}\n")
         into.flush()

@@ -1,9 +1,9 @@
-"""Answers as they are sent, as JSON: whole, or as the server-sent events that OpenAI's clients read.
+"""Write answers as JSON: as a whole, or as the server-sent events of a stream.
 
-An answer may have log-probabilities of hundreds of thousands of tokens. The standard library's encoder lets no other
-thread run until it is through, and neither does its garbage collector. So a long answer is written in a thread, a piece
-at a time, and the event loop goes on. A list of places of a text may be a `map`, each of whose objects is made, written
-and gone before the next one.
+An answer may have log-probabilities of hundreds of thousands of tokens. While the standard library's JSON encoder or
+the garbage collector works on it, no other thread runs. So a long answer is written in a thread, piece by piece, and
+the event loop continues. A list over tokens may be a `map`: each of its objects is made, written and freed before the
+next one.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, Piece
 from heavypath.speculative.http.errors import Refusal, compact
 from heavypath.speculative.http.exchange import Exchange, until_gone
 
-FEW = 16  # places of texts with log-probabilities, which are written at once
-LEVELS = 5  # of objects and lists, down to those of one place
+FEW = 16  # answers with log-probabilities of up to this many tokens are written at once
+LEVELS = 5  # depth of the objects and lists above those of one token
 
 
 class Writing:
@@ -29,17 +29,17 @@ class Writing:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "writing")
-        self._thread.submit(int)  # so that it begins while there is memory for it
+        self._thread.submit(int)  # start the thread now, while there is memory for it
 
     async def written(self, make: Callable[[], Any], places: int) -> str:
-        """The JSON of what a function makes, which has the log-probabilities of so many places."""
+        """The JSON of what `make` returns; places: how many tokens have log-probabilities in it."""
         if places <= FEW:
             return compact(make())
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: "".join(in_pieces(make())))
 
 
 def in_pieces(content: Any, levels: int = LEVELS) -> Iterator[str]:
-    """The text of `compact`; a piece has no more than what is so many levels below."""
+    """The text of `compact` in pieces. A piece contains at most an object that is `levels` levels below the top."""
     if levels and isinstance(content, dict):
         before = "{"
         for name, value in content.items():
@@ -59,19 +59,19 @@ def in_pieces(content: Any, levels: int = LEVELS) -> Iterator[str]:
 
 
 class EventStream(Response):
-    """One event for each piece of text, then [DONE]. What fails on the way is an event {"error": ...}, and the last.
+    """One event for each piece of text, then [DONE]. If an error occurs, the last event is {"error": ...}.
 
-    JSON has no line breaks, and in ASCII no other character that a reader may take for one.
+    JSON contains no line breaks, and in ASCII no other character that a client could take for one.
     """
 
     def __init__(self, exchange: Exchange, answer: AnyAnswer, writing: Writing, *, has_numbers: bool):
-        """has_numbers: whether the last event before [DONE] has the numbers of tokens."""
+        """has_numbers: whether the last event before [DONE] has token counts."""
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._exchange, self._answer, self._writing, self._has_numbers = exchange, answer, writing, has_numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, each when it is there."""
+        """Send each event as soon as it is there."""
         async with until_gone(receive, self._exchange), aclosing(self._events()) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in events:

@@ -1,1 +1,1 @@
-"""Models as decoding sees them: a forward pass over the nodes of a tree, and the caches that it fills."""
+"""Forward passes that run a model over the nodes of a tree, and the key-value caches that they fill."""

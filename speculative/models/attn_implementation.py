@@ -1,22 +1,22 @@
-"""attn_implementation="heavypath": tree attention inside a transformers model, for anything the model asks of it.
+"""attn_implementation="heavypath": tree attention for transformers models, and causal attention for all other calls.
 
-A causal model asks its attention for three things, and each is a tree in depth-first order after a prefix of cached
+A causal model calls its attention for three purposes. Each is a tree in depth-first order after a prefix of cached
 rows:
 
     prefill        a chain of N nodes, without a prefix
     decoding       a chain of one node, or of several, after L rows
     verification   a tree of N nodes after L rows
 
-So a few integers say which rows are seen, and no mask of N x (L + N) is made. Once a public name is imported,
+So a few integers describe which rows are seen, and no mask of N x (L + N) is built. Once a public name is imported,
 
     model.set_attn_implementation("heavypath")            # or from_pretrained(..., attn_implementation="heavypath")
     model(tokens, position_ids=L + depths, cache=cache, tree_subtree_end=tree.subtree_end)
 
 (before transformers 5.24 the cache is called past_key_values)
-patches a loaded model. `set_attn_implementation("sdpa")` takes the patch off again. A tree is an argument of the call:
-see `attention_forward`. Calls that the kernel would not speed up go to transformers' own sdpa. These are calls that
-need gradients or dropout, calls without a tree on a CPU, and calls whose mask is not a prefix and a tree. Such masks
-are bidirectional or custom ones, packed sequences, zeros between ones. A call that neither can do is refused.
+patches a loaded model. `set_attn_implementation("sdpa")` removes the patch. A tree is an argument of the call: see
+`attention_forward`. Calls that the kernel would not speed up go to transformers' own sdpa: calls that need gradients
+or dropout, calls without a tree on a CPU, and calls whose mask is not a prefix and a tree (bidirectional or custom
+masks, packed sequences, zeros between ones). A call that neither supports is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,8 +39,8 @@ from heavypath.kernels.tree_attention import chain_attention, tree_attention
 logger = logging.get_logger(__name__)
 
 NAME = "heavypath"
-_USUAL = {"position_ids", "use_cache", "cache_position"}  # of a call, which say nothing about attention
-# Arguments that models or callers may give to an attention function: what they ask for, and which one has it.
+_USUAL = {"position_ids", "use_cache", "cache_position"}  # arguments of a call that do not concern attention
+# Arguments that request a feature which "heavypath" lacks: the feature, and the implementation that has it.
 _SERVED_ELSEWHERE = {
     "position_bias": ("position biases", "sdpa"),
     "s_aux": ("attention sinks", "eager"),
@@ -77,19 +77,18 @@ def attention_forward(
     tree_subtree_end:   int or long tensor [N] or [B, N], where each node's subtree ends in depth-first order; or
     tree_ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where node j is node i or its ancestor, or that mask
                         packed by `pack_ancestors`. A tree of M nodes whose last N are new has [N, M] or [B, N, M].
-    tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for every cache of
-                        transformers; one that stores each sequence's tree after its own prefix must say where.
+    tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for all caches of
+                        transformers. A cache that stores each sequence's tree after its own prefix must give it.
 
-    tree_attend:        instead of all these, a function of query, key, value, scaling and sliding_window that does the
+    tree_attend:        replaces all of these: a function of query, key, value, scaling and sliding_window that does the
                         attention
 
-    The call's position_ids [B, N] must be prefix + depths, where left padding does not count as prefix: without them
+    The call's position_ids [B, N] must be prefix + depths, where left padding does not count as prefix. Without them
     transformers numbers the nodes one after the other. The call's attention_mask, if any, has a column for each row of
     the cache and for each node.
 
-    Raises ValueError for features that "heavypath" does not have: attention sinks and position biases. Also for trees
-    under masks other than causal or sliding-window ones with left padding, and for soft caps under bidirectional or
-    additive masks.
+    Raises ValueError for features that "heavypath" does not have: attention sinks and position biases; trees under
+    masks other than causal or sliding-window ones with left padding; soft caps under bidirectional or additive masks.
     """
     if not kwargs.keys() <= _USUAL:
         _check_served(kwargs)
@@ -105,7 +104,7 @@ def attention_forward(
         if has_tree:
             raise _unserved(
                 "has no trees under bidirectional or custom masks, with packed sequences (position_ids that start "
-                "anew), or behind an attention_mask with zeros after ones",
+                "again), or after an attention_mask with zeros after ones",
                 "eager",
                 "; a tree without a cache needs an attention_mask of ones, one under torch.compile on a CPU none",
             )
@@ -126,7 +125,7 @@ def attention_forward(
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)
     if dropout:
         raise _unserved(f"has no dropout of {dropout} for {'trees' if has_tree else 'soft-capped scores'}", "eager")
-    if query.dtype != value.dtype:  # under autocast: rotary embeddings widen what they turn
+    if query.dtype != value.dtype:  # under autocast, rotary embeddings return fp32
         query, key = query.to(value.dtype), key.to(value.dtype)
     if not has_tree:
         try:
@@ -162,18 +161,18 @@ def visible_rows(
     device: torch.device | str = "cpu",
     **more: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, as transformers asks for it; the attention layers get it as attention_mask.
+    """Make the mask of a forward pass when transformers asks for it; the attention layers get it as attention_mask.
 
-    None where a token sees everything before it: there is no padding, the window reaches over all, and the new tokens
+    None where a token sees everything before it: there is no padding, the window covers everything, and the new tokens
     are the last in the cache. Otherwise LongTensor [B, 1, 1, 2]: the first row that is not padding, and the number of
-    rows before the new tokens. Or it is [B, 1, 1, 3], with the sliding window. These numbers count the rows that the
-    layer's cache returns. They begin at token `kv_offset` where a sliding window dropped earlier ones. transformers
-    passes masks of four dimensions on unchanged.
+    rows before the new tokens; with a sliding window [B, 1, 1, 3], the window last. These numbers count the rows that
+    the layer's cache returns. These rows begin at token `kv_offset` if a sliding window dropped earlier ones.
+    transformers passes 4-D masks through unchanged.
 
-    In all other cases the mask is sdpa's, bool [B, 1, N, S]. These are another mask function, and a 2-D attention_mask
-    that is not zeros, then ones up to the last token. To know that, the mask's values are looked at, except where it
-    would stall a GPU: in graph capture or under torch.compile. A compiler for CPUs, where sdpa does everything but
-    trees, gets sdpa's mask.
+    In all other cases the mask is sdpa's, bool [B, 1, N, S]: for another mask function, and for a 2-D attention_mask
+    that is not zeros followed by ones up to the last token. To check that, the mask's values are read, except where
+    this would stall a GPU: in graph capture or under torch.compile. Under torch.compile for a CPU the mask is always
+    sdpa's, because there sdpa does everything except trees.
     """
     may_be_packed = attention_mask is None and 1 < q_length == kv_length
     plain = _is_plain(mask_function, local_size, config, use_vmap or may_be_packed)
@@ -198,7 +197,7 @@ def visible_rows(
     window = local_size if local_size is not None and kv_length > local_size else None
     if first is None and window is None and isinstance(q_offset, int) and kv_offset + kv_length == end:
         return None
-    # In memory the sequences' first rows come first, then their lengths, so that no layer has to copy them.
+    # In memory all first rows come first, then all lengths, so that no layer has to copy them.
     rows = torch.zeros(2 if window is None else 3, batch_size, dtype=torch.long, device=device).T[:, None, None]
     if first is not None:
         rows[:, 0, 0, 0] = (first - kv_offset).clamp_(min=0)
@@ -224,13 +223,13 @@ def _check_served(kwargs: Mapping[str, object]) -> None:
 
 
 def _read_rows(module: nn.Module, attention_mask: Tensor, window: int | None) -> tuple[Tensor, Tensor, int | None]:
-    """The first row, the rows before the queries, and the window, out of a mask that `visible_rows` made."""
+    """The first row, the rows before the queries, and the window, from a mask that `visible_rows` made."""
     shape = attention_mask.shape
     if len(shape) != 4 or shape[1:3] != (1, 1):
         given = f"{attention_mask.dtype} {[*shape]}"
         raise _unserved(f"takes an attention_mask [B, rows] that covers cache and new tokens, got {given}")
     batch, _, _, numbers = shape
-    if numbers == 1:  # a decoder's, which only stands for the mask of tree_attend
+    if numbers == 1:  # a decoder's placeholder: tree_attend has the mask
         raise _unserved(f"needs the arguments of the call, which {type(module).__name__} does not get")
     windowed = numbers == 3
     if windowed and window is None:
@@ -240,7 +239,7 @@ def _read_rows(module: nn.Module, attention_mask: Tensor, window: int | None) ->
 
 
 def _as_tree(mask: Tensor | None, batch: int) -> Tensor:
-    """bool [B, N, S] of a mask [B or 1, 1, N, S]: the same as the mask of a tree's last N nodes without a prefix."""
+    """A mask [B or 1, 1, N, S] as bool [B, N, S]: the ancestor mask of a tree's last N nodes without a prefix."""
     if mask is None or mask.dtype != torch.bool or mask.shape[1] != 1:
         raise _unserved("has no soft-capped scores that are bidirectional or under a mask that adds to them", "eager")
     return mask[:, 0].expand(batch, -1, -1)
@@ -249,19 +248,19 @@ def _as_tree(mask: Tensor | None, batch: int) -> Tensor:
 def _is_plain(
     mask_function: Callable, window: int | None, config: PreTrainedConfig | None, may_be_custom: bool
 ) -> bool:
-    """True if transformers' mask_function is the causal one, with or without a sliding window, and nothing else."""
+    """Whether transformers' mask_function is the causal one, with or without a sliding window, and nothing else."""
     if window is None:
         return mask_function is causal_mask_function
     sliding = sliding_window_causal_mask_function(window)
     if not torch.compiler.is_compiling():
         return _same(mask_function, sliding)
-    # The compiler does not look into closures, and packed sequences and chunks have the same code.
+    # The compiler cannot read closures, and mask functions of packed sequences and of chunks have the same code.
     unmistakable = not may_be_custom and getattr(config, "sliding_window", None) == window
     return unmistakable and mask_function.__code__ is sliding.__code__
 
 
 def _same(one: object, other: object) -> bool:
-    """True if two functions are the same code over the same values."""
+    """Whether two functions have the same code and the same values in their closures."""
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
         cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
         return one.__code__ is other.__code__ and all(_same(a.cell_contents, b.cell_contents) for a, b in cells)
@@ -271,9 +270,10 @@ def _same(one: object, other: object) -> bool:
 
 
 def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> tuple[bool, Tensor | None]:
-    """A bool that each sequence has ones from its first one to the end; and LongTensor[B], the column of its first one.
+    """Whether each sequence has only ones from its first one to the end; and the column of its first one, if not 0.
 
-    The column is None where it is 0 for all sequences. Without `check` the values are not looked at, and ones assumed.
+    The columns are LongTensor[B]; None where they are 0 for all sequences. Without `check` the values are not read, and
+    ones are assumed.
 
     attention_mask: bool [B, columns]; end: how many columns count, an int or a tensor [] or [B]
     """
@@ -284,7 +284,7 @@ def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> tuple
     if not check:
         return True, first
     short = ends[:, 0] - first - seen.sum(1)
-    padded, short, needed = torch.stack((first.amax(), short.amax(), ends.amax())).tolist()  # one look at the device
+    padded, short, needed = torch.stack((first.amax(), short.amax(), ends.amax())).tolist()  # one read from the device
     if needed > columns:
         raise ValueError(f"attention_mask must cover cache and new tokens, {needed} columns, got {columns}")
     return short == 0, first if padded else None
@@ -320,7 +320,7 @@ def _dense_mask(
 def _long_chain(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, prefix: int | Tensor
 ) -> Tensor:
-    """Attention of a chain that is too long for the kernel: in pieces, each after the former."""
+    """Attention of a chain that is too long for one call of the kernel: in chunks, one after the other."""
     size = _longest_chain(query)
     starts = range(0, query.shape[2], size)
     return torch.cat([attend(query[:, :, at : at + size], key, value, prefix + at) for at in starts], 1)
@@ -330,6 +330,6 @@ def _longest_chain(query: Tensor) -> int:
     return MAX_NODES if query.is_cuda else query.shape[2]
 
 
-# heavypath.speculative imports this module with its first name.
+# heavypath.speculative imports this module when its first public name is used.
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, visible_rows)

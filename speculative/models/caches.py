@@ -1,4 +1,4 @@
-"""Caches that are allocated once, with a row for each token of a text.
+"""Key-value caches that are allocated once, with one row for each token of a sequence.
 
 Rows may be written in any order, and a cache does not count them. The caller knows where a token's row is, and how many
 rows of a sequence are in use.
@@ -14,14 +14,13 @@ from transformers import Cache
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
-from heavypath.kernels.native.recording import do
 
 
 class RowCache:
-    """keys and values [B, heads, rows, D], with a row for each token of a text.
+    """keys and values [B, heads, rows, D], with one row for each token of a sequence.
 
-    A text is remembered in these two tensors alone. The decoder moves rows of both when a path is accepted, and whole
-    sequences of both when another one has ended. D may be 0, for a draft that remembers nothing.
+    These two tensors are all that is kept of a sequence. The decoder moves rows of both when a path is accepted, and
+    whole sequences of both when another sequence has ended. D may be 0, for a draft that keeps nothing.
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -39,11 +38,11 @@ class RowCache:
         return view
 
     def remembered(self) -> list[Tensor]:
-        """The tensors [B, any, rows, any], [B, rows or any, any], [B, any] or [B] with all there is of a sequence."""
+        """All tensors with the state of a sequence: [B, any, rows, any], [B, rows or any, any], [B, any] or [B]."""
         return [self.keys, self.values]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
-        """Exchange all that is remembered of two sequences; of their rows the first ones, if they are so many."""
+        """Exchange the state of two sequences; `rows` limits it to the first rows that are in use (default: all)."""
         for field in self.remembered():
             used = field[:, :, :rows] if field.dim() == 4 else field
             kept = used[one].clone()
@@ -51,50 +50,52 @@ class RowCache:
             used[other] = kept
 
     def receive(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
-        """Remember as `sequence` what another cache of the same draft or model, or this one, remembers of `of`.
+        """Copy sequence `of` of another cache of the same model or draft, or of this cache, to `sequence`.
 
-        rows: how many rows of it are in use. Nothing is said of those after them.
+        rows: how many rows of it are in use. The content of later rows is undefined.
         """
         for own, other in zip(self.remembered(), source.remembered(), strict=True):
             if own.dim() > 2:
-                used = rows if own.dim() == 4 else other.shape[1]  # of a cache that may have fewer rows
+                used = rows if own.dim() == 4 else other.shape[1]  # the other cache may have fewer rows
                 own[sequence][..., :used, :] = other[of][..., :used, :]
             else:
                 own[sequence] = other[of]
 
     def begin(self, lengths: Tensor) -> None:
-        """Forget all former texts. Called before a generation, with the tokens before each root, LongTensor[B].
+        """Forget all former sequences. Called before a generation; lengths: LongTensor[B], the tokens before each root.
 
-        Nothing is to be done for the rows, which are overwritten before they are read.
+        There is nothing to do for rows, which are overwritten before they are read.
         """
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path after the prefix, see `kernels.cache_compaction`.
+        """Move the rows of an accepted path to directly after the prefix, see `kernels.cache_compaction`.
 
         path: LongTensor[B, P], the root, accepted nodes, then anything; length: LongTensor[B], accepted nodes
         prefix_length: LongTensor[B], rows before the tree
-        node_rows: LongTensor[B, N], the row of each node after the prefix, where it is not the node's own number
+        node_rows: LongTensor[B, N], the row of each node after the prefix, where it differs from the node's number
         """
         rows = path
         if node_rows is not None:
-            rows = torch.empty_like(path)
-            do(lambda: torch.gather(node_rows, 1, path.clamp(min=0), out=rows))
+            rows = node_rows.gather(1, path.clamp(min=0))
         compact_unchecked([self.keys, self.values], path=rows, length=length, prefix_length=prefix_length)
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move on what is no row, in each step; produced: LongTensor[B], new tokens of each text so far."""
+        """Update state that is not stored in rows, once in each step.
+
+        produced: LongTensor[B], the new tokens of each sequence so far
+        """
 
     def reads_to(self, lengths: Tensor) -> None:
-        """Know that a prefill goes on with texts, to read so many tokens of each, LongTensor[B]; padding follows."""
+        """Announce that prefill will continue each sequence up to `lengths` tokens, LongTensor[B]; padding follows."""
 
     def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> int:
-        """Copy up to `rows` first rows of sequence `of` of another cache to `sequence`; returns how many it can be."""
+        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`; returns the number copied."""
         for own, other in ((self.keys, source.keys), (self.values, source.values)):
             own[sequence, :, :rows] = other[of, :, :rows]
         return rows
 
     def trimmed_bytes(self, slots: slice, rows: int) -> int:
-        """Bytes that `trimmed` takes."""
+        """The size in bytes of the result of `trimmed`."""
         return self.keys[slots, :, :rows].nbytes + self.values[slots, :, :rows].nbytes
 
     def trimmed(self, slots: slice, rows: int) -> "RowCache":
@@ -103,15 +104,15 @@ class RowCache:
 
 
 class KeyValueCache(RowCache, Cache):
-    """Keys and values [B, layers * Hkv, rows, D]: the layers lie side by side, so that one gather moves a row of all.
+    """Keys and values [B, layers * Hkv, rows, D]. Layers lie side by side, so one gather moves a row of all layers.
 
-    Filled with zeros at first, so that rows never written can be masked. `rotary` [positions, 2, D] are cosine and sine
-    of the positions that the rows may have, for a forward pass that looks them up (see `LlamaForward`).
+    The cache is filled with zeros at first, so that rows never written can be masked. `rotary` [positions, 2, D] has
+    cosine and sine of the positions that rows may have, for a forward pass that looks them up (see `LlamaForward`).
 
-    All layers keep all rows, those with a sliding window, too, though they read no more than the window.
+    All layers keep all rows. A layer with a sliding window keeps them too, but reads no more than the window.
 
     For transformers' own forward pass `at(cache_rows, visible_rows)` is the cache of one call, with a 4-D mask over
-    the visible rows. `offsets` LongTensor[B, 1] are added to positions, which go on elsewhere after images.
+    the visible rows. `offsets` LongTensor[B, 1] are added to positions, which differ from row numbers after images.
     """
 
     def __init__(
@@ -140,15 +141,15 @@ class KeyValueCache(RowCache, Cache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """See `RowCache.remembered`."""
+        """Keys, values and offsets."""
         return [self.keys, self.values, self.offsets]
 
     def begin(self, lengths: Tensor) -> None:
-        """See `RowCache.begin`."""
+        """Set all offsets to 0."""
         self.offsets.zero_()
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
-        """Store a layer's key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""
+        """Store a layer's key and value [B, N, Hkv, D], or with fewer columns, at cache rows LongTensor[B, N]."""
         for own, new in zip(self._by_layer[layer], (key, value), strict=True):
             store_rows(own, new, cache_rows)
 
@@ -159,7 +160,7 @@ class KeyValueCache(RowCache, Cache):
     def at(self, cache_rows: Tensor, visible_rows: int, first_rows: Sequence[int] = ()) -> Self:
         """A view for one forward pass, which writes the rows LongTensor[B, N] and reads the first `visible_rows`.
 
-        first_rows: of each layer, or of all layers if it is one number: rows before it are not read (default: 0)
+        first_rows: for each layer, or one number for all: rows before it are not read (default: 0)
         """
         view = copy(self)
         view._new_rows, view._visible_rows, view._first_rows = cache_rows, visible_rows, first_rows
@@ -168,7 +169,7 @@ class KeyValueCache(RowCache, Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's states [B, Hkv, N, D], or of fewer columns; return keys and values of the visible rows."""
+        """Store a layer's states [B, Hkv, N, D], or with fewer columns; return keys and values of the visible rows."""
         assert self._new_rows is not None
         self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self._new_rows)
         first = self._first_rows[layer_idx % len(self._first_rows)] if self._first_rows else 0
@@ -176,11 +177,11 @@ class KeyValueCache(RowCache, Cache):
         return keys[..., : key_states.shape[-1]], values[..., : value_states.shape[-1]]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Visible rows before the new tokens: as many as the longest sequence has, or more."""
+        """Visible rows before the new tokens: at least as many as the longest sequence has."""
         return self._visible_rows - (0 if self._new_rows is None else self._new_rows.shape[1])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The number of rows that `update` returns, and the first of them."""
+        """The number of visible rows, and 0, the first of them."""
         return self._visible_rows, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

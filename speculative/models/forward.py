@@ -1,7 +1,7 @@
-"""The forward pass that decoding asks of a model: over tree nodes, where each node sees its own ancestors alone.
+"""`Forward`: the interface of a model's forward pass over tree nodes, which see the prefix and their ancestors.
 
-`llama` does it for Llama and its nearest relatives, with their own modules; `generic` does it for other models, by
-transformers' own forward pass; `forward_of` chooses between the two.
+`llama` implements it for Llama and its nearest relatives, from their own modules. `generic` implements it for other
+models, by transformers' own forward pass. `forward_of` chooses between them.
 """
 
 import sys
@@ -24,9 +24,9 @@ from heavypath.speculative.models.structure import WeightValues, structure_of
 from heavypath.speculative.names import load
 from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
-PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
-PREFILL_ROWS = 8192  # of all prompts, on a GPU, whose attention needs no mask: few rows leave multiprocessors idle
-STREAMED_CHUNK = {"cpu": 2048, "cuda": 1984}  # where all weights are read for each; a GPU's attention takes no 2,048
+PREFILL_CHUNK = 512  # tokens of each prompt in one pass: bounds the size of the attention mask
+PREFILL_ROWS = 8192  # tokens of all prompts in one pass on a GPU: attention needs no mask there, more rows are faster
+STREAMED_CHUNK = {"cpu": 2048, "cuda": 1984}  # where each pass reads all weights; GPU attention takes less than 2,048
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
 T = TypeVar("T")
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """The view of N nodes of each sequence: the prefix, themselves, and their ancestors in the tree after the prefix.
+    """The attention mask of N nodes of each sequence: a node sees the prefix, itself, and its ancestors in the tree.
 
     prefix_length: LongTensor[B], or [] where all sequences have the same
-    visible_rows:  how many cache rows to look at: enough to hold the longest prefix and its tree
+    visible_rows:  how many cache rows to read: enough for the longest prefix and its tree
     subtree_end or ancestor_mask: the tree, as `tree_attention` takes it; exactly one of the two
-    level: of the nodes in a tree that is given level by level
+    level: the level of the nodes, where a tree is run level by level
     """
 
     prefix_length: Tensor
@@ -49,7 +49,7 @@ class TreeMask:
     level: int = 0
 
     def attention(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Attend]:
-        """Attention under this mask, as one function for all layers with the same sliding window."""
+        """For each sliding window in `windows`, a function that does attention under this mask."""
 
         def prepare(window: int | None) -> Attend:
             return prepared_attention(
@@ -60,9 +60,9 @@ class TreeMask:
         return self._by_window(prepare, windows)
 
     def biases(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Tensor]:
-        """The mask in additive form for each window: 0 where a node sees a row, -inf elsewhere.
+        """The additive mask for each window: 0 where a node sees a row, -inf elsewhere.
 
-        [B or 1, 1, N, rows], of the visible rows from `first_row(window)` on
+        [B or 1, 1, N, rows], for the visible rows from `first_row(window)` on
         """
         ancestors = self.ancestor_mask
         if ancestors is None:
@@ -78,11 +78,11 @@ class TreeMask:
         return self._by_window(bias, windows)
 
     def first_row(self, window: int | None) -> int:
-        """The first of the rows that `biases` cover for a window: the host knows that nothing before it is seen."""
+        """The first row that `biases` cover for a window. The host knows that no node sees an earlier row."""
         return first_row_seen(self.prefix_length, window)
 
     def _by_window(self, make: Callable[[int | None], T], windows: Iterable[int | None]) -> dict[int | None, T]:
-        """The results of `make` for each window; a window that holds all visible rows is none."""
+        """The results of `make` for each window. A window that covers all visible rows is treated as None."""
         made: dict[int | None, T] = {}
         for window in windows:
             effective = None if window is None or window >= self.visible_rows else window
@@ -93,16 +93,16 @@ class TreeMask:
 
 
 def chain_mask(prefix_length: Tensor, nodes: int, visible_rows: int) -> TreeMask:
-    """The view of a chain's nodes after prefixes, LongTensor[B] or []; visible_rows as in `TreeMask`."""
+    """The mask of a chain of nodes after prefixes, LongTensor[B] or []; visible_rows as in `TreeMask`."""
     end = torch.full((nodes,), nodes, device=prefix_length.device)
     return TreeMask(prefix_length=prefix_length, visible_rows=visible_rows, subtree_end=end)
 
 
 class Taps(NamedTuple):
-    """Hidden states of a forward pass that somebody reads.
+    """A request for hidden states of a forward pass.
 
-    numbers: which, by transformers' numbers: 0 is the embedding, i what layer i gets, and the last, with as many layers
-             before it, is after the final norm
+    numbers: which hidden states, as transformers numbers them: 0 is the embedding, i the input of layer i, and the last
+             one (the number of layers) is the output of the final norm
     read:    called with these states [B, N, H], the tokens, their positions and cache rows, LongTensor[B, N] each
     """
 
@@ -110,30 +110,30 @@ class Taps(NamedTuple):
     read: Callable[[list[Tensor], Tensor, Tensor, Tensor], None]
 
     def take(self, states: Mapping[int, Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
-        """Hand on those asked for of hidden states by their numbers, [B * N, H] or [B, N, H] each."""
+        """Call `read` with the requested ones of `states`: hidden states [B * N, H] or [B, N, H] by their numbers."""
         self.read([states[number].reshape(*tokens.shape, -1) for number in self.numbers], tokens, positions, cache_rows)
 
 
 class Forward(ABC):
-    """A causal language model of transformers, in eval mode, as decoding calls it.
+    """The forward pass of a transformers causal language model in eval mode.
 
-    rope_limit: where rotary embeddings of type longrope change their factors, for all tokens of a text, because the
-                text has more positions than this; None for other types. A text must lie on one side of it: `settled`.
-                (Those of type dynamic change them beyond max_positions, which no text reaches.)
-    parts:      what this process has of the weights
-    ranks:      the processes that the weights are split over, all of which call it alike; None for one process
-    stream:     what reads the weights of its layers when they are needed; None if they are all in memory
+    rope_limit: number of positions above which rotary embeddings of type longrope use their other (long) factors for
+                all tokens of the sequence; None for other types. A sequence must stay on one side of it: see `settled`.
+                (Type dynamic changes its factors above max_positions, which no sequence reaches.)
+    parts:      which part of the weights this process has
+    ranks:      the processes that the weights are split over, which must all make the same calls; None for one process
+    stream:     loads the weights of layers when they are needed; None if all weights are in memory
 
     Raises TypeError for a model without a language-model head. Raises ValueError for a model in training mode, without
     weights or on several devices.
     """
 
-    is_foreign: bool = False  # whether it calls code that is not the package's
-    is_head: bool = False  # whether it reads the target's passes, as `TappedDraft`
-    drafts_at_once: bool = False  # whether one pass of it drafts all levels
-    state_bytes: int = 0  # of recurrent layers, that a sequence keeps beside its rows
-    layers: int  # layers that a forward pass goes through
-    windows: Collection[int | None]  # the sliding windows of these layers, None for those that see the whole text
+    is_foreign: bool = False  # whether it calls the model's own forward, which is not this package's code
+    is_head: bool = False  # whether it reads hidden states of the target, like `TappedDraft`
+    drafts_at_once: bool = False  # whether one pass drafts all levels
+    state_bytes: int = 0  # size of recurrent states, which each sequence keeps besides its cache rows
+    layers: int  # how many layers a forward pass runs
+    windows: Collection[int | None]  # the sliding windows of these layers; None for layers that see everything
 
     def __init__(self, model: PreTrainedModel, name: str):
         if model.get_output_embeddings() is None:
@@ -173,30 +173,30 @@ class Forward(ABC):
             raise ValueError(f"{name} has a quantised token embedding; quantise its linear layers alone")
 
     def watch(self, model: nn.Module) -> None:
-        """Remember what `model`, which is or contains the model that is called, consists of now."""
+        """Record the current structure of `model`, which is or contains the model that is called."""
         self._watched, self._structure, self._values = model, structure_of(model), WeightValues(model)
 
     def is_current(self) -> bool:
-        """True if the model's parts are those that it had when it was tried; values of weights may have changed."""
+        """Whether the model's structure is the recorded one. The values of its weights may have changed."""
         return structure_of(self._watched) == self._structure
 
     def state(self) -> int:
-        """A number that is another one after a change of the model, or of its weights' values."""
+        """A number that differs after the model's function, or a value of its weights, has changed."""
         return hash((*self._structure.function, self._values.state()))
 
     @property
     def alone(self) -> AbstractContextManager[object]:
-        """A block for a pass over streamed layers, in which passes of other threads wait instead of disturbing it."""
+        """A context for a pass over streamed layers. Passes of other threads wait until it is left."""
         return nullcontext() if self.stream is None else self.stream.one_pass()
 
     @property
     def reading_ahead(self) -> AbstractContextManager[object]:
-        """A block for a step before it drafts: a GPU then copies the first of streamed layers meanwhile."""
+        """A context for a step, entered before drafting: a GPU copies the first streamed layers meanwhile."""
         return nullcontext() if self.stream is None else self.stream.ahead()
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the type and on the device of weights, activations and caches."""
+        """A tensor with the dtype and device of weights, activations and caches."""
         return local_of(self.embedding.weight)
 
     @property
@@ -206,7 +206,7 @@ class Forward(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights, the activations and the cache."""
+        """The dtype of the weights, the activations and the cache."""
         return self.like.dtype
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -214,15 +214,18 @@ class Forward(ABC):
         return self.model.named_parameters()
 
     def check_weights(self) -> None:
-        """Raise ValueError if a weight is NaN or infinite. Quantised weights are not looked at.
+        """Raise ValueError if a weight is NaN or infinite. Quantised weights are not checked.
 
-        What a stream brings is looked at when it has been read.
+        Streamed weights are checked when they have been read.
         """
         brought = {id(one) for layer in self.model.modules() if streamed(layer) for one in layer.parameters()}
         check_finite(self.name, ((name, one) for name, one in self.weights() if id(one) not in brought))
 
     def check_positions(self, needed: int, how: str) -> None:
-        """Raise ValueError where prompts with their new tokens need more positions than there are; how: in words."""
+        """Raise ValueError if prompts and new tokens need more positions than the model has.
+
+        how: for the message, what the needed positions include
+        """
         if needed > self.max_positions:
             past = "; beyond them, its rotary embeddings depend on the text's length" if self.has_dynamic_rope else ""
             raise ValueError(
@@ -232,7 +235,7 @@ class Forward(ABC):
 
     @abstractmethod
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
-        """An empty cache of `rows` rows, and positions, for each of `batch` sequences; lag: see `HybridCache`."""
+        """An empty cache of `rows` rows and positions for each of `batch` sequences; lag: see `HybridCache`."""
 
     @abstractmethod
     def __call__(
@@ -241,23 +244,23 @@ class Forward(ABC):
     ) -> Tensor:  # fmt: skip
         """Run the model on N tokens of each sequence, and return its logits [B, N, V] after each token.
 
-        They are of the model's own dtype, in which they take half of the memory and of the time to read them if it has
-        16 bits; kernels compute in fp32. A wider type than fp32 is narrowed to it.
+        The logits have the model's own dtype, since 16 bits take half of the memory and of the time to read; kernels
+        compute in fp32. A dtype wider than fp32 is converted to fp32.
 
         tokens, positions: LongTensor[B, N]
         cache_rows:   LongTensor[B, N], where the keys and values of each token are stored in `cache`
         mask:         what the tokens see
         needs_logits: False, as for a prompt, leaves the language-model head out and returns [B, 0, V]
-        taps:         who reads hidden states of this pass
+        taps:         a request for hidden states of this pass
         """
 
     def prefill(
         self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None, taps: Taps | None = None
     ) -> None:
-        """Cache the keys and values of right-padded texts, LongTensor[B, T]; the cache has more than T rows.
+        """Cache the keys and values of right-padded sequences, LongTensor[B, T]; the cache has more than T rows.
 
         starts: the position of each sequence's first token here, if the cache holds the rows before it (default: 0)
-        taps:   who reads hidden states of each chunk
+        taps:   a request for hidden states of each chunk
 
         Padding is cached too. It lies after the sequence's length, where each row is overwritten before it is read.
         """
@@ -277,11 +280,11 @@ class Forward(ABC):
             self(chunk, positions, rows, cache, mask, needs_logits=False, taps=taps)
 
     def settled(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
-        """A step's positions LongTensor[B, N], such that absent nodes do not make a text pass for a longer one.
+        """Clamp positions LongTensor[B, N] of absent nodes, so that they do not make longrope use its long factors.
 
-        The last nodes of a tree may lie beyond the end of the text, and then beyond `rope_limit`.
+        The last nodes of a tree may lie beyond the end of the sequence, and then beyond `rope_limit`.
 
-        prefix_length: LongTensor[B], the positions of the roots; a long text's are all at the limit or above
+        prefix_length: LongTensor[B], the positions of the roots; those of a long sequence are at the limit or above
         """
         if self.rope_limit is None:
             return positions
@@ -289,25 +292,26 @@ class Forward(ABC):
 
 
 def chunk_of(batch: int, device: torch.device) -> int:
-    """The tokens of each of so many prompts that go through a model at once."""
+    """How many tokens of each of `batch` prompts go through a model in one pass."""
     least, most = PREFILL_CHUNK, PREFILL_CHUNK if device.type == "cpu" else STREAMED_CHUNK["cuda"]
     return max(least, min(PREFILL_ROWS // batch, most))
 
 
 def as_long(tokens: Tensor, rows: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A piece of a long text that is too short to be known as one: its tokens, positions and cache rows, LongTensor.
+    """Tokens, positions and cache rows of a chunk, with one token added that makes longrope use its long factors.
 
-    One more token, which no other sees, has the position that tells. It lies after the piece, as padding does.
+    The chunk is the beginning of a long sequence, but its own positions all lie below the limit. The added token has
+    the position `limit`. It lies after the chunk, as padding does, and no other token sees it.
 
-    tokens, rows: [B, N], the latter below limit; what is returned is [B, N + 1]
+    tokens, rows: LongTensor[B, N], the rows below limit; returned are LongTensors [B, N + 1]
     limit:        see `Forward.rope_limit`
     """
     return pad(tokens, (0, 1)), pad(rows, (0, 1), value=limit), torch.cat([rows, rows[:, -1:] + 1], 1)
 
 
 def parts_of(model: nn.Module, name: str) -> Parts:
-    """The part of a model in this process. Raises ValueError for weights that are split in more than one way."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # which may have gathered what is split
+    """Which part of a model this process has. Raises ValueError for weights that are split in more than one way."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # FSDP may have gathered split weights, so look for its class
     is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
     if is_sharded or any(map(is_split, model.modules())):
         return load("shards_of")(model, name)
@@ -315,9 +319,9 @@ def parts_of(model: nn.Module, name: str) -> Parts:
 
 
 def check_window(window: Any, name: str) -> None:
-    """Raise ValueError for a sliding window that is neither None nor a number from 2 on.
+    """Raise ValueError for a sliding window that is neither None nor an integer of at least 2.
 
-    With one of 1 a token sees itself alone, or all: transformers' masks say the former, its cache the latter.
+    A window of 1 is ambiguous: by transformers' masks a token then sees itself alone, by its cache it sees everything.
     """
     if window is None or (isinstance(window, int) and window >= 2):
         return
@@ -328,17 +332,17 @@ def check_window(window: Any, name: str) -> None:
 
 
 def as_logits(logits: Tensor) -> Tensor:
-    """Logits of a type that kernels take: fp32, or 16 bits as they are."""
+    """Logits in a dtype that kernels take: fp64 becomes fp32, others stay."""
     return logits if logits.dtype.itemsize < 8 else logits.float()
 
 
 def host_can_read(device: torch.device) -> bool:
-    """True if the host may read a device's tensors at any time, as on a CPU; for a GPU's tensors it would wait."""
+    """Whether the host can read a device's tensors without waiting: true for a CPU, false for a GPU."""
     return device.type == "cpu"
 
 
 def check_no_autocast(device: torch.device) -> None:
-    """Raise ValueError under torch.autocast, where keys and values are of another type than the cache's."""
+    """Raise ValueError under torch.autocast, where keys and values would have another dtype than the cache."""
     if torch.is_autocast_enabled(device.type):
         raise ValueError(
             f"decoding does not run under torch.autocast({device.type!r}, ...); leave that, or convert the models: "
@@ -347,7 +351,7 @@ def check_no_autocast(device: torch.device) -> None:
 
 
 def check_finite(whose: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if one of the weights, given with their names, is NaN or infinite; quantised ones may be."""
+    """Raise ValueError if one of the named weights is NaN or infinite; quantised weights are skipped."""
     for name, weight in weights:
         own = local_of(weight)
         if is_plain(own) and not own.sum(dtype=torch.float32).isfinite():
@@ -355,7 +359,7 @@ def check_finite(whose: str, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """True if a weight is an ordinary floating-point tensor; a quantised weight has a class or a dtype of its own."""
+    """Whether a weight is an ordinary floating-point tensor; a quantised weight has a class or a dtype of its own."""
     return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 

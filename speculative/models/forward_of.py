@@ -1,8 +1,9 @@
-"""Choose the forward pass of a model: the leanest that gives the model's own logits, or none.
+"""Choose the forward pass of a model: the fastest one that gives the model's own logits. Refuse models that none fits.
 
 A model that is a Llama, Mistral, Qwen2 or Qwen3 exactly as transformers has it runs by `LlamaForward`, which calls the
-smallest of its modules directly. So does a Qwen3.5, by `QwenForward`. Every other model runs by transformers' own, of
-which hooks, adapters, patches and subclasses are part. Each is tried on a small tree first (`probe`), or refused.
+smallest of its modules directly. A Qwen3.5 runs by `QwenForward` in the same way. Every other model runs by
+transformers' own forward pass, so hooks, adapters, patches and subclasses take effect. Each model is first tried on a
+small tree (`probe`).
 """
 
 import logging
@@ -23,25 +24,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How far logits may be from the model's own, in standard deviations of the logits, as rounding explains; 0.003 for
-# wider types.
+# How far logits may differ from the model's own by rounding, in their standard deviations; 0.003 for wider types.
 _TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
 def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None) -> Forward:
     """The forward pass over tree nodes of a transformers causal language model, or of a PEFT model around one.
 
-    name: what messages call the model: "target", whose logits must be right, or "draft", whose logits may be any
+    name:   what messages call the model: "target", whose logits must be right, or "draft", whose logits need not be
     layers: which layers to run, for an early exit (default: all)
 
     Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
     """
     inner = _without_adapter_wrapper(model, name)
     _check_one_adapter(inner, name)
-    if any(hasattr(module, "_hf_hook") for module in inner.modules()):  # accelerate's, for weights that may be on disk
+    if any(hasattr(module, "_hf_hook") for module in inner.modules()):  # accelerate's hooks: weights may be on disk
         load("streamed_if_offloaded")(inner)
     parts = parts_of(inner, name)
-    if layers is not None:  # only ever a draft, whose logits may be any
+    if layers is not None:  # only drafts have layers, and a draft's logits need not be checked
         if (kind := inner.config.model_type) not in MODEL_TYPES:
             raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")
         if not parts.are_usual(inner):
@@ -63,9 +63,9 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
 
 
 def _check_one_adapter(model: nn.Module, name: str) -> None:
-    """Raise ValueError for a model whose adapters differ by the row of a batch, which moves to another in decoding.
+    """Raise ValueError for a model that uses a different adapter for each row of a batch; decoding moves rows.
 
-    PEFT does it by hooks for a call with `adapter_names` or `alora_offsets`, which know these by their keywords.
+    PEFT does this by hooks for a call with `adapter_names` or `alora_offsets`. The hooks' keywords show it.
     """
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
@@ -80,9 +80,9 @@ def _check_one_adapter(model: nn.Module, name: str) -> None:
 
 
 def peers_of(models: Sequence[Forward], device: torch.device) -> Peers:
-    """The processes that some models' weights are split over; `ALONE` where all are whole in this one.
+    """The processes that the weights of some models are split over; `ALONE` if this process has all weights.
 
-    Raises what the checks of their weights raise, and of several processes what `agreement.agreement_of` does.
+    Raises ValueError for NaN or infinite weights; with several processes, what `agreement.agreement_of` raises.
     """
     for model in models:
         kinds = type(model.model).__name__, type(model).__name__
@@ -95,7 +95,7 @@ def peers_of(models: Sequence[Forward], device: torch.device) -> Peers:
 
 
 def check_alone(what: str, *models: Any) -> None:
-    """Raise ValueError for a model whose weights are split, since each rank would decide something by itself."""
+    """Raise ValueError for a model that is split over processes, where `what` would let each rank decide by itself."""
     for model in models:
         if model.ranks is not None:
             raise ValueError(
@@ -105,26 +105,26 @@ def check_alone(what: str, *models: Any) -> None:
 
 
 def _is_a_llama(model: PreTrainedModel, name: str) -> bool:
-    """True if `LlamaForward` gives the model's own logits, tried with one layer of each kind."""
+    """Whether `LlamaForward` gives the model's own logits, tried on a copy with one layer of each kind."""
     from heavypath.speculative.models.probe import NotFiniteError, gap, with_a_layer_of_each_kind
 
     short = with_a_layer_of_each_kind(model)
     forward = LlamaForward(short, name)
     try:
         return gap(forward, short) <= tolerance_of(forward)
-    except NotFiniteError:  # of which the whole model is asked
+    except NotFiniteError:  # the check of the whole model will report it
         return False
 
 
 def tolerance_of(forward: Forward) -> float:
-    """The most that a forward pass's logits may be off the model's own, in their standard deviations."""
+    """How far a forward pass's logits may differ from the model's own, in their standard deviations."""
     return _TOLERANCE.get(forward.dtype, 3e-3)
 
 
 def _check(forward: "TransformersForward", model: nn.Module) -> None:
-    """Raise ValueError if the logits of a tree are not those of its paths; of a draft, say so.
+    """Raise ValueError if a tree's logits differ from those of its paths; for a draft, log a warning instead.
 
-    A model that runs a function of somebody's own is tried with long texts, too.
+    A model that runs a user's own function is tried with long sequences, too.
     """
     from heavypath.speculative.models.probe import NotFiniteError, lengths_to_try
     from heavypath.speculative.models.window_probe import check_windows

@@ -1,11 +1,11 @@
-"""The functions that a call of a model runs, and whether they are those that its library was published with.
+"""Find out which functions a model's forward pass calls, and whether someone replaced or patched any of them.
 
 A class's forward method may be replaced, and so may any function that it looks up by name: `apply_rotary_pos_emb` in a
 modelling module, an attention in transformers' registry, `scaled_dot_product_attention` in PyTorch. Such a patch may
-act on some layers or on long texts alone, so that no short trial shows it. Here its code tells. A function is a
-library's own if its code, that of all it wraps and of what it closes over, lies in the library's folder. That holds of
-the decorators by which transformers defines its functions, and of no function of a user, whatever `functools.wraps`
-copied.
+change only some layers or only long sequences, so a short trial run does not show it. This module looks at the code
+instead. A function belongs to a library if its own code, the code of everything it wraps, and the code of everything in
+its closure lie in the library's folder. This is true of the decorators that transformers uses. It is never true of a
+user's function, even if `functools.wraps` copied the name and module of a library's function to it.
 """
 
 import sys
@@ -29,15 +29,17 @@ _KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 _OURS = str(Path(__file__).parents[2]) + "/"
 _INSTALLED = ("site-packages", "dist-packages")
 _TORCH = (torch.__dict__, nn.functional.__dict__)
-# Of transformers, what computes; the rest of it reads files, logs, and calls these.
+# The parts of transformers that compute. The rest of it reads files, writes logs, and calls these parts.
 _PARTS = ("models.", "integrations.", "masking_utils", "modeling_", "activations")
 _FOLLOWED = ("torch.nn.modules.", *(f"transformers.{part}" for part in _PARTS))
 
 
 class _Found(NamedTuple):
-    """What calls of modules of some classes run: where each name is looked up, and what was found there.
+    """The functions that modules of certain classes call.
 
-    codes: of the functions, which may be exchanged, too
+    lookups: where each name is looked up
+    values:  what was found there
+    codes:   the code objects of the functions, which may be exchanged as well
     """
 
     lookups: list[tuple[Owner, str]]
@@ -49,23 +51,25 @@ _known: dict[tuple[frozenset[type], frozenset[str]], _Found] = {}
 
 
 def functions_of(types: Iterable[type], attentions: Iterable[str]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The functions that modules of such classes run now, and their codes; equal to earlier ones if they are the same.
+    """The functions that modules of these classes call now, and their code objects.
 
-    attentions: the names of the attention that they may ask for
+    The results of two calls are equal if nothing was replaced in between.
+
+    attentions: the attention implementations that the modules may ask for, by name
     """
     found = _found(frozenset(types), frozenset(attentions))
     return tuple(map(_comparable, found.values)), tuple(found.codes)
 
 
 def strange_functions(types: Iterable[type], attentions: Iterable[str]) -> list[str]:
-    """The names of those functions that no library's own code gives: replaced, patched, or of a user's own class."""
+    """The names of functions that are called and are not a library's own: patches, or methods of a user's class."""
     found = _found(frozenset(types), frozenset(attentions))
     every = zip(found.lookups, found.values, strict=True)
     return sorted({f"{_name_of(owner)}.{name}" for (owner, name), value in every if not _is_usual(owner, value)})
 
 
 def is_as_written(kind: type) -> bool:
-    """True if the forward method of a class is the one in the file of its class, with decorators of libraries alone."""
+    """Whether a class has the forward method that its source file defines, wrapped by libraries' decorators at most."""
     home = next((base.__module__ for base in kind.__mro__ if "forward" in vars(base)), kind.__module__)
     *decorators, innermost = _chain(kind.forward)
     code: Any = getattr(innermost, "__code__", None)
@@ -77,15 +81,15 @@ def is_as_written(kind: type) -> bool:
 
 
 def is_published(kind: type, home: str) -> bool:
-    """True if a class is one of the module `home`, with the forward method that it has there."""
+    """Whether a class is defined in the module `home` and still has the forward method that is written there."""
     named = getattr(getattr(_chain(kind.forward)[-1], "__code__", None), "co_qualname", None)
     return kind.__module__ == home and is_as_written(kind) and named == f"{kind.__qualname__}.forward"
 
 
 def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = True) -> list[str]:
-    """The names of what a model runs besides its library's own code: functions that were put in place of others.
+    """The names of functions that a model calls and that are not its library's own, such as patches.
 
-    hooks: whether those of modules count, and modules' own forward functions
+    hooks: whether to include hooks of modules, and forward functions that were set on a module object
     """
     named = [*model.named_modules()]
     functions = [each for where, module in named for each in _functions_in(where, module, hooks)]
@@ -94,7 +98,7 @@ def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = Tru
 
 
 def _functions_in(where: str, module: nn.Module, hooks: bool) -> Iterator[tuple[str, Any]]:
-    """The functions among a module's attributes and hooks, with their names."""
+    """Names and functions: those among a module's attributes, and its hooks."""
     for name, value in vars(module).items():
         if isinstance(value, FUNCTIONS) and (hooks or name != "forward"):
             yield f"{where}.{name}", value.func if isinstance(value, partial) else value
@@ -104,9 +108,9 @@ def _functions_in(where: str, module: nn.Module, hooks: bool) -> Iterator[tuple[
 
 
 def is_of_library(function: Any) -> bool:
-    """True if a function, all that it wraps and all that it closes over are PyTorch's, transformers' or this package's.
+    """Whether a function, all that it wraps and all in its closure belong to PyTorch, transformers or this package.
 
-    A functools.partial is not, nor any other object that is called but no function.
+    False for a functools.partial and for any other callable object that is not a function.
     """
     return _is_own(function, (*_LIBRARIES, _OURS), set())
 
@@ -134,7 +138,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator[tuple[Owner, str]]:
-    """Where names are looked up, beginning with calls of the classes' instances and their forward methods."""
+    """Where names are looked up, starting with the `__call__` and forward methods of the classes."""
     waiting: list[tuple[Owner, str, type]] = []
     for kind in sorted(types, key=lambda each: (each.__module__, each.__qualname__)):
         waiting += [(kind, name, kind) for name in ("__call__", "forward") if hasattr(kind, name)]
@@ -147,15 +151,11 @@ def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator
         value = _look_up((owner, name))
         if isinstance(value, GeneralInterface):
             waiting += [(value, each, kind) for each in sorted(attentions)]
-        if callable(value) or isinstance(owner, GeneralInterface):  # there a name may be missing
+        if callable(value) or isinstance(owner, GeneralInterface):  # a registry may lack the name
             yield owner, name
         innermost = _chain(value)[-1]
-        if isinstance(innermost, FunctionType) and _is_followed(innermost):
+        if isinstance(innermost, FunctionType) and str(innermost.__globals__.get("__name__")).startswith(_FOLLOWED):
             waiting += [(*each, kind) for each in _names_in(innermost, kind)]
-
-
-def _is_followed(function: FunctionType) -> bool:
-    return str(function.__globals__.get("__name__")).startswith(_FOLLOWED)
 
 
 def _names_in(function: FunctionType, kind: type) -> Iterator[tuple[Owner, str]]:
@@ -170,7 +170,7 @@ def _names_in(function: FunctionType, kind: type) -> Iterator[tuple[Owner, str]]
 
 
 def _words(code: CodeType) -> Iterator[str]:
-    """All names in a function's code and in those of functions within it."""
+    """All names in a function's code and in the code of functions within it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -178,7 +178,7 @@ def _words(code: CodeType) -> Iterator[str]:
 
 
 def _chain(function: Any) -> list[Any]:
-    """A function and what it wraps, by `__wrapped__`, to the innermost."""
+    """A function and what it wraps (`__wrapped__`), from the outermost to the innermost."""
     chain = [function]
     while (inner := getattr(chain[-1], "__wrapped__", None)) is not None and inner not in chain:
         chain.append(inner)
@@ -186,7 +186,7 @@ def _chain(function: Any) -> list[Any]:
 
 
 def _is_usual(owner: Owner, value: Any) -> bool:
-    """True for what a library has there: its own functions and classes; for a class's methods, of its own package."""
+    """Whether the owner has this value by itself: the libraries' own code, or for a class, code of its own package."""
     if value is None:
         return True
     if isinstance(owner, type) and isinstance(value, FunctionType):
@@ -195,7 +195,7 @@ def _is_usual(owner: Owner, value: Any) -> bool:
 
 
 def _folder_of(kind: type) -> Iterator[str]:
-    """The folder of the installed package that a class is of; none for a class of somebody's own program."""
+    """The folder of the installed package that defines a class; nothing for a class of a user's own program."""
     package = sys.modules.get(kind.__module__.split(".")[0])
     path = getattr(package, "__file__", None)
     if path is not None and any(each in path for each in _INSTALLED):
@@ -221,7 +221,7 @@ def _is_own(value: Any, folders: tuple[str, ...], seen: set[int]) -> bool:
 
 
 def _is_kernel(value: Any) -> bool:
-    """True for what transformers takes from packages of kernels where they are installed."""
+    """Whether a function comes from a package of kernels that transformers uses where it is installed."""
     package = str(getattr(value, "__module__", "")).split(".")[0]
     path = getattr(getattr(value, "__code__", None), "co_filename", package)
     return package in _KERNELS and package in path
@@ -231,7 +231,7 @@ def _contents_of(cells: Iterable[Any]) -> Iterator[Any]:
     for cell in cells:
         try:
             yield cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
 
 

@@ -1,11 +1,11 @@
-"""Any causal language model of transformers, called on tree nodes by its own forward pass.
+"""Run any causal language model of transformers on tree nodes, by its own forward pass.
 
     model(tokens, position_ids=prefix + depths, cache=KeyValueCache.at(rows, ...), attention_mask=4-D)
 
-With attn_implementation "sdpa" or "eager" a 4-D mask says which rows each node sees. There is one mask for each kind of
-layer if they see differently far. With "heavypath" our attention function is an argument of the call. An attention of a
-user's own gets the mask that it was registered for. A model's type does not tell if it really follows the mask, the
-positions and the cache; `probe` does.
+With attn_implementation "sdpa" or "eager" a 4-D mask says which rows each node sees; layers with different windows get
+different masks. With "heavypath" our attention function is an argument of the call. A user's own attention gets the
+form of mask that it was registered for. A model's type does not show whether it really follows the mask, the positions
+and the cache; `probe` tries it.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,14 +24,14 @@ from heavypath.speculative.models.functions import is_of_library, strange_parts
 from heavypath.speculative.models.structure import attentions_of
 from heavypath.speculative.models.text_cache import cache_argument
 
-_OWN = ("sdpa_attention_forward", "eager_attention_forward")  # those of transformers that take a tree's mask
+_OWN = ("sdpa_attention_forward", "eager_attention_forward")  # transformers' functions that take a 4-D mask
 
 
 class TransformersForward(Forward):
-    """A transformers causal language model, by its own forward pass.
+    """A transformers causal language model, run by its own forward pass.
 
     Raises TypeError for a model without a language-model head, or with an encoder. Raises ValueError for attention that
-    takes no mask of nodes.
+    cannot take a mask over nodes.
     """
 
     is_foreign = True
@@ -53,7 +53,7 @@ class TransformersForward(Forward):
                 "pass, so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
             )
         window: int | None = getattr(self.text_config, "sliding_window", None)
-        if window == 0 and "sliding_attention" not in self._kinds:  # as some configs say that there is none
+        if window == 0 and "sliding_attention" not in self._kinds:  # some configs write 0 for no window
             window = None
         if {*self._kinds} != {"full_attention"}:
             check_window(window, name)
@@ -90,12 +90,12 @@ class TransformersForward(Forward):
         taps: Taps | None = None,
     ) -> Tensor:
         """Logits [B, N, V] after each token, see `Forward`."""
-        within = (positions + cache.offsets).clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
+        within = (positions + cache.offsets).clamp(max=self.max_positions - 1)  # absent nodes may exceed the positions
         arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": within, "use_cache": True}
         first_rows: list[int] = []
         if self._by_arguments:
             arguments["tree_attend"] = self._attend(mask)
-            any_mask = tokens[:, None, None, :1]  # any 4-D mask keeps transformers from making one
+            any_mask = tokens[:, None, None, :1]  # given any 4-D mask, transformers does not make one
             arguments["attention_mask"] = self._as_masks(dict.fromkeys(self._kinds, any_mask))
         else:
             biases = mask.biases(self.dtype, self.windows)
@@ -129,7 +129,7 @@ class TransformersForward(Forward):
         return attend
 
     def _kinds_of(self, model: PreTrainedModel, name: str) -> list[str | None]:
-        """The kinds of attention that the layers have, [None] for one kind. Raises ValueError for others."""
+        """The layers' kinds of attention; [None] if there is one kind. Raises ValueError for unknown kinds."""
         kinds: list[str | None] = getattr(self.text_config, "layer_types", None) or [None]
         others = {str(kind) for kind in kinds} - {"None", "full_attention", "sliding_attention"}
         if others:
@@ -140,15 +140,15 @@ class TransformersForward(Forward):
         return kinds
 
     def _as_masks(self, each: Mapping[str | None, Tensor]) -> Any:
-        """The masks of all kinds of layers as the model takes them."""
+        """The masks, by kind of layer, in the form that the model takes."""
         return each if len(self.windows) > 1 else each[self._kinds[0]]
 
     def taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call that the model takes, out of all."""
+        """Those of the arguments of a call that the model accepts."""
         return arguments
 
     def gap(self, model: nn.Module, prefix: int = 3, chain: int = 6) -> float:
-        """The distance of logits over a tree from the model's own, see `probe`."""
+        """How far logits over a tree differ from the model's own, see `probe`."""
         from heavypath.speculative.models.probe import gap
 
         return gap(self, model, prefix, chain)
@@ -160,7 +160,7 @@ class TransformersForward(Forward):
 
     @torch.no_grad()
     def _read_layers(self) -> None:
-        """Find out how many layers keep keys and values, and of how many heads and columns."""
+        """Call the model once, to find how many layers have keys and values, and their numbers of heads and columns."""
         forgetful = _ForgetfulCache()
         try:
             tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
@@ -177,9 +177,9 @@ class TransformersForward(Forward):
 
 
 def _form_of_masks(attention: str, name: str) -> str:
-    """How an attention is told what nodes see: by an "additive" mask, a "bool" one, or "arguments" of the call.
+    """How an attention gets to know what nodes see: by an "additive" mask, a "bool" mask, or "arguments" of the call.
 
-    Raises ValueError for one that takes no such mask.
+    Raises ValueError for an attention that takes no such mask.
     """
     function, makes_masks = ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
     if function is attention_forward:
@@ -201,12 +201,12 @@ def _form_of_masks(attention: str, name: str) -> str:
 
 
 def _has_alibi(config: Any) -> bool:
-    """True if a model's attention has biases by distance in place of position embeddings."""
+    """Whether a model has ALiBi: attention biases by distance instead of position embeddings."""
     return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 class _ForgetfulCache(Cache):
-    """A cache that keeps nothing: it returns the new keys and values, and notes their heads and columns by layer."""
+    """A cache that keeps nothing: it returns the new keys and values, and records their heads and columns by layer."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])

@@ -1,7 +1,7 @@
-"""The product of a linear layer on a GPU: by the kernel of few rows where that is faster, see `few_rows_product`.
+"""The product of a linear layer on a GPU, by a kernel for few rows where that is faster, see `few_rows_product`.
 
-torchao's Float8WeightOnlyConfig leaves a weight in fp8 with a scale for each row. torchao itself writes that in 16 bits
-and reads it again: five bytes for each number in place of one.
+torchao's Float8WeightOnlyConfig keeps a weight in fp8 with a scale for each row. torchao itself converts that weight to
+16 bits in memory and reads it again, which moves five bytes per number instead of one.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from heavypath.kernels.layers.few_rows import few_rows_product
 
 
 def product_of(layer: Any) -> Callable[[Tensor], Tensor]:
-    """The product of a linear layer without a bias, of a plain weight or a Float8Tensor."""
+    """The product of a linear layer without bias, whose weight is plain or a Float8Tensor."""
     if type(layer.weight).__name__ != "Float8Tensor":
         return lambda hidden: few_rows_product(hidden, layer.weight)
     if layer.weight.act_quant_kwargs is None and layer.weight.scale.numel() == len(layer.weight):
         return lambda hidden: few_rows_product(hidden, layer.weight.qdata, scale=layer.weight.scale.view(-1))
-    return layer  # which quantises activations, too, or blocks
+    return layer  # it also quantises activations, or scales blocks

@@ -1,13 +1,13 @@
-"""Linear layers with one input as one matrix product, over the model's own weights.
+"""Compute linear layers that share an input as one matrix product, over the model's own weights.
 
     [x W1' + b1, x W2' + b2, ...] = x [W1; W2; ...]' + [b1, b2, ...]
 
 A GPU reads a weight at full speed only if many programs share it, and every launch costs microseconds. So queries, keys
-and values are one product there, and gate and up another. The joined matrix is no second copy of the weights. They are
-moved into it, and each parameter becomes a view of its own rows: the same object with the same name, values and
+and values are one product there, and gate and up another. The joined matrix is not a second copy: the weights are moved
+into it, and each parameter becomes a view of its own rows. It stays the same object with the same name, values and
 version. It may be saved, copied or trained, and a change of it in place changes the product. Weights move layer by
-layer, so that no more than one layer's are there twice at a time. When nobody needs the product any more, each
-parameter gets memory of its own again.
+layer, so at most one layer is in memory twice. When the product is no longer used, each parameter gets memory of its
+own again.
 """
 
 import threading
@@ -28,20 +28,20 @@ from heavypath.speculative.models.linear import Product, Products
 from heavypath.speculative.models.structure import has_hooks
 from heavypath.speculative.ranks.parts import local_of
 
-# What is joined now, by the identity of the first parameter: all forward passes of a model share it.
+# The parameters joined now, by the identity of the first one. All forward passes of a model share them.
 _shared: weakref.WeakValueDictionary[int, "_Together"] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
 class Joining:
-    """Finds out which linear layers of a model can be joined: on a GPU, plain ones, whose weights nothing else uses."""
+    """Finds the linear layers of a model that can be joined: plain ones on a GPU, whose weights nothing else uses."""
 
     def __init__(self, model: nn.Module):
         self._uses = Counter(id(local_of(weight)) for _, weight in model.named_parameters(remove_duplicate=False))
 
     def products(self, layers: Sequence[nn.Module]) -> Products | None:
-        """The products of linear layers with one input as one; None if they must stay apart."""
+        """The products of linear layers with one input, computed as one; None if they cannot be joined."""
         plain = [layer for layer in layers if type(layer) is nn.Linear and not has_hooks(layer)]
         if len(plain) < len(layers):
             return None
@@ -66,7 +66,7 @@ class Joining:
                 and not one.is_inference()
                 and self._uses[id(one)] == 1
                 and one.is_contiguous()
-                and one.untyped_storage().nbytes() == one.nbytes  # nobody else's view
+                and one.untyped_storage().nbytes() == one.nbytes  # not a view of a larger tensor
                 and (one.shape[1:], one.dtype, one.device) == (first.shape[1:], first.dtype, first.device)
                 for one in parameters
             )
@@ -77,9 +77,10 @@ class Joining:
 
 
 class _Together:
-    """Parameters [n_i, ...] whose rows lie one after another in one tensor, for as long as this object is there.
+    """Parameters [n_i, ...] whose rows lie one after another in one tensor, for as long as this object exists.
 
-    It does not hold that tensor: its memory is the parameters', and goes when they are moved, to another device say.
+    It does not hold that tensor. The memory belongs to the parameters, and is freed when they move, say to another
+    device.
     """
 
     def __init__(self, parameters: Sequence[Tensor]):
@@ -93,7 +94,7 @@ class _Together:
         weakref.finalize(self, _separate, parameters, _storage_of(rows)).atexit = False
 
     def holds(self, parameters: Sequence[Tensor]) -> bool:
-        """True if it is these parameters that are together, and still are."""
+        """Whether this object joins exactly these parameters, and they have not moved since."""
         same = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
         return same and self._is_whole()
 
@@ -113,7 +114,7 @@ class JoinedProducts:
     """The products of a [rows, K] with several weights, as views of one product."""
 
     def __init__(self, weights: _Together, biases: _Together | None):
-        from heavypath.kernels.layers.few_rows import few_rows_product  # for GPUs alone
+        from heavypath.kernels.layers.few_rows import few_rows_product  # only needed on GPUs
 
         self._weights, self._biases, self._multiply = weights, biases, few_rows_product
 
@@ -124,14 +125,17 @@ class JoinedProducts:
         return product.split(self._weights.sizes, -1)
 
     def gated(self, hidden: Tensor) -> Tensor:
-        """silu of the first product times the second one."""
+        """silu(first product) * second product."""
         if self._biases is None:
             return self._multiply(hidden, self._weights.rows(), gated=True)
         return silu_product(*self(hidden))
 
 
 def gated_by(activation: nn.Module, products: Products) -> Product:
-    """act(gate) * up, [R, F], of a perceptron's input [R, H]; products: of gate and up, SiLU in one if it can be."""
+    """The function act(gate) * up, [R, F], of an MLP's input [R, H]; with SiLU in one launch where that is possible.
+
+    products: the products of gate and up
+    """
     if isinstance(products, JoinedProducts) and is_silu(activation):
         return products.gated
     gated = silu_product if is_silu(activation) else lambda gate, up: activation(gate) * up
@@ -139,12 +143,12 @@ def gated_by(activation: nn.Module, products: Products) -> Product:
 
 
 def is_silu(activation: nn.Module) -> bool:
-    """True for SiLU by transformers' own module, without hooks."""
+    """Whether an activation is SiLU by transformers' own module, without hooks."""
     return type(activation) in _SILU and not has_hooks(activation)
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int]:
-    """The beginning of the memory of a tensor, and of all others that share it, and its bytes."""
+    """The address and size of a tensor's storage, equal for all tensors that share it."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
@@ -157,4 +161,4 @@ def _separate(parameters: Sequence[Tensor], storage: tuple[int, int]) -> None:
                 if _storage_of(one) == storage:
                     one.data = one.detach().clone(memory_format=torch.contiguous_format)
     except torch.OutOfMemoryError:
-        return  # they stay together, which takes no more memory and changes no value
+        return  # they stay joined, which changes no value

@@ -1,9 +1,9 @@
-"""The link between a module that is a layer and the stream that has its weights.
+"""Connect a layer's module with the stream that loads its weights (see `streaming`).
 
-It is a pair of hooks on the module, which take the weights before its forward pass and release them after it. So
-transformers' own code runs as it is, `generate` included. Who calls parts of the layer instead of the layer itself
-enters the same object: `with weights_of(layer): ...`. Passes of a GPU begin and end: there the module that has the
-layers gets a pair of hooks, too.
+Hooks on the module take the weights before its forward pass and release them after it. So transformers' own code runs
+unchanged, including its `generate`. Code that calls parts of the layer instead of the layer itself enters the same
+object: `with weights_of(layer): ...`. Passes on a GPU begin and end, so there the module that contains the layers gets
+a pair of hooks, too.
 """
 
 from abc import ABC, abstractmethod
@@ -17,12 +17,12 @@ _ALWAYS_THERE = nullcontext()
 
 
 class StreamCounts(NamedTuple):
-    """Counts of a stream.
+    """Counters of a stream.
 
-    bytes_read: from files; or, to a GPU, from the host's memory
+    bytes_read: from files; for a GPU, from the host's memory
     reading:    seconds in which at least one read was under way
     waiting:    seconds in which a pass waited for a layer
-    untimed:    of bytes_read those that CUDA graphs copied, for which neither kind of seconds is known
+    untimed:    the part of bytes_read that CUDA graphs copied, whose reading and waiting times are unknown
     """
 
     bytes_read: int = 0
@@ -31,7 +31,7 @@ class StreamCounts(NamedTuple):
     untimed: int = 0
 
     def since(self, before: "StreamCounts") -> "StreamCounts":
-        """The counts since they were `before`."""
+        """The difference from an earlier reading of the counters."""
         return StreamCounts(
             bytes_read=self.bytes_read - before.bytes_read,
             reading=self.reading - before.reading,
@@ -41,14 +41,16 @@ class StreamCounts(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second, while it read; 0 if it did not, as far as that is known."""
+        """Bytes per second while reading; 0 if nothing was read, or no times are known."""
         return (self.bytes_read - self.untimed) / self.reading if self.reading else 0.0
 
 
 class WeightStream(ABC):
-    """A stream that brings the weights of layers when they are needed; `streaming` has one for a CPU and one for a GPU.
+    """Loads the weights of layers when they are needed; `streaming` has a stream for a CPU and one for a GPU.
 
-    layers: how many; resident: those of them that stay; on_take: called with each layer that is taken
+    layers:   how many layers there are
+    resident: the layers that stay in memory
+    on_take:  called with the number of each layer that is taken
     """
 
     layers: int
@@ -57,46 +59,49 @@ class WeightStream(ABC):
 
     @property
     def is_fixed(self) -> bool:
-        """True if a pass asks the host for nothing, so that it may be captured in a CUDA graph."""
+        """Whether a pass makes no request to the host, so that it may be captured in a CUDA graph."""
         return True
 
     @abstractmethod
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """A layer's tensors by their names; they hold its weights while it is taken."""
+        """A layer's tensors by name. They hold its weights while the layer is taken."""
 
     @abstractmethod
     def take(self, layer: int) -> None:
-        """Have a layer in memory until it is released."""
+        """Wait until a layer is in memory, and keep it there until it is released."""
 
     @abstractmethod
     def release(self, layer: int) -> None:
-        """Allow a layer's memory to be filled with another one."""
+        """Allow a layer's memory to be overwritten by another layer."""
 
     @abstractmethod
     def one_pass(self) -> AbstractContextManager[None]:
-        """Have passes of other threads wait."""
+        """A context for one pass over the layers. Passes of other threads wait until it is left."""
 
     def ahead(self) -> AbstractContextManager[None]:
-        """A block for a step before it drafts: the first layers may be brought meanwhile."""
+        """A context for a step, entered before drafting: the first layers may be loaded meanwhile."""
         return nullcontext()
 
     def replay(self) -> AbstractContextManager[None]:
-        """A block for launching a CUDA graph that takes its layers: it overwrites their places, whoever uses them."""
+        """A context for launching a CUDA graph that loads layers.
+
+        Other passes wait, since the graph overwrites the buffers.
+        """
         return nullcontext()
 
     @abstractmethod
     def counts(self) -> StreamCounts:
-        """The counts so far."""
+        """The current values of the counters."""
 
 
 class LayerWeights:
-    """A layer's weights, which are in memory between entering and leaving."""
+    """A context manager: a layer's weights are in memory while it is entered."""
 
     def __init__(self, stream: WeightStream, index: int):
         self.stream, self.index = stream, index
 
     def hook(self, layer: nn.Module) -> None:
-        """Have the module's forward pass enter and leave."""
+        """Make the module's forward pass enter and leave this context."""
         layer.register_forward_pre_hook(self.before)
         layer.register_forward_hook(self.behind, always_call=True)
 
@@ -116,13 +121,13 @@ class LayerWeights:
 
 
 class WholePass:
-    """A call of the module that has all the layers is one pass over them."""
+    """Hooks for the module that contains all layers: a call of it is one pass over them."""
 
     def __init__(self, stream: Any):
         self.stream = stream
 
     def hook(self, module: nn.Module) -> None:
-        """Have the module's forward pass enter and leave."""
+        """Make the module's forward pass begin and end a pass."""
         module.register_forward_pre_hook(self.before)
         module.register_forward_hook(self.behind, always_call=True)
 
@@ -131,31 +136,31 @@ class WholePass:
         self.stream.enter()
 
     def behind(self, module: nn.Module, given: Any, result: Any) -> None:
-        """End it."""
+        """End the pass."""
         self.stream.leave()
 
 
 def is_own(hook: object) -> bool:
-    """True if a hook of a module does no more than to bring its weights."""
+    """Whether a hook of a module only loads or releases its weights."""
     return isinstance(getattr(hook, "__self__", None), LayerWeights | WholePass)
 
 
 def streamed(layer: nn.Module) -> LayerWeights | None:
-    """The weights of a module that a stream has; None if they are its own."""
+    """The `LayerWeights` of a module whose weights are streamed; None for other modules."""
     return next(filter(None, map(_owner, layer._forward_pre_hooks.values())), None)
 
 
 def _owner(hook: object) -> LayerWeights | None:
-    """The weights that a hook takes or releases; None for a hook of others."""
+    """The `LayerWeights` that a hook belongs to; None for other hooks."""
     owner = getattr(hook, "__self__", None)
     return owner if isinstance(owner, LayerWeights) else None
 
 
 def weights_of(layer: nn.Module) -> AbstractContextManager[None]:
-    """A context to be entered before a layer's weights are read."""
+    """A context to enter before reading a layer's weights. It does nothing for layers that are not streamed."""
     return streamed(layer) or _ALWAYS_THERE
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
-    """The stream that has weights of a model's layers; None if there is none."""
+    """The stream that loads the weights of a model's layers; None if there is none."""
     return next((weights.stream for weights in map(streamed, model.modules()) if weights is not None), None)

@@ -1,18 +1,18 @@
-"""Linear layers on a CPU: those with one input as one product, from weights in the order in which they are read.
+"""Linear layers on a CPU: layers that share an input are one product, from weights repacked in the order of reading.
 
     [x W1' + b1, x W2' + b2, ...] = x [W1; W2; ...]' + [b1, b2, ...]
 
-A step multiplies few rows by every weight, so its time is that of reading the weights. PyTorch hands such a product to
-MKL, which reads at a third of the memory's speed from 2 rows on. `heavypath.kernels.native` reads at four fifths, from
-a weight that lies in blocks of as many outputs as its sums take registers (bench/kernels/bench_linear.py). These blocks
-are a second copy of the weights, which a log line names with its size. Where there is no memory for it, or no compiler
-for the kernels, a warning says so, and weights are multiplied as they lie. Those of fp32 are multiplied by oneDNN,
-which takes a third to nine tenths of MKL's time.
+A step multiplies few rows by every weight, so its time is the time to read the weights. PyTorch uses MKL for such a
+product, which from 2 rows on reads at a third of the memory's speed. `heavypath.kernels.native` reads at four fifths,
+from a weight stored in blocks; a block has as many outputs as there are registers for sums
+(bench/kernels/bench_linear.py). The blocks are a second copy of the weights, and a log line states its size. If there
+is no memory for the copy, or no compiler for the kernels, a warning says so and the original weights are used. Those in
+fp32 are multiplied by oneDNN, which takes a third to nine tenths of MKL's time.
 
-A copy does not see a later change of a weight. So before each text a weight is compared with its former look: its place
-and its version, which rises with every change in place. A change through `.data` leaves the version as it is. So
-SAMPLE numbers of each row are compared, too, along a diagonal, such that rows and columns are all met. A change through
-`.data` of single elements off that diagonal is not noticed.
+A copy does not notice a later change of its weight. So before each generation the weight is compared with its former
+state: address, version (which rises with every change in place), and, because a change through `.data` keeps the
+version, `SAMPLE` numbers of each row along a diagonal that meets all rows and columns. A change through `.data` of
+single elements off that diagonal is not noticed.
 """
 
 import logging
@@ -31,10 +31,10 @@ from heavypath.speculative.models.structure import has_hooks, version_of
 
 logger = logging.getLogger(__name__)
 
-Product = Callable[[Tensor], Tensor]  # of [rows, K]
-Products = Callable[[Tensor], Sequence[Tensor]]  # of [rows, K], one for each layer
+Product = Callable[[Tensor], Tensor]  # from an input [rows, K]
+Products = Callable[[Tensor], Sequence[Tensor]]  # from an input [rows, K], one output for each layer
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # version 2, where a container sees its own group
 SAMPLE = 16
 
 _packed: "weakref.WeakValueDictionary[tuple[object, ...], Packed]" = weakref.WeakValueDictionary()
@@ -42,18 +42,20 @@ _lock = threading.Lock()
 
 
 class Linears:
-    """The products of a model's linear layers, as functions. On a GPU by `gpu_product`, without a compiler its modules.
+    """The products of a model's linear layers, as functions.
 
-    can_copy: whether there are kernels for the copies, and memory
+    On a CPU they use reordered copies of the weights, on a GPU `gpu_product`, otherwise the modules themselves.
+
+    can_copy: whether there are kernels for the copies, and enough memory
     """
 
     def __init__(self, whose: str, weights: Iterable[Tensor]):
-        """weights: those that a forward pass reads; whose: they are, for the log."""
+        """weights: the weights that a forward pass reads; whose: the model's name in the log."""
         weights = [weight for weight in weights if weight.is_cpu and weight.dtype in TYPES]
         self._copied: list[Packed] = []
         self.can_copy = bool(weights) and library() is not None
         if self.can_copy:
-            with _lock:  # another decoder's copies serve this one, too
+            with _lock:  # copies of another decoder are shared
                 there = {id(each) for copied in _packed.values() if copied.is_current() for each in copied.parameters}
             needed, free = sum(weight.nbytes for weight in weights if id(weight) not in there), free_memory()
             self.can_copy = 2 * needed <= free
@@ -68,25 +70,25 @@ class Linears:
                 )
 
     def together(self, layers: Sequence[Any]) -> Products:
-        """The products of layers with one input."""
+        """The products of layers that share an input."""
         if not (self.can_copy and are_plain(layers)):
             return each_alone([as_it_lies(layer) for layer in layers])
         copied, sizes = self.copy_of(layers), [len(layer.weight) for layer in layers]
         return lambda hidden: product(hidden, copied.blocks).split(sizes, -1)
 
     def one(self, layer: Any) -> Product:
-        """The product of one layer."""
+        """The product of a single layer."""
         if not (self.can_copy and are_plain([layer])):
             return as_it_lies(layer)
         copied = self.copy_of([layer])
         return lambda hidden: product(hidden, copied.blocks)
 
     def is_current(self) -> bool:
-        """True if all copies are still those of the weights."""
+        """Whether all copies still equal their weights."""
         return all(copied.is_current() for copied in self._copied)
 
     def copy_of(self, layers: Sequence[Any], paired: bool = False) -> "Packed":
-        """The copy of these layers' weights and biases, one for all who need it; see `Blocks` for `paired`."""
+        """The copy of these layers' weights and biases, shared by all models that use it; see `Blocks` for `paired`."""
         key = paired, *(id(layer.weight) for layer in layers)
         with _lock:
             copied = _packed.get(key)
@@ -97,24 +99,24 @@ class Linears:
 
 
 def each_alone(products: Sequence[Product]) -> Products:
-    """The products of layers or modules, one after the other."""
+    """The products of layers that share an input, computed one after the other."""
     return lambda hidden: [product(hidden) for product in products]
 
 
 def as_it_lies(layer: Any) -> Product:
-    """The product of one layer from its weight where that is."""
+    """The product of a single layer from its weight as it is, without a copy."""
     if is_linear(layer, "Float8Tensor") and layer.weight.is_cuda and layer.bias is None:
         from heavypath.speculative.models.gpu_product import product_of
 
         return product_of(layer)
     if not (are_plain([layer]) and layer.weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
         return layer
-    multiply = torch.ops.mkldnn._linear_pointwise  # which torch.compile makes of a linear layer
+    multiply = torch.ops.mkldnn._linear_pointwise  # torch.compile uses it for linear layers, too
     return lambda hidden: multiply(hidden, layer.weight, layer.bias, "none", [], "")
 
 
 class Packed:
-    """A reordered copy of all weights of linear layers with one input."""
+    """A reordered copy of all weights of linear layers that share an input."""
 
     def __init__(self, layers: Sequence[Any], paired: bool):
         self.parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
@@ -122,24 +124,24 @@ class Packed:
         self.blocks = Blocks.of([layer.weight for layer in layers], [layer.bias for layer in layers], paired)
 
     def is_current(self) -> bool:
-        """True if the parameters still look as they did."""
+        """Whether the parameters are unchanged since they were copied, see the module."""
         return all(map(_is_as_before, self.parameters, self._looks))
 
 
 def are_plain(layers: Sequence[Any]) -> bool:
-    """True if the kernels can do the work of layers: linear ones of one type that they have, on a CPU."""
+    """Whether the compiled kernels can compute these layers: linear, on a CPU, all of one supported dtype."""
     plain = all(is_linear(layer) and layer.weight.is_cpu and layer.weight.dtype in TYPES for layer in layers)
     return plain and len({layer.weight.dtype for layer in layers}) == 1
 
 
 def is_linear(layer: Any, *others: str) -> bool:
-    """True for a linear layer of PyTorch without hooks, whose weight is plain, or of torchao's class of such a name."""
+    """Whether a layer is PyTorch's nn.Linear without hooks, with a plain weight or one of a class named in `others`."""
     usual = type(layer) is nn.Linear and not has_hooks(layer)
     return usual and (type(layer.weight) in (nn.Parameter, Tensor) or type(layer.weight).__name__ in others)
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
-    """The look of a parameter [N] or [N, K]: where it lies, its version, and bits of each row, a view if it can be."""
+    """A parameter [N] or [N, K] as it is now: address, version, and sampled bits of each row (a view if possible)."""
     bits = parameter.detach().view(torch.int32 if parameter.dtype.itemsize == 4 else torch.int16)
     if bits.ndim > 1:
         rows, columns = bits.shape
@@ -160,7 +162,7 @@ def _is_as_before(parameter: Tensor, look: tuple[int, int, Tensor]) -> bool:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take, by Linux and by the limit of its control group, if it has one."""
+    """Bytes that this process can still allocate, from Linux and from the limit of its control group, if it has one."""
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(facts["MemAvailable"].split()[0]) << 10
     try:

@@ -1,16 +1,17 @@
 """The forward pass of a Llama-family model over tree nodes, from the modules of the transformers model itself.
 
-transformers' own forward pass spends a fifth of a small model's time on masks, cache objects and passing keywords
-along. It also asks the host questions that a CUDA graph can't answer. This is the same arithmetic on the same modules:
+transformers' own forward pass spends a fifth of a small model's time on masks, cache objects and passing keyword
+arguments. It also reads device values on the host, which a CUDA graph cannot do. This is the same arithmetic on the
+same modules:
 
     x = embed(tokens)
     for each layer:  x += o_proj(attention(rotary(q), rotary(k), v));  x += down(act(gate(x)) * up(x))
     logits = lm_head(norm(x))
 
-Keys and values are written to given rows of a cache that was allocated before, and attention follows the caller's mask.
-On a GPU a layer is nine launches, for any batch. They are sum and norm; q, k and v in one product (see `joined`);
-rotary and the cache's new rows. Then attention; o_proj; sum and norm; gate and up; act and product, which may be a part
-of the launch before; down. On a CPU all of it is one call of compiled code (`native`), for which this is the reference.
+Keys and values are written to given rows of a preallocated cache, and attention follows the caller's mask. On a GPU a
+layer is nine launches, for any batch size: sum and norm; q, k and v as one product (see `joined`); rotary and storing
+the new rows; attention; o_proj; sum and norm; gate and up; act and product, which may be part of the launch before;
+down. On a CPU the whole pass is one call of compiled code (`native`), and this module is its reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +37,9 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class _LlamaLayer:
-    """A layer's modules and functions, looked up once: to find one module in another takes a microsecond."""
+    """A layer's modules and functions, looked up once, because finding a submodule takes a microsecond."""
 
-    hidden_norm, norm_before_residual = None, False  # of heads' layers
+    hidden_norm, norm_before_residual = None, False  # only layers of draft heads have them
 
     def __init__(self, layer: Any, parts: Parts):
         attention, mlp, self.parts = layer.self_attn, layer.mlp, parts
@@ -51,7 +52,7 @@ class _LlamaLayer:
         self.scaling: float = attention.scaling
         self.head_dim: int = attention.head_dim
         windowed = attention.config if attention.config.model_type == "mistral" else attention
-        self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
+        self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama has none
         self.activation = mlp.act_fn
         self.norm, self.mlp_norm = map(norm_of, (layer.input_layernorm, layer.post_attention_layernorm))
 
@@ -61,7 +62,11 @@ class _LlamaLayer:
         return [*self.projections, self.mixing, *self.gates, self.last]
 
     def look_up(self, one: Callable[[nn.Module], Product], together: Callable[[Sequence[nn.Module]], Products]) -> None:
-        """Find the functions that PyTorch multiplies by."""
+        """Choose the functions that PyTorch multiplies by.
+
+        one:      the product of a single linear layer
+        together: the products of linear layers that share an input
+        """
         self.project = together(self.projections)
         self.gated = gated_by(self.activation, together(self.gates))
         parts = self.parts
@@ -69,11 +74,11 @@ class _LlamaLayer:
 
 
 def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
-    """True if a model is of one of the `MODEL_TYPES`, made of transformers' own modules, without any hook or patch.
+    """Whether a model is of one of the `MODEL_TYPES` and made of transformers' own modules, without any hook or patch.
 
-    `LlamaForward` does not call most of them, nor the functions that they call, so it would leave out anything that
-    somebody put there: an attention of their own, say. transformers puts its own hooks there to split a model over
-    ranks; these are known.
+    `LlamaForward` does not call most of the modules, nor the functions that they call. So it would leave out anything
+    that a user put there, such as an attention of their own. Hooks by which transformers splits a model over ranks are
+    known and allowed.
     """
     kind = model.config.model_type
     hooked = [module for module in model.modules() if has_hooks(module)] if kind in MODEL_TYPES else []
@@ -90,7 +95,7 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
         return False
     home = f"transformers.models.{kind}.modeling_{kind}"
     embedding = inner.embed_tokens
-    is_plain = is_plain_embedding(embedding) or parts.knows_hook_of(embedding)  # which is one, of this rank's part
+    is_plain = is_plain_embedding(embedding) or parts.knows_hook_of(embedding)  # of this rank's part, which is plain
     own = is_plain and all(is_published(type(module), home) for module in passed_by)
     return own and not strange_parts(model, attentions_of(model), hooks=False) and parts.are_usual(model)
 
@@ -98,7 +103,7 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
 class LlamaForward(Forward):
     """A transformers Llama, Mistral, Qwen2 or Qwen3 causal language model, called on tree nodes.
 
-    layers: which of its layers to run before the final norm and the head, rising (default: all).
+    layers: which of its layers to run before the final norm and the head, in rising order (default: all).
 
     Raises TypeError for something that is not such a model, ValueError for layers that it does not have.
     """
@@ -118,7 +123,7 @@ class LlamaForward(Forward):
         self._indices = tuple(range(len(every)) if layers is None else layers)
         self.layers = len(self._indices)
         self._look_up()
-        self.watch(model)  # as it is after weights were joined
+        self.watch(model)  # again, because joining moved weights
         self.windows = {layer.window for layer in self._layers}
         for window in self.windows:
             check_window(window, name)
@@ -127,11 +132,11 @@ class LlamaForward(Forward):
         self._rotary = self._rotary_table(1)
 
     def _look_up(self) -> None:
-        """Find the functions of all layers."""
+        """Choose the functions of all layers."""
         model: Any = self.model
         self._layers = [_LlamaLayer(model.model.layers[index], self.parts) for index in self._indices]
         self._norm = norm_of(model.model.norm)
-        # Weights that pass through memory are multiplied as they lie there.
+        # Streamed weights are multiplied where they are: no reordered copies.
         copied = (local_of(weight) for _, weight in self.weights()) if self.stream is None else ()
         linears = self._linears = Linears(self.name, copied)
         ends = Ends(model.get_input_embeddings().weight, self._norm, model.lm_head)
@@ -144,18 +149,18 @@ class LlamaForward(Forward):
         self._embed = self.parts.embedded(self.embedding)
 
     def is_current(self) -> bool:
-        """True if the model's parts are the same, and copies of its weights are still up to date."""
+        """Whether the model's structure is unchanged and reordered copies of its weights are up to date."""
         return super().is_current() and self._linears.is_current()
 
     def state(self) -> int:
-        """A number that is another one after a change of the model, and for others of its layers."""
+        """A number that differs after a change of the model, and for another choice of layers."""
         return hash((super().state(), self._indices))
 
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
-        """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
+        """An empty cache of `rows` rows for each of `batch` sequences; positions must be below `rows`."""
         rotary = self._rotary
         if rows > rotary.shape[-3]:
-            self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
+            self._rotary = rotary = self._rotary_table(rows)  # a local name: another thread may replace the attribute
         return KeyValueCache(
             batch=batch,
             layers=len(self._layers),
@@ -218,24 +223,24 @@ class LlamaForward(Forward):
     def _rotary_table(self, positions: int) -> Tensor:
         """Cosine and sine [positions, 2, D] by transformers' own module; the sine has the signs of rotate_half.
 
-        With a rope_limit, [2, positions, 2, D]: of a short text, and of a long one.
+        With a rope_limit, [2, positions, 2, D]: for short sequences, and for long ones.
         """
         every = torch.arange(positions, device=self.device)
         if self.rope_limit is not None:
             longer = torch.arange(max(positions, self.rope_limit + 1), device=self.device)
             return torch.stack([self._turns(every.clamp(max=self.rope_limit - 1)), self._turns(longer)[:positions]])
         if self.has_dynamic_rope:
-            self._turns(every[:1])  # after a text beyond max_positions, a short one brings the module's factors back
-            every = every.clamp(max=self.max_positions - 1)  # rows of absent nodes must not look like such a text
+            self._turns(every[:1])  # a short sequence resets the module's factors, which a longer one may have changed
+            every = every.clamp(max=self.max_positions - 1)  # rows of absent nodes must not change them again
         return self._turns(every)
 
     def _turns(self, positions: Tensor) -> Tensor:
-        """The rotary table [N, 2, D] of LongTensor[N] as the positions of one text."""
+        """The rotary table [N, 2, D] for positions LongTensor[N] of one sequence."""
         return turns_of(self.model.model.rotary_emb, positions, self.like)
 
 
 def _check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise ValueError for layers that are no early exit of a model of so many."""
+    """Raise ValueError for layers that are no early exit of a model with `count` layers."""
     if not 1 <= len(layers) < count:
         raise ValueError(f"an early exit must leave 1 .. {count - 1} layers, got {len(layers)}")
     if not all(0 <= layer < count for layer in layers) or [*layers] != sorted({*layers}):
@@ -243,7 +248,7 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 
 
 def _check_resident(layers: Sequence[int], every: Sequence[nn.Module]) -> None:
-    """Raise ValueError for an early exit some of whose layers would have to be read for each of its passes."""
+    """Raise ValueError for an early exit with layers that are streamed, so each of its passes would read them again."""
     found = {index: streamed(every[index]) for index in layers}
     passing = [index for index, one in found.items() if one is not None and one.index not in one.stream.resident]
     if passing:
@@ -254,17 +259,20 @@ def _check_resident(layers: Sequence[int], every: Sequence[nn.Module]) -> None:
 
 
 def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
-    """Cosine and sine [N, 2, D] of LongTensor[N] by a module of transformers; the sine has the signs of rotate_half."""
+    """Cosine and sine [N, 2, D] for positions LongTensor[N], by a rotary module of transformers.
+
+    The sine has the signs of rotate_half.
+    """
     cos, sin = (turn[0] for turn in rotary_emb(like, positions[None]))
     half = cos.shape[-1] // 2
     return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """True for an embedding that looks tokens up in its weight and does no more."""
+    """Whether an embedding looks tokens up in its weight and does nothing else."""
     return type(module) is nn.Embedding and module.max_norm is None and type(module.weight) is nn.Parameter
 
 
 def norm_of(module: Any) -> Norm:
-    """The settings of an RMS norm of transformers' Llama."""
+    """The weight and epsilon of a Llama RMS norm of transformers."""
     return Norm(module.weight, module.variance_epsilon)

@@ -1,12 +1,11 @@
-"""The forward pass of a Llama-family model on a CPU in one call of compiled code: `kernels/native/llama.cpp`.
+"""The forward pass of a Llama-family model on a CPU as one call of compiled code: `kernels/native/llama.cpp`.
 
-PyTorch's operations are the reference: `LlamaForward` does the same with them, where nothing can be compiled. A step of
-a small model has some two hundred of those, each of which costs microseconds beside what it computes.
+`LlamaForward` does the same with PyTorch's operations. It is the reference, and runs where nothing can be compiled. A
+step of a small model has some two hundred PyTorch operations, and each costs microseconds besides its computation.
 """
 
 from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_int64, c_void_p
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.products import TYPES, NormStruct, WeightStruct
-from heavypath.kernels.native.recording import Arguments, dense, do, fields
+from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.joined import is_silu
 from heavypath.speculative.models.linear import Linears, Packed, are_plain
 
-FEW_ROWS = 8  # from which on PyTorch's products of 16 bits are faster
+FEW_ROWS = 8  # with more rows, PyTorch's 16-bit products are faster
 
 
 class _NativeLayer(Structure):
@@ -50,12 +49,16 @@ class _Call(Arguments):
 
 
 class Ends(NamedTuple):
-    """The parts of a pass before and after its layers. Those with defaults are of heads, which read given states, too.
+    """The parts of a pass before and after its layers. Fields with defaults are for draft heads.
 
-    embedding: [V, H]; norm: the last one, or None; vocab_size: of logits; given: columns of the given states
-    join:      the linear layer that makes the first layer's input of embedding and given states; None for these alone
-    proposed:  LongTensor[Vd], the tokens that the outputs of the lm_head are; None for all in their order
-    feeds_back_normed: whether outputs are behind the last norm
+    A draft head reads given states besides tokens.
+
+    embedding:  [V, H]; norm: the last norm, or None
+    vocab_size: the number of logits; given: columns of the given states
+    join:       the linear layer that makes the first layer's input from embedding and given states; None if the given
+                states are that input themselves
+    proposed:   LongTensor[Vd], which tokens the outputs of the lm_head stand for; None for all tokens in order
+    feeds_back_normed: whether the outputs are those after the last norm
     """
 
     embedding: Tensor
@@ -69,10 +72,10 @@ class Ends(NamedTuple):
 
 
 class GivenStates(NamedTuple):
-    """The further arguments of a head's pass.
+    """Further arguments of a draft head's pass.
 
-    given:   [B, N, F]; outputs: [B, rows, H], in which those of the last nodes are kept, in their cache rows
-    wanted:  of how many of the last nodes there are outputs and logits
+    given:   [B, N, F], states of the target; outputs: [B, rows, H], where outputs of the last nodes go, by cache row
+    wanted:  for how many of the last nodes to compute outputs and logits
     present: LongTensor[1], how many nodes there are now: the first B * present rows of all tensors; None for N
     """
 
@@ -83,15 +86,15 @@ class GivenStates(NamedTuple):
 
 
 class NativePass:
-    """The compiled pass over layers of a Llama-family model, or of a head.
+    """The compiled pass over the layers of a Llama-family model, or of a draft head.
 
-    layers: as `LlamaForward` describes them; rope_limit: as `Forward`'s
+    layers: as `LlamaForward` describes them; rope_limit: as in `Forward`
     """
 
     def __init__(self, layers: Sequence[Any], ends: Ends, linears: Linears, rope_limit: int | None = None):
         self._rope_limit = -1 if rope_limit is None else rope_limit
         structures = (_NativeLayer * len(layers))()
-        self._kept: list[object] = [layers, ends, structures]  # what the model's structure points to
+        self._kept: list[object] = [layers, ends, structures]  # kept alive, since the C structures point to them
 
         def packed(modules: Sequence[nn.Linear], paired: bool = False) -> WeightStruct:
             copied = linears.copy_of(modules, paired)
@@ -121,7 +124,7 @@ class NativePass:
         self._dtype = embedding.dtype
 
     def takes(self, rows: int) -> bool:
-        """True if so many rows are faster by the compiled pass; for 16 bits processors may have instructions."""
+        """Whether the compiled pass is faster for this many rows. With many 16-bit rows PyTorch is faster."""
         return self._dtype == torch.float32 or rows <= FEW_ROWS
 
     def __call__(
@@ -136,22 +139,23 @@ class NativePass:
         taps: Taps | None = None,
         states: GivenStates | None = None,
     ) -> Tensor:
-        """As of `LlamaForward`; with `states` logits [B, wanted, V] of a head."""
+        """Logits [B, N, V] as `LlamaForward` returns them; with `states`, logits [B, wanted, V] of a draft head."""
         lib, (batch, nodes), rotary = compiled(), tokens.shape, cache.rotary
         assert rotary is not None
-        lengths, (keys, values) = dense(mask.prefix_length), cache.read(0)
+        lengths, (keys, values) = mask.prefix_length.contiguous(), cache.read(0)
         layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
-        ends, seen = (None if each is None else dense(each) for each in (mask.subtree_end, mask.ancestor_mask))
+        ends, seen = (None if each is None else each.contiguous() for each in (mask.subtree_end, mask.ancestor_mask))
         shape = seen if ends is None else ends[..., None, :]
         assert shape is not None
         given, wanted, outputs, present = states or GivenStates(None, nodes)
         logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype, device="cpu")
         call = _Call(
-            batch, nodes, present, dense(tokens), dense(positions), dense(cache_rows), rotary, rotary.shape[-3],
-            self._rope_limit, keys, values, keys.shape[2], keys.stride(0), layer_bytes // keys.itemsize, keys.stride(1),
-            lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen, ends, shape.dim() > 2 and len(shape) > 1,
-            shape.shape[-1], None if given is None else dense(given), wanted=wanted, outputs=outputs,
-            outputs_stride=0 if outputs is None else outputs.stride(0), threads=thread_count(self._bytes),
+            batch, nodes, present, tokens.contiguous(), positions.contiguous(), cache_rows.contiguous(), rotary,
+            rotary.shape[-3], self._rope_limit, keys, values, keys.shape[2], keys.stride(0),
+            layer_bytes // keys.itemsize, keys.stride(1), lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen,
+            ends, shape.dim() > 2 and len(shape) > 1, shape.shape[-1], None if given is None else given.contiguous(),
+            wanted=wanted, outputs=outputs, outputs_stride=0 if outputs is None else outputs.stride(0),
+            threads=thread_count(self._bytes),
         )  # fmt: skip
         numbers = () if taps is None else taps.numbers
         tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in numbers}
@@ -164,7 +168,7 @@ class NativePass:
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)), dtype=torch.float32, device="cpu")
         call.scratch, call.logits = scratch.data_ptr(), logits.data_ptr() if needs_logits else None
         call.kept += self, scratch, logits
-        do(partial(getattr(lib, f"llama_{TYPES[self._dtype]}"), byref(self._model), byref(call)), call)
+        launch(f"llama_{TYPES[self._dtype]}", self._model, call)
         if taps is not None:
             taps.take(tapped, tokens, positions, cache_rows)
         return logits
@@ -173,9 +177,9 @@ class NativePass:
 def native_pass(
     layers: Sequence[Any], weights: Sequence[Tensor], ends: Ends, linears: Linears, rope_limit: int | None = None
 ) -> NativePass | None:
-    """The compiled pass of a model, or None where it has parts that are not compiled, or no memory for their copies.
+    """The compiled pass of a model; None if it has unsupported parts, or memory for copies of its weights is missing.
 
-    weights: all that the pass reads
+    weights: all weights that the pass reads
     """
     every = [*(each for layer in layers for each in layer.linears), *filter(None, (ends.lm_head, ends.join))]
     one_type = len({(weight.dtype, weight.device) for weight in weights}) == 1 and weights[0].dtype in TYPES

@@ -1,8 +1,9 @@
-"""Try a forward pass over tree nodes on a small tree: it must give the logits that the model gives for each path.
+"""Try a forward pass on a small tree: its logits must be those that the model's own forward pass gives for each path.
 
-A model's type does not tell what it computes. Its attention may be patched, its layers quantised, adapted or hooked, or
-it may not follow the mask, the positions and the cache that it is called with. So a tree is put after a prefix. The
-logits after its nodes are compared with those after the same tokens as plain texts, by the model's own forward pass.
+A model's type does not show what it computes. Its attention may be patched, its layers quantised, adapted or hooked, or
+it may ignore the mask, the positions or the cache that it is called with. So a tree is run after a prefix, and the
+logits after its nodes are compared with those that the model's own forward pass gives for each path as a plain
+sequence.
 """
 
 from copy import copy
@@ -15,26 +16,26 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import Forward, TreeMask
 
-LONGEST = 1024  # tokens of a trial
+LONGEST = 1024  # tokens of the longest trial
 
 
 @torch.no_grad()
 def gap(forward: Forward, model: nn.Module, prefix: int = 3, chain: int = 6) -> float:
-    """The largest distance of a small tree's logits from those of its paths as texts, in their standard deviations.
+    """The largest distance between a small tree's logits and those of its paths, in standard deviations of the latter.
 
-    model:  the model that the forward pass stands for, which may be a wrapper around `forward.model`
-    prefix: the tokens before the tree; a second text has one less
-    chain:  the nodes of the tree's first path, in rows before those of its second path
+    model:  the model that the forward pass replaces, which may be a wrapper around `forward.model`
+    prefix: the tokens before the tree; a second sequence has one less
+    chain:  the number of nodes of the tree's first path, whose rows come before those of the second path
 
-    Raises ValueError for logits of another shape than the vocabulary's, for a model whose own logits are NaN or
-    infinite, and any error of the model.
+    Raises ValueError for logits of another shape than the vocabulary's, and for a model whose own logits are NaN or
+    infinite. Errors of the model are passed on.
     """
     device, vocab_size = forward.device, forward.vocab_size
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
     count = chain + 2
     tokens = torch.randint(vocab_size, (2, prefix + count), generator=noise, device="cpu").to(device)
     before, nodes = tokens.split([prefix, count], 1)
-    lengths, depths, ends, paths = (  # a chain, and below its root two more nodes, in rows far after it
+    lengths, depths, ends, paths = (  # a chain, then a second path of two nodes below its root, in later rows
         torch.tensor(numbers, device=device)
         for numbers in (
             [prefix, prefix - 1],
@@ -59,14 +60,14 @@ def gap(forward: Forward, model: nn.Module, prefix: int = 3, chain: int = 6) -> 
         raise ValueError(f"expected logits {[2, count, vocab_size]} from its vocabulary, got {[*logits.shape]}")
     distance = (logits[:, paths] - expected).square().mean(-1).sqrt()
     found = float((distance / expected.std(-1)).max())
-    return found if forward.ranks is None else max(forward.ranks.told(found))  # for all to choose alike
+    return found if forward.ranks is None else max(forward.ranks.told(found))  # all ranks decide alike
 
 
 def lengths_to_try(forward: Any) -> list[int | None]:
-    """The lengths of texts to try a `TransformersForward` with; None for the shortest.
+    """The sequence lengths to try a `TransformersForward` with; None for the shortest.
 
-    A function of somebody's own may do something else to long texts, such as an attention with a window. What begins
-    beyond the longest of these is not seen.
+    A user's own function may treat long sequences in another way, such as an attention with a window. A difference that
+    only begins beyond the longest of these lengths is not found.
     """
     longest = min(LONGEST, forward.max_positions) if forward.strange else 0
     return [None, *sorted({min(length, longest) for length in (64, 256, LONGEST)} - {*range(32)})]
@@ -77,7 +78,7 @@ class NotFiniteError(ValueError):
 
 
 def check_own_logits(forward: Forward, logits: Tensor) -> None:
-    """Raise NotFiniteError for logits of a model itself that are NaN or infinite; ValueError for such weights."""
+    """Raise NotFiniteError if a model's own logits are NaN or infinite, or ValueError if its weights are."""
     if logits.isfinite().all():
         return
     forward.check_weights()
@@ -89,16 +90,16 @@ def check_own_logits(forward: Forward, logits: Tensor) -> None:
 
 
 def _last_logits(model: nn.Module, texts: Tensor) -> Tensor:
-    """A model's own logits [B, 4, V], fp32, after the last four tokens of texts LongTensor[B, T]."""
+    """A model's own logits [B, 4, V], fp32, after the last four tokens of sequences LongTensor[B, T]."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     few = {"logits_to_keep": 4} if "logits_to_keep" in signature(base.forward).parameters else {}
     return model(input_ids=texts, use_cache=False, **few).logits[:, -4:].float()
 
 
 def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, over the same weights, with one layer of each kind that it has: what is right for that is for all.
+    """A copy of the model over the same weights, with one layer of each kind, which is enough for a trial.
 
-    Layers are of a kind that have the same modules, settings, and types and shapes of weights.
+    Layers are of the same kind if they have the same modules and settings, and weights of the same types and shapes.
     """
     kinds: dict[tuple[Any, ...], nn.Module] = {}
     inner: Any = copy(model.model)

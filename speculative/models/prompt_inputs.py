@@ -1,16 +1,16 @@
-"""Prompts that are more than tokens: images, audio, or embeddings in the tokens' place.
+"""Prompts that are more than tokens: with images, audio, or embeddings in place of tokens.
 
     model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs))
 
-is how transformers' own generate reads a prompt. It is read so here, too: in one pass over all of it, as it was given.
-So attention in both directions among the tokens of an image, positions in three dimensions and left padding are the
-model's own business. The keys and values become rows of the decoder's cache. What comes later is tokens alone:
+is how transformers' own generate processes a prompt. This module does the same, in one pass over the whole prompt. So
+bidirectional attention among the tokens of an image, three-dimensional positions and left padding are left to the
+model's own code. The keys and values become rows of the decoder's cache. Everything later is tokens only:
 
-    position of a token = its place in the text + (position of the prompt's last token - the place of that token)
+    position of a token = its index + (position of the prompt's last token - index of that token)
 
-That is all that drafted nodes have to know of an image, and it is tried with each prompt. Its last token goes through
-the decoder's own pass, too, and must get the same logits. So an input that acts on later tokens is refused, and so is
-an image at the very end of a prompt.
+That is all that drafted nodes need to know about an image, and it is checked for each prompt: the prompt's last token
+also goes through the decoder's own pass, which must give the same logits. So an input that affects later tokens is
+refused, and so is an image at the very end of a prompt.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from heavypath.speculative.models.forward import Forward, Taps, chain_mask
 from heavypath.speculative.models.forward_of import check_alone, tolerance_of
 from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache, cache_argument
 
-# Arguments of a model's call that say nothing of the prompt, or that the decoder makes.
+# Arguments of a model's call that are no part of the prompt, or that the decoder makes.
 _NOT_INPUTS = {
     "input_ids", "attention_mask", "past_key_values", CACHE_NAME, "use_cache", "cache_position", "logits_to_keep",
     "labels", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "kwargs",
@@ -34,7 +34,7 @@ _NOT_INPUTS = {
 
 
 def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs that say something: those that are not None, False or an empty dictionary."""
+    """The inputs that have a content: those that are not None, False or an empty dictionary."""
     return {
         name: value
         for name, value in inputs.items()
@@ -46,9 +46,9 @@ def inputs_of(
     given: Mapping[str, Any] | None, input_ids: Tensor, lengths: Tensor, target: Forward, new: int,
     past: TextCache | None,
 ) -> "PromptInputs | Seen | None":  # fmt: skip
-    """The checked inputs of prompts, or what those of their past left; None for neither.
+    """Check the inputs of prompts. Returns them, or what `past` kept of its own inputs, or None for neither.
 
-    input_ids, lengths, target: as of `PromptInputs`; new: max_new_tokens
+    input_ids, lengths, target: see `PromptInputs`; new: max_new_tokens
     """
     if given is not None and not isinstance(given, Mapping):
         what = type(given).__name__
@@ -57,12 +57,12 @@ def inputs_of(
     if past is not None:
         if inputs:
             raise ValueError(
-                f"model_inputs {', '.join(inputs)} cannot be given with past, where the prompts' images and the like "
-                "are already: give the tokens alone, or leave past out"
+                f"model_inputs {', '.join(inputs)} cannot be given with past, which already has the prompts' images "
+                "and other inputs: give the tokens alone, or leave past out"
             )
         if past.seen is not None and len(past) != len(input_ids):
             raise ValueError(
-                f"past has {len(past)} texts with model_inputs, of which prompt b continues text b, got "
+                f"past has {len(past)} texts with model_inputs: prompt b must continue text b, got "
                 f"{len(input_ids)} prompts"
             )
         return past.seen and _fitting(past.seen, lengths, target, new)
@@ -84,7 +84,7 @@ def inputs_of(
 
 
 def _fitting(seen: "Seen", lengths: Tensor, target: Forward, new: int) -> "Seen":
-    """The same, or a ValueError if the positions do not fit the target."""
+    """Return `seen`; raise ValueError if its positions do not fit the target."""
     if seen.offsets.any() and target.rope_limit is not None:
         raise ValueError(f"{target.name} has rotary embeddings of type longrope, which need positions 0, 1, 2, ...")
     target.check_positions(int((lengths + seen.offsets[:, 0]).max()) + new - 1, "with their model_inputs")
@@ -92,10 +92,10 @@ def _fitting(seen: "Seen", lengths: Tensor, target: Forward, new: int) -> "Seen"
 
 
 class Seen(NamedTuple):
-    """The traces of images and the like in texts: rows that do not follow from tokens, and moved positions.
+    """What remains of images and the like in a sequence: rows that depend on more than tokens, and shifted positions.
 
-    lengths: how many of each text's first tokens have rows that follow from more than tokens
-    offsets: LongTensor[B, 1], as of `KeyValueCache`
+    lengths: how many of each sequence's first tokens have such rows
+    offsets: LongTensor[B, 1], see `KeyValueCache`
     """
 
     lengths: list[int]
@@ -103,13 +103,13 @@ class Seen(NamedTuple):
 
     @property
     def seen(self) -> "Seen":
-        """The same, for texts that continue these."""
+        """This object, which sequences that continue these ones keep."""
         return self
 
     def begin(self, cache: KeyValueCache, taps: Taps | None, reused: list[int]) -> list[int]:
-        """Let texts go on that a cache has the first `reused` rows of; returns how many rows there are.
+        """Continue sequences whose first `reused` rows are in the cache. Returns the numbers of rows there.
 
-        Raises ValueError where these do not reach behind the images.
+        Raises ValueError if these rows do not include all of the images.
         """
         if any(have < need for have, need in zip(reused, self.lengths, strict=True)):
             raise ValueError(
@@ -122,13 +122,13 @@ class Seen(NamedTuple):
 
 
 class PromptInputs:
-    """The prompts of a batch with their inputs, and what these leave in the texts.
+    """The prompts of a batch with their inputs.
 
-    Raises ValueError for positions that do not go on as those of a text.
+    Raises ValueError if positions after a prompt do not continue as those of text do.
     """
 
     def __init__(self, target: Forward, input_ids: Tensor, lengths: Tensor, inputs: dict[str, Any]):
-        """input_ids: LongTensor[B, T] with left padding; lengths: LongTensor[B], without it."""
+        """input_ids: LongTensor[B, T] with left padding; lengths: LongTensor[B], without padding."""
         width = input_ids.shape[1]
         self._target, self._input_ids, self._lengths = target, input_ids, lengths
         self._inputs, self._names = inputs, ", ".join(inputs)
@@ -140,7 +140,7 @@ class PromptInputs:
         self.seen = Seen((lengths - 1).tolist(), offsets[:, None])
 
     def _offsets(self, positions: Tensor | None) -> Tensor:
-        """LongTensor[B], the position of a token after the prompt, less its place in the text."""
+        """LongTensor[B], the position of a token after the prompt, minus its index in the sequence."""
         if positions is None:
             return torch.zeros_like(self._lengths)
         last = positions[..., -1]  # [B] or [1]; in three dimensions [3, B], or [4, B] with those of a mask before them
@@ -152,16 +152,16 @@ class PromptInputs:
         return last - (self._lengths - 1)
 
     def begin(self, cache: KeyValueCache, taps: Taps | None, reused: list[int]) -> list[int]:
-        """Cache the keys and values of the prompts, and where positions go on; returns how many rows there are then.
+        """Cache the prompts' keys and values, and their position offsets. Returns the numbers of rows in the cache.
 
-        taps: as of `Forward.prefill`; reused: not looked at, since nothing is
+        taps: see `Forward.prefill`; reused: ignored, since prompts with inputs reuse no rows
 
-        Raises ValueError if the decoder's own pass finds other logits after the prompts' last tokens.
+        Raises ValueError if the decoder's own pass gives other logits after the prompts' last tokens.
         """
         target, model, lengths = self._target, self._target.model, self._lengths
         batch, width = self._input_ids.shape
         columns = torch.arange(int(lengths.max()), device=lengths.device) + (width - lengths)[:, None]
-        columns = columns.clamp(max=width - 1)  # of the texts, with padding after them as in the cache
+        columns = columns.clamp(max=width - 1)  # columns of the sequences, padded on the right as in the cache
         rows = torch.arange(columns.shape[1], device=lengths.device).expand(batch, -1)
         cache.offsets.copy_(self.seen.offsets)
         prepare: Any = model.prepare_inputs_for_generation
@@ -187,12 +187,12 @@ class PromptInputs:
         return self.seen.lengths
 
     def _check_last(self, cache: KeyValueCache, expected: Tensor) -> None:
-        """Raise ValueError if the decoder's pass of the last tokens is not the model's; expected: its logits [B, V]."""
+        """Raise ValueError if the decoder's pass over the last tokens does not give the logits `expected` [B, V]."""
         target, places = self._target, (self._lengths - 1)[:, None]
         mask = chain_mask(places[:, 0], 1, visible_rows=int(self._lengths.max()))
         found = target(self._input_ids[:, -1:], places, places, cache, mask)[:, 0].float()
         gap = float(((found - expected).square().mean(-1).sqrt() / expected.std(-1)).max())
-        most = 3 * tolerance_of(target)  # a long prompt's pass rounds more than the one that finds a model fit
+        most = 3 * tolerance_of(target)  # a long prompt has larger rounding errors than the trial of the model
         if not gap <= most:
             raise ValueError(
                 f"{target.name} cannot be decoded with model_inputs {self._names}: read as text, the "
@@ -202,9 +202,9 @@ class PromptInputs:
 
 
 class _PromptRows(Cache):
-    """The cache of the pass over a prompt: it writes rows of the decoder's cache, and returns what it is given.
+    """The cache for the pass over a prompt: it writes rows of the decoder's cache, and returns the states it is given.
 
-    columns, rows: LongTensor[B, N], the prompt's columns that are kept, and the rows that they become
+    columns, rows: LongTensor[B, N], the prompt's columns to keep, and the rows that they become
     """
 
     def __init__(self, cache: KeyValueCache, columns: Tensor, rows: Tensor):

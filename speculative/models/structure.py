@@ -1,12 +1,12 @@
-"""The structure of a model, to notice between two calls of `generate` that it has changed.
+"""Detect that a model has changed between two calls of `generate`.
 
-A forward pass is chosen, and tried, for the model as it is when a decoder is made. Later somebody may change it. They
-may replace a module, register a hook, add or switch an adapter, or quantise a layer. They may move it to another
-device, ask for another attention, or set a number in its config or in a module. They may replace a method of a class,
-or a function that it looks up by name (`functions`). Each of these shows in the structure, which takes a few
-microseconds a module to look up. Values of weights are no part of it: forward passes read them when they are called.
+A forward pass is chosen, and tried, for the model as it is when a decoder is made. Later the user may change the model:
+replace a module, register a hook, add or switch an adapter, quantise a layer, move it to another device, choose another
+attention, or set a number in its config or in a module. They may also replace a method of a class, or a function that
+it looks up by name (`functions`). All of this is part of the structure, which takes a few microseconds per module to
+read. The values of weights are not part of it: forward passes read them when they are called.
 
-Rows of a cache are of values, too: `WeightValues` tells them apart.
+Cached keys and values depend on the weights' values, too. `WeightValues` detects changes of those.
 """
 
 from collections import OrderedDict
@@ -22,20 +22,20 @@ from heavypath.speculative.models.functions import FUNCTIONS, functions_of
 from heavypath.speculative.models.layer_weights import is_own, streamed
 from heavypath.speculative.ranks.parts import local_of
 
-_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an adapter's layer in PEFT
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # attributes of PEFT's adapter layers
 _PLAIN = (bool, int, float, str, *FUNCTIONS)
 _CONTAINERS = {dict, OrderedDict, set, type(None)}  # most attributes of a module
-SAMPLE = 64  # numbers of a weight that are compared, to see changes through `.data`
-_CAPTURES = "_output_capturing_hooks_installed"  # by which transformers marks a model that has the hooks of `_captures`
+SAMPLE = 64  # how many numbers of each weight are compared, to notice changes through `.data`
+_CAPTURES = "_output_capturing_hooks_installed"  # transformers sets it on a model that has the hooks of `_captures`
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
 
 class Structure(NamedTuple):
-    """Equal to an earlier one as long as the model computes the same function of its weights' values, where they were.
+    """Equal to an earlier one as long as the model computes the same function, from weights at the same addresses.
 
-    function: modules, settings and hooks, and which parameters with what types on what devices. It holds the modules,
-              so that none of them can be confused with a later one at the same address
-    places:   where the weights' memory is, which a CUDA graph depends on, and the model's function does not
+    function: modules, settings and hooks; which parameters there are, with their types and devices. It holds the
+              modules themselves, so that none can be confused with a later module at the same address
+    places:   the addresses of the weights. A CUDA graph depends on them, the model's function does not
     """
 
     function: list[tuple[Any, ...]]
@@ -43,7 +43,7 @@ class Structure(NamedTuple):
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """The structure of a model as it is now."""
+    """The current structure of a model."""
     modules = [*_modules(model)]
     configs = _configs_of(model, modules)
     found: list[tuple[Any, ...]] = [tuple(hooks) for hooks in _GLOBAL_HOOKS]
@@ -63,20 +63,23 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 def attentions_of(model: nn.Module, kind: type = PreTrainedConfig) -> set[str]:
-    """The names of attention that the configs of a model and of its modules ask for, of one class if it is given."""
+    """The attention implementations, by name, that the configs of a model and of its modules ask for.
+
+    kind: only read configs of this class
+    """
     return _names_of_attention([each for each in _configs_of(model, [*_modules(model)]) if isinstance(each, kind)])
 
 
 class WeightValues:
-    """The values of a model's weights, to be told from those that it had before.
+    """Detects changes of the values of a model's weights.
 
-    A change in place raises a weight's version. A change through `.data` does not: so `SAMPLE` numbers of each weight
-    are compared as well, spread over all of it. Weights that were made in inference mode have no version, and all of
-    their numbers are read. Those of layers that a stream brings do not change.
+    A change in place raises a weight's version. A change through `.data` does not, so `SAMPLE` numbers of each weight,
+    spread over all of it, are compared as well. Weights made in inference mode have no version, so all of their numbers
+    are read. Weights that a stream loads are taken to be constant.
     """
 
     def __init__(self, model: nn.Module):
-        self._owners: list[dict[str, Tensor | None]] = []  # which are looked at anew each time
+        self._owners: list[dict[str, Tensor | None]] = []  # read again by each call of `state`
         self._brought: list[dict[str, Tensor | None]] = []
         for module in _modules(model):
             self._owners.append(module.__dict__["_parameters"])
@@ -84,7 +87,7 @@ class WeightValues:
                 self._brought += [each.__dict__["_parameters"] for each in _modules(module)]
 
     def state(self) -> int:
-        """A number that is another one after a change of a weight."""
+        """A number that differs after a weight has changed."""
         brought = {id(own) for own in self._brought}
         every = {id(weight): weight for own in self._owners for weight in own.values() if weight is not None}
         there = {id(weight): weight for own in self._owners if id(own) not in brought for weight in own.values()}
@@ -93,22 +96,22 @@ class WeightValues:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if a call of the module does more, or other, than its class, except that it brings its weights."""
+    """Whether hooks or an instance's own `forward` change a call of the module. Hooks that load weights don't count."""
     own = module.__dict__
     hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS)
     return "forward" in own or not all(is_own(hook) or _captures(hook) for each in hooks for hook in each.values())
 
 
 def _captures(hook: object) -> bool:
-    """True if a hook is one of those that transformers registers for good when it is first asked for hidden states.
+    """Whether transformers registered this hook, permanently, when it was first asked for hidden states.
 
-    They do nothing but in a call that asks for these, so that they are no change of a model.
+    Such hooks do nothing except in calls that ask for hidden states, so they do not count as a change of the model.
     """
     return getattr(hook, "__globals__", {}).get("__name__") == "transformers.utils.output_capturing"
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules, one that is used twice as often; `modules()` takes several times as long."""
+    """All modules; a shared module is yielded each time it occurs. `modules()` takes several times as long."""
     waiting = [model]
     while waiting:
         module = waiting.pop()
@@ -133,7 +136,7 @@ def _names_of_attention(configs: list[PreTrainedConfig]) -> set[str]:
 
 
 def _contents(weights: list[Tensor]) -> list[bytes]:
-    """Bytes that tell the values of weights: of a few numbers of each, and of all where these are inference tensors."""
+    """Bytes to compare the values of weights by: a few numbers of each weight, or all numbers of inference tensors."""
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for weight in weights:
         for part in _plain_parts(local_of(weight)):
@@ -143,7 +146,7 @@ def _contents(weights: list[Tensor]) -> list[bytes]:
 
 
 def _plain_parts(weight: Any) -> list[Tensor]:
-    """The ordinary tensors that a weight consists of, as those of torchao do of several; none if it does not say."""
+    """The ordinary tensors that a weight consists of (several for torchao's); none if its class does not list them."""
     if type(weight) in (nn.Parameter, Tensor):
         return [] if weight.is_meta or weight.numel() == 0 else [weight.detach()]
     names, _ = weight.__tensor_flatten__() if hasattr(weight, "__tensor_flatten__") else ((), None)
@@ -159,20 +162,20 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _sums(weight: Tensor) -> Tensor:
-    """The sums of a tensor's rows and columns as integers, of which each change of a number changes two."""
+    """The sums of a tensor's rows and columns, read as integers. A change of one number changes two of the sums."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.dtype.itemsize]
     bits = weight.contiguous().view(whole).view(len(weight) if weight.dim() > 1 else 1, -1)
     return torch.cat([bits.sum(0, dtype=torch.int32), bits.sum(1, dtype=torch.int32)])
 
 
 def _changes_by_itself(own: dict[str, Any]) -> bool:
-    """True if a module is a rotary embedding that exchanges its factors by the length of each text."""
-    rope_type = own.get("rope_type")  # a word, or one for each kind of layer
+    """Whether a module is a rotary embedding that changes its own factors with the length of the sequence."""
+    rope_type = own.get("rope_type")  # a string, or a dictionary with one for each kind of layer
     return rope_type is not None and any(kind in str(rope_type) for kind in ("longrope", "dynamic"))
 
 
 def _settings(own: dict[str, Any]) -> Iterator[Any]:
-    """A module's attributes that are numbers, words or adapters' names; `training` is one of them."""
+    """A module's attributes that are numbers, strings or functions (`training`, too), and the names of its adapters."""
     if not _changes_by_itself(own):
         for name, value in own.items():
             if type(value) not in _CONTAINERS and isinstance(value, _PLAIN) and name != _CAPTURES:
@@ -186,12 +189,12 @@ def _buffers(own: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _place_of(tensor: Tensor) -> int:
-    """The value that tells one tensor from another: its memory if it has one of its own, else the object."""
+    """An identity of a tensor: the address of its memory, or of the object where it has no plain memory."""
     tensor = local_of(tensor)
     return tensor.data_ptr() if type(tensor) in (nn.Parameter, Tensor) else id(tensor)
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that rises when a tensor is changed in place, unless through `.data` or in inference mode."""
+    """A number that rises when a tensor is changed in place, except through `.data` or in inference mode."""
     tensor = local_of(tensor)
     return 0 if tensor.is_inference() else tensor._version

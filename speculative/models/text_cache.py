@@ -1,7 +1,7 @@
-"""`TextCache`: what models computed of finished texts, for later texts that begin alike.
+"""`TextCache`: keys and values of finished sequences, reused by later prompts that begin with the same tokens.
 
-Row r of a cache belongs to token r of its text and depends on tokens 0 .. r alone. So the rows of the longest common
-prefix serve a later text, whatever comes after it in either of the two.
+Row r of a cache belongs to token r of its sequence and depends on tokens 0 .. r alone. So the rows of the longest
+common prefix serve a later sequence, whatever follows the prefix in either of the two.
 """
 
 import weakref
@@ -20,15 +20,15 @@ CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The argument of a model's call that takes a cache; a model's own code may be older than the library."""
+    """The argument by which a model's forward takes a cache; a model's own code may still use an older name."""
     names = signature(model.forward).parameters
     return next((name for name in ("past_key_values", "cache_params") if name in names), CACHE_NAME)
 
 
 class Caching(Protocol):
-    """A model whose cache rows may be kept: a `Forward`, or a head at work.
+    """A model whose cache rows may be kept: a `Forward`, or a draft head while it decodes.
 
-    layers: of the model that the rows are of; rope_limit, max_positions: as of `Forward`
+    layers: of the model that the rows belong to; rope_limit, max_positions: see `Forward`
     """
 
     model: Any
@@ -37,14 +37,14 @@ class Caching(Protocol):
     max_positions: int
 
     def state(self) -> int:
-        """A number that is another one after a change of the model."""
+        """A number that differs after the model has changed."""
         ...
 
 
 class ModelRows:
-    """The rows that one model computed: its cache, and what is known of the model, which is not kept alive.
+    """The rows that one model computed, and an identification of the model, which is not kept alive.
 
-    unsure: how many of a text's last rows may not have been computed
+    unsure: how many of a sequence's last rows may not have been computed
     """
 
     def __init__(self, forward: Caching, cache: RowCache, unsure: int = 0):
@@ -52,45 +52,46 @@ class ModelRows:
         self._model, self._layers, self._state = weakref.ref(forward.model), forward.layers, forward.state()
 
     def are_of(self, forward: Caching) -> bool:
-        """True if the model of `forward`, as it is now, would compute the same rows."""
+        """Whether the model of `forward`, as it is now, would compute the same rows."""
         same_model = self._model() is forward.model and self._layers == forward.layers
         return same_model and self._state == forward.state()
 
 
 class TextCache(Cache):
-    """The cached texts of one generation: `out.cache`, for `decoder.generate(..., past=out.cache)`.
+    """The cached sequences of one generation: `out.cache`, for `decoder.generate(..., past=out.cache)`.
 
-    A later prompt takes over the rows of its longest common prefix with any of the texts. They are copied, so that one
-    cache serves any number of continuations. `len()` is the number of texts, `nbytes` the memory it takes.
+    A later prompt reuses the rows of its longest common prefix with any of the sequences. They are copied, so one cache
+    serves any number of continuations. `len()` is the number of sequences, `nbytes` the memory that it takes.
 
-    For transformers it is a `Cache`, so that its own generate takes it as cache= for a decoder. No model can
-    be called with it.
+    It is a `Cache` of transformers, so transformers' `generate` accepts it as cache= together with a decoder. No model
+    can be called with it.
     """
 
     def __init__(self, texts: Tensor, slots: list[int], models: list[ModelRows], seen: Any = None):
-        """texts:  LongTensor[B, L] on the CPU, the tokens whose rows the target computed, -1 after each text
-        slots:  where text b is in the models' caches
+        """texts:  LongTensor[B, L] on the CPU, the tokens whose rows the target computed, -1 after each sequence
+        slots:  the slot of sequence b in the models' caches
         models: the rows of the target and, if it is a model, of the draft
-        seen:   `prompt_inputs.Seen`, where prompts were more than tokens: then prompt b can only continue text b
+        seen:   `prompt_inputs.Seen`, where prompts were more than tokens: then prompt b can only continue sequence b
         """
         super().__init__(layers=[])
         self._texts, self._slots, self._models, self.seen = texts, slots, models, seen
 
     @property
     def tokens(self) -> list[Tensor]:
-        """The tokens whose rows are cached, a LongTensor[any] on the CPU for each text.
+        """The tokens whose rows are cached, a LongTensor[any] on the CPU for each sequence.
 
-        They are the prompt and the new tokens but for the last; and what was accepted after the end of a text.
+        These are the prompt and the new tokens except the last, and tokens that were accepted after the end of a
+        sequence.
         """
         return [text[text >= 0] for text in self._texts]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the models' caches; on a CPU with rows that were allocated and not used."""
+        """Bytes of the models' caches; on a CPU this includes rows that were allocated and not used."""
         return sum(model.cache.nbytes for model in self._models)
 
     def check(self, target: Forward) -> None:
-        """Raise ValueError if the rows were computed by other models than `target`."""
+        """Raise ValueError if the rows were computed by another model than `target`, or before it changed."""
         if self._rows_of(target) is None:
             raise ValueError(
                 f"past must come from a decoder with the same {target.name} model, and that model must be as it was; "
@@ -99,7 +100,10 @@ class TextCache(Cache):
             )
 
     def shared(self, prompts: Tensor, most: list[int]) -> "SharedPrefixes":
-        """The common prefixes of right-padded prompts LongTensor[B, T] and the texts, up to so many tokens each."""
+        """The longest common prefixes of right-padded prompts LongTensor[B, T] with the cached sequences.
+
+        most: for each prompt, the largest number of tokens to reuse
+        """
         width = min(prompts.shape[1], self._texts.shape[1])
         texts, lengths = [], []
         for number, (prompt, limit) in enumerate(zip(prompts.cpu(), most, strict=True)):
@@ -112,13 +116,13 @@ class TextCache(Cache):
         return next((model for model in self._models if model.are_of(forward)), None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest text."""
+        """The number of tokens of the longest sequence."""
         return self._texts.shape[1]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Raise TypeError: no model can use it."""
+        """Raise TypeError: a model cannot be called with this cache."""
         raise TypeError(
             "a model cannot be called with a TextCache; give it to SpeculativeDecoder.generate as past=, or to "
             f"transformers' generate as {CACHE_NAME}= together with custom_generate=decoder"
@@ -133,7 +137,7 @@ class TextCache(Cache):
 
 
 class SharedPrefixes(NamedTuple):
-    """For prompt b: texts[b] of a cache begins like it, and their first lengths[b] tokens are the same.
+    """For prompt b, the cached sequence texts[b] that has the same first lengths[b] tokens.
 
     ends: how many tokens of each prompt are to be cached
     """
@@ -144,23 +148,23 @@ class SharedPrefixes(NamedTuple):
     ends: list[int]
 
     def limited(self, lengths: list[int]) -> "SharedPrefixes":
-        """The same of so many tokens."""
+        """The same prefixes, cut to these lengths."""
         return self._replace(lengths=lengths)
 
     def copy_rows(self, forward: Caching, cache: RowCache, first: int = 0) -> list[int]:
-        """Copy the first lengths[b] rows of texts[b] to sequence `first` + b of another cache; returns how many.
+        """Copy the first lengths[b] rows of texts[b] to sequence `first` + b of `cache`; returns the numbers copied.
 
-        There are none if `forward` is another model than those that computed the rows, or where its rotary embeddings
-        have other factors for a text of the new length.
+        Nothing is copied if `forward` is another model than those that computed the rows, or where its rotary
+        embeddings have other factors for a sequence of the new length.
         """
         model = self.cache._rows_of(forward)
         if model is None:
             return [0] * len(self.lengths)
         have, limit, copied = [len(tokens) for tokens in self.cache.tokens], forward.rope_limit, []
         for text, length, end in zip(self.texts, self.lengths, self.ends, strict=True):
-            # A text of `limit` rows may be either's: the longest of the short ones, or a prompt that is to go on.
+            # A sequence of exactly `limit` rows may have been computed with short or with long rotary factors.
             alike = limit is None or (have[text] != limit and (have[text] > limit) == (end >= limit))
-            # A draft's row of its last position may be missing, and those after it are.
+            # A draft may lack the row of its last position, and it lacks all later rows.
             sure = min(length, have[text] - model.unsure, forward.max_positions - 1)
             copied.append(max(0, sure) if alike else 0)
         return [

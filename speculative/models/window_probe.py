@@ -1,10 +1,10 @@
-"""Test how far a model sees: a trial at the edge of its sliding windows, cheap for a window of any size.
+"""Check the sizes of a model's sliding windows, at a cost that does not grow with the window.
 
-The distance that each layer sees is read from the model's config, and not every model follows its config. A text longer
-than a window of 4,096 tokens would tell, at the price of that text. This is a trial of three tokens instead, after a
-prefix that is made up. All keys are zero, so that all rows get equal weight. All values are zero, but for those few
-rows that come into or leave the window of the three tokens; their values are as large as the window is long. One row
-too many or too few then changes the logits by as much as a token does. All layers share these rows.
+The window of each layer is read from the model's config, and not every model follows its config. A sequence longer than
+a window of 4,096 tokens would show a difference, but running it is expensive. Instead, this trial runs three tokens
+after an artificial prefix. All keys are zero, so all rows get equal weight. All values are zero except those of the few
+rows that enter or leave the window of the three tokens; these values are as large as the window is long. So one row too
+many or too few changes the logits as much as a token does. All layers share these rows.
 """
 
 import torch
@@ -15,14 +15,14 @@ from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.text_cache import cache_argument
 
 _NODES = 3
-_LARGEST = 1 << 14  # of the made-up values, which must fit into fp16
+_LARGEST = 1 << 14  # limit of the artificial values, which must fit into fp16
 
 
 @torch.no_grad()
 def check_windows(forward: Forward, limit: float) -> None:
-    """Raise ValueError if transformers' own forward pass sees farther, or less far, than ours.
+    """Raise ValueError if transformers' own forward pass sees more or fewer rows than ours.
 
-    limit: how far logits may be apart, in standard deviations of the logits
+    limit: how far logits may differ, in their standard deviations
     """
     for window in forward.windows:
         if window is None or window >= forward.max_positions:  # no text is longer
@@ -37,7 +37,7 @@ def check_windows(forward: Forward, limit: float) -> None:
 
 
 def _gap(forward: Forward, window: int) -> float:
-    """The distance between both forward passes' logits at the window's edge, in standard deviations."""
+    """The distance between the logits of both forward passes at the window's edge, in standard deviations."""
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
     nodes = torch.randint(forward.vocab_size, (1, _NODES), generator=noise, device="cpu").to(forward.device)
     positions = torch.arange(_NODES, device=forward.device)[None]
@@ -55,7 +55,7 @@ def _gap(forward: Forward, window: int) -> float:
 
 
 def _edge_cache(forward: Forward, window: int, noise: torch.Generator) -> KeyValueCache:
-    """A cache with a prefix as long as the window, of which the nodes see all rows but the first 1, 2 and 3."""
+    """A cache with a prefix as long as the window. The three nodes see all its rows but the first 1, 2 and 3."""
     usual = forward.new_cache(1, _NODES)
     cache = _SharedRows(
         batch=1,

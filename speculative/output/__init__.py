@@ -1,1 +1,1 @@
-"""Output for people: text while it arrives, and the trace of a generation as a page."""
+"""Output for people: streamed text, scores, and the trace of a generation as a file or a web page."""

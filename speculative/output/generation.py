@@ -1,4 +1,4 @@
-"""The result of `SpeculativeDecoder.generate`."""
+"""`Generation`: the result of `SpeculativeDecoder.generate`."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ class Generation:
 
     sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
     stats:     counts, acceptance and times, see `Statistics`
-    scores, logits: where asked for, fp32 [B, V] for each new token, see `output.scores`
+    scores, logits: if requested, fp32 [B, V] for each new token, see `output.scores`; otherwise None
 
-    A copy, by the modules copy or pickle, has no cache.
+    A copy, made by the modules copy or pickle, has no cache.
     """
 
     sequences: Tensor
@@ -27,21 +27,21 @@ class Generation:
     scores: tuple[Tensor, ...] | None = field(default=None, repr=False)
     logits: tuple[Tensor, ...] | None = field(default=None, repr=False)
     _cache: weakref.ref[TextCache] | None = field(default=None, repr=False, compare=False)
-    _kept: object = field(default=None, repr=False, compare=False)  # who keeps the cache, also without the decoder
+    _kept: object = field(default=None, repr=False, compare=False)  # holds the cache, even if the decoder is gone
 
     @property
     def cache(self) -> TextCache:
-        """The models' rows of the texts, for `generate(..., past=out.cache)`.
+        """The cached keys and values of the sequences, for `generate(..., past=out.cache)`.
 
-        The decoder keeps the caches of its last two generations (in each thread that calls it); to have one for longer,
-        hold on to out.cache. Raises RuntimeError if it is gone.
+        The decoder keeps the caches of its last two generations (in each thread that calls it). Keep a reference to
+        out.cache to have one for longer. Raises RuntimeError if the cache is gone.
         """
         if self._cache is None:
             raise RuntimeError("a copy of a Generation has no cache; the original's .cache may still be there")
         cache = self._cache()
         if cache is None:
             raise RuntimeError(
-                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to have one "
+                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to keep one "
                 "for longer, hold on to out.cache itself"
             )
         return cache

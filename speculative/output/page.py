@@ -1,8 +1,8 @@
-"""A trace as one HTML page that needs no other file: each step's tree, what was accepted, and why the rest was not.
+"""Make one self-contained HTML page from a trace: each step's tree, what was accepted, and why the rest was not.
 
-`page.html` draws a step when the reader looks at it. This module puts together the page's data: the trace in a shorter
-form, and the position of each node, by `trees.drawing.layout`. All text is escaped, and the page's script only ever
-inserts it as text.
+`page.html` draws a step when the reader looks at it. This module prepares the page's data: the trace in a shorter form,
+and the position of each node from `trees.drawing.layout`. All text is escaped, and the page's script inserts it only as
+text.
 """
 
 import json
@@ -18,10 +18,10 @@ from heavypath.speculative.trees.drawing import layout
 
 TEMPLATE = Path(__file__).with_name("page.html")
 TALL, LITTLE = 24.0, 13.0  # half the height of a node, and of a node that is shown without figures
-MANY = 32  # in a tree of more nodes, those beside the path are shown without figures
+MANY = 32  # in larger trees, nodes that are not on the path are shown without figures
 
-# For each verification, what is said of an accepted node, of a node whose token the target did not choose ("@" is the
-# token that it chose), and of a recovered token.
+# For each verification: sentences about an accepted node, about a node whose token the target did not choose ("@" is
+# the token that it chose), and about a recovered token.
 _SAMPLED = {
     "accepted": "The target's own sample here is this token.",
     "other": "The target's sample here is another token, @.",
@@ -61,7 +61,7 @@ _WORDS = {
     },
 }
 
-# The legend's words and styles, for verifications with coins (True) and without.
+# The legend's labels and styles, for verifications with coins (True) and without.
 _LEGEND = {
     True: [
         ("accepted", "accepted"),
@@ -85,7 +85,7 @@ _LEGEND = {
 
 
 def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
-    """The HTML page of a trace, whose header and steps `read_trace` returns. Raises ValueError if it has no steps."""
+    """The HTML page for the header and steps that `read_trace` returns. Raises ValueError if there are no steps."""
     if not steps:
         raise ValueError("the trace has no steps: its generation stopped before the first")
     sequences = [
@@ -121,14 +121,14 @@ def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
 
 
 def _legend(verify: str) -> list[tuple[str, str]]:
-    """The legend's words and styles for a verification."""
+    """The legend's labels and styles for a verification."""
     legend = _LEGEND[verify in WITH_COINS]
     edge = {OWN: "not accepted", "typical": "not accepted", "held": "not taken or not reached"}
     return [(edge.get(verify, words) if style == "edge" else words, style) for words, style in legend]
 
 
 def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
-    """A step as the page's script takes it. shape: the index of its tree's shape among all shapes."""
+    """A step in the form that the page's script takes; shape: the index of its tree's shape among all shapes."""
     tall = _tall(step)
     small = {
         "step": step["step"],
@@ -147,21 +147,21 @@ def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
 
 
 def _tall(step: Mapping[str, Any]) -> list[int]:
-    """The nodes that are shown with figures; the next token, whose number is the number of nodes, is the last."""
+    """The nodes that are shown with figures. The last number, the count of nodes, stands for the next token."""
     beside = len(step["fates"]) <= MANY
     reached = (node for node, fate in enumerate(step["fates"]) if fate not in ("parent", "absent"))
     return [node for node in reached if beside or node in step["path"]] + [len(step["fates"])]
 
 
 def _heights(step: Mapping[str, Any], tall: list[int]) -> list[int]:
-    """The vertical position of each node, and of the next token, which is drawn as the last child of the path's end."""
+    """The vertical position of each node and of the next token, which is drawn as the last child of the path's end."""
     halves = [TALL if node in tall else LITTLE for node in range(len(step["fates"]) + 1)]
     parents, ranks = [*step["parents"], step["path"][-1]], [*step["ranks"], len(step["ranks"])]
     return [round(height) for height in layout(parents, ranks, halves, halves)]
 
 
 def _facts(header: Mapping[str, Any]) -> str:
-    """The part below the heading, in HTML."""
+    """The HTML below the heading: models, sampling and seed."""
     facts = {"target": _model(header["target"])}
     if header["draft"] is not None:
         facts["draft"] = _model(header["draft"])
@@ -175,7 +175,7 @@ def _facts(header: Mapping[str, Any]) -> str:
 
 
 def _model(model: Mapping[str, Any]) -> str:
-    """A model of the header in words."""
+    """A description of a model from the header."""
     if not {"type", "layers", "parameters"} <= model.keys():
         return model["name"]
     millions = model["parameters"] / 1e6
@@ -185,13 +185,13 @@ def _model(model: Mapping[str, Any]) -> str:
 
 
 def sampling_in_words(filters: Mapping[str, Any]) -> str:
-    """Filters, {name: value or None}, in words: "temperature 0.8, top-k 50"."""
+    """Filters, {name: value or None}, as text: "temperature 0.8, top-k 50"."""
     given = [f"{name.replace('_', '-')} {value}" for name, value in filters.items() if value is not None]
     return ", ".join(given)
 
 
 def _notes(header: Mapping[str, Any]) -> str:
-    """The part at the foot of the page, in HTML."""
+    """The HTML at the foot of the page: how to read and use it."""
     notes = [
         "The draft proposes the tree, the target scores all of it at once, and the path in green is kept. One more "
         "token of the target's own follows it: <em>recovered</em> where drafts were refused, a <em>bonus</em> below a "

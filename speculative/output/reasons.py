@@ -1,15 +1,16 @@
-"""Reasons why each node of a verified tree is on the accepted path, or is not.
+"""Explain for each node of a verified tree why it is on the accepted path, or why not.
 
-`verify_tree` says which path it accepted. This module walks down that path again for one sequence, in fp64 and by the
-references in `residual`, `traversal` and `k_seq` of `heavypath.kernels.verifying`. So it can tell the coin of every
-node that was tried, and the threshold that the coin had to be below. The accepted path is always taken from
-`verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
+`verify_tree` only returns the path that it accepted. This module repeats the verification of one sequence along that
+path, in fp64 and with the references in `residual`, `traversal` and `k_seq` of `heavypath.kernels.verifying`. So it
+finds the coin (uniform random number) of each node that was tried, and the threshold that the coin had to be below.
+The accepted path is always that of `verify_tree`, because fp32 and fp64 may disagree about a coin that is within
+rounding of its threshold.
 
-Traversal goes through all nodes before the accepted one in post-order, so it is walked again in that order. Nodes above
-the accepted one had no coin: something below them was accepted before their turn.
+Traversal visits all nodes before the accepted one in post-order, so that order is repeated here. Nodes above the
+accepted one had no coin: a descendant was accepted before their turn.
 
-Held siblings have one coin together, and each a share of its range: the thresholds are the ends of these shares, one
-after the other in draw order. The accepted child is the one in whose share the coin lies.
+Held siblings share one coin, and each has an interval of its range. The thresholds are the upper ends of these
+intervals, in draw order. The accepted child is the one whose interval contains the coin.
 
 Typical acceptance has no coins: the target's probability of a child's token must be above the child's threshold.
 """
@@ -31,17 +32,17 @@ from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.speculative.decoding.rules import OWN, Rules
 from heavypath.speculative.decoding.typical import Typical
 
-# What may have become of a node:
+# What can happen to a node:
 #
 #     root       it was committed before this step
 #     accepted   it is on the accepted path
 #     rejected   its coin was not below its threshold
 #     skipped    it could not be accepted: the draft could not have drawn it, or its token was rejected before
 #     elder      a sibling drawn earlier was accepted, so this one was not tried
-#     beyond     held siblings: the coin lies in the share of a sibling drawn earlier, below this one's share
-#     equal      its token was accepted, but the path goes on below a sibling with the same token
+#     beyond     held siblings: the coin lies in the interval of a sibling drawn earlier
+#     equal      its token was accepted, but the path continues below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token
-#     refused    a verifier of the user's own, or of the draft's, did not accept it, which gives no reason
+#     refused    a verifier of the user's own, or of the draft's, did not accept it; such verifiers give no reason
 #     unlikely   the target's probability of its token was not above its threshold
 #     shorter    it was likely enough, but another path is longer, or as long and likelier
 #     parent     the node above it was not accepted
@@ -58,7 +59,7 @@ class VerifiedTree(NamedTuple):
     """One sequence's tree of N nodes, as `verify_tree` took it; on any device.
 
     tokens, parents, ranks, noise_rows: LongTensor[N]
-    target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted, and have more rows
+    target_logits, draft_logits:        [N, V]. draft_logits may be None where nothing was drafted, and have more rows
                                         where the root's children were drawn from several distributions
     """
 
@@ -71,13 +72,13 @@ class VerifiedTree(NamedTuple):
 
 
 class Reasons(NamedTuple):
-    """The fate of N nodes, and of the token after the accepted ones.
+    """What happened to each of N nodes, and where the token after the accepted ones came from.
 
     fates:       one of FATES for each node
-    coins, thresholds: of the nodes that were tried against a coin; None for the others. Typical acceptance has
-                 thresholds and no coins
+    coins, thresholds: for nodes that were tried against a coin; None for the others. Typical acceptance has thresholds
+                 and no coins
     chosen:      for each node of the path, the node by which its token was accepted: itself, or an equal sibling
-    draft, target: the probabilities of each node's token after the node above it; None for the root and absent nodes
+    draft, target: the probability of each node's token given its parent; None for the root and absent nodes
     kind:        of the next token: "recovered" where all drafted children were refused, "bonus" where the last accepted
                  node had no children, "plain" where nothing was drafted
     next_target: the target's probability of the next token
@@ -94,11 +95,11 @@ class Reasons(NamedTuple):
 
 
 def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_token: int) -> Reasons:
-    """The reasons for what `verify_tree` accepted of one sequence's tree, or a verifier of the user's or the draft's.
+    """Explain what `verify_tree`, or a verifier of the user's or the draft's own, accepted of one sequence's tree.
 
-    path: LongTensor[any] and next_token, as `verify_tree` returned them.
+    path, next_token: what the verifier returned, LongTensor[any] and an int
 
-    The probabilities are those of the filtered distributions; at temperature 0, those of the logits without filters.
+    The probabilities are those of the filtered distributions; at temperature 0, of the logits without filters.
     """
     token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
     noise_row = tree.noise_rows.tolist()
@@ -191,24 +192,24 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
 
 
 def shown(filters: Filters) -> Filters:
-    """The filters that the probabilities in `Reasons` are after: the given ones, or none at temperature 0."""
+    """The filters to apply before probabilities are shown: the given ones, or none at temperature 0."""
     return filters if filters.temperature > 0 else Filters()
 
 
 def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[int, np.ndarray]:
-    """{node: log-probabilities fp64 [V] after it} for some of the nodes of logits [N, V]."""
+    """{node: log-probabilities fp64 [V] after it} for these nodes of logits [N, V]."""
     logs = filtered_logprobs(logits[nodes].float(), shown(filters))
     return dict(zip(nodes, logs.cpu().numpy(), strict=True))
 
 
 def _chain(log_target: np.ndarray, log_draft: np.ndarray | None, independent: bool) -> Chain:
-    """The chain of a node, of natural logarithms fp64 [V]."""
+    """The residual chain of a node, from natural logarithms fp64 [V]."""
     base_2 = np.log(2)
     return Chain(log_target / base_2, None if log_draft is None else log_draft / base_2, 1.0, independent)
 
 
 def _rejected(chain: Chain, drawn: list[int]) -> list[float | None]:
-    """The thresholds of children that are tried one after the other, as long as all are rejected; None if skipped."""
+    """The thresholds of children tried one after the other while all are rejected; None for a child that is skipped."""
     thresholds: list[float | None] = []
     for token in drawn:
         thresholds.append(chain.offer(token))
@@ -225,16 +226,16 @@ def _traverse_again(
     laws: tuple[dict[int, np.ndarray], dict[int, np.ndarray]],
     found: tuple[list[str], list[float | None], list[float | None]],
 ) -> tuple[list[int], list[int]]:
-    """Write the fates, coins and thresholds of traversal into `found`; return `chosen` and the last node's children.
+    """Repeat traversal: write fates, coins and thresholds into `found`; return `chosen` and the last node's children.
 
-    laws: the log-probabilities of nodes that have children, and of the last accepted one; the target's, the draft's
+    laws: the log-probabilities (target's, draft's) of nodes that have children, and of the last accepted node
     """
     fates, coin, threshold = found
     token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
     order = sorted(range(len(token)), key=lambda node: (rank[node], node))
     above = tree.noise_rows[tree.parents.clamp(min=0)]
     tossed = coins(seed, above.cpu().numpy(), tree.ranks.cpu().numpy()).tolist()
-    texts: list[tuple[int, ...]] = [()]  # nodes of equal texts are siblings of equal tokens, and below such
+    texts: list[tuple[int, ...]] = [()]  # the tokens from the root to each node; they may be equal for several nodes
     for node in range(1, len(token)):
         texts.append((*texts[parent[node]], token[node] if token[node] >= 0 else ~node))
     first = {texts[node]: node for node in reversed(order) if token[node] >= 0}
@@ -273,7 +274,7 @@ def _traverse_again(
 
 
 def _shares(chain: Chain, drawn: list[int]) -> list[float | None]:
-    """The ends of the shares of held siblings, in the range of their coin; None for a child that is skipped."""
+    """The upper ends of held siblings' intervals in the range of their coin; None for a child that is skipped."""
     held = dict(chain.hold([*range(len(drawn))], drawn))
     ends = np.cumsum([held.get(place, 0.0) for place in range(len(drawn))]).tolist()
     return [end if place in held else None for place, end in enumerate(ends)]

@@ -1,8 +1,8 @@
-"""The logits by which each new token was chosen, as transformers' generate returns them.
+"""The logits that each new token was chosen by, in the form in which transformers' generate returns them.
 
 The token after node i of a step's accepted path was chosen by the target's logits after node i. `logits` are those of
-the model. `scores` are the logits that were sampled from, after repetition penalty and least length. Where the text is
-sampled they are also divided by the temperature, and -inf where a filter left a token out.
+the model. `scores` are the logits after logits processors, such as repetition penalty and minimum length. When
+sampling, `scores` are also divided by the temperature, and -inf for tokens that a filter removed.
 """
 
 import torch
@@ -14,14 +14,14 @@ from heavypath.speculative.decoding.step import Stepped
 
 
 class Chosen:
-    """Collects, step after step, the logits that each new token of a batch of `batch` sequences was chosen by."""
+    """Collects, step by step, the logits that each new token of a batch of `batch` sequences was chosen by."""
 
     def __init__(self, batch: int):
         self._raw: list[list[Tensor]] = [[] for _ in range(batch)]
         self._processed: list[list[Tensor]] = [[] for _ in range(batch)]
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
-        """Take what one step emitted; before, after: the batch around the step."""
+        """Add the tokens that one step emitted; before, after: the batch before and after the step."""
         for slot in (before.left > 0).nonzero()[:, 0].tolist():
             sequence = int(before.member[slot])
             emitted = int(after.produced[slot]) - int(before.produced[slot])
@@ -30,11 +30,11 @@ class Chosen:
                 kept[sequence].append(logits[slot, path].float())
 
     def logits(self) -> tuple[Tensor, ...]:
-        """fp32 [B, V] for each new token of the longest sequence; 0 where a sequence has ended before."""
+        """fp32 [B, V] for each new token of the longest sequence; 0 where a sequence had ended."""
         return _by_token(self._raw)
 
     def scores(self, filters: Filters) -> tuple[Tensor, ...]:
-        """The same of what was sampled from; filters: how the target was sampled."""
+        """fp32 [B, V] for each new token: the processed logits, see the module; filters: how the target was sampled."""
         scores = _by_token(self._processed)
         if filters.temperature == 0:
             return scores

@@ -1,11 +1,11 @@
-"""Text while its tokens arrive, in whole characters."""
+"""`TextStream`: a streamer that decodes tokens to text as they arrive, in whole characters."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of a character to
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers return for an incomplete character
 _CONTEXT = 8  # tokens of the prompt that are decoded together with the first new ones
 
 
@@ -13,19 +13,19 @@ class TextStream:
     """A streamer for `generate` that calls `write` with each piece of new text.
 
     Tokens of a byte-level vocabulary may end within a character, so text is held back until its last character is
-    whole. Special tokens are left out, unless skip_special_tokens is False. The first `put` gives the prompt, which is
-    not written. The pieces that are written until `end` make up the text after the prompt.
+    complete. Special tokens are left out, unless skip_special_tokens is False. The first `put` gets the prompt, which
+    is not written. The pieces written until `end` make up the text after the prompt.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object], *, skip_special_tokens: bool = True
     ):
         self._tokenizer, self._write, self._skips = tokenizer, write, skip_special_tokens
-        self._tokens: list[int] | None = None  # the last tokens that were written, then those that were not
-        self._written = 0  # how many of these were written
+        self._tokens: list[int] | None = None  # the last written tokens, then those not written yet
+        self._written = 0  # how many of these are written
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt the first time, then new tokens; tensors of any shape."""
+        """The prompt in the first call, then new tokens; tensors of any shape."""
         if self._tokens is None:
             self._tokens = value.flatten()[-_CONTEXT:].tolist()
             self._written = len(self._tokens)
@@ -35,13 +35,13 @@ class TextStream:
                 self._flush(self._tokens)
 
     def end(self) -> None:
-        """Write what was held back. The next `put` gives another prompt."""
+        """Write what was held back. The next `put` gets another prompt."""
         if self._tokens is not None:
             self._flush(self._tokens)
         self._tokens = None
 
     def _flush(self, tokens: list[int]) -> None:
-        # Decoded together with what was written before: some vocabularies drop the space in front of the first word.
+        # Decoded together with tokens written before, since some tokenizers drop the space before the first word.
         self._write(self._text(tokens)[len(self._text(tokens[: self._written])) :])
         self._tokens = tokens[self._written :] or tokens
         self._written = len(self._tokens)

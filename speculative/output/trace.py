@@ -1,10 +1,10 @@
-"""Write what each step of a generation drafted, accepted and refused, and why; and read it again.
+"""Write and read traces: files that record what each step of a generation drafted, accepted and refused, and why.
 
-A trace is a text file of JSON lines, UTF-8. `read_trace` reads it: (header, steps). The first line is a `_Header`, each
-other line a `_Step`: one step of one sequence that had not ended.
+A trace is a UTF-8 file of JSON lines. `read_trace` returns (header, steps). The first line is a `_Header`. Each other
+line is a `_Step`: one step of one sequence that had not ended.
 
-Probabilities, coins and thresholds have four significant digits, or more where a coin could not be told from its
-threshold otherwise. Absent nodes of trees that grew are left out. A step of a chain of two, without a tokenizer:
+Probabilities, coins and thresholds have four significant digits, or more where a coin and its threshold would look
+equal. Absent nodes of trees that were grown are left out. Example: a step of a chain of two, without a tokenizer:
 
     {"step":3,"sequence":0,"position":14,"tokens":[295,260,290],"parents":[-1,0,1],"ranks":[0,0,0],"depths":[0,1,2],
      "draft":[null,0.6442,0.038],"target":[null,0.6666,0.0031],"fates":["root","accepted","rejected"],
@@ -36,13 +36,13 @@ FORMAT = 1
 
 
 class _SequenceRecord(TypedDict):
-    id: int  # names its noise
+    id: int  # selects its random numbers
     prompt: list[int]  # tokens, without padding
-    text: NotRequired[str]  # of the prompt, where there is a tokenizer
+    text: NotRequired[str]  # the prompt's text, with a tokenizer
 
 
 class _ModelRecord(TypedDict):
-    name: str  # a draft without a model has no more than that
+    name: str  # the only field for a draft without a model
     type: NotRequired[str]
     layers: NotRequired[int]
     parameters: NotRequired[int]
@@ -58,9 +58,9 @@ class _Sampling(TypedDict):
 class _Header(TypedDict):
     heavypath: NotRequired[str]  # version of the package
     trace: int  # version of this format; others are refused
-    method: str  # of `METHODS`
-    verify: str  # `method` of `verify_tree`, "typical", or "own" for one of the user's, or of the draft's
-    law_changed_by: NotRequired[str]  # what gave the text another law than the target's; "" for nothing
+    method: str  # one of `METHODS`
+    verify: str  # `method` of `verify_tree`, "typical", or "own" for a verifier of the user's or the draft's
+    law_changed_by: NotRequired[str]  # what changed the distribution from the target's; "" for nothing
     target: _ModelRecord
     draft: _ModelRecord | None
     filters: _Sampling  # how the target is sampled
@@ -74,35 +74,37 @@ class _Header(TypedDict):
 
 
 class _Step(TypedDict):
-    """N nodes, which may differ from step to step; node 0 is the root, the last token of the text before the step.
+    """N nodes, a number that may differ from step to step.
+
+    Node 0 is the root, the last token of the sequence before the step.
 
     P nodes are on the accepted path.
     """
 
-    step: int  # of the batch, counted from 0
-    sequence: int  # place in `sequences`, counted from 0
-    position: int  # place of the root in the text, counted from 0
+    step: int  # number of the batch's step, from 0
+    sequence: int  # index in `sequences`, from 0
+    position: int  # index of the root in its sequence, from 0
     tokens: list[int]  # [N]; -1 for an absent node
     parents: list[int]  # [N]; -1 for the root; parents[i] < i
-    ranks: list[int]  # [N]: place among the siblings, in the order in which they were drawn
+    ranks: list[int]  # [N]: index among the siblings, in the order in which they were drawn
     depths: list[int]  # [N]; 0 for the root
-    draft: list[float | None]  # [N]: probability of the node's token after the node above it; null where none
-    target: list[float | None]  # [N], alike
+    draft: list[float | None]  # [N]: the draft's probability of the node's token given its parent; null for none
+    target: list[float | None]  # [N]: the target's probability of it
     fates: list[str]  # [N]: why a node is on the path or not, one of `reasons.FATES`
-    coins: list[float | None]  # [N]: the random number that a node was tried against; null where it was not
-    # [N]: it was accepted if its coin was below this. Where verify is "typical", which has no coins: if the target's
-    # probability was above this. Where it is "held", siblings have one coin: the first in draw order with a threshold
-    # above it was accepted
+    coins: list[float | None]  # [N]: the random number that a node was tried against; null if it was not tried
+    # [N]: the node was accepted if its coin was below this. "typical" has no coins: there the target's probability had
+    # to be above this. With "held" siblings share one coin: the first one in draw order whose threshold was above the
+    # coin was accepted
     thresholds: list[float | None]
     path: list[int]  # [P]: accepted nodes from the root on
     length: int  # P - 1, how many drafted nodes were accepted
-    chosen: list[int]  # [P]: the nodes by which these were accepted: the same, or siblings with the same tokens
+    chosen: list[int]  # [P]: the nodes by which these were accepted: themselves, or siblings with the same tokens
     next: int  # the token after them
-    kind: str  # of that token: "recovered", "bonus", or "plain" where nothing was drafted
-    next_target: float  # the target's probability of it
-    emitted: list[int]  # tokens that went into the text: those of the path and the next, fewer where it ended
-    pieces: NotRequired[list[str]]  # with a tokenizer: what each of them adds to the text
-    texts: NotRequired[dict[str, str]]  # with a tokenizer: texts of the tokens that occur for the first time here
+    kind: str  # how `next` was made: "recovered", "bonus", or "plain" where nothing was drafted
+    next_target: float  # the target's probability of `next`
+    emitted: list[int]  # the new tokens: those of the path, then `next`; fewer where the sequence ended
+    pieces: NotRequired[list[str]]  # with a tokenizer: what each new token adds to the text
+    texts: NotRequired[dict[str, str]]  # with a tokenizer: texts of the tokens that occur for the first time
 
 
 class Recorder:
@@ -153,7 +155,7 @@ class Recorder:
         )
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
-        """Write what one step verified and what was committed of it. before, after: the batch around the step."""
+        """Write what one step verified and committed; before, after: the batch before and after the step."""
         drafted, logits, verified = stepped.drafted, stepped.logits, stepped.verified
         parents, ranks, depths = (
             field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
@@ -162,15 +164,18 @@ class Recorder:
             sequence = int(before.member[slot])
             tokens = drafted.tokens[slot]
             nodes = len(tokens)
-            if drafted.parents.dim() == 2:  # the absent nodes of a tree that grew are after all others, and nowhere
+            if drafted.parents.dim() == 2:  # in trees that were grown, absent nodes come last
                 nodes = int((tokens >= 0).sum())
+            draft_logits = None if drafted.logits is None else drafted.logits[slot]
+            if draft_logits is not None and len(draft_logits) == len(tokens):  # a Merge has further ones after the root
+                draft_logits = draft_logits[:nodes]
             tree = VerifiedTree(
                 tokens=tokens[:nodes],
                 parents=parents[slot, :nodes],
                 ranks=ranks[slot, :nodes],
                 noise_rows=drafted.noise_rows[slot, :nodes],
                 target_logits=logits[slot, :nodes],
-                draft_logits=None if drafted.logits is None else drafted.logits[slot],
+                draft_logits=draft_logits,
             )
             path, next_token = verified.path[slot], int(verified.next_token[slot])
             reasons = explain(tree, self._rules, self._request.seed, path, next_token)
@@ -206,11 +211,11 @@ class Recorder:
         return text
 
     def _piece(self, sequence: int, token: int) -> str:
-        """The text that a token adds. A character of several tokens comes with the last of them."""
+        """The text that a token adds. A character made of several tokens is added by the last of them."""
         pieces = self._pieces[sequence]
         pieces.clear()
         self._streams[sequence].put(torch.tensor([token], device="cpu"))
-        if not "".join(pieces):  # a special token, which the stream leaves out, or a part of a character
+        if not "".join(pieces):  # a special token, which the stream leaves out, or part of a character
             own = self._text([token])
             return "" if UNFINISHED in own else own
         return "".join(pieces)
@@ -229,7 +234,7 @@ def recording(
     draft: Draft | None,
     request: Request,
 ) -> Iterator[Recorder]:
-    """A recorder that writes into the file `trace` while the block runs. rules: of this generation."""
+    """A context with a recorder that writes to the file `trace`; rules: those of this generation."""
     if not isinstance(trace, (str, Path)):
         raise TypeError(f"trace must be the path of a file, got {type(trace).__name__}")
     with Path(trace).open("w", encoding="utf-8") as file:
@@ -239,9 +244,9 @@ def recording(
 
 
 def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header and the steps of a trace. A last line that was not finished is left out.
+    """The header and the steps of a trace. An incomplete last line is ignored.
 
-    Raises ValueError for a file that is no trace, or a trace of another format.
+    Raises ValueError for a file that is not a trace, or is a trace of another format.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
@@ -261,7 +266,7 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _checked(step: dict[str, Any], sequences: int) -> dict[str, Any]:
-    """A step; ValueError unless its numbers lead to what there is."""
+    """The step itself; ValueError unless its fields have matching lengths and valid indices."""
     nodes, path, chosen = len(step["tokens"]), step["path"], step["chosen"]
     of_nodes = ("parents", "ranks", "depths", "draft", "target", "fates", "coins", "thresholds")
     fits = nodes > 0 and all(len(step[name]) == nodes for name in of_nodes) and 0 <= step["sequence"] < sequences
@@ -274,7 +279,7 @@ def _checked(step: dict[str, Any], sequences: int) -> dict[str, Any]:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """The text of a token, with the space in front that some vocabularies drop at the beginning of a text."""
+    """The text of a token, with a leading space that some tokenizers drop at the beginning of a text."""
     once, twice = (tokenizer.decode([token] * times, clean_up_tokenization_spaces=False) for times in (1, 2))
     assert isinstance(once, str)
     assert isinstance(twice, str)
@@ -283,7 +288,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _described_draft(draft: Draft) -> dict[str, Any]:
-    """The description of a draft; one without a model has a name alone, and one made of drafts those of its parts."""
+    """The description of a draft: only a name without a model; for a composite, the joined names of its parts."""
     facts = [{"name": leaf.name} if leaf.forward is None else _described(leaf.forward) for leaf in draft.leaves]
     return facts[0] if len(facts) == 1 else {"name": " and ".join(each["name"] or "model" for each in facts)}
 
@@ -299,7 +304,7 @@ def _described(model: Drafting) -> dict[str, Any]:
 
 
 def _rounded(reasons: Reasons) -> dict[str, Sequence[Any]]:
-    """The reasons for each node, as they are written."""
+    """The reasons for each node, rounded for the file."""
     coins: list[float | None] = []
     thresholds: list[float | None] = []
     for coin, threshold in zip(reasons.coins, reasons.thresholds, strict=True):
@@ -319,5 +324,5 @@ def _rounded(reasons: Reasons) -> dict[str, Sequence[Any]]:
 
 
 def _short(number: float, digits: int = 4) -> float:
-    """The number with so many significant digits."""
+    """The number with this many significant digits."""
     return float(f"{number:.{digits}g}")

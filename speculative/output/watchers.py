@@ -1,4 +1,4 @@
-"""Watchers of the steps of a text: streamers, stopping criteria, and functions that look at each step."""
+"""Watchers, which are called at each step of a generation: streamers, stopping criteria, traces and scores."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from heavypath.speculative.output.scores import Chosen
     from heavypath.speculative.processors.stopping import Stopping
 
-OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, the state before it and after it
+OnStep = Callable[[Stepped, Sequences, Sequences], None]  # called with a step's results, the state before and after
 
 
 class Streamer(Protocol):
@@ -29,7 +29,7 @@ class Streamer(Protocol):
 
 
 def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:
-    """A streamer for each sequence, or none."""
+    """One streamer for each sequence, or an empty list. Raises ValueError or TypeError for anything else."""
     streamers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
     if given is not None and len(streamers) != batch:
         many = f"{len(streamers)} streamers" if isinstance(given, Sequence) else "one streamer"
@@ -41,7 +41,7 @@ def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -
 
 
 class Streaming(Watcher):
-    """Gives each sequence's tokens to its streamer: the prompt now, new ones after each step."""
+    """Passes each sequence's tokens to its streamer: the prompt at once, new tokens after each step."""
 
     def __init__(self, streamers: Sequence[Streamer], request: Request):
         self._streamers, self._given = streamers, [0] * len(streamers)
@@ -49,11 +49,11 @@ class Streaming(Watcher):
             streamer.put(prompt[None, :length].cpu())
 
     def looks_at(self, state: Sequences) -> Tensor:
-        """The new tokens."""
+        """The tensor with the new tokens, to be copied to the host."""
         return state.output[: len(self._streamers)]
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Give them on."""
+        """Pass new tokens on, and end the streamers of sequences that have ended."""
         assert looked is not None
         for row in rows:
             streamer = self._streamers[row.member]
@@ -64,16 +64,16 @@ class Streaming(Watcher):
 
 
 class Criteria(Watcher):
-    """Asks stopping criteria, which only the first of several processes has to ask."""
+    """Calls stopping criteria; with several processes only the first one calls them."""
 
     waits = True
 
     def __init__(self, stopping: "Stopping", peers: Peers):
         self._stopping, self._peers = stopping, peers
-        self._asked: dict[int, int] = {}  # for how many tokens of each sequence
+        self._asked: dict[int, int] = {}  # up to how many tokens each sequence has been checked
 
     def ends(self, rows: Sequence[SlotNumbers], state: Sequences) -> dict[int, int]:
-        """With how many of its new tokens each sequence ends that ends now."""
+        """{sequence: number of its new tokens} for the sequences that end now."""
 
         def ask() -> dict[int, int]:
             kept = {
@@ -90,7 +90,7 @@ class Criteria(Watcher):
 
 
 class Observing(Watcher):
-    """Calls a function after each step."""
+    """Calls a function after each step, with the state before and after it."""
 
     waits = True
 
@@ -98,7 +98,7 @@ class Observing(Watcher):
         self._observe, self._lap = observe, lap
 
     def before(self, state: Sequences) -> None:
-        """Remember the state."""
+        """Copy the state before the step."""
         self._before = replace(state, numbers=state.numbers.clone())
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
@@ -112,9 +112,9 @@ def watching(
     request: Request, plan: StepPlan, method: str, draft: Draft | None, options: Mapping[str, Any],
     lap: Callable[[str], object],
 ) -> Iterator[tuple[list[Watcher], "Chosen | None"]]:  # fmt: skip
-    """The watchers that a call of `generate` asks for, within the block; and what collects the logits, if asked for.
+    """A context with the watchers that a call of `generate` needs, and the collector of logits if these are requested.
 
-    options: of `GenerateOptions`; lap: of the time that looking at a step takes
+    options: see `GenerateOptions`; lap: called with the name of a phase when it ends, to measure times
     """
     streamers = checked_streamers(options.get("streamer"), len(request.prompt))
     streamers, trace = plan.peers.of_first(streamers, options.get("trace"))

@@ -1,9 +1,8 @@
-"""Tree speculative decoding: everything of `heavypath.speculative`, by a shorter name.
+"""The package heavypath, with all public names of `heavypath.speculative`.
 
     from heavypath import SpeculativeDecoder, __version__
 
-This is the package heavypath itself. It imports nothing before a name is asked for, so that `heavypath.kernels` can be
-used without transformers.
+It imports nothing until a name is used, so `heavypath.kernels` works without transformers.
 """
 
 from importlib import import_module
@@ -17,7 +16,7 @@ __version__ = version("heavypath")
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") and name != "__all__":  # what else Python asks packages for; it must not import anything
+    if name.startswith("__") and name != "__all__":  # Python itself looks these up; nothing may be imported then
         raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
     package = import_module("heavypath.speculative")
     if name == "__all__":

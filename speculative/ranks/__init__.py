@@ -1,1 +1,1 @@
-"""Models whose weights are split over several processes, which are called ranks."""
+"""Models whose weights are split over several processes, called ranks."""

@@ -1,19 +1,18 @@
-"""Ranks that decode one text must agree, in every step: on the drafted trees, the target's logits, and the verdict.
+"""Check after every step that all ranks agree on the drafted trees, the target's logits, and what was accepted.
 
-Each rank drafts and verifies for itself. Its result is that of the others, for three reasons. Random numbers are a
-function of seed and place, a draft is the same everywhere, and a sum over ranks has the same bits on all of them.
-Another seed, or a weight that differs, breaks this, and must not mix texts silently. So a step ends with one small
-collective, whatever the sizes of its tensors: with the words w of a rank, which are digests of its results,
+Each rank drafts and verifies by itself. All get the same results, for three reasons: random numbers are a function of
+seed and position, the draft is the same on every rank, and a sum over ranks has the same bits on all of them. A
+different seed or weight on one rank breaks this, and must be noticed. So a step ends with one small collective,
+whatever the sizes of its tensors. Let w be a rank's vector of digests of its results:
 
     largest(w), largest(-w)        over all ranks;        they agree iff  largest(w) = -largest(-w)
 
-A rank that is to end, by Ctrl-C or because its streamer has raised, says so by one more number. The result is kept in
-the state, where the host finds it with the rest of the step: no sequence goes on, and `LEFT` is DIFFERENT or ENDED. So
-all ranks raise after the same step. A step in a CUDA graph does the same without the host.
+A rank that must stop, because of Ctrl-C or an exception of its streamer, signals this by one more number. The outcome
+is written to the state, where the host finds it with the step's other results: all sequences stop, and `LEFT` is
+DIFFERENT or ENDED. So all ranks raise after the same step. A step in a CUDA graph does this without the host.
 
-It does not see a wrong weight that is split, because such a weight exists once, and nothing differs. All ranks then
-decode one text by another model. Weights that each rank has for itself are compared when a decoder is made and before
-each text.
+A wrong value in a split weight is not noticed, because that weight exists only once: all ranks then decode with the
+same wrong model. Weights that every rank has in full are compared when a decoder is made and before each generation.
 """
 
 import os
@@ -33,16 +32,16 @@ from heavypath.speculative.ranks.group import RankFailedError, Ranks, said_of, w
 from heavypath.speculative.ranks.parts import local_of
 from heavypath.speculative.ranks.peers import Peers
 
-DIFFERENT, ENDED = -2, -3  # what is LEFT of all sequences
+DIFFERENT, ENDED = -2, -3  # values of LEFT for all sequences
 PARTS = ("draft", "target logits", "verdict")
-_BITS = (1 << 62) - 1  # so that a digest has a negative
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and without a pattern: the golden ratio
+_BITS = (1 << 62) - 1  # so that a digest can be negated
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio as an odd number, which mixes bits well
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks that are to decode one text do not agree.
+    """Ranks that decode together do not agree.
 
-    rank: the first one that differs from most, or from rank 0 where neither is more; what: it differs in
+    rank: the first one that differs from the majority, or from rank 0 if there is none; what: in which respect
     """
 
     def __init__(self, rank: int, what: str, where: str):
@@ -54,10 +53,10 @@ class RankMismatchError(RuntimeError):
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """A number LongTensor[] that is another one, but for a chance of 2**-62, if any number of the tensors is.
+    """A hash LongTensor[] of tensors; different tensors have the same hash with probability 2**-62.
 
-    Of the rows of each tensor [..., columns] the bits are summed, and the sums weighted by the rows' places: swapped
-    rows are seen. Tensors of whole numbers count number by number, so that swapped numbers are seen, too.
+    The bits of each row [columns] are summed, and the sums are weighted by the row's index, so that swapped rows are
+    noticed. Integer tensors are hashed number by number, so that swapped numbers are noticed, too.
     """
     found = torch.zeros((), dtype=torch.long, device=tensors[0].device)
     for tensor in tensors:
@@ -67,7 +66,7 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def row_digests(tensor: Tensor) -> Tensor:
-    """The sum LongTensor[...] of the bits of each row of floating-point numbers [..., columns], as whole numbers."""
+    """The sum LongTensor[...] of the bits, read as integers, of each row of floating-point numbers [..., columns]."""
     tensor = tensor.contiguous()
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     if tensor.shape[-1] * tensor.itemsize % 8 == 0 and tensor.data_ptr() % 8 == 0:
@@ -76,7 +75,7 @@ def row_digests(tensor: Tensor) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers LongTensor[count] without a pattern."""
+    """Pseudo-random odd numbers LongTensor[count]."""
     place = torch.arange(1, count + 1, device=device)
     mixed = place * _FACTOR
     mixed = (mixed ^ (mixed >> 29)) * _FACTOR
@@ -84,7 +83,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 class Agreement(Peers):
-    """The messages between the ranks of a decoder while they decode. One generation at a time."""
+    """The communication between the ranks of a decoder while it decodes. One generation at a time."""
 
     is_alone = False
 
@@ -92,22 +91,22 @@ class Agreement(Peers):
         self.ranks = ranks
         self._words = torch.zeros(
             len(PARTS), dtype=torch.long, device=device
-        )  # of the last step, or that which differs
-        self._ends = torch.zeros(1, dtype=torch.long, device=device)  # 1: this rank is to end
-        self._differ = torch.zeros((), dtype=torch.bool, device=device)  # whether ranks did, in a step of this text
-        self._problem: BaseException | None = None  # that this rank is to raise when all know of it
+        )  # digests of the last step, or of the first step that differs
+        self._ends = torch.zeros(1, dtype=torch.long, device=device)  # 1: this rank must stop
+        self._differ = torch.zeros((), dtype=torch.bool, device=device)  # whether ranks differed in this generation
+        self._problem: BaseException | None = None  # to be raised once all ranks know of it
 
     @property
     def is_first(self) -> bool:
-        """True if this is rank 0, which decides, writes and streams."""
+        """Whether this is rank 0, which makes decisions, writes and streams."""
         return self.ranks.rank == 0
 
     def begin(self, facts: Mapping[str, object]) -> None:
-        """Begin a generation, of which these facts must be the same on all ranks.
+        """Begin a generation, and check that these facts are the same on all ranks.
 
-        facts: names, and what has them: tensors, or anything whose `repr` says all
+        facts: {name: tensors, or an object whose `repr` describes it completely}
 
-        Raises RankMismatchError for the first name under which one rank has something else.
+        Raises RankMismatchError for the first name for which a rank differs.
         """
         for number in (self._words, self._ends, self._differ):
             number.zero_()
@@ -120,22 +119,25 @@ class Agreement(Peers):
                 raise RankMismatchError(_first_that_differs(values), name, "before the first step")
 
     def begin_text(self, facts: Mapping[str, object], target: Any) -> None:
-        """Begin a text: `begin` with these facts, and with the target's weights that each rank has for itself."""
+        """Begin a generation: `begin` with these facts, and with the target's weights that every rank has in full."""
         self.begin({**facts, **own_weights(target)})
 
     def of_first(self, streamers: list[Any], trace: str | Path | None) -> tuple[list[Any], str | Path | None]:
-        """The streamers and the trace of rank 0. Others have none; they write a trace to nowhere, to take as long."""
+        """Streamers and trace on rank 0.
+
+        Other ranks have no streamers, and write a trace to os.devnull to take as long.
+        """
         return (streamers, trace) if self.is_first else ([], None if trace is None else os.devnull)
 
     def tell(self) -> None:
-        """Before a step: have it tell the other ranks if this one is to end."""
+        """Before a step: set the signal that this rank must stop, if it must."""
         if self._problem is not None:
             self._ends.fill_(1)
 
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
-        """End all sequences, on all ranks, if the ranks did not do the same in a step, or if one is to end.
+        """After a step: stop all sequences on all ranks if their results differ, or if a rank must stop.
 
-        left: LongTensor[b], which this changes
+        left: LongTensor[b], which is changed
         """
         words = torch.stack([digest(part) for part in (_drawn(drafted), [logits], verified)])
         self._words.copy_(torch.where(self._differ, self._words, words))
@@ -145,9 +147,9 @@ class Agreement(Peers):
         left.copy_(torch.where(self._differ, DIFFERENT, torch.where(most[-1] > 0, ENDED, left)))
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """The error that all ranks raise where `LEFT` is DIFFERENT or ENDED after a step; None where it is neither.
+        """The error that all ranks raise if `LEFT` is DIFFERENT or ENDED after a step; None otherwise.
 
-        step: its number in the text, for the message. All ranks must ask alike.
+        step: its number, for the message. All ranks must call this together.
         """
         if left == DIFFERENT:
             every = self.ranks.all_of(self._words).T.tolist()
@@ -157,7 +159,7 @@ class Agreement(Peers):
         return self._ending() if left == ENDED else None
 
     def end(self) -> None:
-        """End a generation: raise on all ranks if one of them was to end in the last step."""
+        """End a generation: raise on all ranks if one of them had to stop in the last step."""
         self.tell()
         if int(self.ranks.largest(self._ends.clone())):
             problem = self._ending()
@@ -176,12 +178,12 @@ class Agreement(Peers):
         return None
 
     def hold(self, problem: BaseException) -> None:
-        """Raise this exception, and RankFailedError on the other ranks, but all of them after the same step."""
+        """Raise this exception after the current step, together with RankFailedError on the other ranks."""
         self._problem = self._problem or problem
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold what the block raises, which other ranks do not run."""
+        """Defer exceptions of code that only this rank runs until all ranks have reached the same step."""
         try:
             yield
         except Exception as problem:
@@ -189,7 +191,10 @@ class Agreement(Peers):
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """In the block Ctrl-C ends all ranks after the same step; a second one interrupts this rank where it is."""
+        """A context in which Ctrl-C stops all ranks after the same step.
+
+        A second Ctrl-C interrupts this rank at once.
+        """
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
             yield
@@ -206,19 +211,20 @@ class Agreement(Peers):
             signal.signal(signal.SIGINT, before)
 
     def decided(self, by: Callable[[], Any]) -> Any:
-        """The answer of rank 0, see `Ranks.decided`."""
+        """The result of rank 0, see `Ranks.decided`."""
         return self.ranks.decided(by)
 
     def any(self, fact: bool) -> bool:
-        """True if something holds on any of the ranks."""
+        """Whether `fact` is true on any rank."""
         return any(self.ranks.told(fact))
 
 
 def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement:
     """The agreement of the ranks that some models' weights are split over.
 
-    models: as of `peers.peers_of`. Checks their weights: those that each rank has for itself must be the same. Raises
-    the checks' errors, on all ranks, and RankMismatchError; ValueError where one is split and another streamed.
+    models: see `peers.peers_of`. Checks their weights; those that every rank has in full must be the same. Raises
+            errors of
+    the checks on all ranks, and RankMismatchError; ValueError if one model is split and another one streamed.
     """
     ranks = whole_ranks([model.ranks for model in models])
     assert ranks is not None
@@ -233,12 +239,12 @@ def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement:
 
 
 def own_weights(model: Any) -> dict[str, object]:
-    """The weights of a model that each rank has for itself, by names for messages."""
+    """The weights of a model that every rank has in full, by names for messages."""
     return {f"{model.name} weight {name}": own for name, own in model.weights() if local_of(own) is own}
 
 
 def _drawn(drafted: Any) -> list[Tensor]:
-    """The values that are equal where the same was drafted: tokens, parents, and of the logits those drawn from."""
+    """What must be equal if the same was drafted: tokens, parents, and digests of the logits they were drawn from."""
     if drafted.logits is None:
         return [drafted.tokens, drafted.parents]
     sources = drafted.parents[..., 1:].expand(len(drafted.tokens), -1)
@@ -255,7 +261,7 @@ def _text_of(fact: object) -> str:
 
 
 def _first_that_differs(values: Sequence[object]) -> int:
-    """The first rank with another value than most; than rank 0 where as many have another one."""
+    """The first rank whose value differs from the majority; from rank 0 if there is no majority."""
     counts = Counter(values)
     usual = max(counts, key=lambda value: (counts[value], value == values[0]))
     return next(rank for rank, value in enumerate(values) if value != usual)

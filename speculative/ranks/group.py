@@ -1,11 +1,10 @@
-"""The ranks of a model: processes that hold a part of its weights each, and what they do together.
+"""The ranks of a model: processes that each hold a part of its weights, and the collectives between them.
 
-Everybody's part of a collective must be called by all ranks in the same order, with tensors of the same shapes. So
-nothing that one rank alone may decide, such as what a clock or a user's function says, may choose what is called:
-`decided` makes it rank 0's decision.
+All ranks must call the same collectives in the same order, with tensors of the same shapes. So the calls must not
+depend on anything that may differ between ranks, such as a clock or a user's function. `decided` lets rank 0 decide.
 
-How long a rank waits for another one is the time limit of the process group, which whoever made it has set. A process
-that ends closes its connections, which the others notice at once.
+How long a rank waits for another one is the timeout of the process group, which is set by whoever made the group. A
+process that ends closes its connections, which the others notice at once.
 """
 
 from collections.abc import Callable
@@ -20,16 +19,16 @@ from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # which torch 2.13 calls by another name
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
 class RankFailedError(RuntimeError):
-    """Another rank has raised an exception, or was interrupted, where all ranks do something together."""
+    """Another rank has raised an exception, or was interrupted, during a common operation."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a group, as one of them sees them."""
+    """The processes of a group, seen from one of them."""
 
     group: dist.ProcessGroup
 
@@ -44,20 +43,21 @@ class Ranks:
         return self.group.size()
 
     def add(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' tensors of one shape, in the place of this one's."""
+        """The sum of all ranks' tensors of the same shape; written to the rank's own tensor if that is contiguous."""
         part = part.contiguous()
         dist.all_reduce(part, group=self.group)
         return part
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """The largest of all ranks' numbers at each place, in the place of this one's."""
+        """The elementwise maximum over all ranks, in place."""
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         return numbers
 
     def joined(self, part: Tensor, columns: int) -> Tensor:
-        """All ranks' columns side by side, [rows, columns], of this one's [rows, own].
+        """All ranks' columns side by side, [rows, columns], from this rank's [rows, own].
 
-        As `torch.chunk` splits them: each rank has ceil(columns / ranks), but for the last ones, which may have fewer.
+        Columns are split as by `torch.chunk`: each rank has ceil(columns / ranks), except the last ones, which may have
+        fewer.
         """
         rows, widest = len(part), -(-columns // self.count)
         if part.shape[1] < widest:
@@ -67,19 +67,19 @@ class Ranks:
         return every.view(self.count, rows, widest).transpose(0, 1).reshape(rows, -1)[:, :columns]
 
     def all_of(self, numbers: Tensor) -> Tensor:
-        """Every rank's numbers, [ranks, ...]."""
+        """The tensors of all ranks, [ranks, ...]."""
         every = [torch.empty_like(numbers) for _ in range(self.count)]
         dist.all_gather(every, numbers, group=self.group)
         return torch.stack(every)
 
     def told(self, what: T) -> list[T]:
-        """The messages of all ranks to each other: any objects that can be pickled."""
+        """Exchange objects that can be pickled: returns those of all ranks."""
         every: list[T] = [what] * self.count
         dist.all_gather_object(every, what, group=self.group)
         return every
 
     def decided(self, by: Callable[[], T]) -> T:
-        """The answer of rank 0; the others do not call the function.
+        """The result of a function that only rank 0 calls.
 
         Raises rank 0's exception there, and RankFailedError with its message on the others.
         """
@@ -99,9 +99,9 @@ class Ranks:
         return told[1]  # pyright: ignore[reportReturnType]
 
     def together(self, function: Callable[[], T]) -> T:
-        """The result of a function without collectives on each rank; if it raises on one, it raises on all.
+        """Call a function without collectives on each rank, and return its result; if it raises on one rank, all raise.
 
-        Raises the rank's own exception, and on those that have none RankFailedError, with the message of another's.
+        A rank raises its own exception; the others raise RankFailedError with its message.
         """
         problem: Exception | None = None
         result: list[T] = []
@@ -119,18 +119,18 @@ class Ranks:
 
 
 def said_of(problem: BaseException) -> str:
-    """An exception in a line."""
+    """An exception as one line."""
     return f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
 
 
 def ranks_of(model: nn.Module, name: str) -> Ranks | None:
-    """The ranks that a model's weights are split over; None for a model that is whole in this process.
+    """The ranks that a model's weights are split over; None if this process has all weights.
 
     Raises ValueError for weights that are split in more than one way.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # it leaves the outermost module's weights gathered after a pass
+            module.reshard()  # FSDP leaves the outermost module's weights gathered after a pass
     meshes = {weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)}
     if not meshes:
         return None
@@ -144,7 +144,7 @@ def ranks_of(model: nn.Module, name: str) -> Ranks | None:
 
 
 def whole_ranks(models: list[Ranks | None]) -> Ranks | None:
-    """The ranks of several models that decode together; None if all are whole in this process.
+    """The ranks of several models that decode together; None if this process has all weights.
 
     Raises ValueError for models that are split over different ranks.
     """

@@ -1,7 +1,7 @@
-"""The processes that decode together, as the loop and the steps see them.
+"""The interface between decoding and the other processes that decode together with this one.
 
-A process that is alone has nobody to agree with: what is asked of `Peers` then changes nothing. `ranks.agreement` has
-those of several processes.
+A process that is alone has nobody to agree with, so the methods of `Peers` do nothing. `ranks.agreement` implements
+them for several processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,48 +19,48 @@ Answer = TypeVar("Answer")
 class Peers:
     """This process alone.
 
-    is_alone: whether it is; trees of several have one size, even if they differ
+    is_alone: whether there is only one process. With several, trees have a fixed size, even where they differ
     """
 
     is_alone: bool = True
 
     def begin_text(self, facts: Mapping[str, object], target: Any) -> None:
-        """Begin a text, of which these facts must be the same on all ranks: names, and what has them."""
+        """Begin a generation; facts: {name: value} that must be the same on all ranks."""
 
     def of_first(self, streamers: list[Any], trace: str | Path | None) -> tuple[list[Any], str | Path | None]:
-        """The streamers and the trace of this process, given what it was asked for."""
+        """The streamers and the trace that this process writes."""
         return streamers, trace
 
     def tell(self) -> None:
-        """Before a step: tell the others if this process is to end."""
+        """Before a step: tell the others if this process must stop."""
 
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
-        """After a step: end all sequences if others did not do the same, by `left`, `StateField.LEFT` of the state.
+        """After a step: stop all sequences, by `left` (`StateField.LEFT`), if the results of the processes differ.
 
-        drafted: a `Drafted`; logits: [B, N, V], all that the target gave
+        drafted: a `Drafted`; logits: [B, N, V], all logits of the target
         """
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """The error to be raised where `LEFT` says so after a step, which is number `step` of the text."""
+        """The error to raise if `LEFT` says so after step number `step`."""
         return None
 
     def end(self) -> None:
-        """End a text."""
+        """End a generation."""
 
     def holding(self) -> AbstractContextManager[object]:
-        """Have what the block raises, which others do not run, raised after the same step everywhere."""
+        """Defer exceptions of code that only one process runs until all have reached the same step."""
         return nullcontext()
 
     def interruptible(self) -> AbstractContextManager[object]:
-        """In the block Ctrl-C ends all processes after the same step."""
+        """A context in which Ctrl-C stops all processes after the same step."""
         return nullcontext()
 
     def decided(self, by: Callable[[], Answer]) -> Answer:
-        """The result of a function whose answers may differ between processes."""
+        """The result of a function that may return different values in different processes."""
         return by()
 
     def any(self, fact: bool) -> bool:
-        """True if something holds for any of them."""
+        """Whether `fact` is true in any of the processes."""
         return fact
 
 

@@ -1,15 +1,15 @@
-"""Parts of a Llama that transformers has split by its tensor-parallel plan, and how they make a whole.
+"""Tensor parallelism for Llamas: compute with the parts into which transformers' plan has split the weights.
 
 With n ranks, and the parts of rank r as transformers cuts them:
 
     q, k, v, gate, up    rows of W        x W_r'                  this rank's heads and channels
     o, down              columns of W     sum_r x_r W_r' + b      one all-reduce each
-    embedding            rows, by token   sum_r E_r[t], where others have 0
+    embedding            rows, by token   sum_r E_r[t], which is 0 on ranks without t
     lm_head              rows, by token   the logits of rank r's tokens, side by side: one all-gather
 
-A part is called as an ordinary linear layer over this rank's own tensor, so that what multiplies fastest on a device
-(`models.linear`, `models.joined`) takes it like a whole one. transformers calls its own through DTensor, which asks the
-host and is no part of what a CUDA graph can hold.
+A part is an ordinary linear layer over this rank's tensor, so that the fastest product for the device
+(`models.linear`, `models.joined`) can use it like a whole layer. transformers computes with DTensor, which needs the
+host and cannot be captured in a CUDA graph.
 """
 
 import weakref
@@ -30,7 +30,7 @@ _parts: "weakref.WeakKeyDictionary[nn.Module, nn.Linear]" = weakref.WeakKeyDicti
 
 
 def is_split_by_transformers(module: nn.Module) -> bool:
-    """True if a module's forward was replaced by transformers' tensor parallelism, and it has no hooks besides."""
+    """Whether transformers' tensor parallelism replaced a module's forward, and the module has no other hooks."""
     own = module.__dict__
     place, name = (getattr(own.get("forward"), part, "") for part in ("__module__", "__qualname__"))
     replaced = place == "transformers.distributed.tensor_parallel" and name.endswith(".<locals>.tp_forward")
@@ -38,7 +38,7 @@ def is_split_by_transformers(module: nn.Module) -> bool:
 
 
 def is_split_as_usual(model: Any) -> bool:
-    """True if a Llama is split in the way that is described above; embedding and lm_head may be whole."""
+    """Whether a Llama is split as the module describes; embedding and lm_head may be whole."""
     for layer in model.model.layers:
         rows = [layer.get_submodule(name) for name in _LAYER]
         columns = [layer.self_attn.o_proj, layer.mlp.down_proj]
@@ -69,21 +69,23 @@ class Shards(Parts):
         self.ranks = ranks
 
     def knows_hook_of(self, module: nn.Module) -> bool:
-        """See `Parts`."""
+        """Whether a module's hook or patch is one that splits it over ranks."""
         return is_split_by_transformers(module)
 
     def are_usual(self, model: Any) -> bool:
-        """See `Parts`."""
+        """Whether a Llama is not split, or split as the module describes."""
         return not any(map(is_split, model.modules())) or is_split_as_usual(model)
 
     def heads(self, count: int) -> int:
-        """See `Parts`; `check_heads` knows that they can be shared out."""
+        """How many of `count` heads each rank has; `check_heads` has checked that they can be divided."""
         return count // self.ranks.count
 
     def of(self, module: Any) -> Any:
-        """A linear layer over this rank's part of a split one, without a bias that is added once for all; or itself.
+        """A linear layer over this rank's part of a split one, without a bias that is added after the sum.
 
-        A module has one part, whoever asks: what is made of weights is found by them.
+        Or the layer itself.
+
+        A module always has the same part object, because what is made of weights is found by their identity.
         """
         if not is_split(module):
             return module
@@ -98,7 +100,7 @@ class Shards(Parts):
         return part
 
     def summed(self, module: Any, product: Product) -> Product:
-        """One all-reduce."""
+        """The product after one all-reduce."""
         if not is_split(module):
             return product
         bias = None if module.bias is None else local_of(module.bias)
@@ -107,14 +109,14 @@ class Shards(Parts):
         return lambda hidden: self.ranks.add(product(hidden)) + bias
 
     def joined(self, module: Any, product: Product) -> Product:
-        """One all-gather."""
+        """The product after one all-gather."""
         if not is_split(module):
             return product
         columns: int = module.weight.shape[0]
         return lambda hidden: self.ranks.joined(product(hidden), columns)
 
     def embedded(self, module: Any) -> Callable[[Tensor], Tensor]:
-        """The embeddings [N, H] of tokens LongTensor[N], by a module that may be split by rows."""
+        """A function from tokens LongTensor[N] to embeddings [N, H], by a module that may be split by rows."""
         if not is_split(module):
             return module
         rows = local_of(module.weight)
@@ -130,7 +132,10 @@ class Shards(Parts):
 
 
 def shards_of(model: nn.Module, name: str) -> Parts:
-    """This rank's part of a model; `WHOLE` if it is not split. Raises ValueError for one that cannot be called so."""
+    """This rank's part of a model; `WHOLE` if it is not split.
+
+    Raises ValueError if it is split in an unsupported way.
+    """
     ranks = ranks_of(model, name)
     if ranks is None:
         return WHOLE
@@ -139,9 +144,9 @@ def shards_of(model: nn.Module, name: str) -> Parts:
 
 
 def check_heads(model: Any, name: str, ranks: Ranks) -> None:
-    """Raise ValueError if ranks would have to share a head of attention.
+    """Raise ValueError if ranks would have to share an attention head.
 
-    transformers splits rows of weights, wherever a head begins, and fails, or computes something else, later.
+    transformers splits rows of weights without regard to heads, and later fails, or computes something else.
     """
     splits = [
         style == "colwise" and rule.endswith(("k_proj", "qkv_proj", "query_key_value"))

@@ -1,14 +1,14 @@
-"""Requests that come while others are decoded: `SpeculativeDecoder.serve` takes them, from threads or from asyncio.
+"""Continuous batching: `SpeculativeDecoder.serve` takes requests from threads or asyncio while others are decoded.
 
-completion.py   the owner's side of a request: its tokens as they come, its end, `cancel`
-process.py      the process that decodes, which a forked one is not
-progress.py     the part that both sides share: written by the thread that decodes, read by others
-arrivals.py     a request, checked, and the bounded queue of those that wait
-served_models.py, looks.py: the models, and whether they are what they were; pauses.py: blocks in which they may change
-logprobs.py     log-probabilities of tokens; acceptance.py: what steps accepted
-entrance.py     prompts that are read before they have slots; prefixes.py: what other texts have computed of them
-slots.py        the sequences that are decoded side by side: how one joins, moves on by a step, and leaves
-service.py      the thread that decodes; statistics.py: its counts; opening.py: how a decoder's service is opened
+completion.py   what the caller of `submit` gets: tokens as they arrive, the result, `cancel`
+process.py      detects that this process was forked from the one that decodes
+progress.py     the state of a request: written by the decoding thread, read by others
+arrivals.py     checked requests, and the bounded queue in which they wait
+served_models.py, looks.py: the models, and whether they have changed; pauses.py: contexts in which they may change
+logprobs.py     log-probabilities of tokens; acceptance.py: counts of accepted tokens
+entrance.py     prefill, before a prompt has a slot; prefixes.py: reuse of rows of sequences with the same beginning
+slots.py        the sequences that are decoded in one batch: how one joins, takes a step, and leaves
+service.py      the decoding thread; statistics.py: its counts; opening.py: `serve`
 """
 
 from heavypath.speculative.serving.arrivals import Closed, ModelChanged, QueueFull

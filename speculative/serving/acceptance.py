@@ -1,4 +1,4 @@
-"""Counts of what the steps of one request accepted, taken as each of them ends."""
+"""Counts of the draft tokens that one request's steps accepted."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Acceptance:
-    """Counts of the steps that drafted anything, by vLLM's names where it has one.
+    """Counts over the steps that drafted something, with vLLM's names where it has one.
 
-    num_spec_steps:   such steps
-    num_draft_tokens: nodes of their trees beside the roots, absent ones included
-    histogram:        how many of these steps accepted 0, 1, 2, ... drafted tokens of the text
+    num_spec_steps:   the number of such steps
+    num_draft_tokens: nodes of their trees without the roots, absent nodes included
+    histogram:        how many of these steps accepted 0, 1, 2, ... draft tokens
     """
 
     num_spec_steps: int = 0
@@ -18,19 +18,19 @@ class Acceptance:
     histogram: Counter[int] = field(default_factory=Counter)
 
     def add(self, new: int, nodes: int) -> None:
-        """A step has brought so many tokens of the text, by a tree of so many nodes."""
+        """Count a step that produced `new` tokens with a tree of `nodes` nodes."""
         if nodes > 1 and new > 0:
             self.num_spec_steps += 1
             self.num_draft_tokens += nodes - 1
             self.histogram[new - 1] += 1
 
     def copy(self) -> "Acceptance":
-        """A copy, also while another thread adds to it."""
+        """A copy. Safe while another thread adds to this object."""
         return Acceptance(self.num_spec_steps, self.num_draft_tokens, self.histogram.copy())
 
     @property
     def num_accepted_draft_tokens(self) -> int:
-        """Drafted tokens that are in the text."""
+        """The number of accepted draft tokens."""
         return sum(accepted * steps for accepted, steps in self.histogram.items())
 
     @property
@@ -42,5 +42,5 @@ class Acceptance:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens for each of these steps, the target's own included; 1 without any."""
+        """Tokens per step, including the target's own token; 1 if there was no such step."""
         return 1 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)

@@ -1,4 +1,4 @@
-"""Texts as they are asked for, and the bounded queue in which they wait for a slot, where clients take turns."""
+"""Submitted requests, and the bounded queue in which they wait for a slot. Clients take turns."""
 
 import threading
 from collections import deque
@@ -16,37 +16,38 @@ from heavypath.speculative.serving.logprobs import logprobs_of
 from heavypath.speculative.serving.prefixes import Tokens, tokens_of
 from heavypath.speculative.serving.progress import Completed, Progress, Reason
 
-# Greedy text is drafted at this temperature: so low that noise does not change which tokens come first, and not so low
-# that the probabilities of the others vanish.
+# Greedy requests are drafted at this temperature. It is low enough that noise does not change the order of the
+# likeliest tokens, and high enough that the probabilities of other tokens do not underflow.
 GREEDY_DRAFT = Filters(temperature=2.0**-7)
 
 
 class QueueFull(RuntimeError):  # noqa: N818 - as the standard library calls its own
-    """As many requests wait as may, of all or of one client; try again later."""
+    """The queue, or the client's share of it, is full; try again later."""
 
 
 class Closed(RuntimeError):  # noqa: N818
-    """The service takes no requests any more."""
+    """The service takes no more requests."""
 
 
 class ModelChanged(RuntimeError):  # noqa: N818
-    """A model was changed while a request was decoded, or cannot be decoded as it is now."""
+    """A model was changed while a request was decoded, or cannot be decoded any more."""
 
 
 @dataclass(eq=False)
 class Arrival:
-    """A request that was checked, of one sequence.
+    """A checked request for one sequence, and its state.
 
     draft_filters: how its draft is sampled
-    clock:         returns seconds
-    deadline:      by that clock; None for none
-    logprobs, prompt_logprobs: for how many of the likeliest tokens in each place they are wanted; None for none at all
-    client, group: whose it is, and which of this client's requests it belongs to; see `Arrivals`
-    submitted, began, first: when it came, when its prompt's turn came, and when it had its first tokens
+    clock:         returns the time in seconds
+    deadline:      a time of that clock; None for none
+    logprobs, prompt_logprobs: how many of the likeliest tokens to report at each position; None for no
+                               log-probabilities
+    client, group: who submitted it, and which of the client's groups it belongs to; see `Arrivals`
+    submitted, began, first: times of submission, of its prompt's turn, and of its first tokens
     tokens, steps: new tokens and steps so far
     prompt:        its tokens
-    stops:         tokens that end its text
-    processors:    of the logits after it
+    stops:         tokens that end the sequence
+    processors:    its logits processors
     """
 
     request: Request
@@ -73,7 +74,7 @@ class Arrival:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens of the prompt."""
         return self.request.prompt.shape[1]
 
     @property
@@ -83,17 +84,17 @@ class Arrival:
 
     @property
     def left(self) -> int:
-        """New tokens that may still come."""
+        """How many new tokens may still come."""
         return self.request.max_new_tokens - len(self.tokens)
 
     def settings(self) -> Tensor:
-        """The sampling of target and draft, fp64 [2, 4], as `kernels.sequence_scores` has it."""
+        """The sampling settings of target and draft, fp64 [2, 4], in the form of `kernels.sequence_scores`."""
         draft = self.draft_filters if self.draft_filters.temperature > 0 else GREEDY_DRAFT
         rows = [settings_of(self.request.filters), settings_of(draft)]
         return torch.tensor(rows, dtype=torch.float64, device=self.request.prompt.device)
 
     def interrupted(self) -> Reason | None:
-        """The reason why it is to end at once; None if there is none."""
+        """The reason why the request is to end at once; None if there is none."""
         if self.progress.is_cancelled:
             return "cancelled"
         if self.deadline is not None and self.clock() >= self.deadline:
@@ -101,9 +102,9 @@ class Arrival:
         return None
 
     def take(self, new: list[int], nodes: int, logits: Callable[[int], Tensor] | None) -> Reason | None:
-        """Take the tokens that a step brought, and pass them on; why the text ends with them, None if it goes on.
+        """Add the tokens of a step. Returns why the sequence ends with them, or None if it continues.
 
-        nodes: of the step's tree; logits: called with a number of tokens, gives the logits that these were chosen by
+        nodes: the number of nodes of the step's tree; logits: given n, returns the logits that chose the first n tokens
         """
         before = len(self.tokens)
         end = next((place for place, token in enumerate(new, 1) if token in self.stops), None)
@@ -124,7 +125,7 @@ class Arrival:
         return "stop" if end is not None else "length" if self.left == 0 else None
 
     def end(self, outcome: Reason | Exception) -> None:
-        """End it."""
+        """End the request with this outcome."""
         self.has_ended, now = True, self.clock()
         if isinstance(outcome, Exception):
             self.progress.end(outcome)
@@ -144,19 +145,21 @@ class Arrival:
 
 
 class Arrivals:
-    """The texts that wait for a slot. Clients take turns, and so do a client's requests; a request's texts keep order.
+    """The requests that wait for a slot.
 
-    A client may fill half of the queue, so that there is room for others; what is nobody's, client None, may fill all
-    of it. Where all is of one client and one request, it is first come, first served.
+    Clients take turns, a client's groups take turns, and a group is served in order.
 
-    most: how many may wait
+    A client may fill half of the queue, so that others have room. Requests without a client (None) may fill all of it.
+    With one client and one group this is first come, first served.
+
+    most: how many requests may wait
     """
 
     def __init__(self, most: int):
         self.most = most
-        self._waiting: dict[Hashable, dict[Hashable, deque[Arrival]]] = {}  # whose turn is next comes first
+        self._waiting: dict[Hashable, dict[Hashable, deque[Arrival]]] = {}  # by client and group, the next one first
         self._count = 0
-        self._lock = threading.RLock()  # entered by itself: Ctrl-C within Condition.__enter__ would leave it locked
+        self._lock = threading.RLock()  # used directly: Ctrl-C within Condition.__enter__ would leave it locked
         self._changed = threading.Condition(self._lock)
         self._is_open = True
         self._error: BaseException | None = None
@@ -166,17 +169,17 @@ class Arrivals:
 
     @property
     def is_open(self) -> bool:
-        """True if requests may still come."""
+        """Whether new requests are accepted."""
         return self._is_open
 
     def check_open(self) -> None:
-        """Raise Closed, from the error that was its end if there was one."""
+        """Raise Closed if the service is closed, with the error that ended it as the cause, if there was one."""
         if not self._is_open:
             ended = "" if self._error is None else f"; it has ended by an error: {self._error}"
             raise Closed(f"the service is closed and takes no more requests{ended}") from self._error
 
     def put(self, arrival: Arrival) -> None:
-        """Let a request wait. Raises QueueFull or Closed."""
+        """Add a request. Raises QueueFull or Closed."""
         with self._lock:
             self.check_open()
             if self._count >= self.most and _going_on(self._all()) >= self.most:
@@ -194,9 +197,9 @@ class Arrivals:
         may: Callable[[Hashable, Collection[Hashable]], bool] = lambda *_: True,
         fits: Callable[[Arrival], bool] = lambda _: True,
     ) -> Arrival | None:
-        """The one whose turn it is, which waits no more; None where nobody waits whose client may, or it does not fit.
+        """Remove and return the request whose turn it is; None if no waiting client may, or the request does not fit.
 
-        may: called with a client and all who wait; fits: with the one whose turn it is
+        may: called with a client and all waiting clients; fits: called with the request whose turn it is
         """
         with self._lock:
             client = next((each for each in self._waiting if may(each, self._waiting)), _NOBODY)
@@ -205,7 +208,7 @@ class Arrivals:
             group, texts = next(iter(self._waiting[client].items()))
             if not fits(texts[0]):
                 return None
-            requests = self._waiting.pop(client)  # to be put back after the others
+            requests = self._waiting.pop(client)  # put back at the end
             del requests[group]
             arrival = texts.popleft()
             if texts:
@@ -216,7 +219,7 @@ class Arrivals:
             return arrival
 
     def interrupted(self) -> list[tuple[Arrival, Reason]]:
-        """The requests that are to end while they wait, which wait no more."""
+        """Remove and return the waiting requests that are cancelled or past their deadline, with the reasons."""
         with self._lock:
             found: list[tuple[Arrival, Reason]] = []
             for each in self._all():
@@ -233,18 +236,18 @@ class Arrivals:
             return found
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take no more; error: why, if that was one."""
+        """Accept no more requests; error: the cause, if there is one."""
         with self._lock:
             self._is_open, self._error = False, self._error or error
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Have whoever waits look again."""
+        """Make a waiting thread check its condition again."""
         with self._lock:
             self._changed.notify_all()
 
     def wait(self, over: Callable[[], bool] = lambda: False) -> None:
-        """Wait for a request, for the end, or until something is over, which `wake` has it look at."""
+        """Wait for a request, for `close`, or until `over` is true; `over` is checked again after `wake`."""
         with self._lock:
             self._changed.wait_for(lambda: self._count > 0 or not self._is_open or over())
 
@@ -256,5 +259,5 @@ _NOBODY = object()
 
 
 def _going_on(arrivals: Iterator[Arrival]) -> int:
-    """The number not cancelled: the others' places are free, also before the thread that decodes has seen them."""
+    """The number of requests that are not cancelled. A cancelled request no longer takes up room in the queue."""
     return sum(not each.progress.is_cancelled for each in arrivals)

@@ -1,4 +1,4 @@
-"""`Completion`: what the owner of a request has in hand."""
+"""`Completion`: what `Service.submit` returns, to read the tokens of a request or to cancel it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -11,54 +11,63 @@ from heavypath.speculative.serving.progress import Completed, Progress
 
 
 class Completion:
-    """A request that was submitted to a `Service`, from any thread.
+    """A request that was submitted to a `Service`. It may be used from any thread.
 
-        for tokens in completion: ...            # new tokens, as steps bring them: lists of one or more
-        async for tokens in completion: ...      # the same in asyncio, whose loop goes on meanwhile
-        completion.result()                      # waits for the end; `await completion` in asyncio
+        for tokens in completion: ...            # new tokens as steps produce them, in lists of one or more
+        async for tokens in completion: ...      # the same in asyncio, without blocking the loop
+        completion.result()                      # waits for the end; in asyncio: `await completion`
 
-    It may be read by several, each from the beginning. A request goes on whether anybody reads it or not; `cancel` ends
-    it. What ended it, if that was an error, is raised to all who read it.
+    Several readers may read it, each from the beginning. A request continues whether anybody reads it or not; `cancel`
+    ends it. If an error ended it, that error is raised to all readers.
 
-    seed: the name of its random numbers: another request with this seed and all else alike gets the same text
+    seed: selects its random numbers: a request with the same seed and otherwise equal arguments gets the same tokens
 
-    In a process that was forked from the service's, one that has not ended raises RuntimeError where it would wait.
+    In a process forked from the service's, a request that has not ended raises RuntimeError instead of waiting.
     """
 
     def __init__(self, progress: Progress, wake: Callable[[], object], seed: int = 0):
         self._progress, self._wake, self.seed = progress, wake, seed
 
     def cancel(self) -> None:
-        """End it before the next step; the tokens that it has stay. Without effect on one that has ended."""
+        """End the request before the next step; its tokens so far are kept. No effect if it has ended."""
         if self._progress.cancel():
             self._wake()
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        """Of its tokens so far, if `submit` was asked for them: of no fewer than have been read."""
+        """Log-probabilities of new tokens so far, if `submit` was asked for them.
+
+        At least for all tokens that were read.
+        """
         return self._progress.logprobs
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
-        """Of its prompt's tokens, once there is a new one, if `submit` was asked for them."""
+        """The log-probabilities of the prompt's tokens, if `submit` was asked for them.
+
+        Complete with the first new token.
+        """
         return self._progress.prompt_logprobs
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of its prompt whose rows another text had computed, once there is a new token."""
+        """How many prompt tokens reused rows of another sequence; known with the first new token."""
         return self._progress.reused
 
     @property
     def acceptance(self) -> Acceptance:
-        """Counts of what its steps have accepted so far."""
+        """Counts of accepted draft tokens so far."""
         return self._progress.acceptance.copy()
 
     def done(self) -> bool:
-        """True if it has ended."""
+        """Whether the request has ended."""
         return self._progress.since(0)[1] is not None
 
     def result(self, timeout: float | None = None) -> Completed:
-        """Wait for the end, at most `timeout` seconds. Raises TimeoutError then, or the error that ended it."""
+        """Wait for the end, at most `timeout` seconds.
+
+        Raises TimeoutError after that, or the error that ended the request.
+        """
         if not self._progress.wait_for_end(timeout):
             raise TimeoutError(f"the request has not ended within {timeout} seconds")
         return _of(self._progress.since(0)[1])

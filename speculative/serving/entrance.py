@@ -1,11 +1,11 @@
-"""The way of prompts into slots: through the models in an anteroom, with what other texts have computed of them.
+"""Chunked prefill: run prompts through the models before they get a slot, reusing rows of other sequences.
 
-A prompt goes through the models piece by piece, between the steps of the running sequences, so that none of these waits
-for more than one piece. Several short ones go together where all of them make up one piece, unless they begin alike:
-then the first goes before, and the others take its rows.
+A prompt goes through the models in chunks, between steps of the running sequences, so that none of them waits for more
+than one chunk. Several short prompts go together if they all fit into one chunk, unless they begin alike: then the
+first one goes ahead, and the others copy its rows.
 
-Rotary embeddings of type longrope change with the text's length. Then each prompt goes alone. The first piece of a long
-one reaches to the limit, so that it is known as one.
+Rotary embeddings of type longrope change with the length of the sequence. There each prompt goes alone, and the first
+chunk of a long prompt reaches up to the limit, so that the model uses its long factors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,14 +22,14 @@ from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.logprobs import prompt_logprobs
 from heavypath.speculative.serving.prefixes import FoundPrefixes, common
 
-GROUP = 8  # prompts that go together, at most
-LOGITS = 64  # tokens of a prompt of which there are logits at a time, which take memory for the vocabulary
+GROUP = 8  # how many prompts go together at most
+LOGITS = 64  # for how many tokens of a prompt logits are computed at a time, since each takes memory for the vocabulary
 
 
 class Entrance:
-    """The memory in which prompts are read: of one sequence of any length, and of a group of short ones.
+    """The caches in which prompts are read: one for a single prompt of any length, one for a group of short prompts.
 
-    piece: tokens of prompts that go through a model at a time
+    piece: how many tokens of prompts go through a model at a time
     """
 
     def __init__(self, plan: StepPlan, size: Size, piece: int):
@@ -47,13 +47,13 @@ class Entrance:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of caches."""
+        """The size of the caches in bytes."""
         return sum(room.cache_bytes for room in self._rooms)
 
     def may_follow(self, group: Sequence[Arrival], arrival: Arrival, sharing: Sequence[Arrival]) -> bool:
-        """True if a prompt can go together with others, of which there is at least one.
+        """Whether a prompt can go together with the others in `group`, which is not empty.
 
-        sharing: those of them whose rows it may take
+        sharing: those of the group whose rows it may reuse
         """
         together = [*group, arrival]
         longest = max(each.prompt_length for each in together)
@@ -64,17 +64,17 @@ class Entrance:
         return all(2 * common(each.prompt, arrival.prompt) < arrival.prompt_length for each in sharing)
 
     def room(self, group: Sequence[Arrival]) -> Workspace:
-        """The memory that a group is in."""
+        """The workspace in which a group is read."""
         return self._rooms[len(group) > 1]
 
     def bring(self, group: Sequence[Arrival], found: FoundPrefixes) -> Iterator[int]:
-        """Bring prompts into their room, a piece at a time; the number of tokens of each piece.
+        """Read prompts into their workspace, chunk by chunk; yields the number of tokens of each chunk.
 
-        found: texts that they begin like
+        found: cached sequences that begin like the prompts
         """
         first = group[0].request
         past: Any = found
-        # The end of a text is found by `Arrival.take`: what ends one does not end the others.
+        # `Arrival.take` finds the end of each sequence, because what ends one must not end the others.
         request = replace(first, stops=first.stops[:0], processors=None, past=past)
         if len(group) > 1:
             requests = [each.request for each in group]
@@ -103,5 +103,5 @@ class Entrance:
             yield piece
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         del self._one, self._rooms

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens by the target alone: log softmax of its logits, before any processor or filter.
+"""Log-probabilities of tokens under the target: log softmax of its logits, before any processor or filter.
 
-In a text they come of the steps that write it. In a prompt they take a pass of their own, since a prompt's tokens are
-otherwise read without computing logits.
+Those of new tokens come from the steps that produce them. Those of a prompt take a pass of their own, since prefill
+computes no logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ from heavypath.speculative.models.forward import Forward, as_long, chain_mask
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a token, and the likeliest tokens in its place with theirs, the likeliest first.
+    """The log-probability of a token, and the likeliest tokens at its position with theirs, the likeliest first.
 
-    logprob: None for the first token of a prompt, which nothing comes before
+    logprob: None for the first token of a prompt, which nothing precedes
     """
 
     token: int
@@ -28,7 +28,10 @@ class TokenLogprob(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], likeliest: int) -> list[TokenLogprob]:
-    """The log-probabilities of tokens by the logits [n, V] in their places; likeliest: how many others are told."""
+    """The log-probabilities of tokens under the logits [n, V] at their positions.
+
+    likeliest: how many of the likeliest tokens to add at each position
+    """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     best = logprobs.topk(min(likeliest, logits.shape[-1]))
@@ -37,31 +40,34 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], likeliest: int) -> list[T
 
 
 class ReadLogits(LogitChange):
-    """Keeps the target's logits along the accepted paths of one step, and changes nothing: the first of the changes."""
+    """Keeps the target's logits along the accepted paths of one step.
+
+    It comes before all other changes, and changes nothing.
+    """
 
     def __init__(self) -> None:
         self._logits = self._path = torch.empty(0, device="cpu")
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The same logits."""
+        """Keep the logits, and return them unchanged."""
         self._logits = logits
         return logits
 
     def after_verifying(self, verified: Verified) -> None:
-        """Keep what was accepted."""
+        """Keep the accepted path."""
         self._path = verified.path
 
     def of_slot(self, slot: int, count: int) -> Tensor:
-        """The logits [count, V] that its first new tokens of the step were chosen by."""
+        """The logits [count, V] by which the first `count` new tokens of a slot were chosen."""
         return self._logits[slot, self._path[slot, :count]]
 
 
 def prompt_logprobs(
     target: Forward, cache: KeyValueCache, prompt: Tensor, likeliest: int, piece: int
 ) -> Iterator[list[TokenLogprob]]:
-    """The log-probabilities of a prompt's tokens LongTensor[1, T], at most `piece` tokens at a time.
+    """The log-probabilities of a prompt's tokens LongTensor[1, T], in chunks of `piece` tokens.
 
-    cache: of one sequence; the prompt's rows are written once more
+    cache: of one sequence; the prompt's rows are written again
     """
     tokens, limit = prompt[0].tolist(), target.rope_limit
     yield [TokenLogprob(tokens[0], None, [])]

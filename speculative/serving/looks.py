@@ -1,12 +1,13 @@
-"""Looks at the models of a service between steps: other threads may change weights and modules while it decodes.
+"""Notice between steps of a service that another thread has changed a model.
 
-`Forward.is_current` and `state` say all that is known of a change, and take milliseconds. A look compares the values of
-the modules' dictionaries, and the versions of their tensors, by identity, which takes some ten microseconds. Only where
-these differ, or nothing is under way, are the others asked. Some models set attributes of their own in each pass, which
-are no change.
+`Forward.is_current` and `state` find every change that can be found, but take milliseconds. A `Look` compares the
+values of the modules' dictionaries by identity, and the versions of their tensors, which takes some ten microseconds.
+Only where these differ, or when nothing is being decoded, it calls the slow functions. (Some models set attributes of
+their own in each pass, which are not changes.)
 
-What neither sees is told by `Service.paused`: weights that are written through `.data` on a GPU while a request runs,
-or sparsely, and tensors that are attributes of a module and no parameters or buffers of it.
+Neither way notices these changes, so they must be made within `Service.paused`: weights written through `.data` on a
+GPU while a request runs, or written only sparsely, and tensors that are plain attributes of a module instead of
+parameters or buffers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.models.structure import version_of
 
-SAMPLE = 16  # elements of each weight that are compared, since a change through `.data` leaves its version as it is
+SAMPLE = 16  # how many elements of each weight are compared, since a change through `.data` keeps the version
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, tuple, set)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -27,9 +28,9 @@ _TENSORS = ("_parameters", "_buffers")
 
 
 class Look:
-    """The state of some models at the time when this was made.
+    """The state of some models at the time when this object was made.
 
-    models: `Forward`s and heads at work
+    models: `Forward`s and draft heads
     """
 
     def __init__(self, models: Sequence[Any]):
@@ -41,9 +42,9 @@ class Look:
         self._samples = [torch.cat(views) for views in self._sampled]
 
     def is_current(self, *, thorough: bool) -> bool:
-        """True if the models are as they were.
+        """Whether the models are unchanged.
 
-        thorough: also look for what takes milliseconds to find
+        thorough: also check what takes milliseconds
         """
         try:
             if not thorough and self._is_alike():
@@ -56,14 +57,14 @@ class Look:
         return True
 
     def let_go(self) -> None:
-        """Hold no memory of weights, which may go: `_sampled` are views of it, so that no step reads what was freed."""
+        """Release all views of weights, so that memory which is about to be freed is not read."""
         self._sampled, self._samples = [], []
 
     def _modules(self) -> Iterator[nn.Module]:
         return (module for model in self._models for module in model.model.modules())
 
     def _take(self) -> None:
-        """Take down what `_is_alike` compares."""
+        """Record what `_is_alike` compares."""
         modules = [module.__dict__ for module in self._modules()]
         self._dicts = [own[name] for own in modules for name in ("_modules", *_HOOKS)]
         self._dicts += [*modules, torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
@@ -80,7 +81,7 @@ class Look:
         return [tensor for each in self._of_tensors for tensor in each.values() if tensor is not None]
 
     def _is_alike(self) -> bool:
-        """True if nothing differs that can be told by identity, by value where that is a number or a word."""
+        """Whether nothing differs by identity, or by value for numbers and strings."""
         tensors = self._tensors_now()
         if len(tensors) != len(self._tensors) or [*map(id, tensors)] != [*map(id, self._tensors)]:
             return False
@@ -88,11 +89,11 @@ class Look:
             return False
         try:
             return [tuple(each.values()) for each in self._dicts] == self._values
-        except (RuntimeError, ValueError, TypeError):  # of objects that are not compared by identity, such as tensors
+        except (RuntimeError, ValueError, TypeError):  # raised by values without a plain comparison, such as tensors
             return False
 
     def _is_the_same(self) -> bool:
-        """True if the models compute the same, as far as that can be known."""
+        """Whether the models compute the same function, as far as the slow functions can tell."""
         if not all(model.is_current() for model in self._models):
             return False
         if [model.state() for model in self._models] != self._states:
@@ -107,26 +108,26 @@ class Look:
 
 
 def _mark_of(tensor: Tensor) -> tuple[int, int]:
-    """The numbers that change with a tensor's memory, and with its values if they are not changed through `.data`."""
+    """Numbers that change when a tensor's memory changes, or its values (except through `.data`)."""
     if type(tensor) not in (nn.Parameter, Tensor):
         return id(tensor), version_of(tensor)
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _settings_of(modules: Iterator[nn.Module]) -> Iterator[tuple[Any, ...]]:
-    """The attributes of modules that are numbers, words, functions, or lists and dictionaries of these."""
+    """The attributes of modules that are numbers, strings, functions, or lists and dictionaries of these."""
     for module in modules:
         own = module.__dict__
-        if "rope_type" not in own:  # which exchanges its factors by itself; `structure_of` knows of it
+        if "rope_type" not in own:  # rotary embeddings may change their own factors; `structure_of` handles them
             yield tuple(
                 (name, _frozen(value))
                 for name, value in own.items()
-                if not name.startswith("_")  # PyTorch's and transformers' own; `structure_of` has those that count
+                if not name.startswith("_")  # internal to PyTorch or transformers; `structure_of` has those that matter
             )
 
 
 def _frozen(value: Any) -> Any:
-    """A value as it is now, if it is of the kinds that settings are of; else its type."""
+    """An immutable copy of a setting; for a value of another kind, its type."""
     if isinstance(value, _PLAIN) or callable(value):
         return value
     if isinstance(value, _CONTAINERS):
@@ -136,7 +137,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _samples(models: Sequence[Any]) -> Iterator[list[Tensor]]:
-    """Views of some elements of each weight, in lists of one type; not of those that a stream brings and takes away."""
+    """Views of some elements of each weight, in one list for each dtype and device; streamed weights are left out."""
     found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     weights = {id(one): one for model in models if getattr(model, "stream", None) is None for _, one in model.weights()}
     for weight in weights.values():

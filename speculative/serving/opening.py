@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class TreesOfSlots(Protocol):
-    """The interface of `TreesByBatch` for a service."""
+    """The part of `TreesByBatch` that a service uses."""
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]: ...  # noqa: D102
@@ -42,16 +42,17 @@ def serve(
     seed: int = 0,
     unseeded: int | None = None,
 ) -> Service:
-    """The service of a decoder, of which all but the numbers is; see `Service` and its `ServiceLimits`.
+    """Open a service. `SpeculativeDecoder.serve` passes all but the numbers; see `Service` and `ServiceLimits`.
 
-    new_plan: makes the plan of the models as they are, with the draft even where its tree is a root alone
-    trees_of: the trees, by running requests, of so many slots
-    max_tokens: default 2,048, and never more than the target has positions, and the last token, which needs none.
-    seed: of the noise
-    unseeded: a number from which requests without a seed take theirs, in the order of `submit`; None for a random one,
-        so that services are independent of each other. `Service.unseeded` tells it
+    new_plan: makes the plan for the models in their current state, with a draft even where its tree is only a root
+    trees_of: the trees for each number of running requests, given the number of slots
+    max_tokens: default 2,048, but at most the target's positions and one more: the last token needs no position
+    seed: of the random numbers that all requests share
+    unseeded: a seed for the random numbers of requests without a seed, in the order of `submit`. None for a random one,
+              so
+        that services are independent of each other; `Service.unseeded` has it
 
-    Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
+    Raises ValueError for numbers below 1, and torch.OutOfMemoryError if the caches do not fit.
     """
     plan = new_plan()
     check_alone("serve", plan.target)

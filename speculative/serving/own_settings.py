@@ -1,4 +1,4 @@
-"""Requests that are sampled each in its own way, as one change of logits."""
+"""A change of logits by which sequences with different sampling settings share one batch."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from heavypath.speculative.drafts.draft import Draft, Feed
 
 
 class OwnSettings(LogitChange):
-    """Scores by which sequences that are sampled each in its own way are all drawn from alike.
+    """Replaces logits by scores in which each sequence's own temperature and filters are applied.
 
     The settings are in `Sequences.settings`; `kernels.sequence_scores` has the formula.
     """
 
     def before_drawing(self, draft: Draft, state: Sequences) -> Draft:
-        """The draft's scores."""
+        """The draft, with scores in place of its logits."""
         return _Scored(draft, state.settings[:, 1])
 
     def before_verifying(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
@@ -27,12 +27,12 @@ class OwnSettings(LogitChange):
 
 
 class _Scored(Draft):
-    """A draft whose logits are made scores by settings [B, 4]."""
+    """A draft whose logits are turned into scores by settings [B, 4]."""
 
     def __init__(self, draft: Draft, settings: Tensor):
         self._draft, self._settings, self.laws = draft, settings, draft.laws
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """Of a first feed the scores after the root alone, [B, D, V] of D drafts."""
+        """Scores [B, n, V]; for the first feed of a step only those after the root, [B, D, V] with D drafts."""
         logits = self._draft(feed, cache)
         return sequence_scores(logits[:, -self.laws :] if feed.news else logits, self._settings)

@@ -1,4 +1,4 @@
-"""Pauses of a service: blocks of other threads, during which the thread that decodes stands still."""
+"""Pauses of a service: contexts in other threads during which the decoding thread stands still."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,34 +6,34 @@ from contextlib import contextmanager
 
 
 class Pauses:
-    """The pauses that threads ask for, one after the other.
+    """The pauses that threads request. They run one after the other.
 
-    wake: has the thread that decodes look whether it is asked to stand
+    wake: makes the decoding thread check whether a pause is requested
     """
 
     def __init__(self, wake: Callable[[], object]):
         self._wake = wake
-        self._turn = threading.RLock()  # of the thread that pauses
-        self._lock = threading.RLock()  # entered by itself: Ctrl-C within Condition.__enter__ would leave it locked
+        self._turn = threading.RLock()  # held by the thread that pauses
+        self._lock = threading.RLock()  # used directly: Ctrl-C within Condition.__enter__ would leave it locked
         self._changed = threading.Condition(self._lock)
         self._owner: int | None = None
         self._stands = self._is_over = False
-        self.is_impatient = False  # what is under way is to end at once
+        self.is_impatient = False  # whether running requests are to be cancelled
 
     @property
     def is_asked(self) -> bool:
-        """True if the thread that decodes is to stand when nothing is under way."""
+        """Whether the decoding thread is to stand still once nothing is being decoded."""
         return self._owner is not None
 
     @property
     def is_of_this_thread(self) -> bool:
-        """True within a pause of the thread that asks."""
+        """Whether the calling thread is inside a pause of its own."""
         return self._owner == threading.get_ident()
 
     @contextmanager
     def pause(self, graceful: bool, timeout: float | None) -> Iterator[None]:
-        """A block during which the thread that decodes stands, or has ended; see `Service.paused`."""
-        if self.is_of_this_thread:  # a block in a block
+        """A context during which the decoding thread stands still, or has ended; see `Service.paused`."""
+        if self.is_of_this_thread:  # nested in another pause
             yield
             return
         with self._turn:
@@ -51,7 +51,7 @@ class Pauses:
                     self._changed.notify_all()
 
     def stand(self) -> None:
-        """Stand until no pause is asked for: called by the thread that decodes."""
+        """Called by the decoding thread: wait until no pause is requested."""
         with self._lock:
             self._stands = True
             self._changed.notify_all()
@@ -59,7 +59,7 @@ class Pauses:
             self._stands = False
 
     def end(self) -> None:
-        """Let nobody wait any more: the thread that decodes has ended."""
+        """Called when the decoding thread has ended: release all who wait."""
         with self._lock:
             self._is_over = True
             self._changed.notify_all()

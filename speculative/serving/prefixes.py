@@ -1,10 +1,10 @@
-"""Rows of texts that were decoded, for prompts that begin alike: of those that run, and of some that have ended.
+"""Prefix cache of a service: rows of running and of ended sequences, reused by prompts that begin with the same tokens.
 
-A prompt takes over the rows of its longest common prefix with any of these texts, as `generate(past=)` does. Texts that
-have ended are copies, in a bounded memory; where it is full, the one that was used last the longest time ago goes.
+A prompt reuses the rows of its longest common prefix with any of these sequences, as `generate(past=)` does. Ended
+sequences are copied into a bounded memory; when it is full, the least recently used one is dropped.
 
-How much of a prompt is taken over is told, and shows in its time. Where there is no such memory, texts of different
-requests therefore share nothing, not while they run either.
+How much of a prompt was reused is reported, and shows in its time to first token. So without this memory
+(`prefix_bytes` 0) sequences of different requests share nothing, not even while they run.
 """
 
 import logging
@@ -21,32 +21,32 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.text_cache import Caching, ModelRows, SharedPrefixes, TextCache
 
 logger = logging.getLogger(__name__)
-LEAST = 8  # tokens of a text that is kept: copying fewer saves no time
+LEAST = 8  # tokens of the shortest sequence that is kept: copying fewer saves no time
 
 Tokens = np.ndarray  # int64 [any]
 
 
 def tokens_of(text: Sequence[int]) -> Tokens:
-    """The tokens as they are compared."""
+    """A sequence as the array that is compared."""
     return np.asarray(text, dtype=np.int64)
 
 
 def common(one: Tokens, other: Tokens) -> int:
-    """The number of first tokens that two texts have in common."""
+    """The length of the longest common prefix of two sequences."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 class Prefixes:
-    """The rows of texts in a workspace, and of texts that have ended.
+    """The rows of running sequences in a workspace, and of sequences that have ended.
 
-    most_bytes: of the latter; 0 keeps none, and texts of different requests share nothing
+    most_bytes: memory for the ended ones; with 0 none is kept, and different requests share nothing
     """
 
     def __init__(self, plan: StepPlan, workspace: Workspace, most_bytes: int):
         self._plan, self._workspace, self._most_bytes = plan, workspace, most_bytes
-        self._ended = OrderedDict[bytes, tuple[Tokens, TextCache]]()  # the one used last comes last
+        self._ended = OrderedDict[bytes, tuple[Tokens, TextCache]]()  # the most recently used comes last
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -54,14 +54,14 @@ class Prefixes:
 
     @property
     def across_requests(self) -> bool:
-        """True if a prompt may take rows of another request's text."""
+        """Whether a prompt may reuse rows of another request."""
         return self._most_bytes > 0
 
     def keep(self, slot: int, text: Tokens) -> None:
-        """Keep the rows of the text in a slot, which ends. Its last token has no row yet.
+        """Copy the rows of the sequence `text` in a slot, because it ends. Its last token has no row yet.
 
-        Texts that it begins with are kept no longer. One that is larger than the memory is not kept, and no other goes
-        for it. Where there is no memory for it, all that was kept goes.
+        Kept sequences that are a prefix of it are dropped. A sequence larger than the memory is not kept, and nothing
+        is dropped for it. If allocating the copy fails, everything is dropped.
         """
         if len(text) < max(LEAST, 2) or not self._most_bytes:
             return
@@ -76,7 +76,7 @@ class Prefixes:
             self._forget(next(iter(self._ended)))
         try:
             cache = self._cache(slots, text, copied=True)
-        except (RuntimeError, MemoryError) as error:  # without a GPU torch has no error of its own for this
+        except (RuntimeError, MemoryError) as error:  # on a CPU torch raises a plain RuntimeError
             logger.warning("texts that had ended are forgotten, since another could not be copied: %s", error)
             self.clear()
             return
@@ -84,14 +84,15 @@ class Prefixes:
         self.nbytes += cache.nbytes
 
     def clear(self) -> None:
-        """Keep no text any more."""
+        """Drop all sequences."""
         self._ended.clear()
         self.nbytes = 0
 
     def found(self, prompts: Sequence[Tokens], running: Sequence[Sequence[Tokens]]) -> "FoundPrefixes":
-        """The texts that prompts begin most like.
+        """For each prompt, the sequence with the longest common prefix.
 
-        running: for each prompt the text in each slot that is in use, from the first on; empty where it may not take it
+        running: for each prompt, the sequences in the slots in use, from the first slot on; empty arrays for those that
+                 it may not reuse
         """
         return FoundPrefixes([self._best(prompt, texts) for prompt, texts in zip(prompts, running, strict=True)])
 
@@ -108,7 +109,7 @@ class Prefixes:
         return self._ended[key][1]
 
     def _cache(self, slots: slice, text: Tokens, *, copied: bool) -> TextCache:
-        """The rows of the text in a slot: all but the last token's, which is the root of its next tree."""
+        """The rows of a slot's sequence, except the last token, which is the root of the next tree."""
         texts = torch.from_numpy(text[None, :-1])
         models = []
         for forward, cache, unsure in self._caches():
@@ -116,7 +117,7 @@ class Prefixes:
         return TextCache(texts, [0 if copied else slots.start], models)
 
     def _caches(self) -> Iterator[tuple[Caching, RowCache, int]]:
-        """Each model, its cache, and how many of a text's last rows may be missing there."""
+        """Each model, its cache, and how many of a sequence's last rows may be missing there."""
         plan, workspace = self._plan, self._workspace
         yield plan.target, workspace.target_cache, 0
         draft = plan.draft
@@ -130,14 +131,17 @@ class Prefixes:
 
 
 class FoundPrefixes:
-    """For each prompt of a batch the cache of a text that begins alike, or None: a `past` of a request."""
+    """For each prompt of a batch the cache of a sequence with the same beginning, or None.
+
+    Used as `past` of a request.
+    """
 
     def __init__(self, caches: list[TextCache | None]):
         self._caches = caches
         self._shared: list[SharedPrefixes | None] = []
 
     def shared(self, prompts: Tensor, most: list[int]) -> "FoundPrefixes":
-        """See `TextCache.shared`."""
+        """Compute the common prefixes, with at most `most` tokens each; see `TextCache.shared`."""
         self._shared = [
             None if cache is None else cache.shared(prompt[None], [limit])
             for cache, prompt, limit in zip(self._caches, prompts, most, strict=True)
@@ -146,11 +150,11 @@ class FoundPrefixes:
 
     @property
     def lengths(self) -> list[int]:
-        """See `SharedPrefixes`."""
+        """The lengths of the common prefixes."""
         return [0 if each is None else each.lengths[0] for each in self._shared]
 
     def limited(self, lengths: list[int]) -> "FoundPrefixes":
-        """See `SharedPrefixes.limited`."""
+        """The same prefixes, cut to these lengths."""
         fewer = FoundPrefixes(self._caches)
         fewer._shared = [
             None if each is None else each.limited([length]) for each, length in zip(self._shared, lengths, strict=True)
@@ -158,7 +162,7 @@ class FoundPrefixes:
         return fewer
 
     def copy_rows(self, forward: Caching, cache: RowCache) -> list[int]:
-        """See `SharedPrefixes.copy_rows`."""
+        """Copy the rows of each prefix to `cache`; returns the numbers copied, see `SharedPrefixes.copy_rows`."""
         return [
             0 if each is None else each.copy_rows(forward, cache, first=place)[0]
             for place, each in enumerate(self._shared)

@@ -1,21 +1,21 @@
-"""The process that a service decodes in: a process that was forked from it has all objects, and not the thread."""
+"""Detect forked processes: a process forked from a service's has its objects, but not the thread that decodes."""
 
 import os
 
 
 class Process:
-    """The process in which this was made."""
+    """The process that created this object."""
 
     def __init__(self) -> None:
         self._number = os.getpid()
 
     @property
     def is_this_one(self) -> bool:
-        """True in that process."""
+        """Whether the current process is that process."""
         return os.getpid() == self._number
 
     def check(self) -> None:
-        """Raise RuntimeError in another process: it was forked, and what it waits for would never come."""
+        """Raise RuntimeError in a forked process, where waiting would never end because nothing decodes."""
         if not self.is_this_one:
             raise RuntimeError(
                 f"the service decodes in process {self._number}; this is process {os.getpid()}, forked from it, in "

@@ -14,21 +14,21 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModels:
-    """The models that a service decodes by, as they were when their plan was made.
+    """The models of a service, in the state for which its plan was made.
 
-    is_stale: whether they have changed since, as far as was seen
+    is_stale: whether a change since then has been noticed
     """
 
     def __init__(self, new_plan: Callable[[], StepPlan]):
-        """new_plan: makes the plan by the models as they are when it is called."""
+        """new_plan: makes the plan for the models in their current state."""
         self._new_plan = new_plan
         self._take()
         self.is_stale = False
 
     def target_is_current(self, *, thorough: bool) -> bool:
-        """True if the target is as it was; a change of it, or of the draft, makes the models stale.
+        """Whether the target is unchanged. A change of the target or of the draft makes the models stale.
 
-        thorough: as of `Look.is_current`
+        thorough: see `Look.is_current`
         """
         is_current = self._of_target.is_current(thorough=thorough)
         if not (is_current and self._of_draft.is_current(thorough=thorough)):
@@ -36,15 +36,15 @@ class ServedModels:
         return is_current
 
     def let_go(self) -> None:
-        """Take them for stale, and hold none of their weights' memory: they are about to change."""
+        """Mark the models as stale and hold no views of their weights: they are about to change."""
         self.is_stale = True
         self._of_target.let_go()
         self._of_draft.let_go()
 
     def renewed(self, device: torch.device, max_tokens: int) -> StepPlan:
-        """The plan by the models as they are now. Raises ModelChanged where they cannot be decoded so.
+        """A new plan for the models in their current state. Raises ModelChanged if they cannot be decoded.
 
-        device: that they are to be on; max_tokens: of the longest text
+        device: the device that they must be on; max_tokens: the length of the longest sequence
         """
         try:
             with torch.inference_mode(mode=False):  # weights that are joined are no tensors of inference
@@ -60,7 +60,7 @@ class ServedModels:
         return self.plan
 
     def _take(self) -> None:
-        """Make the plan, and take down what its models consist of."""
+        """Make the plan, and record the state of its models."""
         self.plan = self._new_plan()
         drafting = (self.plan.draft or NO_DRAFT).models
         self._all = [self.plan.target, *drafting]

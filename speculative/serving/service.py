@@ -1,4 +1,4 @@
-"""`Service`: the thread that decodes requests as they come, and what it counts."""
+"""`Service`: a thread that decodes requests as they arrive (continuous batching)."""
 
 import logging
 import threading
@@ -33,36 +33,37 @@ from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
-LOOK_EVERY = 16  # steps after which models are looked at, beside the looks when a text begins or ends
+LOOK_EVERY = 16  # models are checked for changes after this many steps, and whenever a request begins or ends
 
 
 class Service:
-    """Decodes requests side by side: each joins when a slot is free and leaves at its own end.
+    """Decodes requests side by side: each joins when a slot is free, and leaves when it ends.
 
         with decoder.serve(slots=8) as service:
             completion = service.submit(tokenizer("def read").input_ids, max_new_tokens=64, temperature=0.6, seed=1)
             for tokens in completion:
                 ...
 
-    Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in
-    each step. Up to `queue` more wait, first come, first served. Where `submit` names the client of a request, clients
-    take turns, and none takes everything (see `Arrivals` and `ServiceSlots`). A prompt goes through the models in
-    pieces of `prefill_tokens`, between steps, so that no running request waits for more than one piece. Short prompts
-    go together. What another text has computed of a prompt is not computed again, see `prefixes`. All other memory is
-    taken at the beginning.
+    Requests have their own prompts, sampling, processors, lengths, stops and random numbers. Up to `slots` are decoded
+    in each step. Up to `queue` more wait, first come, first served. If `submit` names the client of a request, clients
+    take turns, and none can take everything (see `Arrivals` and `ServiceSlots`). A prompt goes through the models in
+    chunks of `prefill_tokens`, between steps, so that no running request waits for more than one chunk. Short prompts
+    go together. Rows that another sequence has computed for the same prefix are reused, see `prefixes`. All other
+    memory is allocated when the service is opened.
 
-    A request's text is the one that it has alone, whatever else runs (in float32; in 16 bits up to ties of rounding).
-    With method "ersd", and for greedy text with any method, it is that of
+    A request gets the tokens that it would get alone, whatever else runs (in float32; in 16 bits up to ties of
+    rounding). With method "ersd", and for greedy decoding with any method, these are the tokens of
     `decoder.generate(prompt, ..., seed=SERVICE_SEED, sequence_ids=torch.tensor([REQUEST_SEED]))`.
 
-    A request without a seed has random numbers of its own, which `Completion.seed` names.
+    A request without a seed gets random numbers of its own; `Completion.seed` is the seed that was chosen.
 
-    Trees follow the number of running requests where texts do not depend on them (ersd), and are the same elsewhere.
-    An error while decoding ends the requests that it is about. `SpeculativeDecoder.serve` makes a service.
+    Trees depend on the number of running requests where the tokens do not depend on trees (ersd); elsewhere they are
+    fixed. An error while decoding ends only the requests that it concerns. `SpeculativeDecoder.serve` makes a service.
 
-    Models may change while a service is open: in a block of `paused`, or at any time. Then what was computed by them is
-    forgotten, and later requests are decoded by the models as they are. A change of the target outside of such a block
-    ends the requests under way by `ModelChanged`. After one of the draft these end first, and no prompt begins before.
+    Models may change while a service is open: within `paused`, or at any time. Then everything computed by them is
+    dropped, and later requests are decoded by the changed models. A change of the target outside of `paused` ends
+    running requests with `ModelChanged`. After a change of the draft running requests finish first, and no prompt
+    begins before.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class Service:
         unseeded: int | None,
         cuda_graphs: bool,
     ):
-        """Begin to serve.
+        """Open the service and start its thread.
 
-        new_plan: makes the plan for temperature 1 without filters, by the models as they are when it is called
-        tree_of: one of its trees, for so many running requests
+        new_plan: makes the plan for temperature 1 without filters, for the models in their current state
+        tree_of: one of its trees, for a number of running requests
         checked: makes a request, as `Request.of` does for the decoder's models
-        draft_filters: how the draft is sampled where the target is sampled so
+        draft_filters: how the draft is sampled, given how the target is sampled
         """
         self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
         self._tree_of, self._cuda_graphs = tree_of, cuda_graphs
@@ -91,19 +92,19 @@ class Service:
         self.limits, self._device = limits, plan.target.device
         on_host = host_can_read(self._device)
         self._in_device = nullcontext if on_host else lambda: torch.cuda.device(self._device)
-        self._beside = None if on_host else torch.cuda.Stream(self._device, priority=-1)  # before steps
+        self._beside = None if on_host else torch.cuda.Stream(self._device, priority=-1)  # has priority over steps
         with torch.inference_mode(), self._in_device():
             self._slots = self._new_slots(plan)
             if not on_host:
-                torch.cuda.current_stream().synchronize()  # which need not be that of the service's thread
+                torch.cuda.current_stream().synchronize()  # the service's thread may use another stream
         self._process = Process()
         self._arrivals = Arrivals(limits.queue)
-        self._lock = threading.Lock()  # of the counts
+        self._lock = threading.Lock()  # protects the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
-        self._entering: tuple[list[Arrival], Iterator[int] | None] | None = None  # None: has not begun
+        self._entering: tuple[list[Arrival], Iterator[int] | None] | None = None  # with None before reading begins
         self._pauses, self._steps = Pauses(self._arrivals.wake), 0
         self.unseeded = randbits(32) if unseeded is None else unseeded
-        self._names = Random(self.unseeded)  # of noise, for requests without a seed
+        self._names = Random(self.unseeded)  # chooses seeds for requests without one
         self._is_graceful = True
         self._thread = threading.Thread(target=self._run, name="heavypath-serve", daemon=True)
         self._thread.start()
@@ -123,21 +124,21 @@ class Service:
         prompt_logprobs: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """Take a request, from any thread, without waiting for anything.
+        """Submit a request, from any thread, without waiting.
 
         input_ids: the prompt's tokens, a list or a LongTensor [T]
-        seed: 0 .. 2**27 - 1, names the request's noise; None takes one at random, see `unseeded` of `serve`
-        deadline: seconds from now, after which it ends with what it has
-        client: the client whose request it is: clients take turns, one may fill half of the queue, and the last free
-            slot is kept for a client that has none. None, as for a program alone, is bound by nothing but the queue
-        group: texts of a client that belong together; its groups take turns
-        logprobs: with each token its log-probability by the target alone, and those of so many of the likeliest tokens
-            in its place; prompt_logprobs: the same of the prompt. See `Completion`
-        options: `RequestOptions`, and all else that `SpeculativeDecoder.generate` has, too, with the same defaults
+        seed: 0 .. 2**27 - 1, selects the request's random numbers; None chooses a seed, see `unseeded` of `serve`
+        deadline: seconds from now, after which the request ends with the tokens that it has
+        client: who submits the request. Clients take turns, one may fill half of the queue, and the last free slot is
+            reserved for a client that has none. None, for a program that is alone, is only limited by the queue
+        group: requests of a client that belong together; a client's groups take turns
+        logprobs: report the log-probability of each new token under the target, and those of this many of the likeliest
+            tokens at its position; prompt_logprobs: the same for the prompt. See `Completion`
+        options: `RequestOptions`, with the same meanings and defaults as in `SpeculativeDecoder.generate`
 
-        Raises TypeError or ValueError for arguments that do not fit. Raises QueueFull where as many requests wait as
-        may, of all or of this client, and Closed after `close`, or from the error that has ended the service. Raises
-        RuntimeError in a process that was forked from the service's, like `stats`, `close` and `paused`.
+        Raises TypeError or ValueError for unsuitable arguments. Raises QueueFull if the queue, or this client's share
+        of it, is full, and Closed after `close` or after an error ended the service. Like `stats`, `close` and `paused`
+        it raises RuntimeError in a process that was forked from the service's.
         """
         self._process.check()
         self._arrivals.check_open()
@@ -191,10 +192,12 @@ class Service:
 
     @contextmanager
     def _apart(self, prompt: Tensor) -> Iterator[None]:
-        """A block that looks at a request's tensors, which are done when it ends; prompt: LongTensor[T] from outside.
+        """A context for reading a request's tensors, which are ready when it ends.
 
-        A look at a tensor on a GPU waits for all that its stream was given before. In most streams these are steps, so
-        requests have one of their own.
+        Prompt: LongTensor[T] from the caller.
+
+        Reading a tensor on a GPU waits for everything in its stream. Most streams contain steps, so requests have a
+        stream of their own.
         """
         if self._beside is None:
             yield
@@ -206,23 +209,23 @@ class Service:
         self._beside.synchronize()
 
     def _lend(self, request: Request) -> None:
-        """Have the memory of a request's tensors stay until the stream of the steps has done with it."""
+        """Keep the memory of a request's tensors alive until the stream of the steps has used them (record_stream)."""
         if self._beside is not None:
             for tensor in (request.prompt, request.input_ids, request.lengths, request.sequence_ids, request.stops):
                 tensor.record_stream(torch.cuda.default_stream(self._device))
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that texts are made of."""
+        """The size of the target's vocabulary."""
         return self._slots.plan.target.vocab_size
 
     @property
     def is_open(self) -> bool:
-        """True if it takes requests: until it is closed, or has ended by an error; never in a forked process."""
+        """Whether the service accepts requests: until it is closed or an error ends it; never in a forked process."""
         return self._process.is_this_one and self._arrivals.is_open
 
     def stats(self) -> ServiceStatistics:
-        """The state now, and the counts so far."""
+        """The current state and the counts so far."""
         self._process.check()
         entering = self._entering
         running = len(self._slots.running) + (0 if entering is None else len(entering[0]))
@@ -230,10 +233,11 @@ class Service:
             return replace(self._counts, running=running, waiting=len(self._arrivals))
 
     def close(self, graceful: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests, and wait until all have ended, at most `timeout` seconds; then its memory is free.
+        """Accept no more requests and wait until all have ended, at most `timeout` seconds; then release the memory.
 
-        graceful: requests under way, and those that wait, come to their end; else they end as cancelled. What has not
-            ended within the time does so, too.
+        graceful: running and waiting requests are finished; otherwise they end as cancelled. Requests that have not
+                  ended
+            after `timeout` are cancelled, too.
         """
         self._process.check()
         if self._pauses.is_of_this_thread:
@@ -246,19 +250,19 @@ class Service:
             self._thread.join()
 
     def paused(self, graceful: bool = True, timeout: float | None = None) -> AbstractContextManager[None]:
-        """A block during which nothing is decoded, to change the models in: weights, adapters, modules.
+        """A context during which nothing is decoded, in which the models may be changed: weights, adapters, modules.
 
             with service.paused():
                 target.load_state_dict(weights)
 
-        The requests under way end first, by the models as they are. Those that wait, and those that come meanwhile, are
-        decoded after the block, by the models as they are then. What was computed of ended texts is forgotten.
+        Running requests end first, with the models as they are. Waiting and new requests are decoded after the context,
+        with the models as they are then. Rows of ended sequences are dropped.
 
-        graceful: requests under way come to their end; else they end as cancelled, with the tokens that they have
-        timeout: seconds that they have to come to their end; then they are cancelled. None for any time
+        graceful: running requests are finished; otherwise they end as cancelled, with the tokens that they have
+        timeout: seconds in which running requests may finish before they are cancelled; None for no limit
 
-        Other threads that pause wait for their turn. Raises Closed if the service is closed. Raises RuntimeError in the
-        thread that decodes, and in a forked process.
+        If several threads pause, they take turns. Raises Closed if the service is closed. Raises RuntimeError in the
+        decoding thread, and in a forked process.
         """
         self._process.check()
         self._arrivals.check_open()
@@ -274,8 +278,8 @@ class Service:
             self.close(graceful=kind is None)
 
     def _run(self) -> None:
-        """The work of the thread."""
-        with torch.inference_mode(), self._in_device():  # also for what an error leaves behind: slots are emptied
+        """The loop of the decoding thread."""
+        with torch.inference_mode(), self._in_device():  # also for emptying slots after an error
             try:
                 while self._is_busy() or self._arrivals.is_open:
                     if not self._is_busy():
@@ -289,10 +293,10 @@ class Service:
                     self._admit()
                     self._advance()
                     self._count(seconds_busy=time.monotonic() - begin)
-            except BaseException as error:  # which is none of a request: nobody may wait for ever
+            except BaseException as error:  # not an error of a single request: end all, so that nobody waits forever
                 self._arrivals.close(error)
                 self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
-                logger.exception("serving has ended by an error")  # which there may be no memory for
+                logger.exception("serving has ended by an error")  # last, since it may fail without memory
                 raise
             finally:
                 self._pauses.end()
@@ -302,7 +306,7 @@ class Service:
         return bool(self._slots.running) or self._entering is not None or len(self._arrivals) > 0
 
     def _end_interrupted(self) -> None:
-        """End what was cancelled, or is past its deadline; all that there is, after a close that is not graceful."""
+        """End requests that were cancelled or are past their deadline; after a close that is not graceful, end all."""
         if not self._is_graceful:
             self._end_all("cancelled")
             return
@@ -322,7 +326,7 @@ class Service:
             self._entering = None
 
     def _admit(self) -> None:
-        """Bring waiting requests nearer to free slots, by as many tokens of prompts as may go between two steps."""
+        """Bring waiting requests into free slots, reading up to `prefill_tokens` of their prompts."""
         budget = self._slots.limits.prefill_tokens
         while budget > 0:
             if self._entering is None:
@@ -342,7 +346,7 @@ class Service:
                 self._entering = None
             except Exception as error:
                 self._slots.check_device(error)
-                self._notice_changes()  # which may have been its cause
+                self._notice_changes()  # a change may have caused the error
                 self._entering = None
                 self._end_each(group, error)
                 continue
@@ -351,16 +355,15 @@ class Service:
                     self._join(group, place)
 
     def _are_ready(self) -> bool:
-        """True if a prompt may go through the models, which are taken anew if they have changed.
+        """Whether a prompt may be read. If the models have changed, makes a plan for them as they are now.
 
-        False while texts are under way by another draft than there is now. Raises ModelChanged for models that cannot
-        be decoded as they are.
+        False while requests run that began with an earlier draft. Raises ModelChanged if the models cannot be decoded.
         """
         self._notice_changes(thorough=not self._slots.running)
         if self._models.is_stale and not self._slots.running:
             plan = self._models.renewed(self._device, self.limits.max_tokens)
             if (plan.target, plan.draft) == (self._slots.plan.target, self._slots.plan.draft):
-                self._slots.forget()  # they read their weights' new values
+                self._slots.forget()  # the same forward passes, which read the weights' new values
             else:
                 self._slots.free()
                 self._slots = self._new_slots(plan)
@@ -372,7 +375,10 @@ class Service:
         return ServiceSlots(serving_plan(plan), self._tree_of, self.limits, self._seed, cuda_graphs=self._cuda_graphs)
 
     def _notice_changes(self, *, thorough: bool = False) -> bool:
-        """See whether the models have changed; a change of the target ends what is under way, and returns False."""
+        """Check whether the models have changed. A change of the target ends the running requests.
+
+        False is returned then.
+        """
         if self._models.target_is_current(thorough=thorough):
             return True
         self._end_under_way(
@@ -384,7 +390,7 @@ class Service:
         return False
 
     def _next_group(self) -> list[Arrival]:
-        """The requests whose turn it is, whose prompts are read together; none where no other sequence can join."""
+        """The requests whose turn it is, to be read together; empty if no other request can join."""
         group: list[Arrival] = []
 
         def may(client: Hashable, waiting: Collection[Hashable]) -> bool:
@@ -420,7 +426,7 @@ class Service:
             self._end(member.arrival, outcome)
 
     def _end_under_way(self, outcome: Reason | Exception) -> None:
-        """End the requests that the models have read anything of."""
+        """End all requests of which the models have read anything."""
         if self._entering is not None and self._entering[1] is not None:
             group, self._entering = self._entering[0], None
             self._end_each(group, outcome)
@@ -435,7 +441,7 @@ class Service:
             group, self._entering = self._entering[0], None
             self._end_each(group, outcome)
         for member in [*self._slots.running]:
-            if not isinstance(outcome, Exception):  # after an error there may be no device that could empty slots
+            if not isinstance(outcome, Exception):  # after an error the device may be unusable
                 self._slots.leave(member)
             self._end(member.arrival, outcome)
 
@@ -463,12 +469,12 @@ class Service:
 
 
 def _tokens_of(input_ids: Any) -> Tensor:
-    """A prompt's tokens as LongTensor[T]; TypeError or ValueError for anything else."""
+    """A prompt's tokens as LongTensor[T]; raises TypeError or ValueError for anything else."""
     try:
         prompt = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"input_ids must be the tokens of one prompt, integers [T], got {input_ids!r}") from None
-    prompt = prompt if prompt.numel() else prompt.long()  # a list of nothing has no type
+    prompt = prompt if prompt.numel() else prompt.long()  # an empty list has no integer type
     if prompt.dim() != 1 or prompt.dtype != torch.long:
         given = f"{prompt.dtype} {[*prompt.shape]}"
         raise ValueError(f"input_ids must be the tokens of one prompt, integers [T], got {given}")

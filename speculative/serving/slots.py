@@ -1,17 +1,17 @@
-"""The sequences that are decoded side by side: how one joins, moves on by a step, and leaves.
+"""The batch of a service: how a request joins, takes a step, and leaves.
 
-Those that run are in the first slots, so that a step does no work for empty ones. Where one leaves, the last one takes
-its slot: its rows are copied, and nothing else moves.
+Running requests are in the first slots, so that a step does no work for empty ones. When one leaves, the last one moves
+to its slot: its rows are copied, and nothing else moves.
 
-A prompt goes through the models in an anteroom (`entrance`). Then its rows are copied into a slot.
+A prompt first goes through the models in a separate workspace (`entrance`). Then its rows are copied into a slot.
 
-Two rules keep one client's texts from holding up another's. The last free slot is for a client that has none, so that
-nobody waits for the end of a stranger's text. On a CPU a step takes the longer the more texts are in it. There no
-client has more than `BESIDE` of them in a step while others have any. Its further ones pause in the last slots, and go
-on when a text ends. A client that is alone has all the time and all slots but one.
+Two rules keep one client from holding up others. The last free slot is reserved for a client that has none, so that
+nobody has to wait for the end of another client's request. And on a CPU, where a step takes longer the more requests
+are in it, a client has at most `BESIDE` requests in a step while other clients have any. Its further requests pause in
+the last slots, and continue when one ends. A client that is alone gets all the time, and all slots but one.
 
-By transformers' own forward pass, rotary embeddings of type longrope have one set of factors for all rows of a step. So
-short and long texts never run side by side there: the next text waits until those of the other kind have ended.
+With transformers' own forward pass, rotary embeddings of type longrope have one set of factors for all rows of a step.
+So short and long sequences never run together there: the next request waits until those of the other kind have ended.
 """
 
 from collections import Counter, deque
@@ -45,15 +45,15 @@ from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
 NO_TEXT = tokens_of([])
-BESIDE = 2  # texts of a client in a step on a CPU, beside another client's
+BESIDE = 2  # requests of a client in a step on a CPU, while other clients have any
 
 
 @dataclass(eq=False)
 class Member:
-    """A request that is decoded.
+    """A request in a slot.
 
-    row:  of `Sequences.output`, in which its new tokens are
-    seen, nodes: how many of them, and of nodes that the target scored, the host knows
+    row:  the row of `Sequences.output` that has its new tokens
+    seen, nodes: how many new tokens, and how many nodes scored by the target, the host knows of
     """
 
     arrival: Arrival
@@ -64,7 +64,7 @@ class Member:
     def passed_on(
         self, numbers: SlotNumbers, output: Tensor, logits: Callable[[int], Tensor] | None
     ) -> Reason | Exception | None:
-        """Pass on what is new by the numbers of its slot; why it ends, None if it goes on.
+        """Pass new tokens on, given the numbers of its slot. Returns why the request ends, or None if it continues.
 
         logits: see `Arrival.take`
         """
@@ -77,13 +77,13 @@ class Member:
 
 
 def serving_plan(plan: StepPlan) -> StepPlan:
-    """The plan for sequences that are sampled each in its own way, of one for temperature 1 without filters.
+    """A plan for requests with different sampling settings, from a plan for temperature 1 without filters.
 
-    The filters are then those of the scores that `kernels.sequence_scores` makes of the logits: temperature 1, and
-    none.
+    Temperature and filters are then part of the scores that `kernels.sequence_scores` makes from logits. So the plan
+    itself keeps temperature 1 and no filters.
 
-    Children are not drawn uniformly where a draft's support is used up. A request's processors may leave tokens out on
-    purpose, all of them after the end of a text, and there a node must stay absent.
+    Children are not drawn uniformly when a draft's support is used up. A request's processors may exclude tokens on
+    purpose, and after the end of a sequence they exclude all; a node must stay absent there.
     """
     rules, plain = plan.rules, Filters()
     changes = (*rules.changes, OwnSettings())
@@ -94,12 +94,13 @@ def serving_plan(plan: StepPlan) -> StepPlan:
 class ServiceLimits(NamedTuple):
     """The limits of a service.
 
-    slots:          sequences in a step
-    max_tokens:     of a sequence, its prompt with its new tokens
-    queue:          requests that may wait
-    prefill_tokens: of prompts that go through a model between two steps
-    prefix_bytes:   memory for rows of texts that have ended, for prompts that begin alike. Default: half of that of
-                    the slots. 0 keeps none, and no prompt takes rows of another request's text that runs
+    slots:          how many sequences are decoded in a step
+    max_tokens:     length of a sequence: its prompt and its new tokens
+    queue:          how many requests may wait
+    prefill_tokens: how many tokens of prompts go through a model between two steps
+    prefix_bytes:   memory for rows of ended sequences, reused by prompts with the same beginning. Default: half of the
+                    memory of the slots. With 0 none is kept, and different requests share no rows, not even while they
+                    run
     """
 
     slots: int
@@ -109,7 +110,10 @@ class ServiceLimits(NamedTuple):
     prefix_bytes: int | None = None
 
     def check(self) -> "ServiceLimits":
-        """The same as Python has it; TypeError for what is no integer, ValueError for a number below 1."""
+        """These limits as Python integers.
+
+        Raises TypeError for other types, ValueError for numbers that are too small.
+        """
         numbers = {name: whole(name, value) for name, value in self._asdict().items() if value is not None}
         for name, value in numbers.items():
             least = 0 if name == "prefix_bytes" else 1
@@ -130,7 +134,7 @@ class ServiceSlots:
         *,
         cuda_graphs: bool,
     ):
-        """tree_of: one of the plan's trees, for so many members; seed: of the noise."""
+        """tree_of: the plan's tree for a number of requests; seed: of the random numbers."""
         self.plan, self.limits, self._tree_of = plan, limits, tree_of
         count, max_tokens = limits.slots, limits.max_tokens
         device = plan.target.device
@@ -153,9 +157,9 @@ class ServiceSlots:
         self.cache_bytes = self._workspace.cache_bytes + self._entrance.cache_bytes
         self._engine = Engine[Member](self._runner, self._workspace, [self._state.output], waits=False)
         self._processors = BatchProcessors()
-        self._readers = deque[ReadLogits | None]()  # of the steps whose outcome is not known yet
-        self.running: list[Member] = []  # in the first slots, in their order
-        self._rows = list(range(count))  # of `output` that nobody has
+        self._readers = deque[ReadLogits | None]()  # for steps whose results have not arrived yet
+        self.running: list[Member] = []  # by slot, from the first one on
+        self._rows = list(range(count))  # free rows of `output`
         models = (plan.target, *(plan.draft or NO_DRAFT).models)
         self._limits = [model.rope_limit for model in models if model.is_foreign and model.rope_limit is not None]
         if cuda_graphs:
@@ -164,7 +168,10 @@ class ServiceSlots:
             warm_up_steps(self._runner, plan, self._workspace, count, max_tokens, tree_of)
 
     def may_join(self, client: Hashable, waiting: Collection[Hashable], entering: Sequence[Arrival] = ()) -> bool:
-        """True if a client may have one more slot; waiting: the clients who wait for any; entering: who join soon."""
+        """Whether a client may have one more slot.
+
+        waiting: the clients with waiting requests; entering: requests that will join next
+        """
         clients = [*(member.arrival.client for member in self.running), *(arrival.client for arrival in entering)]
         if len(clients) >= self.limits.slots:
             return False
@@ -172,11 +179,11 @@ class ServiceSlots:
             return True
         has = clients.count(client)
         if self._on_host and has >= BESIDE and len({*clients, *waiting}) > 1:
-            return False  # it would pause
+            return False  # the request would only pause
         return has == 0 or len(clients) + 1 < self.limits.slots
 
     def check_device(self, error: Exception) -> None:
-        """Raise an error that came from a fault of the GPU, after which nothing can be computed in this process."""
+        """Raise `error` again if the GPU is in a failed state, after which this process can compute nothing on it."""
         if self._on_host:
             return
         try:
@@ -185,14 +192,20 @@ class ServiceSlots:
             raise error from None
 
     def may_follow(self, group: Sequence[Arrival], arrival: Arrival) -> bool:
-        """True if a prompt can be read together with others; with none, if its text can run beside those that run."""
+        """Whether a prompt can be read together with `group`.
+
+        With an empty group, whether it may run beside the running ones.
+        """
         if not group:
             return not self.running or self._is_long(arrival) == self._is_long(self.running[0].arrival)
         sharing = [each for each in group if self._may_share(arrival, each)]
         return self._entrance.may_follow(group, arrival, sharing)
 
     def entering(self, group: Sequence[Arrival]) -> Iterator[int]:
-        """Read prompts, a piece at a time; the tokens of each piece. After the last one they may `join`."""
+        """Read prompts, chunk by chunk; yields the tokens of each chunk.
+
+        After the last chunk the requests may `join`.
+        """
         running = [
             [each.arrival.text if self._may_share(arrival, each.arrival) else NO_TEXT for each in self.running]
             for arrival in group
@@ -200,7 +213,7 @@ class ServiceSlots:
         yield from self._entrance.bring(group, self._prefixes.found([each.prompt for each in group], running))
 
     def join(self, group: Sequence[Arrival], place: int) -> None:
-        """Move a request that has been read into a slot. Raises ValueError where its processors do not fit."""
+        """Move a request whose prompt has been read into a slot. Raises ValueError if its processors do not fit."""
         arrival, slot, row = group[place], len(self.running), self._rows[-1]
         self._processors.begin(row, arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
         member = Member(arrival, self._rows.pop())
@@ -211,7 +224,7 @@ class ServiceSlots:
         self.running.append(member)
 
     def leave(self, member: Member, *, kept: bool = True) -> None:
-        """Give a member's slot to the last one that runs; kept: whether its rows are, for prompts that begin alike."""
+        """Remove a request; the last one moves to its slot. kept: whether to keep its rows for later prompts."""
         slot, last = self.running.index(member), self.running[-1]
         if kept:
             self._prefixes.keep(slot, member.arrival.text)
@@ -219,15 +232,17 @@ class ServiceSlots:
             self._workspace.receive(slot, self._workspace, len(self.running) - 1, self._cache_rows(last))
             self.running[slot] = last
         self.running.pop()
-        for field in (StateField.LEFT, StateField.LENGTHS):  # one by one: a GPU would wait for a list of them
+        for field in (StateField.LEFT, StateField.LENGTHS):  # indexing with a list would make the host wait for the GPU
             self._state.numbers[field, len(self.running)] = 0
         self._rows.append(member.row)
         self._processors.end(member.row)
 
     def step(self) -> list[tuple[Member, Reason | Exception]]:
-        """Run a step and pass its new tokens on; those who ended by it, and why. They have to leave.
+        """Run a step and pass new tokens on. Returns the requests that ended, with the reasons.
 
-        An error ends those alone without whom the step runs. Raises one after which no step can run.
+        The caller must remove them.
+
+        An error ends only those requests without which the step succeeds. Raises an error after which no step can run.
         """
         count = self._arrange()
         try:
@@ -239,26 +254,26 @@ class ServiceSlots:
             return self._one_by_one(count)
 
     def forget(self) -> None:
-        """Keep nothing that was computed of texts that have ended."""
+        """Drop the rows of all ended sequences."""
         self._prefixes.clear()
 
     def free(self) -> None:
-        """Give the memory back, if that has not been done."""
+        """Release the memory, if that has not been done."""
         if hasattr(self, "_workspace"):
             self._entrance.free()
             del self._workspace, self._entrance, self._prefixes, self._state, self._engine
 
     def _is_long(self, arrival: Arrival) -> list[bool]:
-        """On which side of each limit of its models a text lies, from its first token to its last."""
+        """For each longrope limit of the models, whether the sequence is above it from its prompt on."""
         return [arrival.prompt_length > limit for limit in self._limits]
 
     def _may_share(self, one: Arrival, other: Arrival) -> bool:
-        """True if one's prompt may take the other's rows."""
+        """Whether one request's prompt may reuse the other's rows."""
         own = one.group is not None and (one.client, one.group) == (other.client, other.group)
         return own or self._prefixes.across_requests
 
     def _arrange(self) -> int:
-        """Bring those that take part in a step into the first slots; how many they are."""
+        """Move the requests that take part in the next step into the first slots; returns their number."""
         clients = [member.arrival.client for member in self.running]
         if not self._on_host or len({*clients}) < 2:
             return len(clients)
@@ -273,11 +288,11 @@ class ServiceSlots:
         return len(part)
 
     def _cache_rows(self, member: Member) -> int:
-        """At most so many rows of a member are in use: where the host is a step late, more than it knows."""
+        """An upper bound of the rows of a request in use: the device may be one step ahead of what the host knows."""
         return member.arrival.prompt_length + len(member.arrival.tokens) + 2 * (self.plan.depth + 1)
 
     def _one_by_one(self, count: int) -> list[tuple[Member, Reason | Exception]]:
-        """The work of `step`, for one member after the other: a step that fails has committed nothing."""
+        """Run the step for one request at a time. The step of all together failed, so it has committed nothing."""
         ended = []
         for slot, member in enumerate(self.running[:count]):
             self._exchange(0, slot)
@@ -301,7 +316,7 @@ class ServiceSlots:
         self._workspace.changes = (() if reader is None else (reader,)) + (
             (ProcessedSteps(self._processors),) if asked else ()
         )
-        # On a GPU, where each number of slots is a graph, there are few numbers.
+        # On a GPU each number of slots needs a CUDA graph, so numbers are rounded up to powers of two.
         slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
         shortest = min(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals) - 1
         outcome = self._engine.step(
@@ -321,7 +336,7 @@ class ServiceSlots:
                 continue
             try:
                 reason = member.passed_on(numbers, output, reader and partial(reader.of_slot, slot))
-            except Exception as error:  # of a stopping criterion; the others' tokens are committed like these
+            except Exception as error:  # raised by a stopping criterion; it must not affect other requests
                 reason = error
             if reason is not None:
                 ended.append((member, reason))

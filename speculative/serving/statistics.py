@@ -1,20 +1,21 @@
-"""`ServiceStatistics`: what a service has counted."""
+"""`ServiceStatistics`: the state and the counts of a service."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ServiceStatistics:
-    """State and counts of a service; the numbers of requests since it began, by their outcome.
+    """The state and the counts of a service. Requests are counted since it was opened.
 
-    running, waiting: requests in slots, one whose prompt is under way among them, and requests in the queue
-    submitted:  requests that were taken; completed, by the end of their text; cancelled; expired, past their deadline;
-                failed, by an error. refused: requests not taken, because the queue, or their client's share, was full
-    steps:      sums over the requests, as new_tokens and prompt_tokens; reused_tokens: of the prompts, not computed,
-                because another text begins alike
-    batch_steps: steps of all that ran then, side by side
-    cache_bytes: of all caches, which are allocated when the service begins
-    seconds_busy: in which it decoded
+    running, waiting: requests in slots (including one whose prompt is being read), and requests in the queue
+    submitted:   requests that were taken. They end as one of: completed, by the end of their sequence; cancelled;
+                 expired, past their deadline; failed, by an error
+    refused:     requests not taken because the queue, or their client's share of it, was full
+    steps, new_tokens, prompt_tokens: sums over the requests
+    reused_tokens: prompt tokens whose rows were copied from another sequence instead of computed
+    batch_steps: steps of the batch, in which all running requests take part
+    cache_bytes: size of all caches, which are allocated when the service is opened
+    seconds_busy: time spent decoding
     """
 
     slots: int
@@ -36,5 +37,5 @@ class ServiceStatistics:
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens for each forward pass of the target over a tree of a request."""
+        """New tokens per step of a request, that is, per forward pass of the target over its tree."""
         return self.new_tokens / self.steps if self.steps else 0.0

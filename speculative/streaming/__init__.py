@@ -1,1 +1,1 @@
-"""Weights that lie in slower memory, and are read while the layers before them compute."""
+"""Weights in slower memory (disk, or host memory for a GPU), loaded while earlier layers compute."""

@@ -1,9 +1,9 @@
-"""Hooks of accelerate: the tensors that they bring to a model's modules, and where these lie.
+"""Find the tensors that accelerate's hooks load into a model's modules, and where they are stored.
 
-`from_pretrained(folder, device_map=..., offload_folder=...)` leaves weights that the map puts on "disk" where they are,
-and those that it puts on "cpu" beside a GPU in the host's memory. Hooks bring each one when its module is called, and
-drop it after. They know where every weight is: in memory, in the files of the model itself, or in `offload_folder` if
-it was converted.
+`from_pretrained(folder, device_map=..., offload_folder=...)` leaves weights that the map assigns to "disk" on disk, and
+those assigned to "cpu" (with a GPU) in the host's memory. Hooks load each weight when its module is called, and drop it
+afterwards. They know where every weight is: in memory, in the model's own files, or in `offload_folder` if it was
+converted.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from heavypath.speculative.streaming.source import Place, places_in
 
-CONVERTED = 20  # at most this part of the bytes stays in memory since it is saved in another type
+CONVERTED = 20  # at most 1/20 of the bytes may stay in memory because they are saved in another dtype
 
 
 class Offloaded(NamedTuple):
-    """A tensor that a module does not have: what accelerate calls it, where it looks for it, and where it computes."""
+    """A tensor that a module lacks: its name in accelerate, where accelerate loads it from, and where it is used."""
 
     module: nn.Module
     name: str
@@ -28,33 +28,33 @@ class Offloaded(NamedTuple):
 
     @property
     def in_memory(self) -> dict[str, Tensor]:
-        """The tensors, of the whole model, that the host's memory has, and not files."""
+        """The tensors of the whole model that are in the host's memory and not in files."""
         return getattr(self.weights, "state_dict", self.weights)
 
     @property
     def is_in_memory(self) -> bool:
-        """True if it is one of these."""
+        """Whether the tensor is in the host's memory."""
         return self.key in self.in_memory
 
     @property
     def own(self) -> Tensor:
-        """The tensor without memory that the module has in its place."""
+        """The meta tensor that the module has in its place."""
         return getattr(self.module, self.name)
 
     def value(self) -> Tensor:
-        """The tensor, from wherever it lies, in the type that the model has it in."""
+        """The tensor, loaded from wherever it is, in the model's dtype."""
         return self.weights[self.key].to(self.own.dtype)
 
 
 def with_index(device: Any) -> torch.device:
-    """A device; the current GPU where "cuda" says no more."""
+    """A device; "cuda" without an index becomes the current GPU."""
     found = torch.device(device)
     is_any = found.type == "cuda" and found.index is None and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_any else found
 
 
 def offloaded(model: nn.Module) -> Iterator[Offloaded]:
-    """The tensors that accelerate's hooks bring."""
+    """The tensors that accelerate's hooks load."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
@@ -70,12 +70,12 @@ def offloaded(model: nn.Module) -> Iterator[Offloaded]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """True if accelerate's hooks bring weights of the model when they are needed."""
+    """Whether accelerate's hooks load weights of the model when they are needed."""
     return any(True for _ in offloaded(model))
 
 
 def device_of(tensors: list[Offloaded]) -> torch.device:
-    """The device that tensors are brought to. Raises ValueError for several, and for one that nothing streams to."""
+    """The device that the tensors are loaded to. Raises ValueError for several devices, and for unsupported ones."""
     devices = sorted({str(tensor.device) for tensor in tensors})
     device = torch.device(devices[0])
     if len(devices) > 1 or device.type not in ("cpu", "cuda"):
@@ -93,14 +93,14 @@ def device_of(tensors: list[Offloaded]) -> torch.device:
 
 
 def check_plain(tensor: Offloaded) -> None:
-    """Raise ValueError for a tensor that a stream cannot bring."""
+    """Raise ValueError for a tensor that a stream cannot load."""
     if isinstance(tensor.own, nn.Parameter) and type(tensor.own) is not nn.Parameter:
         kind = type(tensor.own).__name__
         raise ValueError(f"{tensor.key} is a {kind}, which is no plain tensor and cannot be streamed")
 
 
 def place_of(tensor: Offloaded, headers: dict[str, dict[str, Place]]) -> Place:
-    """The place of a tensor, by accelerate's index. Raises ValueError for one of another shape than the model's."""
+    """The location of a tensor, from accelerate's index. Raises ValueError if its shape differs from the model's."""
     facts = tensor.weights.index[tensor.key]
     path = facts.get("safetensors_file")
     if path is None:
@@ -117,9 +117,10 @@ def place_of(tensor: Offloaded, headers: dict[str, dict[str, Place]]) -> Place:
 
 
 def check_converted(converted: list[Offloaded], tensors: list[Offloaded]) -> None:
-    """Raise ValueError unless those saved in another type than the model has them in are few of all offloaded tensors.
+    """Raise ValueError if more than a few of the offloaded weights are saved in another dtype than the model's.
 
-    transformers keeps some in float32, routers of experts for one. These stay in memory: a stream converts nothing.
+    transformers keeps some weights in float32, such as routers of experts. These stay in memory: a stream converts
+    nothing.
     """
     if CONVERTED * sum(one.own.nbytes for one in converted) > sum(one.own.nbytes for one in tensors):
         raise ValueError(
@@ -129,7 +130,7 @@ def check_converted(converted: list[Offloaded], tensors: list[Offloaded]) -> Non
 
 
 def put(tensor: Offloaded, value: Tensor, of_id: dict[int, nn.Parameter]) -> None:
-    """Give a module a tensor that it lacks."""
+    """Set a tensor that a module lacks."""
     own = tensor.own
     if isinstance(own, nn.Parameter):
         made = of_id.setdefault(id(own), nn.Parameter(value, requires_grad=False))
@@ -140,7 +141,7 @@ def put(tensor: Offloaded, value: Tensor, of_id: dict[int, nn.Parameter]) -> Non
 
 
 def detach_hooks(model: nn.Module) -> None:
-    """Take accelerate's hooks off, and all that they have left in the modules: weights in memory are then there."""
+    """Remove accelerate's hooks, and everything that they left in the modules; weights in memory are in place then."""
     from accelerate.hooks import remove_hook_from_submodules
 
     remove_hook_from_submodules(model)

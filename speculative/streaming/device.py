@@ -1,21 +1,21 @@
-"""Layers that pass through a GPU's memory, copied from the host's while the layers before them compute.
+"""`DeviceStream`: copy layers from host memory to a GPU while earlier layers compute.
 
-Layer i of n always passes through slot i mod S, so that addresses never change. A stream of copies runs beside the
-stream that computes, "current". This is the order of a pass, in which each line waits for no more than it says:
+Layer i of n always uses slot i mod S, so that addresses never change. Copies run on a CUDA stream of their own, next to
+"current", the stream that computes. This is the order of a pass; each line waits only for what it says:
 
-    begin       the copies wait for all that current has been given so far
-    copy i      the copies wait until layer i - S has computed, copy layer i, and note event there[i]
+    begin       the copies wait for everything given to current so far
+    copy i      the copies wait until layer i - S has computed, copy layer i, and record event there[i]
     take i      current waits for there[i]; then layer i computes
-    release i   current notes event free[i]; copy i + S is launched, which waits for it
-    end         current waits for the copies, whatever has become of the pass
+    release i   current records event free[i]; copy i + S is launched, which waits for it
+    end         current waits for the copies, also after an error
 
-So a pass leaves nothing open and needs nothing from before: captured in a CUDA graph it forks and joins within that. It
-may begin early, with `one_pass(ahead=True)`: then the first S layers are copied while a draft computes. Passes of
-several threads take turns (`turn`). On the host they do so by a lock. On the GPU, where they may be on different
-streams, they do so by an event that is noted after each turn and never within a capture.
+So a pass leaves nothing unfinished and depends on nothing before it: captured in a CUDA graph, it forks and joins
+within the graph. It may begin early, with `one_pass(ahead=True)`: then the first S layers are copied while a draft
+computes. Passes of several threads take turns (`turn`): on the host by a lock, and on the GPU, where they may use
+different CUDA streams, by an event that is recorded after each turn and never within a capture.
 
-Layers that the host reads from files while it decodes are copied when they are taken, not before. Else the host would
-wait for the file instead of launching work that can run meanwhile. Such passes cannot be captured.
+Layers that the host reads from files during decoding are copied when they are taken, not earlier. Otherwise the host
+would wait for the file instead of launching work. Such passes cannot be captured.
 """
 
 import threading
@@ -40,11 +40,11 @@ Copy = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]  # tensors o
 
 @dataclass(eq=False)
 class _DeviceSlot:
-    """Memory of the GPU for one layer at a time, within a pass.
+    """GPU memory for one layer at a time, within a pass.
 
-    layer: what was copied there last in this pass; None for nothing
+    layer: the layer copied there last in this pass; None for none
     there: the event after that copy
-    free:  the event after which it may be overwritten; None for all that current has been given
+    free:  the event after which it may be overwritten; None to wait for everything given to current
     """
 
     memory: Tensor
@@ -54,20 +54,20 @@ class _DeviceSlot:
 
 
 class DeviceStream(WeightStream):
-    """The weights of layers that are copied to a GPU for each pass.
+    """The weights of layers that are copied to a GPU in each pass.
 
-    layers: of each its tensors, which are moved to pinned memory, or where they lie in files; see `HostLayers`
+    layers: for each one its tensors, which are moved to pinned memory, or where they are in files; see `HostLayers`
     device: the GPU
     stay:   the layers in files that stay in the host's memory once they have been read
-    slots:  layers that are in the GPU's memory at a time
+    slots:  how many layers are in the GPU's memory at a time
 
-    Tensors have the same addresses until `close`. Without the last reference to the stream its memory goes, but for
-    that of its tensors.
+    Tensors have the same addresses until `close`. When the last reference to the stream is gone, its memory is freed,
+    except that of tensors still in use.
 
-    on_take: called with each layer that is taken, to show progress; a graph takes none
+    on_take: called with each layer that is taken, to show progress, except in a graph
     copy:    copies a layer; may be replaced, to observe it
 
-    Raises as `HostLayers` does.
+    Raises what `HostLayers` raises.
     """
 
     resident: frozenset[int] = frozenset()  # layers that stay on the GPU are no part of the stream
@@ -91,37 +91,37 @@ class DeviceStream(WeightStream):
         self.on_take: Callable[[int], None] | None = None
         self.copy: Copy = copy_layer
         self._copies = torch.cuda.Stream(device)
-        # after the last turn, and after whoever had this memory before
+        # recorded after the last turn; at first, after earlier users of this memory
         self._left = torch.cuda.current_stream(device).record_event()
         self._tally = DeviceTally()
         self._alone = threading.RLock()
-        self._in_turn = self._in_pass = self._forked = self._closed = False  # the first three of who is alone
+        self._in_turn = self._in_pass = self._forked = self._closed = False  # the first three: of the lock's holder
         self._hooked: ExitStack | None = None  # the pass that a call of the model has begun
-        self._leaving: tuple[int, Any] | None = None  # the layer of a file that is copied, and the event after that
+        self._leaving: tuple[int, Any] | None = None  # the layer from a file being copied, and the event after it
         self._unchecked = {*range(self.layers)}
-        weakref.finalize(self, self._left.synchronize).atexit = False  # memory that is copied from must not go
+        weakref.finalize(self, self._left.synchronize).atexit = False  # host memory must not be freed during a copy
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the GPU's memory that it takes."""
+        """The GPU memory that the stream uses, in bytes."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
     @property
     def is_fixed(self) -> bool:
-        """True if all layers stay in the host's memory, so that a pass may be captured in a CUDA graph."""
+        """Whether all layers stay in the host's memory, so that a pass may be captured in a CUDA graph."""
         return not self.host.passing
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """A layer's tensors by their names, on the GPU; they hold its weights while it is taken."""
+        """A layer's tensors on the GPU by name. They hold its weights while the layer is taken."""
         return self._views[layer]
 
     def parameter(self, parameter: Tensor) -> None:
-        """Have a parameter that is a view of these tensors give its memory back when the stream is closed."""
+        """Register a parameter that is a view of these tensors, to release its memory when the stream is closed."""
         self._parameters.append(weakref.ref(parameter))
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Have all else that uses the slots wait for the block, other threads, and what they have given the GPU.
+        """A context with exclusive use of the slots, both among threads and on the GPU.
 
         Raises RuntimeError if the stream has been closed.
         """
@@ -143,14 +143,14 @@ class DeviceStream(WeightStream):
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """A turn in which a CUDA graph that has one pass is launched."""
+        """A turn in which a CUDA graph that contains one pass is launched."""
         with self.turn():
             yield
             self._tally.launched(sum(self._sizes))
 
     @contextmanager
     def one_pass(self, ahead: bool = False) -> Iterator[None]:
-        """A pass over the layers, for the block; within another one it is a part of that.
+        """A context for a pass over the layers; nested in another one it is part of that.
 
         ahead: copy the first layers at once
         """
@@ -178,7 +178,7 @@ class DeviceStream(WeightStream):
         return self.one_pass(ahead=True)
 
     def enter(self) -> None:
-        """Begin a pass, for a call of the model that is no part of one."""
+        """Begin a pass, for a call of the model outside of one."""
         with self._alone:
             if self._in_pass and self._hooked is None:
                 return
@@ -187,15 +187,15 @@ class DeviceStream(WeightStream):
                 self._hooked = stack.pop_all()
 
     def leave(self) -> None:
-        """End the pass that `enter` has begun."""
+        """End the pass that `enter` began."""
         with self._alone:
             self._drop_interrupted()
 
     def take(self, layer: int) -> None:
-        """Have what this thread launches next wait until a layer is on the GPU.
+        """Make what this thread launches next wait until a layer is on the GPU.
 
-        Raises OSError, with the layer and the reason, if it cannot be read: the next pass tries again. Raises
-        ValueError for weights that are NaN or infinite, RuntimeError outside of a pass.
+        Raises OSError, with layer and reason, if it cannot be read; the next pass tries again. Raises ValueError for
+        weights that are NaN or infinite, RuntimeError outside of a pass.
         """
         with self._alone:
             if not self._in_pass:
@@ -217,7 +217,7 @@ class DeviceStream(WeightStream):
                 self._unchecked.discard(layer)
 
     def release(self, layer: int) -> None:
-        """Allow a layer's memory to be overwritten after what this thread has launched, and copy the next one."""
+        """Allow a layer's memory to be overwritten after the work launched so far, and copy the next layer."""
         with self._alone:
             if not self._in_pass or self._slot(layer).layer != layer:  # taking it has failed
                 return
@@ -227,7 +227,7 @@ class DeviceStream(WeightStream):
 
     @contextmanager
     def layer(self, layer: int) -> Iterator[None]:
-        """Have a layer on the GPU for what is launched in the block."""
+        """A context in which launched work finds a layer on the GPU."""
         with self.one_pass():
             self.take(layer)
             try:
@@ -236,7 +236,10 @@ class DeviceStream(WeightStream):
                 self.release(layer)
 
     def counts(self) -> StreamCounts:
-        """Bytes and seconds so far, of files if layers pass through the host's memory; this waits for the GPU."""
+        """Bytes and seconds so far; of reading files if layers pass through the host's memory.
+
+        This waits for the GPU.
+        """
         with self._alone:
             copied, files = self._tally.counts(), self.host.counts()
         if not self.host.passing:
@@ -244,7 +247,7 @@ class DeviceStream(WeightStream):
         return files._replace(waiting=files.waiting + copied.waiting)
 
     def close(self) -> None:
-        """Wait for all that was launched, and give memory back, pinned and the GPU's. No layer can be taken then."""
+        """Wait for all launched work, and release GPU and pinned memory. Layers cannot be taken any more."""
         with self._alone:
             self._drop_interrupted()
             if self._closed:
@@ -269,7 +272,7 @@ class DeviceStream(WeightStream):
         return self._slots[layer % len(self._slots)]
 
     def _drop_interrupted(self) -> None:
-        """End a pass of this thread that a call of the model has begun; Ctrl-C may have kept it from ending."""
+        """End a pass that a call of this thread began and that Ctrl-C may have kept from ending."""
         hooked, self._hooked = self._hooked, None
         if hooked is not None:
             hooked.close()
@@ -279,7 +282,7 @@ class DeviceStream(WeightStream):
             self._copy(layer)
 
     def _copy(self, layer: int) -> None:
-        """Launch the copy of a layer, after what still computes with what is in its slot."""
+        """Launch the copy of a layer, after the work that still uses its slot."""
         self._release_host()
         self.host.take(layer)
         slot, current = self._slot(layer), torch.cuda.current_stream(self.device)
@@ -301,7 +304,7 @@ class DeviceStream(WeightStream):
         slot.layer = layer
 
     def _release_host(self) -> None:
-        """Wait until the last layer of a file has been copied, and let its place in the host's memory go."""
+        """Wait until the last layer from a file has been copied, and release its buffer in the host's memory."""
         if self._leaving is not None:
             layer, there = self._leaving
             there.synchronize()
@@ -310,6 +313,9 @@ class DeviceStream(WeightStream):
 
 
 def copy_layer(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Launch the copy of a layer's tensors; `.data` because the versions of parameters tell of changes of the model."""
+    """Launch the copy of a layer's tensors.
+
+    Through `.data`, because a parameter's version marks changes of the model.
+    """
     for name, tensor in tensors.items():
         into[name].data.copy_(tensor, non_blocking=True)

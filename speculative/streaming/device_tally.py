@@ -1,6 +1,6 @@
-"""Times in which a GPU copied weights, and waited for them: by CUDA events, which the host reads when they have passed.
+"""Measure by CUDA events how long a GPU copied weights, and how long it waited for them.
 
-Events that a CUDA graph records tell no times, so for copies by graphs only the bytes are known.
+Events recorded in a CUDA graph have no times, so only the bytes of copies by graphs are known.
 """
 
 from collections import deque
@@ -8,12 +8,12 @@ from typing import Any
 
 from heavypath.speculative.models.layer_weights import StreamCounts
 
-Span = tuple[Any, Any]  # what lies between two events on one CUDA stream
-MOST = 512  # spans that are kept before those that have passed are added up
+Span = tuple[Any, Any]  # two events on one CUDA stream, before and after something
+MOST = 512  # how many spans are kept before those that have passed are added up
 
 
 class _Spans:
-    """Spans of time, and the seconds of those that have been added up."""
+    """Pairs of events, and the sum of seconds between those that have passed."""
 
     def __init__(self) -> None:
         self._open = deque[Span]()
@@ -25,7 +25,7 @@ class _Spans:
             self._add_up()
 
     def seconds(self) -> float:
-        """Of all spans; it waits for the last one."""
+        """The seconds of all spans. This waits for the last one."""
         if self._open:
             self._open[-1][1].synchronize()
         self._add_up()
@@ -38,26 +38,26 @@ class _Spans:
 
 
 class DeviceTally:
-    """The copies so far."""
+    """Counts and times of copies."""
 
     def __init__(self) -> None:
         self._bytes = self._untimed = 0
         self._copying, self._waiting = _Spans(), _Spans()
 
     def copied(self, nbytes: int, span: Span) -> None:
-        """Note a copy."""
+        """Add a copy."""
         self._bytes += nbytes
         self._copying.note(span)
 
     def waited(self, span: Span) -> None:
-        """Note what may have been a wait for a copy."""
+        """Add a possible wait for a copy."""
         self._waiting.note(span)
 
     def launched(self, nbytes: int) -> None:
-        """Note a graph that copies so many bytes."""
+        """Add the launch of a graph that copies `nbytes` bytes."""
         self._bytes += nbytes
         self._untimed += nbytes
 
     def counts(self) -> StreamCounts:
-        """All of it; this waits for the GPU."""
+        """The counts and times so far. This waits for the GPU."""
         return StreamCounts(self._bytes, self._copying.seconds(), self._waiting.seconds(), self._untimed)

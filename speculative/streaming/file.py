@@ -1,9 +1,8 @@
-"""Read a file at the disk's own speed, into memory that is aligned to blocks.
+"""Read a file at the disk's full speed, past the page cache (O_DIRECT), into memory aligned to blocks.
 
-Reads go past the system's page cache, by O_DIRECT. Weights that are read in a circle would push each other, and
-everything else, out of it before they are needed again. The copy out of it also takes a core half of its time. A
-question about the cache's contents (RWF_NOWAIT) has the system read ahead, so that the disk would read everything
-twice.
+Weights that are read in a circle would evict each other, and everything else, from the page cache before they are
+needed again. Copying from the page cache also takes half of a core's time. (Asking what the cache contains, with
+RWF_NOWAIT, triggers the system's read-ahead, so the disk would read everything twice.)
 """
 
 import logging
@@ -12,11 +11,11 @@ import weakref
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 4096  # addresses, offsets and lengths of direct reads are multiples of it
+BLOCK = 4096  # addresses, offsets and lengths of direct reads must be multiples of this
 
 
 class WeightFile:
-    """An open file that must stay as it is. Any number of threads may read it.
+    """An open file that must not change. Any number of threads may read it.
 
     Raises OSError if it cannot be opened.
     """
@@ -37,25 +36,27 @@ class WeightFile:
         return facts.st_size, facts.st_mtime_ns, facts.st_nlink, facts.st_ctime_ns
 
     def check(self) -> None:
-        """Raise OSError if the file has been written to since it was opened."""
+        """Raise OSError if the file has been changed since it was opened."""
         size, modified, links, _ = facts = self._facts()
         if size < self.size:
             raise OSError(f"{self.path!r} has been truncated, {self.size:,} bytes to {size:,}; load the model anew")
         if (size, modified) == self._stat[:2] and links != self._stat[2]:
-            self._stat = facts  # it was deleted, or replaced by another: that sets its ctime, too, and writes nothing
-        if facts != self._stat:  # whoever puts mtime back cannot put back ctime
+            self._stat = facts  # the file was deleted or replaced, which changes its ctime but not its content
+        if facts != self._stat:  # mtime can be set back after a change, but ctime cannot
             raise OSError(f"{self.path!r} has changed since it was opened; load the model anew")
 
     def read(self, into: memoryview, begin: int) -> None:
-        """Fill memory, whose address and length are multiples of BLOCK as `begin` is; less at the end of the file.
+        """Fill memory from offset `begin`. Address, length and `begin` are multiples of BLOCK.
 
-        Raises OSError for a file that ends before.
+        At the end of the file less is read.
+
+        Raises OSError if the file ends earlier than expected.
         """
         wanted, done = min(len(into), self.size - begin), 0
         while done < wanted:
             count = os.preadv(self._file, [into[done:]], begin + done)
             if done + count < wanted:
-                count = count // BLOCK * BLOCK  # where the next direct read can go on
+                count = count // BLOCK * BLOCK  # direct reads must continue at a multiple of BLOCK
             if count <= 0:
                 raise OSError(f"{self.path!r} ends at byte {begin + done:,}, expected {self.size:,}: it is truncated")
             done += count

@@ -1,7 +1,7 @@
-"""A model on a GPU some of whose layers transformers left in the host's memory or on disk: these get a stream.
+"""Make a stream for a model on a GPU, some of whose layers transformers left in the host's memory or on disk.
 
-Layers in the host's memory are moved, one by one, to memory that is pinned. Layers on disk stay there, or go to pinned
-memory as far as that may be taken. All other weights go to the GPU, and so do the layers that are to stay.
+Layers in the host's memory are moved, one by one, to pinned memory. Layers on disk stay there, or go to pinned memory
+as far as that is allowed. All other weights go to the GPU, including the layers that are to stay.
 """
 
 import logging
@@ -28,9 +28,9 @@ class PlacedModel(NamedTuple):
     """A model, and which of its weights are not on the GPU.
 
     body:    the module that calls the layers
-    tensors: all that are not there
-    places:  by the number of each layer that lacks some: where those that are in files lie
-    numbers: by the name of each tensor that a stream brings: the number of its layer
+    tensors: all tensors that are not on the GPU
+    places:  for each layer with such tensors, by number: where those in files are
+    numbers: for each tensor that a stream loads, by name: the number of its layer
     """
 
     model: PreTrainedModel
@@ -46,7 +46,7 @@ class PlacedModel(NamedTuple):
 def stream_to_gpu(
     parts: PlacedModel, memory: int | str | None, resident: Collection[int], host_memory: int | str | None
 ) -> DeviceStream | None:
-    """As `stream_layers`, whose arguments these are, for a model on a GPU."""
+    """`stream_layers` for a model on a GPU, with the same arguments."""
     detach_hooks(parts.model)
     lacking: dict[int, list[Offloaded]] = {number: [] for number in sorted(parts.places)}
     of_id: dict[int, nn.Parameter] = {}  # tied parameters stay one
@@ -91,11 +91,11 @@ def _chosen(
     resident: Collection[int],
     host_memory: int | str | None,
 ) -> tuple[list[int], list[int], list[int]]:
-    """The numbers of the layers that stay on the GPU, of those that pass, and of those in files that the host keeps.
+    """The numbers of layers that stay on the GPU, of those that pass, and of those from files that stay on the host.
 
-    sizes: bytes of each layer by its number; others: bytes of all else on the GPU
+    sizes: bytes of each layer by its number; others: bytes of everything else on the GPU
 
-    Raises ValueError for memory that does not suffice, or is not there.
+    Raises ValueError if memory is too small or not available.
     """
     chosen = wanted = [order for order, number in enumerate(sizes) if number in {*resident}]
     if memory is not None:
@@ -115,12 +115,12 @@ def _chosen(
 
 
 def _facts(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tensor | Place]:
-    """A layer's tensors, or where they lie in files."""
+    """A layer's tensors, or where they are in files."""
     return {one.key: places[one.key] if one.key in places else one.value() for one in tensors}
 
 
 def _taken(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tensor | Place]:
-    """The same, and the model has the tensors no longer."""
+    """A layer's tensors, or where they are in files; the tensors are taken from the model."""
     taken = _facts(places, tensors)
     for one in tensors:
         own = one.own
@@ -130,7 +130,7 @@ def _taken(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tens
 
 
 def _check_gpu(device: torch.device, stay: list[int], passing: list[int]) -> None:
-    """Raise ValueError for layers that the GPU has no memory for."""
+    """Raise ValueError for layers that need more memory than the GPU has free."""
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, in no use
     needed = sum(stay) + min(SLOTS, len(passing)) * max(passing, default=0)
@@ -142,7 +142,10 @@ def _check_gpu(device: torch.device, stay: list[int], passing: list[int]) -> Non
 
 
 def _check_host(kept: list[int], from_disk: list[int], moved: list[int]) -> None:
-    """Raise ValueError for layers that the host has no memory for. moved: of those that lie there already."""
+    """Raise ValueError for layers that need more memory than the host has free.
+
+    Moved: sizes of layers already in it.
+    """
     needed, free = sum(kept) + max(moved, default=0), free_memory()
     needed += min(SLOTS, len(from_disk)) * max(from_disk, default=0)
     if needed > free:

@@ -1,7 +1,8 @@
-"""Layers in a host's memory, from where a GPU copies them by itself: so this memory is pinned, it stays where it is.
+"""Layers in pinned host memory, from which a GPU can copy asynchronously.
 
-A layer is there for good, at one address, or it passes: then it is read from files for each pass, through two places.
-Memory is pinned as it is allocated, by cudaHostRegister, because torch's own pinned memory comes in powers of two.
+A layer is there permanently, at one address; or it passes: it is read from files for each pass, through two buffers.
+Memory is pinned after its allocation, by cudaHostRegister, because torch's own pinned allocations are rounded up to
+powers of two.
 """
 
 import weakref
@@ -21,20 +22,20 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 
 
 class HostLayers:
-    """The layers that a GPU copies, pinned.
+    """The layers that a GPU copies, in pinned memory.
 
-    layers: of each its tensors, or where they lie in files. Tensors are moved: the mapping is empty after it, and what
-            nobody else holds has gone, layer by layer
+    layers: for each one its tensors, or where they are in files. Tensors are moved: the mapping is emptied, and tensors
+            that nobody else holds are freed, layer by layer
     stay:   the layers in files that stay in memory once they have been read
 
-    passing: those that do not; reader: what reads files, if there are any
+    passing: the layers that do not stay; reader: reads from files, if there are any
 
-    Raises RuntimeError, with the size, for memory that cannot be pinned, and as LayerStream does.
+    Raises RuntimeError, with the size, for memory that cannot be pinned, and what LayerStream raises.
     """
 
     def __init__(self, layers: Sequence[MutableMapping[str, Tensor | Place]], stay: Collection[int]):
         filed = [index for index, layer in enumerate(layers) if any(isinstance(one, Place) for one in layer.values())]
-        self.passing = frozenset(filed) - {*stay}  # the layers whose memory is another one's at another time
+        self.passing = frozenset(filed) - {*stay}  # layers that share their memory with others
         self._pinned = Pinned()
         self._number = {index: number for number, index in enumerate(filed)}
         self._held: list[dict[str, Tensor]] = []
@@ -51,23 +52,23 @@ class HostLayers:
         if self.reader is not None:
             for memory in self.reader.slots.memories:
                 self._pinned.pin(memory)
-        # Pinned memory must not be given back before it is unpinned, even by who never calls `close`.
+        # Memory must be unpinned before it is freed, even if nobody calls `close`.
         self._unpin = weakref.finalize(self, self._pinned.unpin)
         self._unpin.atexit = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pinned memory."""
+        """The size of the pinned memory in bytes."""
         return self._pinned.nbytes
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """A layer's tensors by their names; those of a layer that passes hold its weights while it is taken."""
+        """A layer's tensors by name. Those of a passing layer hold its weights while it is taken."""
         if self.reader is None or layer not in self._number:
             return self._held[layer]
         return self._held[layer] | self.reader.tensors(self._number[layer])
 
     def take(self, layer: int) -> None:
-        """Wait until a layer is in memory. One that passes stays until this thread releases it or takes another one.
+        """Wait until a layer is in memory. A passing layer stays until this thread releases it or takes another one.
 
         Raises OSError, with the reason, if it cannot be read, and RuntimeError after `close`.
         """
@@ -75,21 +76,21 @@ class HostLayers:
             self.reader.slots.take(self._number[layer])
 
     def release(self, layer: int) -> None:
-        """Allow the memory of a layer that passes to be filled with another one."""
+        """Allow the memory of a passing layer to be overwritten by another one."""
         if self.reader is not None and layer in self.passing:
             self.reader.slots.release(self._number[layer])
 
     def let_go(self) -> None:
-        """Release what this thread may still hold."""
+        """Release the layer that this thread may still hold."""
         if self.reader is not None:
             self.reader.slots.let_go()
 
     def counts(self) -> StreamCounts:
-        """The reads from files, and how long passes waited for them."""
+        """Reads from files, and how long passes waited for them."""
         return StreamCounts() if self.reader is None else self.reader.counts()
 
     def close(self) -> None:
-        """Give the memory back. Nothing may copy from it any more."""
+        """Free the memory. Nothing may copy from it any more."""
         if self.reader is not None:
             self.reader.close()
         self._unpin()
@@ -98,7 +99,7 @@ class HostLayers:
 
 
 class Pinned:
-    """Pinned memory, and how it ceases to be."""
+    """Allocations of pinned memory."""
 
     def __init__(self) -> None:
         self._runtime: Any = torch.cuda.cudart()
@@ -106,7 +107,7 @@ class Pinned:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Their size in bytes."""
         return sum(memory.nbytes for memory in self._memories)
 
     def memory(self, nbytes: int) -> Tensor:
@@ -131,7 +132,7 @@ class Pinned:
         self._memories.append(memory)
 
     def unpin(self) -> None:
-        """Unpin all, and hold it no longer."""
+        """Unpin all allocations and release them."""
         while self._memories:
             self._runtime.cudaHostUnregister(self._memories[-1].data_ptr())
             self._memories.pop()

@@ -1,6 +1,6 @@
-"""Layout of a layer in memory: as its bytes lie in the files, in runs of whole blocks, which can be read directly.
+"""The layout of a layer in memory: the same bytes as in its files, in runs of whole blocks, which can be read directly.
 
-A tensor is a view of that memory. So nothing is converted or copied, and a layer is read in few long runs.
+Tensors are views of that memory. So nothing is converted or copied, and a layer is read in few long runs.
 """
 
 import mmap
@@ -14,12 +14,12 @@ from torch import Tensor
 from heavypath.speculative.streaming.file import BLOCK
 from heavypath.speculative.streaming.source import LayerSource, Place
 
-CHUNK = 8 << 20  # bytes of one read: long enough for any disk, short enough for several readers of a small layer
-GAP = 1 << 16  # bytes between two tensors that are rather read along than skipped
+CHUNK = 8 << 20  # bytes per read: large enough for any disk, small enough for several readers of a small layer
+GAP = 1 << 16  # gaps between tensors up to this many bytes are read instead of skipped
 
 
 class Chunk(NamedTuple):
-    """A piece of a file, and where in a layer's memory it belongs; all numbers are multiples of BLOCK."""
+    """A part of a file, and its offset in a layer's memory; all numbers are multiples of BLOCK."""
 
     path: str
     begin: int
@@ -35,9 +35,9 @@ class _Run(NamedTuple):
 
 
 class Layout:
-    """The places of a layer's tensors in its memory of `nbytes` bytes.
+    """The positions of a layer's tensors in its memory of `nbytes` bytes.
 
-    Raises ValueError for a tensor whose address in the file is no multiple of its type's size.
+    Raises ValueError for a tensor whose offset in the file is not a multiple of its dtype's size.
     """
 
     def __init__(self, source: LayerSource):
@@ -59,13 +59,13 @@ class Layout:
         self.nbytes = sum(run.end - run.begin for run in self._runs)
 
     def chunks(self) -> Iterator[Chunk]:
-        """The chunks that have to be read."""
+        """The chunks to be read."""
         for run in self._runs:
             for begin in range(run.begin, run.end, CHUNK):
                 yield Chunk(run.path, begin, run.offset + begin - run.begin, min(CHUNK, run.end - begin))
 
     def tensors(self, memory: Tensor) -> dict[str, Tensor]:
-        """The layer's tensors by their names, as views of memory uint8 [nbytes or more]."""
+        """The layer's tensors by name, as views of memory uint8 [at least nbytes]."""
         return {name: self._view(memory, place) for name, place in self.source.items()}
 
     def _view(self, memory: Tensor, place: Place) -> Tensor:
@@ -75,8 +75,8 @@ class Layout:
 
 
 def aligned_memory(nbytes: int) -> tuple[Tensor, memoryview]:
-    """Zeroed memory that begins at a page, as a tensor uint8 [nbytes] and for readers; it goes with both of them."""
+    """Zeroed, page-aligned memory, as a tensor uint8 [nbytes] and as a memoryview; it is freed with both of them."""
     pages = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without them
-        pages.madvise(mmap.MADV_HUGEPAGE)  # a direct read then has few pages to look up
+    with suppress(OSError):  # the system may have no huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)  # so that a direct read has to look up few pages
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes), memoryview(pages)

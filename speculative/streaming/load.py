@@ -1,4 +1,4 @@
-"""Load a model whose layers are read when they are needed."""
+"""`load_streamed`: load a model whose layers are read when they are needed."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -23,26 +23,27 @@ def load_streamed(
     host_memory: int | str | None = None,
     local_files_only: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model whose weights take no more than `memory` of a device, however many there are.
+    """Load a causal language model whose weights take no more than `memory` of a device, however large it is.
 
-    folder:   a model with safetensors, as `save_pretrained` or `hf download` made it; its files are read as they are.
-              Or a name on the Hugging Face Hub, of which what the cache lacks is fetched
-    memory:   bytes, or a text such as "8G", for all weights. The layers that fit in stay, the others pass through two
-              places and are read anew in each forward pass. Caches and activations are not counted
-    resident: layers that are to stay in any case, those of an `EarlyExit` for one
-    offload_folder: where transformers may write weights anew that it converts, as those of some mixtures of experts
+    folder:   a model with safetensors files, as `save_pretrained` or `hf download` makes it; its files are read as they
+              are. Or a name on the Hugging Face Hub; what the cache lacks is downloaded
+    memory:   bytes, or a string such as "8G", for all weights. Layers that fit stay in memory, the others pass through
+              two buffers and are read again in each forward pass. Caches and activations are not counted
+    resident: layers that must stay in memory, such as those of an `EarlyExit`
+    offload_folder: where transformers may write weights that it converts, as those of some mixtures of experts
     device:   where the model computes, the CPU or a CUDA GPU
-    host_memory: beside a GPU, bytes or a text for the host's memory, pinned, that layers that pass may take. Those that
-              it has no room for are read from disk in each pass. Default: all of them, which are read once, and
-              then steps are CUDA graphs
-    local_files_only: of a name fetch nothing, as with HF_HUB_OFFLINE
+    host_memory: with a GPU, bytes or a string for the pinned host memory that streamed layers may take. Layers for
+                 which it
+              has no room are read from disk in each pass. Default: all layers, which are then read once, and steps can
+              be CUDA graphs
+    local_files_only: download nothing, as with HF_HUB_OFFLINE
 
-    The model is transformers' own: give it to SpeculativeDecoder, or call `generate`. `stream_of(model).close()` ends
-    it before it goes by itself. Needs accelerate (`pip install '.[offload]'` in a checkout).
+    The model is a transformers model: give it to SpeculativeDecoder, or call `generate`. `stream_of(model).close()`
+    releases its memory early. Needs accelerate (`pip install '.[offload]'` in a checkout).
 
-    Raises ImportError without accelerate, and ValueError for too little memory, or for a device that is not there. It
-    raises ValueError, too, for a model that has no list of layers and for files that do not fit it. Raises OSError for
-    files that cannot be read, and RuntimeError for memory that cannot be pinned.
+    Raises ImportError without accelerate, and ValueError for too little memory, a device that is not available, a model
+    without a list of layers, and files that do not fit the model. Raises OSError for files that cannot be read, and
+    RuntimeError for memory that cannot be pinned.
     """
     where = with_index(device)
     if where.type not in ("cpu", "cuda"):
@@ -56,7 +57,7 @@ def load_streamed(
     except ImportError as error:
         raise ImportError("streamed weights need accelerate: `pip install '.[offload]'` in a checkout") from error
     folder = find_folder("target", str(folder), local_files_only)
-    places_of_folder(folder)  # whose errors name the file; transformers has KeyErrors and others for some
+    places_of_folder(folder)  # its errors name the file, unlike some of transformers' errors
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
@@ -80,7 +81,7 @@ def load_streamed(
 
 
 def _places(module: nn.Module, path: str, layers: str, device: str) -> Iterator[tuple[str, str]]:
-    """A device map: the layers are on disk, all beside them is on the device."""
+    """A device map that puts the layers on disk, and everything else on the device."""
     for name, child in module.named_children():
         own = f"{path}{name}"
         if own == layers:

@@ -1,4 +1,4 @@
-"""Division of memory: how many layers stay in a given amount of it, and which; and how much memory there is."""
+"""Decide how many layers stay in a given amount of memory, and which; and parse sizes such as "8G"."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -18,12 +18,12 @@ def bytes_of(memory: int | str) -> int:
 
 
 def resident_layers(sizes: Sequence[int], memory: int, wanted: Collection[int], others: int) -> list[int]:
-    """The layers that stay: those wanted, and as many others as the memory holds, evenly spread.
+    """The layers that stay: the wanted ones, and as many others as the memory has room for, evenly spread.
 
-    sizes: bytes of each layer; memory: for all layers; others: bytes of all else, for the error
+    sizes: bytes of each layer; memory: for all layers; others: bytes of everything else, for the error message
 
-    Spread, because what is read while a resident layer computes is then needed soon. Raises ValueError if the memory
-    is too little for the layers wanted and two others.
+    They are spread evenly, because what is read while a resident layer computes is needed soon after. Raises ValueError
+    if the memory is too small for the wanted layers and two others.
     """
     from heavypath.speculative.streaming.stream import SLOTS
 

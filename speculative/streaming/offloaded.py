@@ -1,7 +1,7 @@
-"""Models that transformers and accelerate loaded in part: their layers get a stream, and accelerate's hooks go.
+"""Replace accelerate's hooks on a partly offloaded model by a stream.
 
-A stream reads, ahead of time, what hooks bring when it is needed (`accelerate_hooks`). The weights outside of the
-layers are read once. Here is what is done for a model on a CPU; for one on a GPU, `gpu` goes on.
+A stream reads weights ahead of time; accelerate's hooks load them only when they are needed (`accelerate_hooks`).
+Weights outside of the layers are read once. This module handles models on a CPU, and calls `gpu` for those on a GPU.
 """
 
 import logging
@@ -38,22 +38,22 @@ def stream_layers(
     resident: Collection[int] = (),
     host_memory: int | str | None = 0,
 ) -> WeightStream | None:
-    """Have the layers of a model that transformers loaded in part read ahead of time, by a stream.
+    """Make a stream for the layers of a model that transformers loaded in part.
 
-    memory:   bytes that all weights may take, such as "8G", in a GPU's memory if the model computes there: layers stay
-              as far as it goes. Default: the layers that the model has there already, and two more
-    resident: layers that are to stay in any case, those of an `EarlyExit` for one
-    host_memory: beside a GPU, what layers on disk may take of the host's memory, to stay there: bytes, or None for all
-              of them. Default: they are read from disk in each pass. Layers that the model has there are moved, to
-              memory that is pinned
+    memory:   bytes that all weights may take, or a string such as "8G"; of a GPU's memory if the model computes there.
+              As many layers stay as fit. Default: the layers that the model has there already, and two more
+    resident: layers that must stay, such as those of an `EarlyExit`
+    host_memory: with a GPU, how much host memory layers from disk may occupy permanently: bytes, or None for all
+                 layers.
+              Default: they are read from disk in each pass. Layers in the host's memory are moved to pinned memory
 
-    The model is changed: accelerate's hooks go, and a layer's parameters become views of memory that holds its weights
-    while it computes. `model.generate` goes through the same stream. It lasts as long as the model, or until `close`.
-    Returns None, and the model is as any other, where a GPU has memory for all of it.
+    The model is changed: accelerate's hooks are removed, and a layer's parameters become views of memory that holds its
+    weights while it computes. `model.generate` uses the same stream. It exists as long as the model, or until `close`.
+    Returns None, with an ordinary model, if a GPU has memory for all of it.
 
-    Raises ValueError for a model that is not offloaded, or to several devices, and for weights that have to be
-    converted when they are read. It is also raised for layers or memory that do not fit the model. The few weights that
-    transformers keeps in float32 stay in memory. Raises RuntimeError for memory that cannot be pinned.
+    Raises ValueError for a model that is not offloaded, or to several devices; for weights that would have to be
+    converted when they are read; and for layers or memory that do not fit the model. (The few weights that transformers
+    keeps in float32 stay in memory.) Raises RuntimeError for memory that cannot be pinned.
     """
     tensors = [*offloaded(model)]
     if not tensors:
@@ -120,12 +120,12 @@ def stream_layers(
 
 
 def streamed_if_offloaded(model: PreTrainedModel) -> WeightStream | None:
-    """The stream of a model; one is made for a model whose weights are offloaded, and None for any other."""
+    """The stream of a model; if the model is offloaded, a stream is made. None for other models."""
     return stream_layers(model) if is_offloaded(model) else stream_of(model)
 
 
 def layers_in(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The list of a model's layers, and its name. Raises ValueError for a model that has none."""
+    """The list of a model's layers, and its name. Raises ValueError for a model without such a list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -135,9 +135,9 @@ def layers_in(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 @torch.no_grad()
 def _read_from_files(model: nn.Module) -> None:
-    """Give the weights that are there memory of their own: transformers maps files, and one cut off kills the process.
+    """Copy mapped weights to memory of their own: if a mapped file is truncated, the process would be killed.
 
-    What is mapped is also read only when it is first looked at, and its memory is in no one's count.
+    A mapped weight is also only read when it is first used, and is not counted as used memory.
     """
     for one in model.parameters():
         if one.device.type == "cpu":

@@ -1,6 +1,7 @@
-"""Packing of a layer's tensors one after another in one memory: each begins where matrix products like it best.
+"""Pack a layer's tensors one after another into one buffer, each aligned for fast matrix products.
 
-In files tensors begin at multiples of 8 bytes; the products of a GPU are faster, and some only run, at multiples of 16.
+In files tensors begin at multiples of 8 bytes. Matrix products on a GPU are faster at multiples of 16, and some need
+them.
 """
 
 from collections.abc import Mapping
@@ -9,18 +10,18 @@ from torch import Tensor
 
 from heavypath.speculative.streaming.source import Place
 
-ALIGNMENT = 256  # bytes, as torch's own memory on a GPU is aligned
+ALIGNMENT = 256  # bytes, the same as of torch's own allocations on a GPU
 
 
 class Packing:
-    """The places of tensors, given themselves or by their places in files, in memory of `nbytes` bytes."""
+    """The layout of tensors, given as tensors or as places in files, in a buffer of `nbytes` bytes."""
 
     def __init__(self, tensors: Mapping[str, Tensor | Place]):
         self._facts = {name: (one.dtype, (*one.shape,), one.nbytes) for name, one in tensors.items()}
         self.nbytes = sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for _, _, nbytes in self._facts.values())
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The tensors by their names, as views of memory uint8 [nbytes or more]."""
+        """The tensors by name, as views of a buffer uint8 [at least nbytes]."""
         views, begin = {}, 0
         for name, (dtype, shape, nbytes) in self._facts.items():
             views[name] = memory[begin : begin + nbytes].view(dtype).view(shape)

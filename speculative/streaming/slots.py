@@ -1,16 +1,16 @@
-"""Memory for layers: which layer is in which slot, and what is read next.
+"""Buffers for streamed layers: which layer is in which buffer (slot), and what is read next.
 
-Some layers have memory of their own and stay: they are resident. The others pass in turn through few slots, each layer
-always through the same one, so that addresses never change: streamed layer number j through slot j mod S. A pass takes
-each layer and releases it. While one is held, the slots of others are filled, in this order:
+Resident layers have memory of their own and stay. The others pass through a few slots in turn: streamed layer number j
+always uses slot j mod S, so that addresses never change. A pass takes each layer and releases it. While one is held,
+other slots are filled, in this order of priority:
 
-    1. layers that somebody waits for, in the order in which they asked
-    2. the streamed layers after the one last taken, in a circle: after the last comes the first of the next pass
+    1. layers that a thread waits for, in the order of the requests
+    2. the streamed layers after the one taken last, in a circle: after the last comes the first of the next pass
     3. resident layers, once
 
-That is all the state there is. A pass that takes another layer than the next, for example after an aborted pass, waits
-for it, and reading goes on from there. A slot is given to another layer only when nobody holds its layer and no read of
-it is under way. A layer can be taken when all of it has been read without an error.
+There is no other state. If a pass takes another layer than the expected one, for example after an aborted pass, it
+waits for that layer, and reading continues from there. A slot is given to another layer only if nobody holds its layer
+and no read into it is running. A layer can be taken when it has been read completely and without an error.
 """
 
 import threading
@@ -33,10 +33,10 @@ Read = Callable[[WeightFile, memoryview, int], None]  # fill memory with bytes o
 class _Slot:
     """Memory for a layer.
 
-    layer: what is in it, or is being read into it; None for nothing
-    turn:  how often it has been given to a layer: reads of an earlier turn are no more wanted
-    left:  chunks that are not read yet; running: reads under way
-    error: what a read of this turn failed with
+    layer: the layer that is in it, or is being read into it; None for nothing
+    turn:  how many times it has been given to a layer; reads of earlier turns are ignored
+    left:  how many chunks have not been read yet; running: how many reads are running
+    error: the error of a read in this turn
     """
 
     memory: Tensor
@@ -67,14 +67,14 @@ class _Tally:
 
 @dataclass(eq=False)
 class LayerSlots:
-    """The memory of all layers, and the reads that are wanted.
+    """The memory of all layers, and the queue of reads.
 
     layouts:  of the layers
-    resident: which of them stay
-    count:    slots for all others
+    resident: the layers that stay
+    count:    the number of slots for all others
 
     jobs: reads to be done, by `do` in any number of threads; None ends a thread
-    read: does one; tests and benchmarks put others in its place
+    read: does one read; tests and benchmarks replace it
     """
 
     layouts: Sequence[Layout]
@@ -98,7 +98,7 @@ class LayerSlots:
         self.files = {place.path: WeightFile(place.path) for layout in self.layouts for place in layout.source.values()}
         self.memories = [slot.memory for slot in [*shared, *own.values()]]
         self.nbytes = sum(memory.nbytes for memory in self.memories)
-        self._lock = threading.RLock()  # entered by itself: Ctrl-C within Condition.__enter__ would leave it locked
+        self._lock = threading.RLock()  # used directly: Ctrl-C within Condition.__enter__ would leave it locked
         self._changed = threading.Condition(self._lock)
         self._position = 0  # the streamed layer that is expected to be taken next, by its order
         self._asked: dict[threading.Thread, int] = {}  # layers that threads wait for; a thread waits for one at a time
@@ -112,9 +112,9 @@ class LayerSlots:
         return self.layouts[layer].tensors(self._slot_of[layer].memory)
 
     def take(self, layer: int) -> None:
-        """Wait until a layer is there, and hold it for this thread, which then holds no other.
+        """Wait until a layer is in memory, and hold it for this thread, which then holds no other layer.
 
-        Raises OSError, with the layer and the reason, if it cannot be read, and RuntimeError after `close`.
+        Raises OSError, with layer and reason, if it cannot be read, and RuntimeError after `close`.
         """
         slot, thread = self._slot_of[layer], threading.current_thread()
         begin: float | None = None
@@ -123,7 +123,7 @@ class LayerSlots:
                 self._held.pop(thread, None)  # of a pass that was interrupted
                 self._asked[thread] = layer
                 if slot.layer == layer and slot.error is not None and not slot.running:
-                    slot.layer = None  # read ahead in vain; now that it is needed, once more
+                    slot.layer = None  # reading ahead failed; try again, now that the layer is needed
                 while not self._is_there(slot, layer):
                     begin = time.perf_counter() if begin is None else begin
                     self._fill()
@@ -138,7 +138,7 @@ class LayerSlots:
             self._fill()
 
     def _is_there(self, slot: _Slot, layer: int) -> bool:
-        """True if a layer has been read; raises the error if it cannot be."""
+        """Whether a layer has been read; raises the error if it could not be."""
         if self.closed:
             raise RuntimeError("the stream of this model's weights is closed; load the model anew")
         if slot.layer != layer or slot.running:
@@ -149,7 +149,7 @@ class LayerSlots:
         return slot.left == 0
 
     def release(self, layer: int) -> None:
-        """Say that this thread has done with a layer: its slot may be filled with another one."""
+        """This thread no longer needs a layer: its slot may be filled with another one."""
         with self._lock:
             if self._held.get(threading.current_thread()) == layer:
                 del self._held[threading.current_thread()]
@@ -158,20 +158,20 @@ class LayerSlots:
                 self._changed.notify_all()
 
     def let_go(self) -> None:
-        """Release what this thread may still hold."""
+        """Release the layer that this thread may still hold."""
         with self._lock:
             if self._held.pop(threading.current_thread(), None) is not None:
                 self._fill()
                 self._changed.notify_all()
 
     def _wanted(self) -> Iterator[int]:
-        """Layers that should be in memory, most urgent first; more than there is room for."""
+        """Layers that should be in memory, the most urgent first; there may be more than there is room for."""
         yield from self._asked.values()
         yield from (self._streamed[(self._position + ahead) % len(self._streamed)] for ahead in range(len(self._order)))
         yield from (index for index in self.resident)
 
     def _fill(self) -> None:
-        """Have wanted layers read into slots that are free for them."""
+        """Queue reads of wanted layers into free slots."""
         if self.closed:
             return
         for of_threads in (self._held, self._asked):
@@ -185,7 +185,7 @@ class LayerSlots:
                 continue
             claimed.add(id(slot))
             if slot.layer != layer and not slot.running and id(slot) not in held:
-                # Ctrl-C may come between any two of these lines: then nothing is in the slot, or no job is wanted.
+                # The order is safe if Ctrl-C interrupts anywhere: the slot is empty then, or the jobs are ignored.
                 chunks = [*self.layouts[layer].chunks()]
                 for chunk in chunks:
                     self.jobs.put(Job(slot, slot.turn + 1, chunk))
@@ -223,14 +223,14 @@ class LayerSlots:
                 self._changed.notify_all()
 
     def counts(self) -> StreamCounts:
-        """The counts so far."""
+        """The current values of the counters."""
         with self._lock:
             tally = self._tally
             now = time.perf_counter() - tally.since if tally.running else 0.0
             return StreamCounts(tally.bytes_read, tally.reading + now, tally.waiting)
 
     def close(self) -> None:
-        """Have all who wait, and all who come, raise RuntimeError."""
+        """Make all waiting and later calls of `take` raise RuntimeError."""
         with self._lock:
             self.closed = True
             self._changed.notify_all()

@@ -1,7 +1,8 @@
-"""Sources of a model's layers: which file has their bytes, from which byte on, of which type and shape.
+"""Where the tensors of a model's layers are on disk: file, offset, dtype and shape.
 
-Files are read as they are. safetensors (https://github.com/huggingface/safetensors) have a header of JSON after its
-length in 8 bytes, then the tensors one after another. The .dat files of accelerate have one tensor and nothing else.
+Files are read as they are. A safetensors file (https://github.com/huggingface/safetensors) has the length of its header
+in 8 bytes, a JSON header, then the tensors one after another. A .dat file of accelerate has one tensor and nothing
+else.
 """
 
 import math
@@ -24,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Place(NamedTuple):
-    """The place of a tensor: `nbytes` bytes of a file from `begin` on."""
+    """The location of a tensor: `nbytes` bytes of a file from offset `begin` on."""
 
     path: str
     begin: int
@@ -33,12 +34,12 @@ class Place(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """The byte after the tensor."""
+        """The offset after the tensor's last byte."""
         return self.begin + self.nbytes
 
 
@@ -46,10 +47,10 @@ LayerSource = Mapping[str, Place]  # the tensors of a layer by their names in it
 
 
 def places_in(path: str | Path) -> dict[str, Place]:
-    """The tensors of a safetensors file by their names.
+    """The tensors of a safetensors file, by name.
 
-    Raises FileNotFoundError, and ValueError for a file that is no such file, is shorter than its header says, or has
-    tensors that lie elsewhere than one after another.
+    Raises FileNotFoundError, and ValueError for a file that is not a safetensors file, is truncated, or has tensors
+    that do not lie directly one after another.
     """
     path = Path(path)
     try:
@@ -69,9 +70,9 @@ def places_in(path: str | Path) -> dict[str, Place]:
 
 
 def places_of_folder(folder: str | Path) -> dict[str, Place]:
-    """The tensors of a folder as `save_pretrained` writes it: of its one safetensors file, or of those of its index.
+    """The tensors in a folder as `save_pretrained` writes it: of its one file, or of all files of its index.
 
-    Raises FileNotFoundError for a file that is missing, and as `places_in` does.
+    Raises FileNotFoundError for a missing file, and what `places_in` raises.
     """
     folder = Path(folder)
     index = folder / INDEX

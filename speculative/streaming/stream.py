@@ -1,11 +1,11 @@
-"""A model's layers, read from files while the layers before them compute.
+"""`LayerStream`: read a model's layers from files while earlier layers compute.
 
-    stream = LayerStream(layers, resident=[0, 5])        # of each layer its tensors' places, see `source`
+    stream = LayerStream(layers, resident=[0, 5])        # for each layer the places of its tensors, see `source`
     with stream.layer(3):
         ... stream.tensors(3)["mlp.up_proj.weight"] ...
 
-Reading goes on in threads of the stream's own, ahead of the layers and in a circle. After the last layer comes the
-first one of the next pass, which is read while a text's next tree is drafted and verified. `slots` has the order.
+The stream's own threads read ahead in a circle: after the last layer comes the first one of the next pass, which is
+read while the next tree is drafted and verified. `slots` describes the order.
 """
 
 import threading
@@ -22,7 +22,7 @@ from heavypath.speculative.streaming.layout import Layout
 from heavypath.speculative.streaming.slots import LayerSlots
 from heavypath.speculative.streaming.source import LayerSource
 
-READERS = 4  # threads that read: a disk wants several requests at a time
+READERS = 4  # threads that read: a disk is faster with several requests at a time
 SLOTS = 2  # one for the layer that computes, one for the next
 
 
@@ -31,11 +31,11 @@ class LayerStream(WeightStream):
 
     layers:   where the tensors of each layer are
     resident: the layers that stay in memory once they have been read
-    slots:    layers that are in memory besides
+    slots:    how many other layers are in memory at a time
 
-    Any number of threads may take layers; `one_pass` keeps their passes apart. Tensors have the
-    same addresses for as long as the stream is there. Without the last reference to the stream its threads end, its
-    files are closed, and its memory goes with the last of its tensors.
+    Any number of threads may take layers; `one_pass` keeps their passes apart. Tensors have the same addresses for as
+    long as the stream exists. When the last reference to the stream is gone, its threads end and its files are closed;
+    memory is freed with the last of its tensors.
 
     on_take: called with each layer that is taken, to show progress
     slots:   the state; `slots.read` may be replaced, to observe or slow down reading
@@ -65,18 +65,18 @@ class LayerStream(WeightStream):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """The memory that the stream uses, in bytes."""
         return self.slots.nbytes
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """A layer's tensors by their names; they hold its weights while it is taken."""
+        """A layer's tensors by name. They hold its weights while the layer is taken."""
         return self.slots.tensors(layer)
 
     def take(self, layer: int) -> None:
         """Wait until a layer is in memory, and keep it there until this thread releases it or takes another one.
 
-        Raises OSError, with the layer and the reason, if it cannot be read: the next call tries again. Raises
-        ValueError for weights that are NaN or infinite, RuntimeError if the stream has been closed.
+        Raises OSError, with layer and reason, if it cannot be read; the next call tries again. Raises ValueError for
+        weights that are NaN or infinite, RuntimeError if the stream has been closed.
         """
         if self.on_take is not None:
             self.on_take(layer)
@@ -90,12 +90,12 @@ class LayerStream(WeightStream):
             self._unchecked.discard(layer)
 
     def release(self, layer: int) -> None:
-        """Allow a layer's memory to be filled with another one."""
+        """Allow a layer's memory to be overwritten by another layer."""
         self.slots.release(layer)
 
     @contextmanager
     def layer(self, layer: int) -> Iterator[None]:
-        """Have a layer in memory for the block."""
+        """A context in which a layer is in memory."""
         self.take(layer)
         try:
             yield
@@ -104,7 +104,7 @@ class LayerStream(WeightStream):
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Have passes of other threads wait. After it this thread holds no layer, even if Ctrl-C has ended it."""
+        """A context in which passes of other threads wait. At its end this thread holds no layer, even after Ctrl-C."""
         with self._alone:
             try:
                 yield
@@ -112,11 +112,11 @@ class LayerStream(WeightStream):
                 self.slots.let_go()
 
     def counts(self) -> StreamCounts:
-        """Bytes read so far, and seconds."""
+        """Bytes read, and seconds, so far."""
         return self.slots.counts()
 
     def close(self) -> None:
-        """End the threads, and close the files. Layers cannot be taken any more."""
+        """End the threads and close the files. Layers cannot be taken any more."""
         self.slots.close()
         _end(self.slots)
         for thread in self._threads:
@@ -132,17 +132,17 @@ class LayerStream(WeightStream):
 
 
 def check_layer(layer: int, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a weight of a layer is NaN or infinite; streams ask once, when the layer first comes."""
+    """Raise ValueError if a weight of a layer is NaN or infinite. Streams check each layer when it is first loaded."""
     check_finite("the model", ((f"{name} of layer {layer}", tensor) for name, tensor in tensors.items()))
 
 
 def _work(slots: LayerSlots) -> None:
-    """The work of a reader until it is told to end. It knows the slots, not the stream, so that this can go."""
+    """The loop of a reader thread. It refers to the slots, not to the stream, so that the stream can be freed."""
     while (job := slots.jobs.get()) is not None:
         slots.do(job)
 
 
 def _end(slots: LayerSlots) -> None:
-    """Tell the readers to end. It may run within any thread, in the middle of anything, so it waits for nothing."""
+    """Tell the readers to end. This may run in any thread at any time (as a finalizer), so it must not wait."""
     for _ in range(READERS):
         slots.jobs.put(None)

@@ -28,11 +28,6 @@ DESIGN = {
 }
 
 
-def test_the_readme_is_one_page():
-    text = PAGES[0].read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 80
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_measured_figure_stands_in_prose(page):
     """Such a figure would grow old unnoticed. A table, or a sentence of bench/tables.py, has it."""

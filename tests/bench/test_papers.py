@@ -163,17 +163,6 @@ def test_an_effect_is_shown_by_what_is_above_two_errors(effects, verdict):
     assert script("book_effects").verdict(effects) == verdict
 
 
-def test_the_book_says_what_is_contradicted_and_where_errors_were_found():
-    book = script("book")
-    judged = {(cells[0], cells[1]): cells[4] for cells in book.rows()}
-    assert judged["DySpec", "figure 4"] == "contradicted", (
-        "growing takes more than a fiftieth of a step of a small pair"
-    )
-    assert judged["Sequoia", "figure 4, right"].startswith("in ")
-    assert judged["Sequoia", "table 7"] == "-", "it claims nothing"
-    assert {paper for paper, *_ in book.ERRORS} <= book.ARXIV.keys()
-
-
 def test_the_constants_of_sequoia_and_what_they_imply():
     """Table 1, C4 at T = 0: 5.08 tokens at 4.04 times the speed leave 1.257 tokens' time, 10 levels take 0.207."""
     sequoia = script("sequoia")

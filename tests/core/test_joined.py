@@ -26,6 +26,7 @@ PROMPT = torch.tensor([[3, 1, 4, 1]])
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(joined, "choose_impl", lambda *_: "triton")
     monkeypatch.setattr(linear, "library", lambda: None)  # no compiled pass
+    gc.collect()  # models of other tests
     yield
     assert not joined._shared, "a test left weights joined"
 

@@ -21,9 +21,9 @@ from heavypath.speculative import SpeculativeDecoder, names
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "kernels", "reference", "names", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts",
-    "costs", "training", "demo", "options", "decoding", "processors", "output", "serving", "root", "http", "cli",
-    "package",
+    "kernels", "reference", "names", "waiting", "files", "losslessness", "trees", "ranks", "models", "streaming",
+    "drafts", "costs", "training", "demo", "options", "decoding", "processors", "output", "serving", "root", "http",
+    "cli", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}]  # neither of the two imports the other
 MOST_LINES = 500
@@ -69,7 +69,7 @@ def folder_of(name: str) -> str:
         return "kernels"
     if parts[2:] == ["__main__"]:
         return "cli"
-    if parts[2:] in (["names"], ["options"]):
+    if parts[2:] in (["names"], ["options"], ["waiting"]):
         return parts[2]
     return parts[2] if len(parts) > 3 else "root"
 

@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 from in_time import in_time
 
-from heavypath.speculative.costs.threads import Load, is_command, running, usable_cores, wait_passively
+from heavypath.speculative.costs.threads import Load, running, usable_cores
 from heavypath.speculative.serving.arrivals import Arrivals
 from heavypath.speculative.serving.progress import Progress
 from heavypath.speculative.streaming.slots import LayerSlots
+from heavypath.speculative.waiting import is_command, wait_passively
 
 
 def test_the_command_is_known_by_its_name_and_by_that_of_the_package():

@@ -11,7 +11,7 @@ from kernel_cases import needs_compiler, same
 from tiny_models import tiny_llama
 from verification_cases import Problem, random_filters, random_problem, random_tree
 
-from heavypath.kernels.native.recording import ask, dense, do, recorded, refuse
+from heavypath.kernels.native.recording import ask, do, recorded, refuse
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sampling import gumbel_topk
@@ -67,9 +67,10 @@ def test_a_row_that_is_no_distribution_is_named():
             verify_tree(tokens, parents, logits, None, method="target_sample", impl=impl)
 
 
-def test_rows_are_copied_to_their_places():
+@pytest.mark.parametrize("impl", ["native", "torch"])
+def test_rows_are_copied_to_their_places(impl):
     rows, to = torch.randn(2, 6, 5)[:, ::2], torch.zeros(2, 4, 5)
-    copy_rows(rows, to, torch.tensor([3, 0, 2]))
+    copy_rows(rows, to, torch.tensor([3, 0, 2]), impl=impl)
     assert torch.equal(to[:, [3, 0, 2]], rows)
     assert not to[:, 1].any()
 
@@ -79,7 +80,7 @@ def test_rows_are_copied_to_their_places():
 ], ids=["a type", "a width", "a batch", "a stride"])  # fmt: skip
 def test_rows_are_not_copied_to_what_has_no_room_for_them(to):
     with pytest.raises(ValueError, match=r"copy_rows needs rows \[B, n, V\] and \[B, N, V\] of one type"):
-        copy_rows(torch.ones(2, 3, 5), to, torch.tensor([3, 0, 2]))
+        copy_rows(torch.ones(2, 3, 5), to, torch.tensor([3, 0, 2]), impl="native")
     assert not to.any()
 
 
@@ -88,13 +89,18 @@ def test_a_recording_replays_calls_and_notices_what_is_none():
     values, out = torch.arange(6.0).view(2, 3), torch.empty(3)
     with recorded() as recording:
         do(lambda: torch.sum(values, 0, out=out))
-        column = dense(values[:, 1:2])
+        column = values[:, 1:2].contiguous()
     assert recording.obstacle is None
     values += 1
     recording.replay()
     assert out.tolist() == [5, 7, 9]
     assert column.tolist() == [[2], [5]]
-    for computed in (lambda: values * 2, lambda: values.T.contiguous(), lambda: values.sum().item()):
+    for computed in (
+        lambda: values.exp(),
+        lambda: values[0, 0].item(),
+        lambda: values.T.reshape(-1),
+        lambda: torch.zeros(2),
+    ):
         with recorded() as recording:
             computed()
         assert recording.obstacle is not None
@@ -113,6 +119,37 @@ def test_a_recording_replays_calls_and_notices_what_is_none():
     with recorded() as recording:
         gumbel_topk(values, 2, impl="auto")
     assert recording.obstacle is None
+
+
+REPLAYED = {  # operations of PyTorch that a recording replays, of x [2, 3, 4], places [2, 3] and a mask [2, 3, 1]
+    "add": lambda x, places, mask: torch.add(places[:, :1], places, alpha=3),
+    "cat": lambda x, places, mask: torch.cat([x, x], 1),
+    "clamp": lambda x, places, mask: places.clamp(min=1),
+    "gather": lambda x, places, mask: x.gather(1, places[..., None].expand_as(x)),
+    "ge": lambda x, places, mask: places >= 1,
+    "index_select": lambda x, places, mask: x.index_select(1, places[0]),
+    "mul": lambda x, places, mask: x * 0.5,
+    "clone": lambda x, places, mask: x.clone(),
+    "contiguous": lambda x, places, mask: x.transpose(1, 2).contiguous(),
+    "another type": lambda x, places, mask: x.to(torch.bfloat16),
+    "zero_": lambda x, places, mask: torch.empty_like(x).zero_(),
+    "masked_fill_": lambda x, places, mask: x.clone().masked_fill_(mask, -torch.inf),
+    "index_copy_": lambda x, places, mask: torch.empty_like(x).copy_(x).index_copy_(1, places[0], 2 * x),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_recording_replays_operations_of_pytorch_into_the_same_results(name):
+    x, places, mask = torch.randn(2, 3, 4), torch.tensor([[0, 2, 1], [1, 0, 2]]), torch.tensor([True, False, True])
+    mask = mask[None, :, None]
+    with recorded() as recording:
+        result = REPLAYED[name](x, places, mask)
+    assert recording.obstacle is None
+    x.copy_(torch.randn(2, 3, 4))
+    places.copy_(places.flip(0))
+    recording.replay()
+    assert result.equal(REPLAYED[name](x, places, mask))
 
 
 @pytest.mark.few(2)

@@ -192,7 +192,7 @@ def test_other_models_and_inputs_than_the_targets_are_refused(decoder):
 @pytest.mark.parametrize(("error", "which"), [
     (KeyboardInterrupt, 0), (torch.OutOfMemoryError, 1), (KeyboardInterrupt, "compiled"),
 ])  # fmt: skip
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_decoding_goes_on_after_it_was_broken_off(error, which, tiny_pair, monkeypatch):
     """Within a model's layer, or within a recorded step."""
     if which == "compiled" and library() is None:

@@ -269,12 +269,3 @@ def test_a_lark_grammar_of_too_many_rules_is_refused(letters):
     rules = [f"r{number}: r{number + 1}" for number in range(5_000)]
     with pytest.raises(ValueError, match="at most 1000 colons"):
         Grammar.lark("\n".join(["start: r0", *rules, 'r5000: "a"']), letters)
-
-
-def test_a_grammar_is_compiled_once(letters, monkeypatch):
-    import llguidance
-
-    made = []
-    monkeypatch.setattr(llguidance.LLMatcher, "validate_grammar_with_warnings", lambda *_: made.append("checked"))
-    Grammar.json_schema(SCHEMA, letters)
-    assert made == []

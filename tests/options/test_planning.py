@@ -79,20 +79,9 @@ RISING = {
 
 
 def test_expected_tokens_by_hand():
-    acceptance = [0.5, 0.25]
-    assert expected_tokens(TokenTree([-1]), acceptance) == 1
-    assert expected_tokens(TokenTree.chain(2), acceptance) == pytest.approx(1 + 0.5 + 0.25)
-    assert expected_tokens(TokenTree.k_ary(2, 2), acceptance) == pytest.approx(1 + 0.75 + 0.75**2)
-    assert expected_tokens(TokenTree.k_ary(3, 1), acceptance) == pytest.approx(1.75)  # the third child counts 0
     by_depth = [[0.5, 0.25], [0.4, 0.1]]
     assert expected_tokens(TokenTree.k_ary(2, 2), by_depth) == pytest.approx(1 + 0.75 + 0.75 * 0.5)
-    assert expected_tokens(TokenTree.chain(3), by_depth) == pytest.approx(1 + 0.5 + 0.2)
     assert node_probabilities(TokenTree.chain(2), by_depth).tolist() == pytest.approx([1, 0.5, 0.2])
-
-    def twice_as_sure_below_the_second(path):
-        return [0.4, 0.2] if path == (1,) else [0.2]
-
-    assert expected_tokens(TokenTree.k_ary(2, 2), twice_as_sure_below_the_second) == pytest.approx(1 + 0.2 + 0.2 * 0.2)
     swapped = TokenTree([-1, 0, 0, 1, 1], [0, 1, 0, 0, 1])  # node 1 is the second child
     assert expected_tokens(swapped, lambda path: [[0.5, 0.3], [0.4, 0.2]][len(path)]) == pytest.approx(1.8 + 0.3 * 0.6)
 
@@ -114,15 +103,6 @@ def test_planned_trees_are_the_best_of_all_trees(max_depth):
         check_best(greedy_tree, acceptance, size, max_depth=max_depth)
     for acceptance, size, branching in product((*FALLING.values(), *RISING.values()), SIZES, (None, 1, 2, 3)):
         check_best(sequoia_tree, acceptance, size, max_depth=max_depth, max_branching=branching)
-
-
-def test_the_programme_by_hand():
-    # A second child that is accepted more often than the first is worth the first: 1 + 0.1 + 0.8 > 1 + 0.1 + 0.1^2.
-    assert sequoia_tree([0.1, 0.8], 3) == TokenTree.k_ary(2, 1)
-    # The nodes below the second child come first: it has the larger subtree.
-    assert sequoia_tree([0.1, 0.8], 5) == TokenTree([-1, 0, 1, 1, 0], [0, 1, 0, 1, 0])
-    assert sequoia_tree([0.9, 0.1], 4) == TokenTree.chain(3)
-    assert sequoia_tree([0.9, 0.1], 4, max_depth=2) == TokenTree([-1, 0, 1, 0], [0, 0, 0, 1])
 
 
 def memoised(acceptance, size: int, max_depth: int) -> float:
@@ -190,12 +170,6 @@ def test_greedy_trees_know_acceptance_that_depends_on_the_path(max_depth):
         assert yielded(tree, rates) == pytest.approx(max(yielded(one, rates) for one in fitting), abs=1e-9)
 
 
-def test_a_path_may_end_where_its_acceptance_is_empty():
-    assert greedy_tree(lambda path: [0.9][len(path) // 3 :], 4) == TokenTree.chain(3)
-    with pytest.raises(ValueError, match="at most 4 nodes fit this acceptance and depth None, not 5"):
-        greedy_tree(lambda path: [0.9][len(path) // 3 :], 5)
-
-
 def by_markov(path):
     """Acceptance that depends on the last child index and the one before."""
     sure = 0.8 if path[-2:] == (0, 0) else 0.5
@@ -255,7 +229,7 @@ def test_selection_among_all_sizes_takes_as_many_steps_for_each_of_256_as_of_64(
 LONG = 0.75 ** torch.arange(32) * 0.249
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("acceptance", "max_depth"), [
     pytest.param(LONG, None, id="falls"),
     pytest.param(LONG.flip(0), 18, id="rises"),
@@ -284,20 +258,17 @@ def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: greedy_tree([0.2, 0.3], 4), "falls with the child index"),
-    (lambda: greedy_tree(lambda path: [0.5, 0.1 + 0.1 * len(path), 0.2], 9), r"0.1, 0.2\] at path \(\)"),
+    (lambda: greedy_tree(lambda path: [0.9][len(path) // 3 :], 5), "at most 4 nodes fit this acceptance"),
     (lambda: greedy_tree(lambda path: [0.5, 0.6], 9), r"sum to at most 1, got \[0.5, 0.6\] at path \(\)"),
     (lambda: greedy_tree(lambda path: [0.5, [0.3, -1][len(path)]], 9), r"got \[0.5, -1.0\] at path \(0,\)"),
     (lambda: greedy_tree([1.5], 4), r"acceptance must lie in \[0, 1\]"),
-    (lambda: greedy_tree([], 4), "not empty"),
     (lambda: greedy_tree([0.5, 0.2], 8, max_depth=1), "at most 3 nodes fit 2 children and depth 1, not 8"),
     (lambda: sequoia_tree([0.7, 0.6], 4), "rows that sum to at most 1"),
-    (lambda: sequoia_tree([float("nan")], 4), r"acceptance must lie in \[0, 1\]"),
     (lambda: sequoia_tree([[[0.5]]], 4), r"\[child\] or \[depth, child\], not empty, got shape \[1, 1, 1\]"),
     (lambda: sequoia_tree(lambda path: [0.5], 4), "not a function"),
     (lambda: sequoia_tree([[0.2, 0.5]] * 3, 16), "at most 15 nodes fit 2 children and depth 3, not 16"),
     (lambda: sequoia_tree([0.5], 0), "must be at least 1, got 0"),
     (lambda: sequoia_tree([0.5], 2, max_branching=0), "max_branching must be at least 1, got 0"),
-    (lambda: sequoia_tree([0.5], 2, max_depth=-1), "max_depth must be at least 0, got -1"),
     (lambda: select_tree([0.5], {}, 0.1), "at least one tree size"),
     (lambda: select_tree([0.5], {0: 1.0}, 0.1), "an integer >= 1"),
     (lambda: select_tree([0.5], {2: float("nan")}, 0.1), "finite costs above 0"),

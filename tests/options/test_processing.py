@@ -107,7 +107,7 @@ def test_controls_that_cannot_be_met_are_refused(options, message, tiny_pair):
 
 
 @pytest.mark.parametrize("strings", [["\n\n"], ["def", "class"], "):"], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_vocabulary_is_read_once_for_the_same_stop_strings(strings, demo_pair, monkeypatch):
     """By the next texts, and by requests of a service; not where the tokenizer has become another one."""
     target, draft, tokenizer = demo_pair
@@ -127,6 +127,7 @@ def test_a_vocabulary_is_read_once_for_the_same_stop_strings(strings, demo_pair,
     assert len(read) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("context", [1, 2])
 def test_the_table_of_a_watermark_is_drawn_once(context, tiny_pair, monkeypatch):
     drawn, made = [], WatermarkLogitsProcessor.__init__

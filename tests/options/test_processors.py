@@ -156,7 +156,7 @@ WARPED = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", WARPED, ids=str)
 def test_sampled_text_under_all_warpers_has_transformers_law(settings, tiny_pair, monkeypatch):
     """Given to transformers' generate and found in the model's generation_config by turns."""

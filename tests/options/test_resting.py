@@ -5,13 +5,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from played_steps import PADDING, PROMPTS
-from tiny_models import tiny_llama
-from tree_policies import Scripted
 
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.adapting import FIRST, LONGER, LOOK, LOSS, MOST, READING, TRY, Rest
-from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.tree_choice import tokens_of_tree
 from heavypath.speculative.trees.tree import ROOT
@@ -46,7 +42,7 @@ def test_a_draft_that_knows_nothing_rests_and_the_text_stays(method, temperature
     expected = SpeculativeDecoder(target, None, "autoregressive").generate(prompt, **options)
     assert torch.equal(first.sequences, expected.sequences)
     assert torch.equal(second.sequences, expected.sequences)
-    assert sizes_of(first.stats) == [5, 1]
+    assert sizes_of(first.stats) == [4, 1]
     assert first.stats.replans[0][0] <= 16
     assert sizes_of(second.stats)[0] == 1, "the decoder has learned it"
     assert len(caplog.records) == 1
@@ -62,10 +58,10 @@ def test_a_draft_that_pays_does_not_rest(pairs):
 
 def test_a_tree_that_was_asked_for_and_a_sampled_text_are_drafted_always(pairs):
     target, drafts, prompt = pairs
-    for options, temperature in (({"tree_size": 5}, 0.0), ({}, 0.8)):
+    for options, temperature, size in (({"tree_size": 5}, 0.0, 5), ({}, 0.8, 4)):
         decoder = SpeculativeDecoder(target, drafts["bad"], **options)
         out = decoder.generate(prompt, 40, temperature=temperature, eos_token_id=None)
-        assert sizes_of(out.stats) == [5]
+        assert sizes_of(out.stats) == [size]
 
 
 def test_a_draft_as_large_as_its_target_has_no_cache_and_reads_nothing(pairs):
@@ -85,7 +81,7 @@ def test_a_sampled_text_that_drafts_do_not_pay_for_is_told_so(pairs, caplog):
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_sampled_batch_that_drafts_do_not_pay_for_is_decoded_without(method, pairs):
     target, drafts, prompt = pairs
     decoder = SpeculativeDecoder(target, drafts["good"], method)
@@ -113,24 +109,6 @@ def test_a_large_draft_drafts_once_a_batch_is_small_enough():
     gain.begin(ROOT, rests=False)
     assert gain.after(ROOT, 64, None) == ROOT
     assert gain.after(TREE, 1, None) == TREE
-
-
-@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:, -1:]], ids=["ragged", "one token"])
-def test_a_draft_that_rests_from_the_first_step_on_reads_the_prompt_later(prompts, monkeypatch):
-    """Its rows are those of the text, or less would be accepted: it is the target, and wins the same races."""
-    target = tiny_llama(1)
-    decoder = SpeculativeDecoder(target, target, "ersd")
-    decoder.trees = Scripted([ROOT, TREE], lambda: TREE)
-    options = {"temperature": 1.5, "eos_token_id": None, "attention_mask": PADDING[:, -prompts.shape[1] :]}
-
-    def accepted():
-        out = decoder.generate(prompts, 30, **options)
-        assert sizes_of(out.stats) == [1, 3]
-        return out.stats.acceptance_by_depth[0]
-
-    assert accepted() == 1.0
-    monkeypatch.setattr(Workspace, "_catch_up", lambda *_: None)
-    assert (accepted() < 1.0) == (prompts.shape[1] > 1), "a step's first feed has the last token before the root"
 
 
 def gain_with(level, read=0.0, models=(None,)):
@@ -213,12 +191,3 @@ def test_a_draft_without_weights_loses_less_and_is_tried_sooner(level):
     assert gain.first(TREE, 1) == TREE, "each text begins with a trial"
     gain.begin(TREE, rests=False)
     assert run(gain, 3, 100) == (100, TREE), "of a text that repeats itself nothing is missed"
-
-
-def test_the_gain_of_the_shipped_pair_falls_with_the_batch(pairs):
-    target, drafts, _ = pairs
-    decoder = SpeculativeDecoder(target, drafts["good"])
-    gains = [2 / decoder.trees.cost(decoder.tree, batch) for batch in (1, 2, 4, 8, 16)]
-    assert gains == sorted(gains, reverse=True)
-    assert 1.1 < gains[0] < 1.5, "docs/results.md has it measured"
-    assert gains[-1] < 1

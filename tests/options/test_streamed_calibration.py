@@ -153,7 +153,9 @@ def test_the_command_calibrates_within_a_memory_and_generate_takes_the_profile(
     assert Profile.load(out).environment[STREAMED] > 30
     capsys.readouterr()
     assert main(["generate", "import os", *pair, "--profile", str(out), "--max-new-tokens", "4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["stats"]["new_tokens"] == 4
+    stats = json.loads(capsys.readouterr().out)["stats"]
+    assert stats["new_tokens"] == 4
+    assert stats["bytes_read"] > 0
     assert main(["plan", str(out)]) == 0
     assert "times as fast as plain decoding, limited by" in " ".join(capsys.readouterr().out.split())
 

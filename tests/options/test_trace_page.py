@@ -69,7 +69,7 @@ def recorded(pair, file, method="sequoia", prompts=("def read_lines(path):",), t
 
 @pytest.fixture(scope="module")
 def traced(demo_pair, tmp_path_factory):
-    return recorded(demo_pair, tmp_path_factory.mktemp("trace") / "one.jsonl")
+    return recorded(demo_pair, tmp_path_factory.mktemp("trace") / "one.jsonl", tree_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_large_traces_make_small_pages(demo_pair, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("dyspec", 0.8), ("eagle-2", 0.0), ("autoregressive", 0.8)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_every_kind_of_method_has_a_page_with_all_of_its_sequences(method, temperature, demo_pair, tmp_path):
     prompts = ("def read_lines(path):", "class Queue:\n    def __init__(self):")
     trace = recorded(demo_pair, tmp_path / "trace", method, prompts, temperature)

@@ -1,7 +1,6 @@
 """Trees that follow the batch: no text is another one for them, drafts that rested know the text, costs choose well."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from heavypath.speculative import (
     expected_tokens,
     load_demo_head,
 )
-from heavypath.speculative.costs.estimates import estimates, host_costs
+from heavypath.speculative.costs.estimates import estimates
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import BATCHES, Costs, CostsByBatch, standing_for
 from heavypath.speculative.decoding.step import StepPlan
@@ -138,18 +137,18 @@ def test_a_tree_may_be_replaced_by_one_in_any_order_of_nodes(tiny_pair):
 
 
 def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
-    """Five nodes on three levels for one sequence, a chain of two for two, and plain decoding beyond."""
+    """A chain of three for one sequence, a chain of two for two, and plain decoding beyond."""
     target, draft, _ = demo_pair
     decoder = SpeculativeDecoder(target, draft)
     trees = [decoder.tree_for(Filters(0.0), batch) for batch in (1, 2, 4, 8, 16, 32, 64)]
-    assert [(len(tree), tree.depth) for tree in trees] == [(5, 3), (3, 2), *[(1, 0)] * 5]
+    assert [(len(tree), tree.depth) for tree in trees] == [(4, 3), (3, 2), *[(1, 0)] * 5]
     assert decoder.tree_for(Filters(0.0)) == decoder.tree_for(Filters(0.6)) == decoder.tree
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("kind", ["model", "head", "lookup", "recall"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_no_default_tree_promises_less_than_a_chain_of_at_most_its_size(kind, temperature, threads, demo_pair):
     """A chain is a tree, so a planner that knows rates and costs does not find a worse one. By the same estimates."""
     target = demo_pair[0]
@@ -180,7 +179,7 @@ def test_sampled_texts_stay_in_batches_that_gain_and_by_races_in_all(demo_pair):
     for method in ("sequoia", "ersd"):
         decoder = SpeculativeDecoder(target, draft, method)
         sizes = [len(decoder.tree_for(Filters(0.6), batch)) for batch in (1, 2, 8)]
-        assert sizes == ([5, 5, 1] if method == "sequoia" else [5, 3, 1])
+        assert sizes == ([4, 4, 1] if method == "sequoia" else [4, 3, 1])
         asked = {"temperature": 0.6, "eos_token_id": None, "pad_token_id": 0}
         alone = decoder.generate(prompts[1:2], 12, sequence_ids=torch.tensor([1]), **asked).sequences[0]
         for batch in (2, 8):
@@ -213,7 +212,7 @@ def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
     options = {"temperature": 0.6, "eos_token_id": None, "pad_token_id": 0, "stopping_criteria": [ends]}
     out = SpeculativeDecoder(target, draft, "ersd").generate(prompts, 40, **options)
     sizes = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
-    assert sizes == [1, 3, 5]
+    assert sizes == [1, 3, 4]
     assert out.stats.tree == "1 node, no draft, by costs estimated for 8 sequences"
 
 
@@ -270,20 +269,6 @@ def test_costs_between_batches_lie_on_straight_lines():
     assert high.step_seconds(10, 0) == pytest.approx(18.0), "beyond what was timed, in proportion to nodes"
     with pytest.raises(ValueError, match=r"must have those of 1 sequence, got \[2\]"):
         CostsByBatch({2: low})
-
-
-def test_estimated_costs_rise_with_the_batch(demo_pair):
-    target, draft = map(LlamaForward, demo_pair[:2])
-    for costs in (
-        [host_costs(target, [draft], batch, (1, 2, 5)) for batch in BATCHES],
-        [estimated_costs(target, [draft], FAST, batch, (1, 2, 5)) for batch in BATCHES],
-    ):
-        for less, more in pairwise(costs):
-            assert less.level < more.level
-            for size in (1, 2, 5):
-                assert less.step[size] < more.step[size]
-        share = [each.step[5] / each.step[1] for each in costs]
-        assert share[0] < share[-1] < 5
 
 
 def test_a_batch_on_a_gpu_costs_what_as_many_tokens_cost():

@@ -195,6 +195,7 @@ def penalised(frequency, presence, length):
     return processor
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_penalties_and_biases_are_openais(base, alone, tokenizer, seed):
     length, plain = len(tokenizer(PROMPT).input_ids), alone(PROMPT, 24)
@@ -288,7 +289,7 @@ def test_the_template_gets_tools_messages_of_tools_and_variables(base, alone, to
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "read_file"}}], ids=["any", "one"]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(client, stream, choice):
     pytest.importorskip("llguidance")
     other = {"type": "function", "function": {"name": "stop"}}
@@ -414,6 +415,7 @@ def test_a_model_need_not_be_named_and_pages_of_allowed_sites_may_ask(base):
         assert (status, headers.get("Access-Control-Allow-Origin")) == (400, None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", [
     "<tool_call>\n<function=f>\n<parameter=p>\nv\n</parameter>\n</function>\n</tool_call>",
     "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",

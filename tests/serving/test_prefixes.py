@@ -54,7 +54,7 @@ def conversations(count, seed):
         yield turn[:60], made.choice([0.0, 0.9])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_texts_are_those_without_rows_of_others(name):
     target = tiny_llama(0)

@@ -142,7 +142,7 @@ def test_stop_strings_end_thinking_and_text_alike(answered, text, thought, said)
 
 
 @pytest.mark.parametrize("name", REASONING)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_markers_may_be_special_tokens(answered, demo_pair, name):
     """And others are left out of texts as ever."""
 

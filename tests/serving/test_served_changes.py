@@ -134,7 +134,7 @@ def test_an_unannounced_change_ends_what_is_under_way_and_counts_for_all_that_fo
     assert (before == expected) == (change == "a type")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", OF_ADAPTERS)
 def test_adapters_that_are_switched_or_changed(change, model):
     adapted(model)
@@ -144,7 +144,7 @@ def test_adapters_that_are_switched_or_changed(change, model):
 
 
 @pytest.mark.parametrize("change", [loaded, copied_unseen, replaced])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_idle_services_next_prompt_takes_no_rows_of_the_model_before(change, model):
     with SpeculativeDecoder(model, method="autoregressive").serve(slots=1, max_tokens=64) as service:
         long = PROMPT + PROMPT
@@ -156,7 +156,7 @@ def test_an_idle_services_next_prompt_takes_no_rows_of_the_model_before(change, 
         assert service.submit(long, 8, **GREEDY).result(60).reused_tokens > len(PROMPT)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [loaded, given, adapted, replaced])
 def test_a_changed_draft_ends_nothing_and_its_rows_are_made_anew(change, model):
     draft = tiny_llama(2, VOCAB)

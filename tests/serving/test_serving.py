@@ -58,7 +58,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_each_text_is_that_of_the_prompt_alone(name):
     """18 requests in three slots, prompts in pieces of 8 tokens, any sampling side by side, texts of any end."""

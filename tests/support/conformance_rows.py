@@ -114,7 +114,7 @@ def fits(row, new=None):
     return not any(row.keys() >= {*axes} and refuses(*map(row.get, axes)) for axes, refuses in refused)
 
 
-SHARE = 3  # of the rows, one of so many runs by default; they hold 4 of 5 pairs, and every value
+SHARE = 5  # of the rows, one of so many runs by default; they hold two of three pairs, and every value
 
 
 @cache

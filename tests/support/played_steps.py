@@ -15,12 +15,12 @@ from triton.runtime.interpreter import GridExecutor
 from heavypath.speculative import METHODS
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.step import Step, drafter_of
+from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.decoding.typical import Typical
 
 KERNELS = (
-    "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",
-    "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
+    "sampling", "trees.levels", "native.steps", "trees.growing", "trees.assembly", "verification",
+    "verifying.top_down", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
     "layers.rms_norm", "layers.rotary", "layers.gated", "retrieval.ranges", "retrieval.followers",
 )  # fmt: skip
 RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models
@@ -82,8 +82,7 @@ def as_on_a_gpu(monkeypatch, interpreter):
         for name in KERNELS:
             module = importlib.import_module(f"heavypath.kernels.{name}")
             monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
-        for place in ("models.joined", "decoding.sequences", "decoding.drafting"):
-            monkeypatch.setattr(f"heavypath.speculative.{place}.choose_impl", lambda *_, native=False: "triton")
+        monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
         for place in ("sequence_scores", *(f"recurrent.{name}" for name in RECURRENT)):
             monkeypatch.setattr(f"heavypath.kernels.{place}.choose_impl", lambda *_, native=False: "torch")
         monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
@@ -132,14 +131,13 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
     changes = () if processing is None else (processing,)
     rules = Rules(draw, verification, filters, filters, METHODS[method].fill, changes=changes, verifier=limits)
     rules = rules if draft is None else draft.rules(rules)
-    drafter = drafter_of(shape, shape.depth, draft, rules, torch.device("meta"))
-    step = Step(target, draft, drafter, shape.branching, shape.depth, rules)
+    step = new_step(StepPlan(target, draft, shape, rules), shape.depth)
     caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)
     slots = max(1, shape.depth * shape.branching)
     room = {"new_tokens": 20, "stops": 2, "vocab_size": vocab_size, "count_slots": slots, "device": target.device}
     run = partial(step, Sequences.room_for(batch, **room), *caches, 160, lambda phase: None)
     run()
-    return drafter.depth, run
+    return step.drafter.depth, run
 
 
 class Launches(TorchDispatchMode):

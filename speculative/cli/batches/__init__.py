@@ -1,1 +1,1 @@
-"""`heavypath batch`: files of requests."""
+"""`heavypath batch`: answer files of requests."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
 from heavypath.kernels.native.heads import MedusaWeights, keep, medusa
-from heavypath.kernels.native.recording import dense
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.tapped import TappedDraft
@@ -131,7 +130,7 @@ class MedusaDraft(TappedDraft):
             self._read_root(lengths, min(feed.levels, heads), cache)
         if feed.drafted is None:
             logits = cache.logits[:, min(feed.level, heads), None].expand(-1, nodes, -1)
-            return logits if self.native is None else dense(logits)
+            return logits if self.native is None else logits.contiguous()
         sequence = torch.arange(len(feed.drafted), device=feed.drafted.device)
         return cache.logits[sequence, feed.drafted.clamp(max=heads)][:, None]
 

@@ -1,7 +1,7 @@
-"""Files of requests, answered line by line in their order.
+"""Batch files: requests in a file, answered line by line, in order.
 
-lines.py    a line, and what it asks for
-output.py   the files of answers, which go on after a process was ended anywhere
-running.py  lines to answers, as many at a time as is worth it; by the application of the server, without a network
+lines.py    a line of the file, and its request
+output.py   the files of answers, which can be continued after the process was ended at any point
+running.py  answer lines, several at a time, with the server's application but without a network
 cluster.py  the same on the machines of a Ray cluster
 """

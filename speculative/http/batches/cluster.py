@@ -1,8 +1,7 @@
-"""Lines answered on the machines of a Ray cluster: actors with a decoder each, and a driver that writes the answers.
+"""Answer a batch file on a Ray cluster: each actor has a decoder, and the driver writes the answers.
 
-Ray starts an actor anew where its process or machine has ended, and sends it again what it had not answered. A line
-that ends actors again and again gets an error. After the end of the driver it goes on as on one machine, by the files
-of answers.
+Ray restarts an actor whose process or machine has ended, and sends its unanswered lines again. A line that ends actors
+again and again gets an error. If the driver ends, a new one continues from the files of answers, as on one machine.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from heavypath.speculative.http.batches.output import LineAnswer, Output
 from heavypath.speculative.http.batches.running import answer_all
 from heavypath.speculative.http.batches.worker import Worker
 
-RETRIES = 2  # of a line whose actor has ended, among others and then alone
+RETRIES = 2  # for a line whose actor has ended: first together with other lines, then alone
 logger = logging.getLogger(__name__)
 
 
@@ -25,12 +24,12 @@ def on_cluster(
     address: str, workers: int | None, make: Callable[[], Worker], lines: Iterable[Line], output: Output,
     at_once: int, written: Callable[[], object],
 ) -> None:  # fmt: skip
-    """Answer lines, see `answer_all`.
+    """Answer lines on a cluster, see `answer_all`.
 
-    workers: decoders; None for one on each GPU, or on each machine of a cluster without any
-    make:    makes the worker of an actor, in its process; at_once: lines under way in each
+    workers: number of decoders; None for one on each GPU, or on each machine if there are no GPUs
+    make:    makes the worker of an actor, in the actor's process; at_once: lines in progress per worker
 
-    Raises ImportError without Ray, and ConnectionError where there is no cluster at the address.
+    Raises ImportError without Ray, and ConnectionError if there is no cluster at the address.
     """
     try:
         import ray  # pyright: ignore[reportMissingImports]
@@ -56,7 +55,7 @@ def on_cluster(
             finally:
                 under_way[least] -= 1
 
-        async def all_ready() -> None:  # raises the error of one that cannot be started
+        async def all_ready() -> None:  # raises the error of an actor that cannot be started
             for each in actors:
                 await each.ready.remote()
 
@@ -69,7 +68,7 @@ def on_cluster(
         async def answer(line: Line) -> LineAnswer:
             with suppress(ray.exceptions.RayActorError):
                 return await send(line)
-            async with alone:  # another line that was under way may have been the cause
+            async with alone:  # another line in progress may have ended the actor
                 try:
                     return await send(line)
                 except ray.exceptions.RayActorError as error:
@@ -89,12 +88,12 @@ class _Actor:
         self._worker = make()
 
     async def ready(self) -> None:
-        """Return once it is made."""
+        """Return once the actor has been created."""
 
     async def answer(self, line: Line) -> LineAnswer:
-        """See `Worker.answer`."""
+        """The answer to a line; ends the process if the service has ended."""
         try:
             return await self._worker.answer(line)
         except ConnectionError:
             logger.exception("the service has ended")
-            os._exit(1)  # so that Ray starts it anew; it would not after an exit that was asked for
+            os._exit(1)  # so that Ray restarts it, which it does not do after a regular exit

@@ -1,4 +1,4 @@
-"""Lines of a file of requests: OpenAI's batch lines, bodies of requests, or prompts alone.
+"""Read batch files. A line is a batch line of OpenAI's API, the body of a request, or only a prompt.
 
 {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 {"messages": [...]}, {"prompt": "..."}      the body of a request
@@ -15,11 +15,12 @@ URLS = ("/v1/completions", "/v1/chat/completions")
 
 
 class Line(NamedTuple):
-    """A line of the file, whose first is number 0.
+    """A line of the file.
 
-    custom_id: by which its answer is known; of a line without one its number
-    url, body: the request; error: why there is none
-    digest: of all that its answer depends on
+    number:    counted from 0
+    custom_id: identifies the answer; by default the line's number
+    url, body: the request; error: why the line has none
+    digest:    a hash of everything that the answer depends on
     """
 
     number: int
@@ -31,7 +32,7 @@ class Line(NamedTuple):
 
 
 def count_lines(path: Path) -> int:
-    """The lines of a file that are not empty. Raises OSError for one that cannot be read."""
+    """The number of lines that are not empty. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         return sum(bool(line.strip()) for line in file)
 
@@ -39,8 +40,8 @@ def count_lines(path: Path) -> int:
 def read_lines(path: Path, first: int, defaults: Mapping[str, Any], options: str = "") -> Iterator[Line]:
     """The lines of a file that are not empty, from number `first` on.
 
-    defaults: fields of a body, for those that it leaves out
-    options:  what answers depend on beside the line, for the digests
+    defaults: values for fields that a body leaves out
+    options:  what answers depend on besides the line, for the digests
     """
     with path.open("rb") as file:
         for number, text in enumerate(line for line in file if line.strip()):
@@ -49,9 +50,9 @@ def read_lines(path: Path, first: int, defaults: Mapping[str, Any], options: str
 
 
 def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str = "") -> Line:
-    """The line of a text; where it is no request, with an error. Without a seed its number is one.
+    """Parse a line; a line that is no valid request gets an error. The default seed is the line's number.
 
-    So its text is the same whenever it is decoded.
+    So the answer is the same whenever the line is decoded.
     """
     custom_id = str(number)
     try:

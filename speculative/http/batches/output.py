@@ -1,9 +1,9 @@
-"""Files of answers that go on where they ended, wherever that was.
+"""Files of answers that can be continued after an interruption at any point.
 
-Answers stand in the order of the lines, those of lines that were refused in a file of their own beside the others'. So
-the first line that has no answer in either file says where to go on. What was cut off within a line is dropped, and so
-are a few answers in one of the files behind those that the other one has lost. Each answer has the digest of its line,
-so that files with answers to other lines, or by other options, are not gone on with.
+Answers are in the order of the lines. Answers to lines that were refused go to a second file. The first line without an
+answer in either file is where to continue. An incomplete last line is dropped, and so are a few answers in one file
+after the first line whose answer the other file has lost. Each answer has the digest of its line, so that files with
+answers to other lines, or with other options, are not continued.
 """
 
 import fcntl
@@ -22,19 +22,19 @@ _FIRST = b'{"id": "line-'
 
 
 class LineAnswer(NamedTuple):
-    """The answer to a line: HTTP's status, and the body."""
+    """The answer to a line: HTTP status and body."""
 
     status: int
     body: Any
 
     @property
     def is_good(self) -> bool:
-        """True if the line was a request that got its texts."""
+        """Whether the line was a valid request and got its texts."""
         return self.status < 400
 
 
 class _Written(NamedTuple):
-    """An answer in a file: its line's number, and where it stands."""
+    """An answer in a file: the number of its line, and its position in the file in bytes."""
 
     number: int
     begin: int
@@ -42,13 +42,13 @@ class _Written(NamedTuple):
 
 
 class Output:
-    """OUT.jsonl with answers, and OUT.errors.jsonl with those of bad lines.
+    """OUT.jsonl with answers, and OUT.errors.jsonl with the answers to lines that were refused.
 
-    done: how many lines have their answers; bad: of these, lines that were refused
+    done: how many lines have answers; bad: how many of them were refused
 
-    Nothing in files that were there is changed before `check` was called.
+    Existing files are not changed before `check` was called.
 
-    Raises OSError where the files cannot be written, or another process writes them; ValueError for other files.
+    Raises OSError if the files cannot be written, or another process writes them; ValueError for files of another kind.
     """
 
     def __init__(self, path: Path):
@@ -66,11 +66,12 @@ class Output:
         self.bad = sum(answer.number < self.done for answer in self._found[1])
 
     def check(self, lines: Iterable[Line], most_dropped: int) -> None:
-        """Drop what is behind the first line without an answer.
+        """Drop answers after the first line without an answer.
 
-        lines: the first ones of the file of requests, at least as many as are done
+        lines: the first lines of the file of requests, at least `done` of them
 
-        Raises ValueError if the last answers are not to these lines, or more than most_dropped answers would go.
+        Raises ValueError if the last answers are not to these lines, or if more than most_dropped answers would be
+        dropped.
         """
         kept = [[answer for answer in answers if answer.number < self.done] for answers in self._found]
         dropped = [len(all_) - len(some) for all_, some in zip(self._found, kept, strict=True)]
@@ -96,7 +97,7 @@ class Output:
         self._found.clear()
 
     def write(self, line: Line, outcome: LineAnswer) -> None:
-        """Add the answer to the next line."""
+        """Append the answer to the next line."""
         assert line.number == self.done
         answer: dict[str, Any] = {"id": f"line-{line.number}", "custom_id": line.custom_id}
         answer |= {"digest": line.digest, "response": None}
@@ -110,7 +111,7 @@ class Output:
         self.bad += not outcome.is_good
 
     def close(self) -> None:
-        """Have the files on the disk. A file of errors is not left without any."""
+        """Flush the files to disk, and close them. An empty file of errors is deleted."""
         try:
             for file in self._files:
                 os.fsync(file.fileno())
@@ -121,13 +122,13 @@ class Output:
         for file in self._files[1:]:
             if not os.fstat(file.fileno()).st_size:
                 self.errors.unlink(missing_ok=True)
-        with ExitStack() as closing:  # also where the disk is full, and one cannot be written to its end
+        with ExitStack() as closing:  # close both, even if one cannot be flushed because the disk is full
             for file in self._files:
                 closing.callback(file.close)
 
 
 def errors_beside(path: Path) -> Path:
-    """The file with the answers of bad lines."""
+    """The path of the file with the answers to lines that were refused."""
     return path.with_name(f"{path.stem}.errors{path.suffix}")
 
 
@@ -142,7 +143,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _answers(file: IO[bytes], name: str) -> list[_Written]:
-    """The answers in a file, but for one that has no end."""
+    """The complete answers in a file."""
     file.seek(0)
     found, end = list[_Written](), 0
     for text in file:
@@ -156,7 +157,7 @@ def _answers(file: IO[bytes], name: str) -> list[_Written]:
 
 
 def _line_of(file: IO[bytes], answer: _Written) -> tuple[str, str]:
-    """The name and the digest of the line of an answer."""
+    """custom_id and digest of an answer's line."""
     file.seek(answer.begin)
     begin = _BEGINNING.match(file.readline())
     assert begin is not None

@@ -1,4 +1,4 @@
-"""Lines to answers: in their order, with several under way, by the server's application without a network."""
+"""Answer lines in order, several at a time, by calling the server's application within the process."""
 
 import asyncio
 import json
@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message
 from heavypath.speculative.http.batches.lines import Line
 from heavypath.speculative.http.batches.output import LineAnswer, Output
 
-MOST_CHANGES = 10  # of the models, while a line is answered
-PAUSE = 0.05  # seconds, until a line is sent again that the queue had no room for
+MOST_CHANGES = 10  # how many changes of the models are tolerated while a line is answered
+PAUSE = 0.05  # seconds before a line is sent again, if the queue was full
 
 
 async def answer_all(
@@ -21,9 +21,9 @@ async def answer_all(
     at_once: int,
     written: Callable[[], object],
 ) -> None:
-    """Answer lines and write the answers in their order.
+    """Answer lines, and write the answers in order.
 
-    at_once: lines under way; written: called after each line
+    at_once: how many lines are in progress at a time; written: called after each line
     """
     under_way: deque[tuple[Line, asyncio.Task[LineAnswer]]] = deque()
 
@@ -50,13 +50,13 @@ async def _answered(line: Line, answer: Callable[[Line], Awaitable[LineAnswer]])
 
 
 class Application:
-    """An application of ASGI that is asked within the process."""
+    """An ASGI application that is called within the process."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def answer(self, line: Line) -> LineAnswer:
-        """The answer to a line. Raises ConnectionError where the service has ended, or its models go on changing."""
+        """The answer to a line. Raises ConnectionError if the service has ended, or the models keep changing."""
         for _ in range(MOST_CHANGES):
             answer = await self._answer_of_one_model(line)
             if answer is not None:
@@ -64,7 +64,7 @@ class Application:
         raise ConnectionError(f"the models changed while a line was answered, {MOST_CHANGES} times")
 
     async def _answer_of_one_model(self, line: Line) -> LineAnswer | None:
-        """The answer, once there is room for the line in the queue; None where the model changed meanwhile."""
+        """The answer, sent again while the queue is full; None if the model changed in between."""
         while True:
             status, body = await self._ask(line)
             if status == 503:
@@ -80,7 +80,7 @@ class Application:
         status, parts = 500, list[bytes]()
 
         async def receive() -> Message:
-            return messages.pop() if messages else await asyncio.Future()  # it does not go away
+            return messages.pop() if messages else await asyncio.Future()  # this client never disconnects
 
         async def send(message: Message) -> None:
             nonlocal status
@@ -97,5 +97,5 @@ class Application:
         except Exception:
             if not parts:
                 raise
-            # An error that was answered as such, too, and is in the log.
+            # The error was answered with a response, and logged.
         return status, b"".join(parts)

@@ -1,4 +1,4 @@
-"""A decoder that answers lines: the models, a service and the server's application, in one process."""
+"""`Worker`: the models, a service and the server's application in one process, to answer lines."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from heavypath.speculative.profile import Profile
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """The options of a decoder and its service. at_once: lines under way; name: of the model; see `heavypath batch`."""
+    """Options of the decoder and the service; at_once: lines in progress; name: of the model. See `heavypath batch`."""
 
     name: str
     temperature: float = 1.0
@@ -33,7 +33,7 @@ class WorkerOptions:
 
 
 class Worker:
-    """Answers lines until it is closed. app: the server's application over its service"""
+    """Answers lines until it is closed; app: the server's application on top of its service."""
 
     def __init__(self, pair: Pair, options: WorkerOptions):
         if options.template is not None:
@@ -60,12 +60,12 @@ class Worker:
         self._application = Application(self.app)
 
     async def answer(self, line: Line) -> LineAnswer:
-        """The answer to a line. Raises ConnectionError where the service has ended."""
+        """The answer to a line. Raises ConnectionError if the service has ended."""
         answer = await self._application.answer(line)
-        if answer.status >= 500 and not self.service.is_open:  # the line is not to blame: it is to be asked again
+        if answer.status >= 500 and not self.service.is_open:  # not caused by the line, which must be sent again
             raise ConnectionError(f"the service has ended: {answer.body}")
         return answer
 
     def close(self) -> None:
-        """End what is under way."""
+        """Cancel running requests and close the service."""
         self.service.close(graceful=False)

@@ -1,4 +1,4 @@
-"""The form that a text must have: `response_format` as OpenAI has it, `structured_outputs` and `guided_*` as vLLM."""
+"""Structured output: `response_format` of OpenAI's API, `structured_outputs` and `guided_*` of vLLM's."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ from heavypath.speculative.http.bodies.fields import Body
 
 
 class JsonSchema(Body):
-    """A schema by its name, as OpenAI's clients send it; it is always followed strictly."""
+    """A named schema, as OpenAI's clients send it. It is always followed strictly."""
 
     name: str
     definition: dict[str, Any] = Field(alias="schema")
@@ -17,7 +17,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form that an answer must have: any text, an object of JSON, or JSON of a schema."""
+    """The form of an answer: any text, a JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -38,7 +38,7 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=Tr
 
 
 class StructuredOutputs(Body):
-    """One of these: JSON of a schema, a text of a regular expression, one of some texts, an object of JSON."""
+    """Exactly one of: JSON that follows a schema, text that matches a regex, one of several texts, or a JSON object."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None
@@ -54,7 +54,7 @@ class StructuredOutputs(Body):
 
 
 class Formatted(Body):
-    """The fields of a request that say what form its texts have; at most one of them."""
+    """The fields of a request for structured output; at most one of them."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -63,7 +63,10 @@ class Formatted(Body):
     guided_choice: Choices | None = None
 
     def wanted(self) -> tuple[str, StructuredOutputs] | None:
-        """The field that was given, and what it asks for; None where any text will do. ValueError for two of them."""
+        """The name of the field that was given, and what it asks for; None for any text.
+
+        ValueError if there are two.
+        """
         found: list[tuple[str, StructuredOutputs]] = []
         form = self.response_format
         if form is not None and form.type != "text":

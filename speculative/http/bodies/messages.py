@@ -1,4 +1,4 @@
-"""The messages of a conversation, and the tools that its answers may call."""
+"""The messages of a conversation, and the tools that answers may call."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from heavypath.speculative.http.bodies.fields import Body, OneOrSeveral, Refused
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -23,13 +23,13 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    """A call of a tool; arguments: an object, as JSON text."""
+    """The function and the arguments of a tool call; arguments: a JSON object, as text."""
 
     name: str
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: the arguments as an object, which they write in their own way."""
+        """The call for a chat template, with the arguments as an object, which templates format in their own way."""
         return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
 
     @field_validator("arguments")
@@ -45,7 +45,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call in a message of the model."""
+    """A tool call in a message of the assistant."""
 
     id: str
     function: CalledFunction
@@ -54,9 +54,9 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """Of a conversation: what was said, which tools were called, or what a tool has answered.
+    """A message of a conversation: a text, tool calls of the assistant, or the result of a tool.
 
-    reasoning_content: what an assistant thought before, which templates may write; reasoning: vLLM's name of it
+    reasoning_content: an assistant's earlier thinking, which templates may include; reasoning: vLLM's name for it
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -67,7 +67,7 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    # Of a message that was an answer before.
+    # Fields that clients copy from an answer.
     annotations: Annotated[Any, refused([])] = None
     audio: Refused = None
     function_call: Refused = None
@@ -85,17 +85,17 @@ class Message(Body):
 
     @property
     def thought(self) -> str | None:
-        """The thinking, by either of its names."""
+        """The thinking, from either field."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
     def text(self) -> str:
-        """The text of all its parts."""
+        """The text of all parts."""
         parts = self.content or ""
         return parts if isinstance(parts, str) else "".join(each.text for each in parts)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The message in the format of chat templates."""
         said: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
             said["tool_calls"] = [
@@ -107,7 +107,7 @@ class Message(Body):
 
 
 class Function(Body):
-    """A tool's function; parameters: the JSON schema of its arguments. strict changes nothing."""
+    """A tool's function; parameters: the JSON schema of its arguments. strict is ignored."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -122,7 +122,7 @@ class Tool(Body):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool in the format of chat templates."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
@@ -133,7 +133,7 @@ class ChosenName(Body):
 
 
 class ChosenTool(Body):
-    """The tool that is to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: ChosenName

@@ -1,6 +1,6 @@
-"""Options of sampling in a request: those of `SamplingOptions`, by the names that clients of vLLM know.
+"""Sampling options in a request: those of `SamplingOptions`, with vLLM's names.
 
-They are declared there. Here are bounds, where a number within a decoder's own bounds is no use to anybody.
+They are declared there. This file adds tighter bounds where the decoder's own bounds allow useless values.
 """
 
 from typing import Annotated, Any, get_type_hints
@@ -10,13 +10,13 @@ from pydantic import Field, create_model, field_validator
 from heavypath.speculative.http.bodies.fields import Body, Token
 from heavypath.speculative.options import SamplingOptions
 
-# Which a server sets itself, or by fields of OpenAI's and vLLM's: ignore_eos, stop_token_ids and stop.
+# Options that the server sets itself, or that have other fields: ignore_eos, stop_token_ids and stop.
 _OF_SERVER = ("eos_token_id", "pad_token_id", "stop_strings")
 _NAMES = {name: name for name in SamplingOptions.__annotations__ if name not in _OF_SERVER}
 _NAMES["min_new_tokens"] = "min_tokens"
 _BOUNDS: dict[str, Any] = {
     "top_k": Field(ge=-1),
-    "top_p": Field(gt=1e-30, le=1),  # which is 0 in float32 somewhere below
+    "top_p": Field(gt=1e-30, le=1),  # smaller values may become 0 in float32
     "min_p": Field(ge=0, le=1),
     "repetition_penalty": Field(ge=0.01, le=100),
     "min_new_tokens": Field(ge=0),
@@ -34,11 +34,11 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class SamplingFields(SharedOptions):
-    """The options of `SamplingOptions`, and those that are logits processors or ends of a text here.
+    """The options of `SamplingOptions`, and further ones, which are implemented by logits processors and stop tokens.
 
     top_k:        0 and -1 are off
-    logit_bias:   what is added to the logits of tokens, by their numbers as strings, as JSON has it
-    stop_token_ids: end the text, too; min_tokens keeps them back
+    logit_bias:   values to add to the logits of tokens; the tokens are given as strings, because JSON keys are strings
+    stop_token_ids: further tokens that end the text; they cannot occur before min_tokens
     """
 
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -56,11 +56,11 @@ class SamplingFields(SharedOptions):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_BIASES:  # before each of them is looked at
+        if isinstance(value, dict) and len(value) > MOST_BIASES:  # checked before the entries are
             raise ValueError(f"expected at most {MOST_BIASES} tokens, got {len(value)}")
         return value
 
     def shared(self) -> dict[str, Any]:
-        """The options of `SamplingOptions` that were given, by its names."""
+        """The given options, with the names of `SamplingOptions`."""
         given = {name: getattr(self, field) for name, field in _NAMES.items()}
         return {name: value for name, value in given.items() if value is not None}

@@ -1,11 +1,11 @@
-"""Calls of tools as models write them.
+"""Find tool calls in texts, in the formats that models write.
 
-formats.py      the formats, and which one a chat template asks for
-json_calls.py   calls that are JSON; tagged_calls.py: calls whose arguments stand between tags
-arguments.py    values between tags, by the JSON schema of their tool
-found.py        a call; and what is said of a text that is none, or none yet
-reader.py       a text as it comes: what is said in it, and its calls
-forcing.py      the grammar of an answer that must be a call
+formats.py      the formats, and how to choose one by the chat template
+json_calls.py   calls in JSON; tagged_calls.py: calls whose arguments are between tags
+arguments.py    convert argument values to the types of the tool's JSON schema
+found.py        a call; exceptions for no call, and for a call that is not complete yet
+reader.py       split a text that arrives piece by piece into content and calls
+forcing.py      a grammar that forces a call
 """
 
 from heavypath.speculative.http.tool_calls.forcing import call_source

@@ -1,4 +1,4 @@
-"""Values that a model wrote as text, as the types that the JSON schema of a tool gives them."""
+"""Convert argument values that a model wrote as text to the types of the tool's JSON schema."""
 
 import json
 import math
@@ -12,7 +12,7 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: STRING, list: "
 
 
 def schema_of(key: str, schema: Mapping[str, Any] | None) -> Any:
-    """The schema of an argument in that of a tool's arguments; None where there is none."""
+    """The schema of one argument, from the schema of all arguments; None if there is none."""
     if schema is None:
         return None
     held = schema
@@ -27,9 +27,9 @@ def schema_of(key: str, schema: Mapping[str, Any] | None) -> Any:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The types that a value may have by its schema; none where it does not say.
+    """The types that a schema allows for a value; empty if it does not say.
 
-    root: the schema of all arguments, from which references are paths
+    root: the schema of all arguments, to which references are relative
     """
     found, waiting, seen = set[str](), [schema], set[int]()
     while waiting:
@@ -58,7 +58,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a path from the root of a schema leads to; None for nothing."""
+    """What a reference (a path from the root of a schema) points to; None if nothing."""
     if not reference.startswith("#"):
         return None
     found: Any = root
@@ -71,10 +71,10 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def typed(value: str, key: str, schema: Mapping[str, Any] | None, *, json_unless_told: bool) -> Any:
-    """The value of an argument, of the first type that fits; what fits none stays the text that it is.
+    """The value of an argument as the first type that fits; a value that fits no type stays a string.
 
     schema: of all arguments of the tool; None for none
-    json_unless_told: whether a value that no schema describes is read as JSON
+    json_unless_told: whether to read a value without a schema as JSON
     """
     types = types_of(schema_of(key, schema), schema or {})
     if not types:
@@ -108,7 +108,7 @@ def _number(word: str) -> float | None:
 
 
 def _json(text: str, otherwise: Any) -> Any:
-    """JSON as a value; otherwise where it is none, or has numbers that JSON does not have."""
+    """The value of JSON text; `otherwise` for text that is not JSON, or has numbers that JSON cannot express."""
     try:
         found = json.loads(text)
         json.dumps(found, allow_nan=False)

@@ -1,4 +1,4 @@
-"""The grammar of an answer that must be a call of one of some tools, in the format of its model."""
+"""Make a grammar that forces an answer to be a call of one of some tools, in the model's format."""
 
 import json
 import re
@@ -13,16 +13,16 @@ from heavypath.speculative.http.tool_calls.formats import Tags, ToolFormat
 from heavypath.speculative.processors.grammar import json_between, lark_source, schema_source
 from heavypath.speculative.processors.grammar_limits import check_schema
 
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # have schemas by their names
-VALUES = ("const", "enum", "default", "examples")  # are values, in which nothing is a reference
-MOST_LINKS = 16  # references and unions that are followed for a value; what is deeper may be any text
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # dictionaries of schemas
+VALUES = ("const", "enum", "default", "examples")  # plain values, without references
+MOST_LINKS = 16  # depth up to which references and unions are followed; below that any text is allowed
 
 
 def call_source(form: ToolFormat, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The llguidance source of one call of any of the tools. Raises ValueError for schemas beyond the limits."""
+    """The llguidance source for one call of any of the tools. Raises ValueError for schemas beyond the limits."""
 
     def literal(text: str) -> str:
-        special = text in tokenizer.all_special_tokens  # which no text spells
+        special = text in tokenizer.all_special_tokens  # special tokens cannot be written as text
         return f"<[{tokenizer.convert_tokens_to_ids(text)}]>" if special else json.dumps(text)
 
     if form.tags is not None:
@@ -36,13 +36,13 @@ def call_source(form: ToolFormat, tools: Sequence[Tool], tokenizer: PreTrainedTo
 
 
 def _schema_of_calls(form: ToolFormat, tools: Sequence[Tool]) -> dict[str, Any]:
-    """The schema of one call that is JSON, of any of the tools."""
+    """The schema of one JSON call of any of the tools."""
     calls, schemas = [], dict[str, Any]()
     for number, tool in enumerate(tools):
         arguments = {"type": "object"} if tool.function.parameters is None else tool.function.parameters
         if "properties" in arguments:
-            arguments = {"additionalProperties": False, **arguments}  # of which no tool would know what to do
-        # References are paths from the root of a schema, which is not a tool's own any more.
+            arguments = {"additionalProperties": False, **arguments}  # a tool could not use further arguments
+        # References are paths from the root of a schema, and the tool's schema is no longer the root.
         moved = _moved(arguments, f"#/$defs/{number}")
         if moved != arguments:
             schemas[str(number)], arguments = moved, {"$ref": f"#/$defs/{number}"}
@@ -53,7 +53,7 @@ def _schema_of_calls(form: ToolFormat, tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 class _TaggedCalls:
-    """The Lark rules of calls whose arguments stand between tags: those of the schema, in its order."""
+    """Lark rules for calls whose arguments are between tags: the arguments of the schema, in its order."""
 
     def __init__(self, form: ToolFormat, tags: Tags, literal: Callable[[str], str]):
         self._form, self._tags, self._literal = form, tags, literal
@@ -62,7 +62,7 @@ class _TaggedCalls:
         self._close = f"{self._line}{literal(tags.value[1])}"
 
     def source(self, tools: Sequence[Tool]) -> str:
-        """The llguidance source of a call of one of the tools."""
+        """The llguidance source for a call of one of the tools."""
         calls = " | ".join(self._call(tool) for tool in tools)
         form = self._form
         start = f'start: {self._literal(form.marker)} {self._line}({calls}) "\\n" {self._literal(form.end)}'
@@ -89,7 +89,7 @@ class _TaggedCalls:
         return [each for each in parts if each]
 
     def _value(self, schema: Any, root: Mapping[str, Any], deep: int = 0) -> str:
-        """What a value of a schema may be, with the tag behind it: text as it stands for a string, else JSON."""
+        """The rule for a value and the tag after it: plain text for a string, JSON for other types."""
         while isinstance(schema, Mapping) and isinstance(name := schema.get("$ref"), str) and deep < MOST_LINKS:
             schema, deep = referred(name, root), deep + 1
         if not isinstance(schema, Mapping):
@@ -112,7 +112,7 @@ class _TaggedCalls:
         return f"{self._rule(f'%json {content}')} {self._close}"
 
     def _text(self, schema: Mapping[str, Any]) -> str:
-        """Text without the tag that ends it, and that tag."""
+        """The rule for text that does not contain the closing tag, followed by that tag."""
         least, most, pattern = schema.get("minLength", 0), schema.get("maxLength", ""), schema.get("pattern")
         allowed = [rf"/(?s:.{{{least},{most}}})/"]
         if isinstance(pattern, str):
@@ -136,9 +136,9 @@ class _TaggedCalls:
 
 
 def _moved(schema: Any, root: str, *, named: bool = False) -> Any:
-    """A schema whose references are paths from another schema's root, in which it is at `root`.
+    """A schema with its references rewritten, after it was moved into another schema at the path `root`.
 
-    named: if it is no schema, but has one under each of its keys
+    named: whether this is not a schema itself, but a dictionary of schemas
     """
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]

@@ -1,4 +1,4 @@
-"""The formats of calls, and which one a chat template asks for.
+"""The formats of tool calls, and how to choose one by the chat template.
 
 hermes       <tool_call>{"name": ..., "arguments": {...}}</tool_call>      Hermes, Qwen2.5, Qwen3; one after the other
 mistral      [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]          or [TOOL_CALLS]name{...}, its later models
@@ -17,9 +17,10 @@ from typing import NamedTuple
 class Tags(NamedTuple):
     """The tags of a call whose arguments are not JSON.
 
-    name:  before and after the function's name; key, value: of an argument; end: of the function
-    lines: whether tags stand on lines of their own, so that a value has a line break before and after it
-    json:  whether a value that no schema describes is read as JSON, where it is JSON
+    name:  before and after the function's name; key, value: before and after those of an argument; end: after the
+           function
+    lines: whether tags are on lines of their own, so that a value has a line break before and after it
+    json:  whether a value without a schema is read as JSON, if it is JSON
     """
 
     name: tuple[str, str]
@@ -31,13 +32,13 @@ class Tags(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """The way in which a model writes its calls.
+    """How a model writes its calls.
 
     marker, end: before and after a call
-    sign:        what a chat template has that tells the model so, a regular expression
-    arguments:   the key of its arguments, where a call is JSON
-    bare:        whether an object of JSON without a marker is a call, too
-    tags:        where arguments stand between tags; None where a call is JSON
+    sign:        a regular expression that is found in chat templates with this format
+    arguments:   the key of the arguments in a JSON call
+    bare:        whether a JSON object without a marker is a call, too
+    tags:        for calls whose arguments are between tags; None for JSON calls
     """
 
     marker: str
@@ -49,14 +50,14 @@ class ToolFormat(NamedTuple):
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """What a call may begin with."""
+        """The texts that a call may begin with."""
         if self.tags is not None and self.tags.name[0]:
             return self.marker, self.tags.name[0]  # Qwen3-Coder often leaves out the marker
         return (self.marker, "{") if self.bare else (self.marker,)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All its fixed parts, which a tokenizer may have as special tokens."""
+        """All fixed parts of a call, which may be special tokens of the tokenizer."""
         tags = () if self.tags is None else (*self.tags.name, *self.tags.key, *self.tags.value, self.tags.end)
         inner = ("[ARGS]", "[CALL_ID]") if self.marker == "[TOOL_CALLS]" else ()
         return tuple(each for each in (self.marker, self.end, *tags, *inner) if each)
@@ -66,7 +67,7 @@ _FUNCTION = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>")
 _IN_LINE = _FUNCTION._replace(lines=False)
 _ARGUMENT = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", lines=False, json=True)
 
-# The first whose sign is there is taken: <tool_call> stands in the templates of three of them.
+# The first format whose sign is found is used; <tool_call> occurs in the templates of three of them.
 FORMATS = {
     "glm4": ToolFormat("<tool_call>", "</tool_call>", r"<arg_key>", tags=_ARGUMENT),
     "seed_oss": ToolFormat("<seed:tool_call>", "</seed:tool_call>", r"<seed:tool_call>", tags=_IN_LINE),
@@ -78,7 +79,7 @@ FORMATS = {
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template asks for; None where it has no tools, or says nothing of calls."""
+    """The format that a chat template uses; None if it has no tools or an unknown format."""
     if not re.search(r"\btools\b", template):
         return None
     return next((each for each in FORMATS.values() if re.search(each.sign, template)), None)

@@ -1,4 +1,4 @@
-"""A call that was found; and the two ways in which a place of a text has none."""
+"""A tool call; and two exceptions, for no call and for one that may not be complete."""
 
 import json
 import uuid
@@ -9,26 +9,26 @@ FUNCTION_NAME = r"[a-zA-Z0-9_.-]+"
 
 
 class Call(NamedTuple):
-    """A call; arguments: a JSON object, as text."""
+    """A tool call; arguments: a JSON object, as text."""
 
     name: str
     arguments: str
 
     def content(self) -> dict[str, Any]:
-        """OpenAI's object, with an id of nine letters and digits, which Mistral's templates insist on."""
+        """OpenAI's object, with an id of nine letters and digits, which Mistral's templates require."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
 class Found(NamedTuple):
-    """Calls, and the place in the text after them."""
+    """Calls, and the position in the text after them."""
 
     calls: Sequence[Call]
     end: int
 
 
 class NoCall(Exception):  # noqa: N818 - an answer, too
-    """There is no call here. end: the place where the search goes on; None for directly after the marker."""
+    """There is no call at this position. end: where to continue searching; None for directly after the marker."""
 
     def __init__(self, end: int | None = None):
         super().__init__("no call")
@@ -36,13 +36,13 @@ class NoCall(Exception):  # noqa: N818 - an answer, too
 
 
 class NotYet(Exception):  # noqa: N818 - an answer, too
-    """What is there may become a call."""
+    """The text at this position may become a call."""
 
 
 def call_of(name: Any, arguments: Any) -> Call:
-    """A call by its parts. Raises TypeError or ValueError for what is none."""
+    """A call from its parts. Raises TypeError or ValueError if they are not valid."""
     if isinstance(arguments, str):
         arguments = json.loads(arguments or "{}")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise TypeError(f"no call: {name!r:.80}")
-    return Call(name, json.dumps(arguments, allow_nan=False))  # NaN and 1e999 are read, and have no JSON
+    return Call(name, json.dumps(arguments, allow_nan=False))  # Python reads NaN and 1e999, JSON has neither

@@ -1,4 +1,4 @@
-"""Calls that are JSON: an object, a list of them, or a name before the object of its arguments."""
+"""Read calls in JSON: an object, a list of objects, or a name followed by the object of its arguments."""
 
 import json
 import re
@@ -9,21 +9,21 @@ from heavypath.speculative.http.tool_calls.formats import ToolFormat
 from heavypath.speculative.http.tool_calls.found import FUNCTION_NAME, Call, Found, NoCall, NotYet, call_of
 
 _DECODER = json.JSONDecoder()
-# Mistral's later models write a name first. The quantifiers give nothing back, so that many spaces take no time.
+# Mistral's later models write a name first. The quantifiers are possessive, so that many spaces cause no backtracking.
 _NAMED = re.compile(rf"({FUNCTION_NAME}+)\s*+(?:\[CALL_ID\]\s*+[a-zA-Z0-9]++\s*+)?(?:\[ARGS\]\s*+)?(?={{)")
 _MAYBE_NAMED = re.compile(r"[a-zA-Z0-9_.-]++\s*+(?:\[[A-Z_]*+(?:\]\s*+(?:[a-zA-Z0-9]++\s*+)?(?:\[[A-Z]*+\]?+\s*+)?)?)?")
 _SPACES = re.compile(r"\s*+")
-_WORD = 9  # characters of the longest part of JSON but strings, of which an error names the first: -Infinity
+_WORD = 9  # length of JSON's longest word, -Infinity; an error is reported at the beginning of a word
 
 
 def read_json(
     text: str, place: int, form: ToolFormat, offered: Collection[str] | None, *, marked: bool, final: bool
 ) -> Found:
-    """The calls that stand at a place of a text.
+    """The calls at a position of a text.
 
     offered: names of the tools; None for any
-    marked:  whether a marker stands before them; what has none must be of an offered tool, with its arguments
-    final:   whether no more text comes
+    marked:  whether a marker precedes the call; without one it must be of an offered tool and have arguments
+    final:   whether the text is complete
 
     Raises NoCall and NotYet.
     """
@@ -59,7 +59,7 @@ def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
 
 
 def _call(value: Any, form: ToolFormat, offered: Collection[str] | None, *, marked: bool) -> Call:
-    """Raises TypeError, KeyError or ValueError for what is none."""
+    """Raises TypeError, KeyError or ValueError for a value that is no call."""
     name = value["name"]
     is_certain = marked and not form.bare
     has_arguments = bool(value.keys() & {form.arguments, "arguments"})

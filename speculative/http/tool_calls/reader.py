@@ -1,6 +1,6 @@
-"""A text as it comes: what is said in it, and its calls.
+"""Split a text that arrives piece by piece into content and tool calls.
 
-A marker that no call follows is said, and the search goes on behind it.
+A marker that no call follows is content, and the search continues after it.
 """
 
 import re
@@ -18,19 +18,19 @@ from heavypath.speculative.http.tool_calls.found import Call, Found, NoCall, Not
 from heavypath.speculative.http.tool_calls.json_calls import read_json
 from heavypath.speculative.http.tool_calls.tagged_calls import read_tags
 
-_SHORT = 128  # characters of what may become a call, which are looked at with each piece
-_MAY_END = re.compile(r"[]}>]")  # what a call ends with; what is longer is looked at where this comes
+_SHORT = 128  # a possible call up to this length is examined with each piece of text
+_MAY_END = re.compile(r"[]}>]")  # a longer one only when one of these arrives, with which a call ends
 
 
 class CallReader:
-    """Takes a text as it comes, and tells what is said in it from its calls.
+    """Splits a text that arrives piece by piece into content and tool calls.
 
     form:     None for no calls at all
-    offered:  names of the tools; what has no marker is a call only if it calls one of them. None for any name
-    schemas:  of the arguments of the tools, by their names
-    parallel: whether the text may have several calls; only its first one is told otherwise
+    offered:  names of the tools; a call without a marker must be of one of them. None for any name
+    schemas:  the schemas of the tools' arguments, by name
+    parallel: whether the text may have several calls; otherwise only the first one is returned
 
-    settled:  how many characters of the text stand before its first call, and what may become one
+    settled:  how many characters of the text precede its first call, or what may become one
     """
 
     def __init__(
@@ -43,28 +43,28 @@ class CallReader:
     ):
         self._form, self._offered, self._schemas, self._parallel = form, offered, schemas or {}, parallel
         self._held, self._said = "", list[str]()
-        self._follows = self._is_closed = False  # whether what is held follows a call; and whether its end marker came
+        self._follows = self._is_closed = False  # whether the held text follows a call, and that call's end marker
         self._calls: list[Call] = []
         self._told = self.settled = 0
 
     @property
     def has_calls(self) -> bool:
-        """True once a call was found."""
+        """Whether a call has been found."""
         return bool(self._calls)
 
     def add(self, text: str) -> str:
-        """The part of the text so far that is certainly said, and was not before."""
+        """Add text. Returns the content that has become certain."""
         waits = len(self._held) > _SHORT and not _MAY_END.search(text)
         self._held += text
         return "" if waits else self._read(final=False)
 
     def end(self) -> tuple[str, list[Call]]:
-        """The rest of what is said, also after calls, and all calls."""
+        """The rest of the content, including text after calls, and all calls."""
         said = self._read(final=True)
         return said, self._all()
 
     def new_calls(self) -> list[Call]:
-        """The calls that were found since the last time."""
+        """The calls found since this was called last."""
         begin, self._told = self._told, len(self._all())
         return self._all()[begin:]
 
@@ -72,7 +72,7 @@ class CallReader:
         return self._calls if self._parallel else self._calls[:1]
 
     def _read(self, *, final: bool) -> str:
-        """Go on with what is held as far as it can be told."""
+        """Process the held text as far as it can be decided; returns content."""
         if self._form is None:
             self._say(len(self._held))
         else:
@@ -84,7 +84,7 @@ class CallReader:
         return said
 
     def _next(self, form: ToolFormat, final: bool) -> None:
-        """Say what stands before the next call, and take it. Raises NotYet."""
+        """Move the content before the next call to `_said`, and take the call. Raises NotYet."""
         begin, openings = 0, re.compile("|".join(map(re.escape, form.openings)))
         while (opening := openings.search(self._held, begin)) is not None:
             place = opening.start()
@@ -105,7 +105,7 @@ class CallReader:
             raise NotYet
 
     def _behind_call(self, form: ToolFormat, final: bool) -> None:
-        """Take what follows a call: its end marker, another call; or find that something else does. Raises NotYet."""
+        """Process what follows a call: its end marker, another call, or content. Raises NotYet."""
         self._held = self._held.lstrip()
         if form.end and self._held.startswith(form.end):
             self._held, self._is_closed = self._held[len(form.end) :].lstrip(), True
@@ -130,7 +130,10 @@ class CallReader:
             self._follows = False
 
     def _found(self, form: ToolFormat, opening: str, place: int, *, final: bool) -> Found:
-        """The calls at a place of what is held. Raises NoCall, with places in what is held, and NotYet."""
+        """The calls at a position of the held text.
+
+        Raises NotYet, and NoCall, whose position is one in the held text.
+        """
         marked = opening == form.marker
         begin = place + (len(opening) if marked else 0)
         if form.tags is not None:
@@ -143,7 +146,7 @@ class CallReader:
         self._held, self._follows, self._is_closed = self._held[end:], True, False
 
     def _say(self, place: int) -> None:
-        """Say what is held up to a place."""
+        """Move the held text before `place` to the content."""
         self._said.append(self._held[:place])
         self._held = self._held[place:]
         if not self._calls:
@@ -151,7 +154,7 @@ class CallReader:
 
 
 def calls_in(text: str, form: ToolFormat, offered: Collection[str] | None = None) -> tuple[str, list[Call]]:
-    """What is said in a whole text, and its calls; see `CallReader`."""
+    """The content and the calls of a complete text; see `CallReader`."""
     reader = CallReader(form, offered)
     said = reader.add(text)
     rest, calls = reader.end()
@@ -161,10 +164,10 @@ def calls_in(text: str, form: ToolFormat, offered: Collection[str] | None = None
 class Calls(NamedTuple):
     """The calls that a request's answers may have.
 
-    form:     None where the tokenizer itself says how they are read, and none can be forced
+    form:     None if the tokenizer's response template says how they are read; then none can be forced
     forced:   tools of which one must be called
-    tools:    all of them
-    parallel: whether an answer may have several calls; only its first one is told otherwise
+    tools:    all tools
+    parallel: whether an answer may have several calls; otherwise only the first one is returned
     """
 
     form: ToolFormat | None
@@ -174,12 +177,12 @@ class Calls(NamedTuple):
     parallel: bool = True
 
     def source(self) -> str:
-        """The grammar of a call, where one is forced."""
+        """The grammar of a forced call."""
         if self.form is None:
             raise ValueError("how this model writes calls is not known here, so that none can be forced")
         return call_source(self.form, self.forced, self.tokenizer)
 
     def reader(self) -> CallReader:
-        """For one text."""
+        """A reader for one text."""
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
         return CallReader(self.form, schemas.keys(), schemas=schemas, parallel=self.parallel)

@@ -1,6 +1,7 @@
-"""Calls whose arguments stand between tags, as Qwen3-Coder and GLM-4.5 write them.
+"""Read calls whose arguments are between tags, as Qwen3-Coder and GLM-4.5 write them.
 
-A value may have any text, also tags: it ends at the first end tag that another tag of the call follows.
+A value may contain any text, including tags. It ends at the first closing tag that is followed by another tag of the
+call.
 """
 
 import re
@@ -17,7 +18,7 @@ MOST_KEY = 256  # characters of an argument's name
 
 
 class _Cursor:
-    """A place in a text. What does not fit raises NoCall, or NotYet where more text may make it fit."""
+    """A position in a text. Text that does not fit raises NoCall, or NotYet if more text may make it fit."""
 
     def __init__(self, text: str, place: int, *, final: bool):
         self.text, self.place, self._final = text, place, final
@@ -27,11 +28,11 @@ class _Cursor:
         self.place = self.place if found is None else found.end()
 
     def take(self, word: str) -> None:
-        """The word that stands here."""
+        """Skip this word."""
         self.take_one((word,))
 
     def take_one(self, words: Collection[str]) -> str:
-        """The one of some words that stands here."""
+        """Skip one of these words; returns it."""
         for word in words:
             if self.text.startswith(word, self.place):
                 self.place += len(word)
@@ -41,7 +42,7 @@ class _Cursor:
         raise NoCall
 
     def name(self) -> str:
-        """The name of a function."""
+        """Read the name of a function."""
         found = _NAME.match(self.text, self.place)
         if found is None or found.end() == len(self.text):
             self.end(self.text[self.place :] == "" or found is not None)
@@ -50,7 +51,7 @@ class _Cursor:
         return found[0]
 
     def until(self, word: str, most: int) -> str:
-        """The text before a word, of at most so many characters and one line."""
+        """Read the text before a word: one line of at most `most` characters."""
         end = self.text.find(word, self.place)
         found = self.text[self.place : end if end >= 0 else None]
         if len(found) > most or "\n" in found:
@@ -61,7 +62,7 @@ class _Cursor:
         return found
 
     def value(self, end: str, after: Collection[str]) -> str:
-        """The text before the first end tag that one of some others follows."""
+        """Read the text before the first closing tag that one of the words in `after` follows."""
         begin, place = self.place, self.text.find(end, self.place)
         while place >= 0:
             found = _SPACES.match(self.text, place + len(end))
@@ -77,7 +78,7 @@ class _Cursor:
         raise NoCall if self._final else NotYet
 
     def end(self, is_open: bool = True) -> None:
-        """The text ends within what is expected."""
+        """Raise NotYet or NoCall, because the text ends within what is expected."""
         raise NotYet if is_open and not self._final else NoCall
 
 
@@ -91,7 +92,7 @@ def read_tags(
     *,
     final: bool,
 ) -> Found:
-    """The call that stands at a place of a text. offered, final: as in `read_json`; schemas: of the tools' arguments.
+    """The call at a position of a text; offered, final: as in `read_json`; schemas: of the tools' arguments.
 
     Raises NoCall and NotYet.
     """
@@ -105,7 +106,7 @@ def read_tags(
     if tags.name[1]:
         cursor.take(tags.name[1])
     elif offered is not None and name not in offered:
-        raise NoCall  # a word alone is a call only where it is a tool's name
+        raise NoCall  # without a tag around it, the name must be that of a tool
     ends = tuple(each for each in (tags.end, form.end) if each)
     schema, arguments = schemas.get(name), dict[str, Any]()
     while True:

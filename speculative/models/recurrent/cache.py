@@ -1,8 +1,8 @@
-"""The cache of a model with recurrent layers: rows of its attention layers, and a state for each recurrent layer.
+"""The cache of a model with recurrent layers: rows for its attention layers, and a state for each recurrent layer.
 
-Row r of a text serves any text that shares its first r + 1 tokens. A state serves only texts that share all of its
-tokens. So a cache keeps two for each sequence: of the text so far, and of its prompt, for a later text that goes on
-from there (`take`). A draft's state lags by one token, see `nodes.DraftNodes`.
+Row r of a sequence serves any sequence that shares its first r + 1 tokens. A state serves only sequences that share all
+of its tokens. So a cache keeps two states for each sequence: one after the tokens so far, and one after the prompt, for
+a later sequence that continues from there (`take`). A draft's state lags by one token, see `nodes.DraftNodes`.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ FOREVER = torch.iinfo(torch.long).max
 
 
 class StateLayout(NamedTuple):
-    """The shapes of all that a model keeps of a text.
+    """The shapes of everything that a model keeps of a sequence.
 
-    rows:      {layer: its place among those with keys and values}; kv_heads, head_dim: of these
+    rows:      {layer: its index among the layers with keys and values}; kv_heads, head_dim: of these layers
     recurrent: {(layer, which): (heads, key columns, value columns)}
     convolved: {(layer, which): (taps - 1, channels)}
-    limits:    {(layer, which): those of time steps in a prompt}, where there are any
+    limits:    {(layer, which): limits of time steps in a prompt}, where there are any
     """
 
     rows: dict[int, int]
@@ -37,7 +37,7 @@ class StateLayout(NamedTuple):
     limits: dict[Key, tuple[float, float]]
 
     def states(self, batch: int, like: Tensor) -> States:
-        """The states of texts without a token: of convolutions in the model's type, the others in fp32."""
+        """The initial states, in the model's dtype for convolutions and in fp32 for the rest."""
         return States(
             {key: like.new_zeros(batch, *shape, dtype=torch.float32) for key, shape in self.recurrent.items()},
             {key: like.new_zeros(batch, *shape) for key, shape in self.convolved.items()},
@@ -46,12 +46,12 @@ class StateLayout(NamedTuple):
 
 
 class HybridCache(StatesCache, KeyValueCache):
-    """Rows and states of a batch.
+    """The cache rows and recurrent states of a batch.
 
-    states:   of the texts so far; prompts: of their prompts
-    ends:     LongTensor[B], how many tokens of a text a prefill is to read, at most
-    origin:   LongTensor[B], tokens that the states had before the first new one
-    lag:      how many tokens the states are behind the root: 0, and of a draft 1
+    states:   after the tokens so far; prompts: after the prompts
+    ends:     LongTensor[B], up to how many tokens a prefill reads of each sequence
+    origin:   LongTensor[B], how many tokens the states included before the first new one
+    lag:      by how many tokens the states lag behind the root: 0, for a draft 1
     """
 
     def __init__(self, layout: StateLayout, batch: int, rows: int, like: Tensor, lag: int = 0):
@@ -70,18 +70,18 @@ class HybridCache(StatesCache, KeyValueCache):
         return super().nbytes + self.states.nbytes + self.prompts.nbytes
 
     def first(self, slots: int) -> Self:
-        """See `RowCache.first`."""
+        """A view of the first `slots` sequences."""
         view = super().first(slots)
         view.states, view.prompts = self.states.first(slots), self.prompts.first(slots)
         view.ends, view.origin, view._nodes = self.ends[:slots], self.origin[:slots], None
         return view
 
     def remembered(self) -> list[Tensor]:
-        """See `RowCache.remembered`."""
+        """All tensors with the state of a sequence."""
         return [*super().remembered(), self.ends, self.origin, *self.states.tensors(), *self.prompts.tensors()]
 
     def begin(self, lengths: Tensor) -> None:
-        """See `RowCache.begin`."""
+        """Reset all states, for prompts of these lengths."""
         super().begin(lengths)
         for field in (*self.states.tensors(), *self.prompts.tensors()):
             field.zero_()
@@ -89,12 +89,12 @@ class HybridCache(StatesCache, KeyValueCache):
         self.reads_to(lengths)
 
     def reads_to(self, lengths: Tensor) -> None:
-        """See `RowCache.reads_to`."""
+        """Set how many tokens a prefill reads of each sequence."""
         self.ends.copy_((lengths - self._lag).clamp(min=0))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A block in which passes are over tokens of texts, which move the states at once."""
+        """A context for prefill, whose tokens move the states at once."""
         self._reads = True
         try:
             yield
@@ -102,10 +102,10 @@ class HybridCache(StatesCache, KeyValueCache):
             self._reads = False
 
     def give(self, mask: TreeMask, positions: Tensor, cache_rows: Tensor) -> Tensor:
-        """Begin a pass over tokens LongTensor[B, N], as `Forward` is given them; their rows.
+        """Begin a pass over tokens, with arguments as in `Forward`, LongTensor[B, N]; returns the rows to write.
 
-        Tokens of a text that the states have already are computed without what was before them. So their rows, which
-        are there, stay, and these tokens get a row that nobody reads.
+        Tokens that the states already include are computed without their context. So their existing rows are kept, and
+        these tokens write to a row that is never read.
         """
         if self._reads:
             self._nodes = TextTokens(self.states, positions, self.ends)
@@ -118,7 +118,7 @@ class HybridCache(StatesCache, KeyValueCache):
         return cache_rows
 
     def end_of_pass(self) -> None:
-        """All layers are through. A text's state behind its prompt's end is kept."""
+        """Called after all layers. Keeps a copy of a sequence's state when it reaches the end of its prompt."""
         if isinstance(self._nodes, TextTokens):
             self._nodes.end()
             ended = self.states.position == self.ends
@@ -126,16 +126,19 @@ class HybridCache(StatesCache, KeyValueCache):
                 kept.copy_(now.where(ended.view(-1, *[1] * (now.dim() - 1)), kept))
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
-        """See `RowCache.advance`."""
+        """Move the states over accepted nodes."""
         if isinstance(self._nodes, TreeNodes):
             slots = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
             self._nodes.accept(slots, (self.origin + produced - self.states.position).clamp(min=0))
         self._nodes = None
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
-        """See `RowCache.take`: rows up to one of the states that there are, and that state."""
+        """Copy a sequence from another cache, up to one of the two positions that it has a state for.
+
+        Returns the rows copied.
+        """
         assert isinstance(source, HybridCache | _TakenTexts)
-        most = min(rows, int(self.ends[sequence]))  # a draft's state must not have the token before the root
+        most = min(rows, int(self.ends[sequence]))  # a draft's state must not include the token before the root
         for states in (source.states, source.prompts):
             length = int(states.position[of])
             if 0 < length <= most:
@@ -146,32 +149,32 @@ class HybridCache(StatesCache, KeyValueCache):
         return 0
 
     def trimmed_bytes(self, slots: slice, rows: int) -> int:
-        """See `RowCache.trimmed_bytes`."""
+        """The size in bytes of the result of `trimmed`."""
         return super().trimmed_bytes(slots, rows) + self.states.of(slots).nbytes + self.prompts.of(slots).nbytes
 
     def trimmed(self, slots: slice, rows: int) -> RowCache:
-        """See `RowCache.trimmed`."""
+        """A copy of the first `rows` rows, and of the states, of the sequences in these slots."""
         return _TakenTexts(super().trimmed(slots, rows), self.states.of(slots), self.prompts.of(slots))
 
-    # What mixers of transformers ask for.
+    # Methods that transformers' mixers call.
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """See `KeyValueCache.read`."""
+        """A layer's keys and values [B, Hkv, rows, D]."""
         return super().read(self._row_of[layer])
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
-        """See `KeyValueCache.write`."""
+        """Store a layer's key and value at these cache rows."""
         super().write(self._row_of[layer], key, value, cache_rows)
 
     def state(self, layer: int, which: int) -> Layer:
-        """The layer, in place of its state."""
+        """A `Layer` in place of the layer's state."""
         assert self._nodes is not None
         key = layer, which
         return LayerNodes(self._nodes, self.states, key, self._limits.get(key))
 
 
 class _TakenTexts(RowCache):
-    """Rows and states of texts, copied for later ones."""
+    """Rows and states copied from sequences, for later ones."""
 
     def __init__(self, rows: RowCache, states: States, prompts: States):
         super().__init__(rows.keys, rows.values)

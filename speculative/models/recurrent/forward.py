@@ -1,7 +1,7 @@
-"""A model with recurrent layers, called on tree nodes by transformers' own forward pass.
+"""Run a model with recurrent layers on tree nodes, by transformers' own forward pass.
 
-Its attention layers take a 4-D mask, as those of other models (`generic`). Its recurrent layers run on a copy of the
-model over the same weights (`mixers`), whose states know trees (`nodes`).
+Its attention layers take a 4-D mask, like those of other models (`generic`). Its recurrent layers run in a copy of the
+model over the same weights (`mixers`), where states support trees (`nodes`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ ATTENTION, OTHERS = ("full_attention", "hybrid"), ("linear_attention", "conv", "
 class RecurrentForward(TransformersForward):
     """A transformers causal language model that keeps a state besides keys and values, or instead of them.
 
-    Raises ValueError for layers that keep a state in a way that is not known, and for sliding windows beside them. Also
-    for rotary embeddings of type longrope, and for weights that are split over processes.
+    Raises ValueError for layers that keep a state in an unknown way, for sliding windows besides recurrent layers, for
+    rotary embeddings of type longrope, and for weights that are split over processes.
     """
 
     def __init__(self, model: PreTrainedModel, name: str = "model"):
@@ -42,7 +42,7 @@ class RecurrentForward(TransformersForward):
             raise ValueError(f"{name} has recurrent layers and rotary embeddings of type longrope, which cannot be")
 
     def _kinds_of(self, model: PreTrainedModel, name: str) -> list[str | None]:
-        """See `TransformersForward`; masks are those of full attention."""
+        """Check the kinds of layers. The attention layers are of one kind: full attention."""
         unknown = {*(getattr(self.text_config, "layer_types", None) or ())} - {*ATTENTION, *OTHERS}
         if unknown:
             raise ValueError(
@@ -69,13 +69,16 @@ class RecurrentForward(TransformersForward):
     def prefill(
         self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None, taps: Taps | None = None
     ) -> None:
-        """See `Forward`. Tokens that the cache's states have already do not move them again."""
+        """Cache prompts, see `Forward`. Tokens that the states already include do not move them again."""
         assert isinstance(cache, HybridCache)
         with cache.reading():
             super().prefill(tokens, cache, starts, taps)
 
     def gap(self, model: torch.nn.Module, prefix: int = 3, chain: int = 6) -> float:
-        """See `TransformersForward.gap`; texts are always short."""
+        """How far logits over a tree differ from the model's own.
+
+        `prefix` and `chain` are ignored: sequences are short.
+        """
         from heavypath.speculative.models.recurrent.probe import gap
 
         return gap(self, model, HybridCache(self._layout, 2, 32, self.like))
@@ -85,14 +88,14 @@ class RecurrentForward(TransformersForward):
         return dict.fromkeys(ATTENTION, each["full_attention"]) | dict.fromkeys(OTHERS)
 
     def taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """See `TransformersForward.taken`: a model without attention takes no positions, and no masks."""
+        """Those of a call's arguments that the model accepts: a model without attention takes no positions or masks."""
         takes_positions = "position_ids" in signature(self.model.forward).parameters
         left_out = () if takes_positions else ("position_ids", "attention_mask")
         return {name: given for name, given in arguments.items() if name not in left_out}
 
     @torch.no_grad()
     def _read_layers(self) -> None:
-        """Find out which layers keep what."""
+        """Call the model once, to find which layers keep keys, values and states, and their shapes."""
         self._called = over_trees(self.model)
         noted = _NotedLayers()
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
@@ -116,10 +119,12 @@ class RecurrentForward(TransformersForward):
 
 
 class _NotedLayers(StatesCache):
-    """A cache that keeps nothing, and notes what layers would keep.
+    """A cache that keeps nothing, and records what layers would keep.
 
-    rows: {layer: heads and columns of its keys, and of its values}; asked: states that mixers asked for; used: those
-    with a rule, and their shapes; convolved: shapes of convolutions' states
+    rows:      {layer: heads and columns of its keys, and of its values}
+    asked:     the states that mixers asked for
+    used:      the states that a known rule used, with their shapes
+    convolved: shapes of convolutions' states
     """
 
     def __init__(self) -> None:
@@ -160,7 +165,7 @@ class _NotedLayer:
 
     def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
         low, high = (float(limit) for limit in limits or (0, float("inf")))
-        if low > 0 or high < float("inf"):  # steps are above 0
+        if low > 0 or high < float("inf"):  # steps are positive, so a limit of 0 has no effect
             self._noted.limits[self._key] = low, high
         return steps
 

@@ -1,8 +1,9 @@
-"""The mixers of transformers' recurrent layers, over the nodes of a tree.
+"""Run the mixers of transformers' recurrent layers over the nodes of a tree.
 
-All families call functions of the same names for what depends on a state, and get the state from the cache. So a copy
-of the model, over the same weights, has mixers whose code is their own and whose functions of these names are ours.
-What the cache gives in place of a state is a `Layer`, which says what to do with nodes. The model itself stays.
+All model families call functions of the same names for computations with a state, and get the state from the cache. So
+the model is copied, over the same weights, and in the copy's mixers these names refer to our functions; the rest of
+their code is unchanged. In place of a state, the cache returns a `Layer`, which knows how to process nodes. The
+original model is not changed.
 """
 
 import inspect
@@ -23,12 +24,12 @@ from heavypath.speculative.models.functions import is_as_written, is_of_library
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# What is asked of a cache by whatever keeps a state; before transformers 5.21 the second, of one of its layers.
+# Names by which a mixer gets its state from a cache; the second of each is from before transformers 5.21.
 CONVOLVED, RECURRENT = {"get_conv_state", "conv_states"}, {"get_recurrent_state", "recurrent_states"}
 
 
 class Layer(Protocol):
-    """One layer's state in the pass that is under way.
+    """One layer's state in the current pass.
 
     state: fp32 [B, H, Dk, Dv]
     """
@@ -43,23 +44,29 @@ class Layer(Protocol):
         ...
 
     def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
-        """Time steps [B, N, H] of Mamba-2, clamped where tokens are of a prompt; limits: None if they are not told."""
+        """Time steps [B, N, H] of Mamba-2, clamped for tokens of a prompt.
+
+        Limits: None if the mixer does not pass them.
+        """
         ...
 
     def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The outputs [B, N, H, Dv] of a rule, such as `tree_delta`; inputs: those before its state."""
+        """The outputs [B, N, H, Dv] of a rule, such as `tree_delta`; inputs: the rule's arguments before the state."""
         ...
 
 
 class NewColumns(NamedTuple):
-    """New columns [B, C, N] of a layer, which a mixer gets in place of its convolution's state with them behind it."""
+    """New columns [B, C, N] of a layer.
+
+    A mixer gets them in place of its convolution's state followed by the new columns.
+    """
 
     layer: Layer
     columns: Tensor
 
 
 class StatesCache(Cache):
-    """A cache as mixers ask it for their states."""
+    """A cache with the methods by which mixers get their states."""
 
     def state(self, layer: int, which: int) -> Any:
         """One `Layer`, in place of its state."""
@@ -78,15 +85,15 @@ class StatesCache(Cache):
         return NewColumns(self.state(layer_idx, state_idx), conv_states)
 
     def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Nothing is to be done: states move when nodes are accepted."""
+        """Return the states unchanged: they move when nodes are accepted."""
         return recurrent_states
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        """True: a text without a token has states, too."""
+        """True: a sequence without a token has states, too."""
         return True
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False."""
+        """False: no past states are recorded."""
         return False
 
     @property
@@ -102,11 +109,11 @@ class StatesCache(Cache):
 
     @layers.setter
     def layers(self, layers: Any) -> None:
-        """The list that every cache of transformers makes, here an empty one."""
+        """Accept the list that every cache of transformers assigns; here it is always empty."""
 
 
 class _By:
-    """The results of a function, by index."""
+    """An object whose items are the results of a function of the index."""
 
     def __init__(self, function: Callable[[int], Any]):
         self._function = function
@@ -128,7 +135,7 @@ def _conv_update(
 
 
 def _rule(rule: Any) -> Any:
-    """The function of a delta rule, as mixers call it."""
+    """A function with the signature by which mixers call a delta rule."""
 
     def apply(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Layer,
@@ -163,7 +170,7 @@ def mamba2_selective_state_update(
     state: Layer, x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor | None = None, *,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Mamba-2 of one node, as mixers call it: each number of a head is repeated over its columns."""
+    """Mamba-2 of one node, as mixers call it: each number of a head is repeated over the head's columns."""
     weight, bias = (None if each is None else each[:, 0] for each in (skip, dt_bias))
     out = mamba2_chunk_scan(
         x[:, None], dt[:, None, :, 0], decay[:, 0, 0], key[:, None], query[:, None], D=weight, dt_bias=bias,
@@ -184,12 +191,12 @@ RULES = {
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that ask a cache for a state, with their names."""
+    """The modules that get a state from a cache, with their names."""
     return ((name, each) for name, each in model.named_modules() if (CONVOLVED | RECURRENT) & _names(each))
 
 
 def check_mixers(model: nn.Module, name: str) -> None:
-    """Raise ValueError for a mixer that does something else with its state than by the functions that are known."""
+    """Raise ValueError for a mixer that uses its state by other than the known functions."""
     found = [*mixers_of(model)]
     if not found:
         raise ValueError(
@@ -202,8 +209,8 @@ def check_mixers(model: nn.Module, name: str) -> None:
         replaced = _replaced(type(mixer))
         if replaced:
             raise ValueError(
-                f"{name} of type {_type(model)} cannot be decoded by trees: of layer {where}, a "
-                f"{type(mixer).__name__}, {', '.join(replaced)} is not transformers' own any more, and its state over "
+                f"{name} of type {_type(model)} cannot be decoded by trees: in layer {where}, a "
+                f"{type(mixer).__name__}, {', '.join(replaced)} is not transformers' own any more, so its state over "
                 "a tree's nodes is not known; undo the patch"
             )
         if "forward" in vars(mixer) or not known:
@@ -215,7 +222,7 @@ def check_mixers(model: nn.Module, name: str) -> None:
 
 
 def _replaced(kind: type[nn.Module]) -> list[str]:
-    """What of a class of mixers is no longer as it was written: its forward, and functions that ours stand for."""
+    """Names of what was replaced in a class of mixers: its forward, or library functions that ours stand in for."""
     names: Any = inspect.unwrap(kind.forward).__globals__
     functions = (name for name in (*CONVOLUTIONS, *RULES) if not is_of_library(names.get(name)))
     return [*(() if is_as_written(kind) else ("forward",)), *functions]
@@ -228,7 +235,7 @@ def over_trees(model: ModuleT) -> ModuleT:
     def copied(module: nn.Module) -> nn.Module:
         if id(module) not in made:
             one = made[id(module)] = copy(module)
-            for name, hooks in vars(module).items():  # which transformers registers when it is asked for hidden states
+            for name, hooks in vars(module).items():  # transformers adds hooks when hidden states are requested
                 if name.endswith(("_hooks", "_with_kwargs", "_always_called")) and isinstance(hooks, dict):
                     vars(one)[name] = copy(hooks)
             one._modules = {name: child and copied(child) for name, child in module._modules.items()}
@@ -241,7 +248,7 @@ def over_trees(model: ModuleT) -> ModuleT:
 
 
 def _with_our_functions(kind: type[nn.Module]) -> FunctionType:
-    """The forward of a class of mixers, in whose code the known names are our functions."""
+    """The forward of a class of mixers, with the known names bound to our functions."""
     forward: Any = inspect.unwrap(kind.forward)
     ours = {**forward.__globals__, **CONVOLUTIONS, **RULES}
     made = FunctionType(forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -1,7 +1,7 @@
-"""The tokens of a pass, as recurrent layers see them: nodes of a tree, whose state is kept apart, or a piece of a text.
+"""How recurrent layers process the tokens of a pass: as nodes of a tree, or as a chunk of a sequence that is prefilled.
 
-Nodes leave the state as it was. What they leave of themselves (`KeptNodes`, and the inputs of convolutions) is for the
-moment at which some of them are accepted. The tokens of a text move the state at once, in chains of `CHUNK`.
+Nodes leave the state unchanged. Their intermediate results (`KeptNodes`, and the inputs of convolutions) are kept until
+some of the nodes are accepted. Tokens of a prefill move the state at once, in chains of `CHUNK`.
 """
 
 from typing import Any
@@ -19,16 +19,16 @@ from heavypath.kernels.recurrent.paths import KeptNodes, Paths
 from heavypath.kernels.recurrent.ssd import tree_ssd
 from heavypath.speculative.models.forward import TreeMask
 
-CHUNK, PAIRS = 64, 16  # tokens of a text at once; and of KDA, which gathers them for each other
+CHUNK, PAIRS = 64, 16  # tokens of one chain in prefill; fewer with KDA, which works on pairs of tokens
 
 Key = tuple[int, int]  # the layer, and which of its states
 
 
 class States:
-    """The states of B sequences.
+    """The recurrent states of B sequences.
 
-    recurrent: fp32 [B, H, Dk, Dv] of each layer that has one; convolved: [B, K - 1, C], oldest first
-    position:  LongTensor[B], the tokens of each text that are in them
+    recurrent: fp32 [B, H, Dk, Dv] for each layer that has one; convolved: [B, K - 1, C], oldest first
+    position:  LongTensor[B], how many tokens of each sequence the states include
     """
 
     def __init__(self, recurrent: dict[Key, Tensor], convolved: dict[Key, Tensor], position: Tensor):
@@ -45,27 +45,27 @@ class States:
         return States(recurrent, convolved, self.position[slots])
 
     def tensors(self) -> list[Tensor]:
-        """All of them, [B], or [B, any, any]."""
+        """All tensors, [B] or [B, any, any]."""
         return [self.position, *(one.flatten(2) for one in self.recurrent.values()), *self.convolved.values()]
 
     def copied(self) -> "States":
-        """A copy."""
+        """A copy with its own memory."""
         recurrent = {key: one.clone() for key, one in self.recurrent.items()}
         return States(recurrent, {key: one.clone() for key, one in self.convolved.items()}, self.position.clone())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all tensors."""
         return sum(one.nbytes for one in self.tensors())
 
 
 class TreeNodes:
-    """The nodes of a tree so far, of a step of the target: all in one pass.
+    """The nodes of a tree in one step of the target, which runs them all in one pass.
 
     begins: bool [B], whether the tree's root is the last token of a prompt
     """
 
-    _of_text = 1  # nodes of a tree's first pass that are of the text
+    _of_text = 1  # how many nodes of a tree's first pass belong to the sequence so far
 
     def __init__(self, states: States, begins: Tensor):
         self._states, self._begins = states, begins
@@ -74,7 +74,7 @@ class TreeNodes:
         self._inputs: dict[Key, Tensor] = {}
 
     def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
-        """Begin a pass over nodes with rows LongTensor[B, Q], which see each other as `mask` says."""
+        """Begin a pass over nodes with rows LongTensor[B, Q] and this mask."""
         ancestors = mask.ancestor_mask
         if ancestors is None:
             assert mask.subtree_end is not None
@@ -103,14 +103,14 @@ class TreeNodes:
         return (self._begins[:, None] & (torch.arange(paths.new, device=paths.mask.device) < self._of_text))[..., None]
 
     def columns(self, path: Tensor) -> Tensor:
-        """The columns of all nodes so far of the text's tokens from the state's position on, LongTensor[B, P].
+        """The columns, LongTensor[B, P], of a path's tokens among all nodes so far.
 
         path: LongTensor[B, any], slots of the root, the accepted nodes, then anything
         """
         return path.clamp(min=0)
 
     def accept(self, path: Tensor, count: Tensor) -> None:
-        """Move the states over `count` LongTensor[B] tokens: nodes of this step, by `path` as of `columns`."""
+        """Move the states over `count` LongTensor[B] tokens of this step, which `path` gives as in `columns`."""
         columns = self.columns(path)
         for key, (rule, kept) in self._kept.items():
             normalised = rule is not tree_ssd
@@ -124,10 +124,10 @@ class TreeNodes:
 
 
 class DraftNodes(TreeNodes):
-    """The nodes of a tree so far, of a step of a draft: level by level, and before them the token before the root.
+    """The nodes of a tree in one step of a draft: level by level, preceded by the token before the root.
 
-    A draft's state lags by that token. Whether it was read before or not, it is read in each step, as the root of the
-    tree that the layers see. In a text of one token there is none: then the first column means nothing.
+    A draft's state lags by that token. So each step reads the token again, and the layers see it as the root of the
+    tree. A sequence of one token has no such token; the first column is meaningless then.
     """
 
     _of_text = 2
@@ -139,7 +139,7 @@ class DraftNodes(TreeNodes):
         self._size = 0  # slots that there may be
 
     def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
-        """See `TreeNodes.give`."""
+        """Begin a pass over the next level's nodes."""
         assert mask.ancestor_mask is not None
         is_first, batch = self._slots.shape[1] == 0, len(cache_rows)
         ancestors = mask.ancestor_mask.expand(batch, -1, -1)
@@ -153,9 +153,9 @@ class DraftNodes(TreeNodes):
         self._passes.append(Paths(seen))
 
     def columns(self, path: Tensor) -> Tensor:
-        """See `TreeNodes.columns`."""
+        """The columns, LongTensor[B, P + 1], of a path's tokens, with the token before the root first."""
         column = torch.arange(1, self._slots.shape[1], device=path.device).expand(len(path), -1)
-        # An accepted leaf was given to nobody. Its column is any: the state lags by it.
+        # An accepted leaf was not run, so it has no column. Any will do: the state lags by that token.
         of_slot = path.new_zeros(len(path), self._size + 1).scatter(1, self._slots[:, 1:], column)
         columns = pad(of_slot.gather(1, path.clamp(0, self._size)), (1, 1))
         place = torch.arange(path.shape[1] + 1, device=path.device) + (~self._follows).long()[:, None]
@@ -163,10 +163,10 @@ class DraftNodes(TreeNodes):
 
 
 class TextTokens:
-    """A piece of each text, in its order: tokens from the state's position on move the state at once.
+    """A chunk of each sequence in prefill: tokens from the state's position on move the state at once.
 
-    Those before it have been read already, and those from `end` LongTensor[B] on are padding, or are read later: they
-    are seen by none of the others.
+    Tokens before that position have been read already. Tokens from `end` LongTensor[B] on are padding, or are read
+    later. No other token sees either of them.
     """
 
     def __init__(self, states: States, positions: Tensor, end: Tensor):
@@ -196,7 +196,7 @@ class TextTokens:
         return torch.cat(outs, 1)
 
     def _chains_of(self, size: int) -> list[tuple[int, Paths, Tensor, Tensor]]:
-        """Chains of so many tokens: where each begins, its paths, which tokens of it move the state, and how many."""
+        """Chains of `size` tokens: where each begins, its paths, which of its tokens move the state, and how many."""
         if size not in self._chains:
             self._chains[size] = []
             for begin in range(0, self._width, size):
@@ -208,16 +208,16 @@ class TextTokens:
         return self._chains[size]
 
     def prompted(self) -> Tensor:
-        """bool [B, 1, 1]: all tokens are of a text that is read at once."""
+        """bool [B, 1, 1], all true: every token belongs to a prompt."""
         return torch.ones_like(self._first, dtype=torch.bool)[:, None, None]
 
     def end(self) -> None:
-        """All layers have read the piece."""
+        """Advance the position, once all layers have read the chunk."""
         self._states.position.add_(self._stop - self._first)
 
 
 class LayerNodes:
-    """One layer of a pass: what its mixer gets in place of a state."""
+    """One layer of a pass, which its mixer gets in place of a state (see `Layer`)."""
 
     def __init__(self, nodes: TreeNodes | TextTokens, states: States, key: Key, limits: tuple[float, float] | None):
         """limits: of time steps in a prompt, None for none."""
@@ -225,19 +225,23 @@ class LayerNodes:
 
     @property
     def state(self) -> Tensor:
-        """See `Layer`."""
+        """The layer's recurrent state."""
         return self._states.recurrent[self._key]
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """See `Layer`."""
+        """The convolution [B, C, N] of the nodes' inputs, with the activation applied."""
         out = self._nodes.convolved(self._key, inputs.transpose(1, 2), weight, bias)
         return (out if activation is None else ACT2FN[activation](out)).to(inputs.dtype).transpose(1, 2)
 
     def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
-        """See `Layer`. transformers tells limits in a pass over several tokens alone: these are known from one."""
+        """Clamp the time steps of prompt tokens.
+
+        `limits` is ignored: transformers passes it only for several tokens at once, so the limits read from the model
+        are used.
+        """
         prompted = None if self._limits is None else self._nodes.prompted()
         return steps if prompted is None else steps.clamp(*(each for each in self._limits or ())).where(prompted, steps)
 
     def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """See `Layer`."""
+        """The outputs of a rule for the nodes."""
         return self._nodes.recur(self._key, rule, inputs)

@@ -1,9 +1,10 @@
-"""Try a forward pass over tree nodes of a model with recurrent layers: as `models.probe`, token by token.
+"""Try a forward pass of a model with recurrent layers on small trees, like `models.probe`, but token by token.
 
-Some models have two laws: Nemotron-H and Zamba2 clamp the time steps of a prompt from below, and not those of single
-tokens. Text is what `generate` writes. So each path is compared with the model's own cache: of a prompt, which ends at
-the first root, and then one token after the other. In 16 bits single tokens round more than a pass, and experts are
-chosen otherwise: then it may be either of the two. An accepted path, out of order, is followed by a second tree.
+Nemotron-H and Zamba2 compute prompts and single tokens differently: they clamp the time steps of a prompt from below,
+and not those of single tokens. The reference is what `generate` does. So each path is run with the model's own cache:
+first the prompt, up to the root, and then one token after the other. In 16 bits single tokens have larger rounding
+errors than a pass over several, and may choose other experts, so there the logits may agree with either of the two. An
+accepted path, out of order, is followed by a second tree.
 """
 
 import torch
@@ -21,14 +22,14 @@ PATHS = [0, 1, 2, 3, 4, 5], [0, 6, 7]  # a chain of six nodes, and two nodes bel
 
 @torch.no_grad()
 def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> float:
-    """The largest distance of two small trees' logits from those of their paths, in their standard deviations.
+    """The largest distance of two small trees' logits from those of their paths, in standard deviations of the latter.
 
-    model: the model that the forward pass stands for; cache: of two sequences and 32 rows, or more
+    model: the model that the forward pass replaces; cache: for at least two sequences and 32 rows
     """
     device, noise = forward.device, torch.Generator().manual_seed(0)  # torch's own is the caller's
     tokens = torch.randint(forward.vocab_size, (2, 25), generator=noise, device="cpu").to(device)
     prefix, first, second = tokens.split([9, 8, 8], 1)
-    lengths = torch.tensor([9, 2], device=device)  # longer and shorter than a convolution
+    lengths = torch.tensor([9, 2], device=device)  # longer and shorter than a convolution's kernel
     cache.begin(lengths)
     forward.prefill(prefix, cache)
     trees = [_logits(forward, first, lengths, cache)]
@@ -44,7 +45,7 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
             longest = max(map(len, paths))
             along = torch.tensor([[*each, *each[-1:] * (longest - len(each))] for each in paths], device=device)
             texts = torch.cat([start.expand(len(paths), -1), nodes[text, along]], 1)
-            ways = [_after(forward, model, texts, prompt + 1)]  # which ends with the root
+            ways = [_after(forward, model, texts, prompt + 1)]  # the prompt includes the root
             if forward.dtype.itemsize < 4:
                 ways.append(model(texts, use_cache=False).logits)
             for way in ways:
@@ -56,7 +57,7 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
 
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:
-    """The distances of logits [.., V] from those expected, in the standard deviations of these."""
+    """The distance of logits [.., V] from the expected ones, in standard deviations of the latter."""
     return (found - expected).square().mean(-1).sqrt() / expected.std(-1)
 
 
@@ -72,7 +73,7 @@ def _logits(forward: TransformersForward, nodes: Tensor, lengths: Tensor, cache:
 
 
 def _after(forward: TransformersForward, model: nn.Module, texts: Tensor, prompt: int) -> Tensor:
-    """The model's own logits [B, n, V] after each token from the prompt's last on, as `generate` computes them."""
+    """The model's own logits [B, n, V] after each token from the prompt's last on, computed as `generate` does."""
     batch, width = texts.shape
     own, found = DynamicCache(config=forward.config), []
     place = torch.arange(width, device=texts.device).expand(batch, -1)

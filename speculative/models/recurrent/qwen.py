@@ -1,6 +1,6 @@
 """The forward pass of Qwen3.5 over tree nodes, from the modules of the transformers model itself.
 
-It is the arithmetic of transformers' own pass, which spends several times as many launches on a GPU:
+It is the arithmetic of transformers' own pass, which needs several times as many launches on a GPU:
 
     x = embed(tokens)
     for each layer:  x += mixed(norm(x));  x += down(silu(gate(norm(x))) * up(norm(x)))
@@ -10,9 +10,9 @@ It is the arithmetic of transformers' own pass, which spends several times as ma
     delta rule    q, k, v = silu(conv(qkv(x)));   g = -exp(A) softplus(a(x) + dt);   beta = sigmoid(b(x))
                   out_proj(norm(tree_delta(q, k, v, g, beta)) * silu(z(x)))
 
-Factors of norms are 1 + weight, but of the delta rule's. Of each head the first columns alone are turned by positions.
-On a GPU linear layers with one input are one product: q, k and v; qkv, z, b and a; gate and up (see `joined`). The
-states, the rows and what is accepted are those of `RecurrentForward`, as is the probe that each model passes.
+The factors of norms are 1 + weight, except in the delta rule. Rotary embeddings turn only the first columns of each
+head. On a GPU linear layers that share an input are one product: q, k and v; qkv, z, b and a; gate and up (see
+`joined`). States, cache rows and acceptance are those of `RecurrentForward`, and each model must pass the same trial.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,10 @@ _norm = partial(add_rms_norm, centred=True)
 
 
 class QwenForward(RecurrentForward):
-    """A transformers Qwen3.5 causal language model, called on tree nodes. Raises what `RecurrentForward` does."""
+    """A transformers Qwen3.5 causal language model, called on tree nodes.
+
+    Raises the same errors as `RecurrentForward`.
+    """
 
     is_foreign = False
 
@@ -58,10 +61,10 @@ class QwenForward(RecurrentForward):
 
         self._layers = [_Layer(layer, linears.one, together) for layer in inner.layers]
         self._last, self._head = _centred(inner.norm), linears.one(model.lm_head)
-        self.watch(model)  # as it is after weights were joined
+        self.watch(model)  # again, because joining moved weights
 
     def is_current(self) -> bool:
-        """True if the model's parts are the same, and copies of its weights are still up to date."""
+        """Whether the model's structure is unchanged and reordered copies of its weights are up to date."""
         return super().is_current() and self._linears.is_current()
 
     def __call__(
@@ -71,7 +74,7 @@ class QwenForward(RecurrentForward):
         """Logits [B, N, V] after each token, see `Forward`."""
         assert isinstance(cache, HybridCache)
         rows = cache.give(mask, positions, cache_rows)
-        within = positions.clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
+        within = positions.clamp(max=self.max_positions - 1)  # positions of absent nodes may be larger
         nodes = _Nodes(cache, rows, self._turns(within), mask.attention(self.dtype, (None,))[None])
         hidden, computed = self.embedding(tokens.flatten()), None
         states: dict[int, Tensor] = {}
@@ -93,7 +96,7 @@ class QwenForward(RecurrentForward):
         return as_logits(self._head(last).view(*tokens.shape, -1))
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [B, N, 1, R] of positions LongTensor[B, N]; the sine has the signs of rotate_half."""
+        """Cosine and sine [B, N, 1, R] for positions LongTensor[B, N]; the sine has the signs of rotate_half."""
         rotary: Any = self.model.model.rotary_emb
         cos, sin = rotary(self.like, positions[None].expand(3, -1, -1))
         low, high = sin.chunk(2, -1)
@@ -104,12 +107,12 @@ class _Nodes:
     """The nodes of a pass: their states and rows in a cache, and what all layers share."""
 
     def __init__(self, cache: HybridCache, rows: Tensor, turns: tuple[Tensor, Tensor], attend: Attend):
-        """rows: LongTensor[B, N] of the cache; turns: as of `QwenForward._turns`."""
+        """rows: LongTensor[B, N], cache rows; turns: from `QwenForward._turns`."""
         self.cache, self.rows, self.attend = cache, rows, attend
         self._cos, self._sin = turns
 
     def turned(self, heads: Tensor) -> Tensor:
-        """Heads [B, N, H, D] whose first R columns are turned."""
+        """Apply rotary embeddings to the first R columns of heads [B, N, H, D]."""
         columns = self._cos.shape[-1]
         part = heads[..., :columns]
         part = torch.addcmul(part * self._cos, part.roll(columns // 2, -1), self._sin)
@@ -165,16 +168,19 @@ class _Layer:
 
 
 def recurrent_forward(model: PreTrainedModel, name: str, fits: Callable[[RecurrentForward], bool]) -> RecurrentForward:
-    """The forward pass of a model with recurrent layers; fits: whether one by its own modules gives its logits."""
+    """The forward pass of a model with recurrent layers: `QwenForward` where it fits, otherwise `RecurrentForward`.
+
+    fits: whether a forward pass gives the model's own logits
+    """
     if is_published_qwen(model) and fits(own := QwenForward(model, name)):
         return own
     return RecurrentForward(model, name)
 
 
 def is_published_qwen(model: PreTrainedModel) -> bool:
-    """True if a model is a Qwen3.5, made of transformers' own modules, without any hook or patch, all in memory.
+    """Whether a model is a Qwen3.5 made of transformers' own modules, without any hook or patch, and all in memory.
 
-    `QwenForward` calls few of them, so it would leave out anything that somebody put there.
+    `QwenForward` calls few of its modules, so it would leave out anything that a user put there.
     """
     if model.config.model_type != "qwen3_5_text" or stream_of(model) is not None:
         return False
@@ -196,5 +202,5 @@ def is_published_qwen(model: PreTrainedModel) -> bool:
 
 
 def _centred(module: Any) -> Norm:
-    """The settings of an RMS norm of Qwen3.5, whose factor is 1 + weight."""
+    """The weight and epsilon of a Qwen3.5 RMS norm, whose factor is 1 + weight."""
     return Norm(module.weight, module.eps)
