@@ -70,7 +70,7 @@ class OwnDraft(Draft):
         self._draft.prefill(tokens, cache)
 
     def __call__(self, feed: Feed, cache: RowCache) -> Tensor:
-        """The draft's logits after each node, fp32 [B, n, V]: a copy, because it may use its own memory again."""
+        """The draft's logits after each node, fp32 [B, n, V]; copied, because the draft may reuse its memory."""
         refuse(self.name)  # its Python may decide anew in each step
         logits = self._draft(feed, cache)
         if not isinstance(logits, Tensor):
