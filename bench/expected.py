@@ -27,7 +27,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.calibration import cost_environment
-from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.measured import CostsByBatch
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.demo import DemoPair, demo_prompts
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.methods import measured_row

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import MAX_NODES
+from heavypath.speculative.costs.measured import CostsByBatch
 from heavypath.speculative.costs.streamed import streamed_bytes
-from heavypath.speculative.costs.table import CostsByBatch
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.drafts.tempered import Tempered
 from heavypath.speculative.files.typed_json import parsed, typed

@@ -28,7 +28,8 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.verification import verify_unchecked
-from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.measured import CostsByBatch
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.run import StepRunner

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
 from heavypath.speculative.trees.ranks import steps_of
-from heavypath.speculative.trees.tails import CHILDREN, DEPTH, falling, with_tail
+from heavypath.speculative.trees.tails import CHILDREN, DEPTH, with_tail
 from heavypath.speculative.trees.tree import TokenTree
 
 PRIOR = 50  # weight, in nodes, of the mean over all depths in each depth's acceptance: deep nodes are rare
@@ -105,3 +105,18 @@ def _error_by_counts(tree: TokenTree, rates: Tensor, reached: Sequence[int]) -> 
     counted = torch.full((len(rates),), float(sum(reached)), dtype=torch.float64, device="cpu")
     counted[: len(reached)] = torch.tensor(reached, dtype=torch.float64, device="cpu")
     return math.sqrt(float(((squares - gains.sum(1) ** 2).clamp(min=0) / counted.clamp(min=1)).sum()))
+
+
+def falling(acceptance: np.ndarray) -> np.ndarray:
+    """The non-increasing sequence nearest to acceptance [child], by least squares (isotonic regression).
+
+    In measurements a later child can be accepted more often than an earlier one, but only by chance.
+    """
+    blocks: list[tuple[float, int]] = []  # mean, entries
+    for rate in acceptance.tolist():
+        mean, count = rate, 1
+        while blocks and blocks[-1][0] < mean:
+            before, entries = blocks.pop()
+            mean, count = (before * entries + mean * count) / (entries + count), entries + count
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])

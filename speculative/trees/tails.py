@@ -93,18 +93,3 @@ TRAINED_HEAD = Usual(0.72, 0.93)
 # that were written before, in which `Retrieval` and `Recall` look, are followed longer than a prompt.
 LOOKUP, SAMPLED_LOOKUP = Usual(0.45, 0.8, 0.1), Usual(0.25, 0.9, 0.1)
 RETRIEVAL = Usual(0.7, 1.0, 0.1)
-
-
-def falling(acceptance: np.ndarray) -> np.ndarray:
-    """The non-increasing sequence nearest to acceptance [child], by least squares (isotonic regression).
-
-    In measurements a later child can be accepted more often than an earlier one, but only by chance.
-    """
-    blocks: list[tuple[float, int]] = []  # mean, entries
-    for rate in acceptance.tolist():
-        mean, count = rate, 1
-        while blocks and blocks[-1][0] < mean:
-            before, entries = blocks.pop()
-            mean, count = (before * entries + mean * count) / (entries + count), entries + count
-        blocks.append((mean, count))
-    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])

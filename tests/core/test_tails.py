@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from heavypath.speculative import TokenTree, expected_tokens
+from heavypath.speculative.trees.counted import falling
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.ranks import NONE, UNKNOWN, steps_of
-from heavypath.speculative.trees.tails import CHILDREN, falling, of_any_pair, with_tail
+from heavypath.speculative.trees.tails import CHILDREN, of_any_pair, with_tail
 
 TREE = TokenTree([-1, 0, 0, 1, 1, 3])  # of two children, the first of which has two and a grandchild
 

@@ -24,7 +24,8 @@ from heavypath.speculative import (
     walking,
 )
 from heavypath.speculative.cli.plan_tables import drawing_in_words
-from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.measured import CostsByBatch
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.kinds import as_draft, describe

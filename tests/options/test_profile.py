@@ -24,7 +24,8 @@ from heavypath.speculative import (
 )
 from heavypath.speculative.calibration import SEQUENCE_COUNTS, calibrate, own_prompts, ways_to_draft
 from heavypath.speculative.cli.plan_tables import warnings_of
-from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.measured import CostsByBatch
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.methods import default_verifier, row_of
 from heavypath.speculative.models.llama import LlamaForward

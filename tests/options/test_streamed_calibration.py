@@ -13,7 +13,8 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder, calibrate, calibration
 from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.cli.app import main
-from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.measured import CostsByBatch
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.kinds import as_draft, describe
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.llama import LlamaForward

@@ -43,7 +43,8 @@ from heavypath.speculative import (
     stream_of,
     top_down,
 )
-from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.measured import CostsByBatch
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.kinds import describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
 from heavypath.speculative.methods import measured_row

@@ -5,7 +5,8 @@ from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, Profile
-from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.measured import CostsByBatch
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.walking import Way
 
