@@ -129,8 +129,7 @@ TreeSize = Annotated[
     typer.Option(
         min=2,
         max=MAX_NODES,
-        help="Nodes of the drafted tree. Default: 5 on a CPU, fewer or none where a draft does not pay; on a GPU, and "
-        "with --memory, as many as are expected to pay.",
+        help="Nodes of the drafted tree. Default: as many as pay by estimated costs, none where a draft does not pay.",
     ),
 ]
 ProfileFile = Annotated[
