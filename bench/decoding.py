@@ -60,7 +60,7 @@ from common import (
     times_as_fast,
     token_ids,
 )
-from decoding_defaults import KINDS, defaults
+from decoding_defaults import KINDS, PLAIN, defaults
 from demo_pair import corpus
 from torch import Tensor
 
@@ -96,7 +96,7 @@ from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.walking import DEPTH, Extent, as_measured, walk
 
-REJECTION, PLAIN, TRANSFORMERS, MODEL = "rejection", "plain", "transformers", "model"
+REJECTION, TRANSFORMERS, MODEL = "rejection", "transformers", "model"
 CHAIN = 6  # nodes of a chain, whatever the trees have
 PHASES = ("draft", "sampling", "target", "verification", "compaction", "host")
 PREFIX, LEVELS = 300, (1, 4, 16)  # rows behind which a corpus is asked, for so many nodes

@@ -40,8 +40,8 @@ def _beside_chains(
     """A row for each decoder: its speed, and how many times as fast as plain decoding and as the best chain it is.
 
     Two factors are measured apart. Tokens per step follow from the texts, and are counted over all of them. The time of
-    a step, in steps of plain decoding, does not depend on the text. So its median is taken, and plain decoding runs
-    just before each other way: the machine is as fast then.
+    a step, in steps of plain decoding, hardly depends on the text. So its median is taken, and plain decoding runs just
+    before each way, while the machine is as fast. The row of plain decoding itself shows the noise that is left.
     """
     new, size, rounds = bench.given.max_new_tokens, case["batch"], bench.given.rounds
     every = bench.few_prompts(size * (rounds + 1))

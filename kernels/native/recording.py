@@ -10,9 +10,9 @@ allocates results. This takes as long as the kernels of a small model. Recorded,
 
 A recording sees two kinds of computations: compiled kernels, which go through `do`, and the operations of PyTorch that
 `_WRITES`, `_COPIES` and `_IN_PLACE` name. These are replayed into the tensors that they returned. Views and allocations
-are not computed again. All else is an obstacle: other operations of PyTorch, `item` among them; functions that take
-their reference in PyTorch (`choose_impl`); and what says so itself (`refuse`), as code of the user's does. A recording
-cannot see what NumPy computes, nor values that `tolist` reads.
+are not computed again. Everything else is an obstacle: other operations of PyTorch, also `item`; functions that run
+their reference in PyTorch (`choose_impl`); and calls of `refuse`, which whatever calls code of a user must make. For a
+recording cannot see Python, nor what NumPy computes or `tolist` reads.
 """
 
 import threading
@@ -66,7 +66,7 @@ class Recording(TorchDispatchMode):
         self.kept.append(kept)
 
     def replay(self) -> bool:
-        """Run all calls again, but end at one that returns False, see `questions`; False then."""
+        """Run all calls again. Returns False, and stops, at a question whose answer is another one now; see `ask`."""
         return all(call() is not False for call in self.calls)
 
     def __torch_dispatch__(

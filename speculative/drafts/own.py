@@ -71,7 +71,7 @@ class OwnDraft(Draft):
 
     def __call__(self, feed: Feed, cache: RowCache) -> Tensor:
         """The draft's logits after each node, fp32 [B, n, V]; copied, because the draft may reuse its memory."""
-        refuse(self.name)  # its Python may decide anew in each step
+        refuse(self.name)  # a recording would not run its Python again
         logits = self._draft(feed, cache)
         if not isinstance(logits, Tensor):
             raise TypeError(f"{self.name} must return logits, a tensor, got {type(logits).__name__}")

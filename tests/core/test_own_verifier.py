@@ -58,6 +58,21 @@ def test_noise_rows_of_an_own_verifier_are_never_given_twice(tiny_pair):
     assert len(seen) == len(set(seen)) > 40
 
 
+def test_a_verifier_is_called_in_each_step(tiny_pair):
+    """A recorded step would not call it again."""
+    calls = []
+
+    def built_in(nodes, target_logits, draft_logits, *, max_depth, target_filters, draft_filters, noise):
+        calls.append(max_depth)
+        filters = target_filters, draft_filters
+        return verify_unchecked(
+            VerifyInputs(nodes, target_logits, draft_logits, "target_sample", False, max_depth, *filters, noise)
+        )
+
+    out = SpeculativeDecoder(*tiny_pair, "sequoia", verifier=built_in).generate(PROMPT[None], 30, temperature=0.8)
+    assert len(calls) == out.stats.steps > 10
+
+
 @pytest.mark.parametrize(("verifier", "error", "message"), [
     ("speculation", ValueError, "verifier must be None, for the method's own, one of rejection, held, .*or a callable "
                                 "of your own as Verifier describes it; got 'speculation'"),

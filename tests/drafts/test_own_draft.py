@@ -67,6 +67,24 @@ def is_lossless(decoder, sequences):
     return goodness_of_fit(out.sequences[:, 3:], law).is_lossless()
 
 
+class Counting(Bigrams):
+    """Computes with operations that a recording replays, and counts its calls in Python, which it does not."""
+
+    def __init__(self, logits):
+        super().__init__(logits)
+        self.calls = 0
+
+    def __call__(self, feed, cache):
+        self.calls += 1
+        return self.logits.index_select(0, feed.tokens.flatten()).view(*feed.tokens.shape, VOCAB)
+
+
+def test_a_draft_is_called_in_each_step():
+    draft = Counting(random_table(VOCAB))
+    out = SpeculativeDecoder(tiny_llama(1), draft, "chain", tree=TokenTree.chain(1)).generate(PROMPT[None], 30)
+    assert draft.calls >= out.stats.steps - 1 > 10, "a text's last token has no draft"
+
+
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
 @pytest.mark.few(2)
 def test_the_joint_law_and_the_greedy_text_are_the_targets_with_an_adversarial_draft(method):
