@@ -117,6 +117,20 @@ def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_p
     assert torch.equal(decoder.generate(IDS, 18).sequences, expected)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("method", ["rsd-s", "ersd", "chain", "dyspec"])
+@pytest.mark.parametrize("least", [{}, {"min_new_tokens": 9}, {"min_length": 20}], ids=str)
+def test_a_growing_wish_to_end_is_that_of_transformers_in_every_call(least, method, tiny_pair, monkeypatch):
+    """Prompts of 17 and 2 tokens; where the least length forbids the end, -inf + |-inf| is NaN in transformers too."""
+    target, decoder = tiny_pair[0], SpeculativeDecoder(*tiny_pair, method)
+    own = GenerationConfig(exponential_decay_length_penalty=(1, 1.3), eos_token_id=EOS, pad_token_id=0, **least)
+    monkeypatch.setattr(target, "generation_config", own)
+    inputs = left_padded([[1 + place % 6 for place in range(17)], [2, 1]])
+    expected = target.generate(**inputs, max_new_tokens=18, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(decoder.generate(**inputs, max_new_tokens=18, temperature=0).sequences, expected)
+
+
 DOUBLED = {
     "a bias of the config": ({"sequence_bias": {(1,): 3.0}}, lambda: [theirs.SequenceBiasLogitsProcessor({(2,): 2.0})]),
     "two of a class": (
