@@ -76,8 +76,8 @@ def row_digests(tensor: Tensor) -> Tensor:
 
 def _weights(count: int, device: torch.device) -> Tensor:
     """Pseudo-random odd numbers LongTensor[count]."""
-    place = torch.arange(1, count + 1, device=device)
-    mixed = place * _FACTOR
+    index = torch.arange(1, count + 1, device=device)
+    mixed = index * _FACTOR
     mixed = (mixed ^ (mixed >> 29)) * _FACTOR
     return mixed ^ (mixed >> 32) | 1
 
@@ -111,8 +111,8 @@ class Agreement(Peers):
         for number in (self._words, self._ends, self._differ):
             number.zero_()
         self._problem = None
-        told = {name: _text_of(fact) for name, fact in facts.items()}
-        every = self.ranks.told(told)
+        described = {name: _text_of(fact) for name, fact in facts.items()}
+        every = self.ranks.told(described)
         for name in facts:
             values = [one.get(name) for one in every]
             if len({*values}) > 1:
@@ -167,10 +167,10 @@ class Agreement(Peers):
             raise problem
 
     def _ending(self) -> BaseException | None:
-        said = self.ranks.told(None if self._problem is None else said_of(self._problem))
+        problems = self.ranks.told(None if self._problem is None else said_of(self._problem))
         if self._problem is not None:
             return self._problem
-        for rank, one in enumerate(said):
+        for rank, one in enumerate(problems):
             if one == KeyboardInterrupt.__name__:
                 return KeyboardInterrupt()
             if one is not None:
@@ -222,9 +222,10 @@ class Agreement(Peers):
 def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement:
     """The agreement of the ranks that some models' weights are split over.
 
-    models: see `peers.peers_of`. Checks their weights; those that every rank has in full must be the same. Raises
-            errors of
-    the checks on all ranks, and RankMismatchError; ValueError if one model is split and another one streamed.
+    models: their forward passes. Their weights are checked; weights that every rank has in full must be equal
+
+    Raises errors of these checks on all ranks, RankMismatchError if weights differ, and ValueError if one model is
+    split and another one is streamed.
     """
     ranks = whole_ranks([model.ranks for model in models])
     assert ranks is not None

@@ -32,7 +32,7 @@ class Peers:
         return streamers, trace
 
     def tell(self) -> None:
-        """Before a step: tell the others if this process must stop."""
+        """Before a step: signal the other processes if this one must stop."""
 
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
         """After a step: stop all sequences, by `left` (`StateField.LEFT`), if the results of the processes differ.
