@@ -218,7 +218,7 @@ class CascadeDraft(CompositeDraft):
 
     @property
     def positions(self) -> float:
-        """Those of the first draft: if it proposes nothing, there is no node for the next draft to continue from."""
+        """The first draft's `positions`: if it proposes nothing, the next draft has no node to continue from."""
         return self.drafts[0].positions
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:

@@ -8,8 +8,7 @@ lossless for any Q. Source: Timor et al. 2025, "Accelerating LLM Inference with 
 for Heterogeneous Vocabularies", arXiv 2502.05202, algorithm 4 (token-level intersection).
 
 The sequence is never tokenized again: the draft reads each of the target's tokens separately, although its own
-tokenizer might split the text at other places. So its cache depends only on the target's tokens, as for any other
-draft.
+tokenizer might split the text differently. So its cache depends only on the target's tokens, as for any other draft.
 """
 
 from collections.abc import Sequence

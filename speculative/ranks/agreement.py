@@ -1,6 +1,6 @@
-"""Check after every step that all ranks agree on the drafted trees, the target's logits, and what was accepted.
+"""Check after every step that all ranks agree on the drafted trees, the target's logits, and the accepted nodes.
 
-Each rank drafts and verifies by itself. All get the same results, for three reasons: random numbers are a function of
+Each rank drafts and verifies separately. All get the same results, for three reasons: random numbers are a function of
 seed and position, the draft is the same on every rank, and a sum over ranks has the same bits on all of them. A
 different seed or weight on one rank breaks this, and must be noticed. So a step ends with one small collective,
 whatever the sizes of its tensors. Let w be a rank's vector of digests of its results:
@@ -94,7 +94,7 @@ class Agreement(Peers):
         )  # digests of the last step, or of the first step that differs
         self._ends = torch.zeros(1, dtype=torch.long, device=device)  # 1: this rank must stop
         self._differ = torch.zeros((), dtype=torch.bool, device=device)  # whether ranks differed in this generation
-        self._problem: BaseException | None = None  # to be raised once all ranks know of it
+        self._problem: BaseException | None = None  # to be raised once all ranks have got the signal
 
     @property
     def is_first(self) -> bool:
@@ -245,7 +245,7 @@ def own_weights(model: Any) -> dict[str, object]:
 
 
 def _drawn(drafted: Any) -> list[Tensor]:
-    """What must be equal if the same was drafted: tokens, parents, and digests of the logits they were drawn from."""
+    """The drafted trees, to be compared: tokens, parents, and digests of the logits that tokens were drawn from."""
     if drafted.logits is None:
         return [drafted.tokens, drafted.parents]
     sources = drafted.parents[..., 1:].expand(len(drafted.tokens), -1)

@@ -41,7 +41,7 @@ class Peers:
         """
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """The error to raise if `LEFT` says so after step number `step`."""
+        """The error to raise after step number `step`, if `left` (`LEFT`) is one of its special values."""
         return None
 
     def end(self) -> None:
