@@ -17,7 +17,7 @@ class CostsByBatch:
 
     def __post_init__(self) -> None:
         if 1 not in self.by_batch or min(self.by_batch) < 1:
-            raise ValueError(f"costs by batch must have those of 1 sequence, got {sorted(self.by_batch)}")
+            raise ValueError(f"costs by batch must include batch size 1, and none below, got {sorted(self.by_batch)}")
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ class CostsByBatch:
         return tuple(sorted(self.by_batch))
 
     def at(self, batch: int) -> Costs:
-        """The costs for `batch` sequences: interpolated linearly, and beyond the largest known batch those of it."""
+        """The costs for `batch` sequences, interpolated linearly; above the largest known batch they stay the same."""
         if batch in self.by_batch:
             return self.by_batch[batch]
         for low, high in pairwise(self.batches):

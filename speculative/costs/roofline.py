@@ -85,7 +85,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, model: Drafting) -> "Work":
-        """The work of a model's pass; of a trained head, that of a level, without layers if a pass drafts all levels.
+        """The work of a model's pass. For a trained head: of one level, without layers if a pass drafts all levels.
 
         The token embedding is not counted (only a few rows are read), unless it is also the output head's weight. If
         ranks share a model, this is one rank's part; communication is not counted.

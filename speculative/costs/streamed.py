@@ -1,8 +1,8 @@
 """Estimate the costs of a step with streamed target layers from the models, for decoders without a profile.
 
 A pass reads S bytes of weights from a disk or from host memory, while its layers compute and while trees are drafted.
-It takes the time of reading or that of the same pass with all weights in memory (`estimates`, `roofline`), whichever
-is longer:
+It takes as long as reading them, or as the same pass with all weights in memory (`estimates`, `roofline`), whichever is
+longer:
 
     t(n) = max(S / LINK, t_resident(n)) + t_draft(n) - t_draft(1)
 

@@ -81,7 +81,7 @@ class ProcessedDraft(Draft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """The processed logits after the nodes of a level, fp32 [B, n, V].
 
-        For the first feed only those after the root are returned: [B, D, V] with D = the draft's `laws`.
+        For the first feed, only the logits after the root are returned: [B, D, V] with D = the draft's `laws`.
         """
         after = self._draft(feed, cache)
         self._lap("draft")

@@ -125,11 +125,11 @@ class GrammarProcessor:
         Raises ValueError for a sequence whose new tokens are not in the language.
         """
         words = []
-        for text in input_ids[:, self._prompt_length :].tolist():
+        for new in input_ids[:, self._prompt_length :].tolist():
             ends, matcher = self._grammar.eos_token_ids, self._grammar.matcher()
-            read, ended = before_end(text, ends)
+            read, ended = before_end(new, ends)
             if not matcher.consume_tokens(read):
-                raise ValueError(f"the text {text} is not of the grammar: {matcher.get_error()}")
+                raise ValueError(f"the tokens {new} are not of the grammar: {matcher.get_error()}")
             may_follow = words_of(matcher)
             words.append(words_with(ends, len(may_follow)) if ended else may_follow)
         return masked(scores, torch.stack(words))

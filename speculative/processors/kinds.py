@@ -58,7 +58,7 @@ _CHANNELS = "several of its rows belong to one sequence; leave it out"
 # Class name -> the reason, and what to do instead. By name, because a version of transformers may lack some of them.
 _REFUSED = {
     "SynthIDTextWatermarkLogitsProcessor": (
-        "it keeps the input_ids of earlier calls, which in a tree are those of other nodes; use "
+        "it keeps the input_ids of earlier calls, which in a tree belong to other nodes; use "
         "WatermarkLogitsProcessor, which does not"
     ),
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": (

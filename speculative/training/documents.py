@@ -39,7 +39,7 @@ def read_documents(paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBa
     and in its subfolders, except hidden files and those that are not UTF-8.
 
     Raises OSError for files that cannot be read. Raises ValueError, with file and line, for lines of another form and
-    for conversations if the tokenizer has no chat template; and ValueError if there is no text at all.
+    for conversations if the tokenizer has no chat template. Raises ValueError if there is no text at all.
     """
     found: list[Document] = []
     for path in paths:

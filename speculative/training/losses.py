@@ -8,8 +8,8 @@ Let P be the target's distribution and Q the draft's. A drafted token is accepte
     lk       lambda KL(P || Q) + (1 - lambda) TV, lambda = exp(-3 alpha), through which no gradient goes
              (LK losses, arXiv 2602.23881, the hybrid with eta = 3)
 
-TV is what counts for acceptance, but its gradient is small if P and Q hardly overlap; there KL leads. In `tv_kl` the
-weight of KL is constant, in `lk` it goes from 1 to 0.05 as alpha goes from 0 to 1.
+Acceptance depends on TV alone, but the gradient of TV is small if P and Q hardly overlap; there KL leads. In `tv_kl`
+the weight of KL is constant, in `lk` it goes from 1 to 0.05 as alpha goes from 0 to 1.
 
 If the draft has fewer tokens than the target, Q = 0 for the others. They count in TV. KL is computed with P restricted
 to the draft's tokens and renormalised, because it would be infinite otherwise.

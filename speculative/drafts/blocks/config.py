@@ -10,7 +10,7 @@ class BlockConfig(TappedConfig):
     """Shapes and switches of a block draft.
 
     kind:          its authors' name for this kind of draft ("dflash", ...), for messages
-    block_size:    rows of a pass: the root's, and those of masks
+    block_size:    rows of a pass: one for the root, the others for masks
     mask_token_id: the token whose embedding the masks get
     from_root:     whether row r gives the distribution at depth r + 1; else at depth r, and the root's row is not used
     causal:        for each layer, whether a row of the block attends only to the block's rows up to itself; else to all
@@ -22,7 +22,7 @@ class BlockConfig(TappedConfig):
     state_size:    for the term "domino", columns of a node's state
     plain:         for the term "domino", number of depths, from the root's children on, without the term
     selected:      for the term "selector", the number of tokens of each depth that it chooses from
-    owns_mask:     whether the checkpoint has an embedding for masks, which replaces that of mask_token_id
+    owns_mask:     whether the checkpoint has an embedding for masks, used instead of the embedding of mask_token_id
     conv_size:     number of rows that a convolution reads; 0 for no convolutions
     conv_group:    number of columns that share a convolution's input-dependent weights; 0 for no convolutions
     """

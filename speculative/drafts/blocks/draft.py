@@ -14,8 +14,8 @@ layers to the whole block. If a causal layer has a window W, the row at position
 other layers with a window, all rows attend to the same tokens as the root's row. Source: Chen et al. 2026, "DFlash:
 Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036; JetSpec is the case in which all layers are causal.
 
-The distribution after a node needs no other pass: it is that of its depth, to which some drafts add a term that depends
-on the node's token or path (`terms`). Its logits may be divided by a temperature for each depth.
+The distribution after a node needs no other pass: it is the distribution of its depth. Some drafts add a term that
+depends on the node's token or path (`terms`). The logits may be divided by a temperature for each depth.
 
 A pass of the target also computes the context's keys and values of all its nodes, for all layers. So nothing is
 computed twice, and no shape depends on the number of accepted nodes.
