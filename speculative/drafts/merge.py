@@ -77,10 +77,10 @@ class MergeDraft(CompositeDraft):
         """
         after = -1 if feed.news else 0
         every = zip(self.drafts, cache.parts, strict=True)
-        said = torch.stack([part(feed, own)[:, after:].float() for part, own in every], 1)  # [B, D, n, V]
+        logits = torch.stack([part(feed, own)[:, after:].float() for part, own in every], 1)  # [B, D, n, V]
         if feed.branches is None:
-            return said[:, :, -1]
-        return said[:, feed.branches % self.laws, torch.arange(said.shape[2], device=said.device)]
+            return logits[:, :, -1]
+        return logits[:, feed.branches % self.laws, torch.arange(logits.shape[2], device=logits.device)]
 
     def rules(self, rules: Any) -> Any:
         """The method's rules, with a `MergeVerifier` if the method's verification uses the draft's distributions.

@@ -148,9 +148,9 @@ def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
 
 def _tall(step: Mapping[str, Any]) -> list[int]:
     """The nodes that are shown with figures. The last number, the count of nodes, stands for the next token."""
-    beside = len(step["fates"]) <= MANY
+    all_nodes = len(step["fates"]) <= MANY
     reached = (node for node, fate in enumerate(step["fates"]) if fate not in ("parent", "absent"))
-    return [node for node in reached if beside or node in step["path"]] + [len(step["fates"])]
+    return [node for node in reached if all_nodes or node in step["path"]] + [len(step["fates"])]
 
 
 def _heights(step: Mapping[str, Any], tall: list[int]) -> list[int]:

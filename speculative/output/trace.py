@@ -268,8 +268,8 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _checked(step: dict[str, Any], sequences: int) -> dict[str, Any]:
     """The step itself; ValueError unless its fields have matching lengths and valid indices."""
     nodes, path, chosen = len(step["tokens"]), step["path"], step["chosen"]
-    of_nodes = ("parents", "ranks", "depths", "draft", "target", "fates", "coins", "thresholds")
-    fits = nodes > 0 and all(len(step[name]) == nodes for name in of_nodes) and 0 <= step["sequence"] < sequences
+    per_node = ("parents", "ranks", "depths", "draft", "target", "fates", "coins", "thresholds")
+    fits = nodes > 0 and all(len(step[name]) == nodes for name in per_node) and 0 <= step["sequence"] < sequences
     fits = fits and step["parents"][0] == -1 and all(0 <= step["parents"][i] < i for i in range(1, nodes))
     fits = fits and bool(path) and len(path) == len(chosen) and all(0 <= node < nodes for node in path + chosen)
     fits = fits and all(fate in FATES for fate in step["fates"])

@@ -54,7 +54,7 @@ _CACHE = type(functools.lru_cache(lambda: None))
 _NOTHING = object()
 
 
-class _KeptPlace(NamedTuple):
+class _Copy(NamedTuple):
     """A thing that can change, and its copy. read: copies the thing's own content; write: restores it from a copy."""
 
     thing: Any
@@ -72,7 +72,7 @@ class KeptState:
 
     def __init__(self, kept: object):
         self.unseen, self.may_differ = "", False
-        self._places: list[_KeptPlace] = []
+        self._copies: list[_Copy] = []
         self._numbers = 0
         self._known: dict[int, object] = {}
         self._names: set[str] = set()
@@ -84,13 +84,13 @@ class KeptState:
 
     def has_changed(self) -> bool:
         """Whether the present state differs from the copy, in the parts that can be read."""
-        return not all(_same(place.saved, place.read(place.thing)) for place in self._places)
+        return not all(_same(copy.saved, copy.read(copy.thing)) for copy in self._copies)
 
     def put_back(self) -> None:
         """Restore the state from the copy."""
-        for place in self._places:
-            if not _same(place.saved, place.read(place.thing)):
-                place.write(place.thing, place.saved)
+        for copy in self._copies:
+            if not _same(copy.saved, copy.read(copy.thing)):
+                copy.write(copy.thing, copy.saved)
 
     def _is_library(self, module: str | None) -> bool:
         """Whether a module's code is not searched: it is installed, and not of the callable's own package."""
@@ -100,8 +100,8 @@ class KeptState:
     def _note(self, thing: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> Any:
         """Copy a thing's content. Returns the copy."""
         saved = read(thing)
-        self._places.append(_KeptPlace(thing, read, write, saved))
-        if len(self._places) > MOST_PLACES or self._numbers > MOST_NUMBERS:
+        self._copies.append(_Copy(thing, read, write, saved))
+        if len(self._copies) > MOST_PLACES or self._numbers > MOST_NUMBERS:
             self._stop("it keeps more than can be compared in each step")
         return saved
 

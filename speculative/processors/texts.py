@@ -25,7 +25,7 @@ PathsOf = Sequence[Sequence[Path | None]]  # for each sequence, the paths to som
 
 
 @dataclass
-class _Text:
+class _SequenceState:
     """One sequence and its processors.
 
     ids: LongTensor[T'], the prompt and the new tokens so far
@@ -78,7 +78,7 @@ class BatchProcessors:
     """The sequences of a batch, each with its processors, from the prompt to the last committed token."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, _Text] = {}
+        self._sequences: dict[int, _SequenceState] = {}
         self._watched = WatchedOnes()
 
     def begin(
@@ -94,7 +94,7 @@ class BatchProcessors:
         Raises ValueError for a grammar with an end-of-sequence token that does not end the sequence, and for a
         processor that several sequences share if its state cannot be read.
         """
-        self._texts.pop(member, None)
+        self._sequences.pop(member, None)
         ends = frozenset(stops)
         for processor in processors:
             if isinstance(processor, Grammar) and ends and not ends.issuperset(processor.eos_token_ids):
@@ -104,11 +104,11 @@ class BatchProcessors:
                 )
         if processors:
             own = tuple(self._of_sequence(each, number) for each in processors)
-            self._texts[member] = _Text(own, prompt, ends)
+            self._sequences[member] = _SequenceState(own, prompt, ends)
 
     def end(self, member: int) -> None:
         """Remove a sequence."""
-        self._texts.pop(member, None)
+        self._sequences.pop(member, None)
 
     def _of_sequence(self, processor: Any, number: int) -> "Processor | GrammarText | WatchedCallable":
         """The object to call for one sequence: the processor itself, or a form that knows this sequence alone."""
@@ -117,7 +117,7 @@ class BatchProcessors:
             return GrammarText(processor)
         if kind is PrefixConstrainedLogitsProcessor:
             allowed = processor._prefix_allowed_tokens_fn
-            of_one = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(number, text), 1)
+            of_one = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(number, ids), 1)
             return of_one if is_promised(allowed) else self._watched.of(of_one, allowed)
         if kind is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
             return RepetitionPenaltyLogitsProcessor(processor.penalty, int(processor.prompt_ignore_length[number]))
@@ -135,14 +135,18 @@ class BatchProcessors:
         output: LongTensor[B, M], the new tokens of each member
         """
         members, counts, lefts = torch.stack([member, produced, left]).tolist()
-        texts = [self._texts.get(each) if more > 0 else None for each, more in zip(members, lefts, strict=True)]
-        unfinished = [(text, each, count) for text, each, count in zip(texts, members, counts, strict=True) if text]
+        sequences = [self._sequences.get(each) if more > 0 else None for each, more in zip(members, lefts, strict=True)]
+        unfinished = [
+            (sequence, each, count)
+            for sequence, each, count in zip(sequences, members, counts, strict=True)
+            if sequence
+        ]
         if unfinished:
-            first = min(text.produced for text, _, _ in unfinished)
+            first = min(sequence.produced for sequence, _, _ in unfinished)
             new = output[:, first : max(count for _, _, count in unfinished)].tolist()
-            for text, each, count in unfinished:
-                text.advance(new[each][text.produced - first : count - first])
-        return StepProcessors(texts, lefts)
+            for sequence, each, count in unfinished:
+                sequence.advance(new[each][sequence.produced - first : count - first])
+        return StepProcessors(sequences, lefts)
 
 
 def _kind_of(processor: "Processor | GrammarText | WatchedCallable") -> object:
@@ -155,12 +159,12 @@ def _kind_of(processor: "Processor | GrammarText | WatchedCallable") -> object:
 class StepProcessors:
     """Applies processors to the draft's and the target's logits for the nodes of one step's trees.
 
-    texts: for each slot its sequence; None for a slot without processors
+    sequences: one for each slot; None for a slot without processors
     left: for each slot the number of tokens that its sequence may still produce
     """
 
-    def __init__(self, texts: list[_Text | None], left: list[int]):
-        self._texts, self._left = texts, left
+    def __init__(self, sequences: list[_SequenceState | None], left: list[int]):
+        self._sequences, self._left = sequences, left
         self._dead: list[tuple[int, int]] = []
         self._changes: dict[tuple[int, int], list[Change]] = {}  # (slot, node) -> changes to make if it is accepted
 
@@ -173,14 +177,17 @@ class StepProcessors:
 
         Raises ValueError if processors make other NaN or +inf.
         """
-        unseen = [text is not None and text.is_unseen for text in self._texts]
-        asked = [() if alone else own for alone, own in zip(unseen, paths, strict=True)]
-        out, changes = self._processed(logits, asked, of_target=False)
+        unseen = [sequence is not None and sequence.is_unseen for sequence in self._sequences]
+        shown = [() if alone else own for alone, own in zip(unseen, paths, strict=True)]
+        out, changes = self._processed(logits, shown, of_target=False)
         out = out.masked_fill(out.isnan() & (logits == -torch.inf), -torch.inf)
         self._check("draft", out, paths)
         ended = [
-            [alone or (text is not None and path is not None and not text.stops.isdisjoint(path[-1:])) for path in each]
-            for text, each, alone in zip(self._texts, paths, unseen, strict=True)
+            [
+                alone or (sequence is not None and path is not None and not sequence.stops.isdisjoint(path[-1:]))
+                for path in each
+            ]
+            for sequence, each, alone in zip(self._sequences, paths, unseen, strict=True)
         ]
         for slot, column in changes:
             ended[slot][column] = True
@@ -222,13 +229,13 @@ class StepProcessors:
                 for change in changes:
                     change.make_again()
         for slot, node in self._dead:
-            text = self._texts[slot]
+            sequence = self._sequences[slot]
             depth = paths[slot].index(node) if node in paths[slot][: lengths[slot] + 1] else None
-            if text is not None and depth is not None and depth < self._left[slot]:
-                names = ", ".join(_names(text.processors))
+            if sequence is not None and depth is not None and depth < self._left[slot]:
+                names, count = ", ".join(_names(sequence.processors)), sequence.produced + depth
                 raise ValueError(
-                    f"the logits processors {names} leave no token after the {text.produced + depth} new tokens of a "
-                    "sequence: they exclude the whole vocabulary; remove one of them, or change what it excludes"
+                    f"the logits processors {names} leave no token after the {count} new tokens of a sequence: they "
+                    "exclude the whole vocabulary; remove one of them, or let it exclude fewer tokens"
                 )
 
     def _processed(
@@ -236,11 +243,11 @@ class StepProcessors:
     ) -> tuple[Tensor, dict[tuple[int, int], list[Change]]]:
         """The processed logits, and the calls that changed a state: (slot, column) -> changes."""
         out = logits.float().clone()
-        groups: dict[object, list[tuple[int, int, _Text, Path]]] = {}
-        for slot, (text, own) in enumerate(zip(self._texts, paths, strict=True)):
+        groups: dict[object, list[tuple[int, int, _SequenceState, Path]]] = {}
+        for slot, (sequence, own) in enumerate(zip(self._sequences, paths, strict=True)):
             for column, path in enumerate(own):
-                if text is not None and path is not None and self._goes_on(text, slot, path):
-                    groups.setdefault(text.together(path), []).append((slot, column, text, path))
+                if sequence is not None and path is not None and self._goes_on(sequence, slot, path):
+                    groups.setdefault(sequence.together(path), []).append((slot, column, sequence, path))
         changes: dict[tuple[int, int], list[Change]] = {}
         for group in sorted(groups.values(), key=lambda rows: len(rows[0][3])):  # parents before their children
             changed = self._changed_paths(changes, paths)
@@ -249,12 +256,16 @@ class StepProcessors:
                 continue
             slots, columns = torch.tensor([row[:2] for row in rows], device=out.device).T
             each = groupby(rows, key=lambda row: row[0])
-            ids = [text.with_path([row[3] for row in part]) for slot, part in each if (text := self._texts[slot])]
-            asked = [AskedText(text.processors, path, []) for _, _, text, path in rows]
-            twice = of_target and any(text.is_asked_twice for _, _, text, _ in rows)
-            found = applied(asked, torch.cat(ids), out[slots, columns], of_target=of_target, twice=twice)
+            ids = [
+                sequence.with_path([row[3] for row in part])
+                for slot, part in each
+                if (sequence := self._sequences[slot])
+            ]
+            nodes = [AskedText(sequence.processors, path, []) for _, _, sequence, path in rows]
+            twice = of_target and any(sequence.is_asked_twice for _, _, sequence, _ in rows)
+            found = applied(nodes, torch.cat(ids), out[slots, columns], of_target=of_target, twice=twice)
             out[slots, columns] = found
-            for (slot, column, *_), row in zip(rows, asked, strict=True):
+            for (slot, column, *_), row in zip(rows, nodes, strict=True):
                 if row.changes:
                     changes[slot, column] = row.changes
         return out, changes
@@ -269,9 +280,9 @@ class StepProcessors:
             found.setdefault(slot, set()).add(path)
         return found
 
-    def _goes_on(self, text: _Text, slot: int, path: Path) -> bool:
+    def _goes_on(self, sequence: _SequenceState, slot: int, path: Path) -> bool:
         """Whether the sequence can continue after a node."""
-        return len(path) < self._left[slot] and text.stops.isdisjoint(path)
+        return len(path) < self._left[slot] and sequence.stops.isdisjoint(path)
 
     def _check(self, whose: str, out: Tensor, paths: PathsOf) -> Tensor:
         """The maximum of each row [B, n]. Raises ValueError for NaN and +inf that processors have made."""
@@ -279,9 +290,9 @@ class StepProcessors:
         wrong = largest.isnan() | (largest == torch.inf)
         if wrong.any():
             slot, column = wrong.nonzero()[0].tolist()
-            text, path = self._texts[slot], paths[slot][column]
-            if text is not None and path is not None:  # else the model itself has returned it
-                names, count = ", ".join(_names(text.processors)), text.produced + len(path)
+            sequence, path = self._sequences[slot], paths[slot][column]
+            if sequence is not None and path is not None:  # else the model itself has returned it
+                names, count = ", ".join(_names(sequence.processors)), sequence.produced + len(path)
                 raise ValueError(
                     f"the logits processors {names} make NaN or +inf of the {whose}'s logits after {count} new tokens"
                 )

@@ -39,20 +39,20 @@ class Shared:
         self._owner: WatchedCallable | None = None  # the sequence whose state is `now`
         self._changes = 0
 
-    def enter(self, text: "WatchedCallable") -> KeptState:
+    def enter(self, sequence: "WatchedCallable") -> KeptState:
         """Restore the state that a sequence's last call has left. Returns this state."""
         if self.now.has_changed():  # by code outside of these calls
             self.now = KeptState(self.kept)
-        if self._before is not None and self._owner is not text:
+        if self._before is not None and self._owner is not sequence:
             if self._owner is not None:
                 self._owner.own = self.now
-            self.now, self._owner = text.own or self._before, text
+            self.now, self._owner = sequence.own or self._before, sequence
             self.now.put_back()
         return self.now
 
-    def moved_on(self, text: "WatchedCallable") -> None:
+    def moved_on(self, sequence: "WatchedCallable") -> None:
         """Keep the changed state as that of a sequence, after one of its calls."""
-        self._before, self._owner = self._before or self.now, text
+        self._before, self._owner = self._before or self.now, sequence
         self.now = KeptState(self.kept)
         self._changes += 1
         if self._changes == TOLD_AFTER:
