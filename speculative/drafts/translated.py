@@ -112,7 +112,7 @@ class TranslatedCache(RowCache):
         return rows
 
     def trimmed_bytes(self, slots: slice, rows: int) -> int:
-        """Bytes of what `trimmed` returns."""
+        """Bytes of the copy that `trimmed` returns."""
         return sum(each[slots, :, : self.stretch * rows].nbytes for each in self.remembered())
 
     def trimmed(self, slots: slice, rows: int) -> "TranslatedCache":

@@ -1,4 +1,4 @@
-"""Apply a list of processors to the logits of several sequences, and check what each processor returns."""
+"""Apply a list of processors to the logits of several sequences, and check each processor's result."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

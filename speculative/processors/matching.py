@@ -16,7 +16,7 @@ Path = tuple[int, ...]  # drafted tokens, from the root's child down to a node; 
 
 
 class GrammarText:
-    """A grammar's state for one sequence: what may follow its root and the nodes of its tree."""
+    """A grammar's state for one sequence: the tokens that may follow its root and the nodes of its tree."""
 
     def __init__(self, grammar: Grammar):
         self._matcher, self._ends = grammar.matcher(), grammar.eos_token_ids

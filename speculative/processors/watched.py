@@ -24,7 +24,7 @@ from heavypath.speculative.processors.state import KeptState
 
 logger = logging.get_logger(__name__)
 
-TOLD_AFTER = 3  # changes, a warning is logged: a callable may set itself up in its first calls
+TOLD_AFTER = 3  # changes after which a warning is logged: a callable may set itself up in its first calls
 
 
 class Shared:
@@ -51,7 +51,7 @@ class Shared:
         return self.now
 
     def moved_on(self, sequence: "WatchedCallable") -> None:
-        """Keep the changed state as that of a sequence, after one of its calls."""
+        """Store the present state, which a sequence's call has changed, as the state of this sequence."""
         self._before, self._owner = self._before or self.now, sequence
         self.now = KeptState(self.kept)
         self._changes += 1
