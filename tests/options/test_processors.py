@@ -270,13 +270,13 @@ SYNTH_ID = theirs.SynthIDTextWatermarkLogitsProcessor(
     ([Promising], "got the class Promising; make an object of it"),
     ([[odd_behind_even], odd_behind_even], "got some of both"),
     ([[odd_behind_even], None, []], "must have a list for each sequence, got 3 for 1"),
-    ([SYNTH_ID], "SynthIDTextWatermark.* keeps the texts of the calls before.* WatermarkLogitsProcessor does not"),
+    ([SYNTH_ID], "SynthIDTextWatermark.* keeps the input_ids of earlier calls.* WatermarkLogitsProcessor, which does"),
     ([theirs.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 4).long())], "EncoderNoRepeatNGram.* leave it out"),
-    ([theirs.ClassifierFreeGuidanceLogitsProcessor(2.0)], "ClassifierFreeGuidance.*decode by transformers"),
+    ([theirs.ClassifierFreeGuidanceLogitsProcessor(2.0)], "ClassifierFreeGuidance.*decode with transformers"),
     ([lambda ids, scores: None], r"lambda. must return scores \[R, V\] = \[1, 7\] .* got NoneType"),
     ([lambda ids, scores: scores[0]], r"must return scores .* got torch.float32 \[7\]"),
-    ([lambda ids, scores: scores * torch.nan], "make NaN or .inf of the draft's logits behind 0 new tokens"),
-    ([nothing_left], "processors nothing_left leave no token behind the 2 new tokens"),
+    ([lambda ids, scores: scores * torch.nan], "make NaN or .inf of the draft's logits after 0 new tokens"),
+    ([nothing_left], "processors nothing_left leave no token after the 2 new tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_along_a_tree_is_refused(given, message, tiny_pair):
     with pytest.raises((TypeError, ValueError), match=message):
