@@ -4,10 +4,14 @@ This file has the formula for CPUs. `roofline` has the one for GPUs, and `stream
 
 A compiled pass reads each weight once and multiplies it with all B n rows, for trees of n nodes and B sequences. Rows
 are multiplied in g = ceil(B n / GROUP) groups, and each group reads the weight from a CPU cache again. So another row
-in a group costs little, and another group costs a good part of reading the weight from memory. In addition, threads
-wait for each other after every product:
+in a group costs little, and another group costs a good part of reading the weight from memory. In addition, a layer
+has work besides its weights, and threads wait for each other:
 
-    t(n) = bytes / BANDWIDTH (1 + ROW (B n - 1) + MORE_GROUPS (g - 1)) + (layers + 1) LAYER + B layers SEQUENCE_LAYER
+    t(n) = bytes / BANDWIDTH (1 + ROW (B n - 1) + MORE_GROUPS (g - 1))
+         + (layers + 1) (LAYER + WAIT) + B layers SEQUENCE_LAYER
+
+Weights of at most IN_CACHE bytes, those of a small draft, are read at CACHE instead of BANDWIDTH. One thread does not
+WAIT.
 
 A step adds the time of verifying, and DRAFT if anything is drafted. A level costs the draft's t of about LEVEL_NODES
 nodes and the time of drawing.
@@ -31,15 +35,18 @@ from heavypath.speculative.names import load
 GROUP = 6  # rows that the compiled products multiply at once, MOST_ROWS of kernels/native/vectors.h
 # Costs of a row, and of a group after the first, as shares of the time in which the weight is read. Weights of two
 # bytes are read in half the time.
-ROW = {"float32": 0.09, "bfloat16": 0.18}
-MORE_GROUPS = {"float32": 0.5, "bfloat16": 1.0}
-BANDWIDTH = 60e9  # bytes per second, with two or more threads
-ALONE = 0.5  # share of BANDWIDTH that one thread reaches, also for a small draft: the target's pass evicts its weights
+ROW = {"float32": 0.0725, "bfloat16": 0.145}
+MORE_GROUPS = {"float32": 0.4, "bfloat16": 0.8}
+BANDWIDTH = 48e9  # bytes per second, with two or more threads: 60e9 on a quiet machine, 30e9 on a busy one
+ALONE = 0.5  # share of BANDWIDTH that one thread reaches
+IN_CACHE = 16e6  # bytes of weights that stay in a CPU's cache between two levels
+CACHE = 60e9  # bytes per second from there
 DISK = 2e9  # bytes per second from a disk, for a target that is larger than the memory
-LAYER = 20e-6  # seconds of a layer besides its weights; most of it threads wait for each other
+LAYER = 10e-6  # seconds of a layer besides its weights
+WAIT = 10e-6  # seconds in which threads wait for each other, for each layer
 SEQUENCE_LAYER = 3e-6  # seconds of a layer for each sequence: its attention
 STEP, STEP_SEQUENCE = 50e-6, 12e-6  # seconds of verifying and committing: for a step, and for each sequence
-DRAFT = 100e-6  # seconds of a step that drafts: begin a tree, pass new tokens to the draft, and order the nodes
+DRAFT = 50e-6  # seconds of a step that drafts: begin a tree, pass new tokens to the draft, and order the nodes
 LEVEL, LEVEL_SEQUENCE = 20e-6, 10e-6  # seconds of drawing a level's tokens: for a level, and for each sequence
 LEVEL_NODES = 2  # assumed number of nodes of a level
 SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger ones do not pay
@@ -71,11 +78,15 @@ def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> floa
     row, more_groups = (share.get(name, share["float32"]) for share in (ROW, MORE_GROUPS))
     if not work.weights:
         return 0.0
-    bandwidth = ALONE * BANDWIDTH if torch.get_num_threads() == 1 else BANDWIDTH
+    is_alone = torch.get_num_threads() == 1
+    bandwidth = ALONE * BANDWIDTH if is_alone else BANDWIDTH
+    if work.weight_bytes <= IN_CACHE:
+        bandwidth = CACHE
     rows = batch * nodes
     groups = math.ceil(rows / GROUP)
     products = work.weight_bytes / bandwidth * (1 + row * (rows - 1) + more_groups * (groups - 1))
-    return products + (work.layers + 1) * LAYER + batch * work.layers * SEQUENCE_LAYER
+    layer = LAYER if is_alone else LAYER + WAIT
+    return products + (work.layers + 1) * layer + batch * work.layers * SEQUENCE_LAYER
 
 
 def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes: Sequence[int]) -> Costs:
