@@ -160,7 +160,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 def in_a_line(stats: "Statistics") -> str:
     """The statistics that matter most; -v shows all."""
     counts = f"{stats.new_tokens} new tokens in {stats.steps} steps, {stats.tokens_per_step:.2f} tokens per step"
-    law = f"; the text's law is changed by {stats.law_changed_by}" if stats.law_changed_by else ""
+    law = f"; the output distribution is changed by {stats.law_changed_by}" if stats.law_changed_by else ""
     return f"[{counts}, {stats.tokens_per_second:.0f} tokens per second{law}]"
 
 
