@@ -81,7 +81,7 @@ def profile_of(method: str, row: Method, options: Mapping[str, Any]) -> "Profile
     if given is None:
         return None
     if others:
-        raise ValueError(f"a profile says what trees to take; leave out {', '.join(others)}")
+        raise ValueError(f"a profile chooses the trees; leave out {', '.join(others)}")
     if not isinstance(given, Profile | str | PathLike):
         raise TypeError(f"profile must be a Profile or the file of one, got {given!r}")
     return given if isinstance(given, Profile) else Profile.load(Path(given))

@@ -124,7 +124,7 @@ def test_the_command_line_says_it_too(heavypath):
     assert (code, json.loads(out)["stats"]["law_changed_by"]) == (0, SAID)
     code, out, _ = heavypath("compare", *options)
     assert code == 0
-    assert "other law: the method changes the law of the text" in " ".join(out.split())
+    assert "other law: the method changes the output's distribution" in " ".join(out.split())
 
 
 def test_limits_are_options_of_this_method_alone(tiny_pair):
