@@ -370,8 +370,8 @@ def row_of(method: str, verifier: str | None = None) -> Method:
         return row
     if verifier not in VERIFIERS:
         raise ValueError(
-            f"verifier must be None, for the method's default, one of {', '.join(VERIFIERS)}, or a callable as described "
-            f"by Verifier; got {verifier!r}"
+            f"verifier must be None, for the method's default, one of {', '.join(VERIFIERS)}, or a callable as "
+            f"described by Verifier; got {verifier!r}"
         )
     if verifier not in row.verifiers:
         if row.verifiers:

@@ -49,7 +49,7 @@ class Entries(NamedTuple):
     tokens, positions, rows: LongTensor[B, n]
     prefix: LongTensor[B], cache rows before the columns of the mask
     mask:   bool [B, n, M] or [n, M]
-    given:  [B, n, F], features or states that go in beside the tokens
+    given:  [B, n, F], features or states that are read with the tokens
     present: LongTensor[1], the n in use now: the first B * n rows of each tensor are; None if all are
     """
 

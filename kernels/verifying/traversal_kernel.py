@@ -181,7 +181,7 @@ def _lead(
         temperature, draft_temperature,
     )  # fmt: skip
     usable = (tl.load(choice_ptr + place) == -1) & (tl.load(traits_ptr + origin * TRAITS + 2) > 0)
-    tl.debug_barrier()  # all threads have loaded what is stored anew
+    tl.debug_barrier()  # all threads must have loaded the values that are overwritten below
     if usable:
         if not leaves_out:
             store_sides(own_facts_ptr, own_marks_ptr, target, draft, source)
