@@ -3,7 +3,7 @@
 A profile has the average acceptance. Some sequences are easier for the draft, some harder, and a sequence may change
 half way. So with `replan` the host looks at the counts every EVERY steps; the weight of a count halves every HALF_LIFE
 steps. Child j of a node at depth d was offered O[d, j] times, accepted A[d, j] times, and tried T[d, j] times: tried
-means that its elder siblings were rejected. c[d, j] is the share of T that the profile expects to be accepted, and W =
+means that all earlier siblings were rejected. c[d, j] is the share of T that the profile expects to be accepted; W =
 WEIGHT counts is the weight of this prior:
 
     T[d, j] = O[d, j] (1 - sum_{i<j} A[d, i] / O[d, i])
@@ -305,8 +305,8 @@ def _together(trees: Sequence[TokenTree]) -> tuple[TokenTree, np.ndarray]:
 
 
 def _shares(rates: Tensor) -> Tensor:
-    """Conditional acceptance: how often a child is accepted given that its elder siblings were rejected, [depth,
-    child].
+    """Conditional acceptance [depth, child]: how often a child is accepted, given that all earlier siblings were
+    rejected.
     """
     left = 1 - (rates.cumsum(1) - rates)
     return torch.where(left > 1e-9, rates / left, 0.0).clamp(max=1)

@@ -56,7 +56,7 @@ from heavypath.kernels.verifying.distributions import NONE
 
 @triton.jit
 def hold_at_node(weight, elder, one, chance, left):
-    """Return the new weights of all children, their sum, and s. one: marks the offered child; elder: the sum before."""
+    """Return the new weights of all children, their sum, and s. one: the offered child; `elder`: the sum before."""
     whole = elder + left
     scale = tl.where(whole > 0, (1 - chance) / whole, 0.0)
     return tl.where(one, chance, weight * scale), chance + elder * scale, scale

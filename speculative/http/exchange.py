@@ -112,7 +112,7 @@ class Exchange:
 
     client: who sent the request; the queue is shared fairly among clients
 
-    Raises Refusal if the request asks for something that is not allowed, the queue is full, or the service is closed.
+    Raises Refusal if the request needs something that is not allowed, the queue is full, or the service is closed.
     Nothing of the request is decoded then.
     """
 

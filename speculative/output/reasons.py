@@ -38,11 +38,11 @@ from heavypath.speculative.decoding.typical import Typical
 #     accepted   it is on the accepted path
 #     rejected   its coin was not below its threshold
 #     skipped    it could not be accepted: the draft could not have drawn it, or its token was rejected before
-#     elder      a sibling drawn earlier was accepted, so this one was not tried
+#    `elder`     a sibling drawn earlier was accepted, so this one was not tried
 #     beyond     held siblings: the coin lies in the interval of a sibling drawn earlier
 #     equal      its token was accepted, but the path continues below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token
-#     refused    a verifier of the user's own, or of the draft's, did not accept it; such verifiers give no reason
+#     refused    a user's verifier, or the draft's, did not accept it; such verifiers give no reason
 #     unlikely   the target's probability of its token was not above its threshold
 #     shorter    it was likely enough, but another path is longer, or as long and likelier
 #     parent     the node above it was not accepted
@@ -95,7 +95,7 @@ class Reasons(NamedTuple):
 
 
 def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_token: int) -> Reasons:
-    """Explain what `verify_tree`, or a verifier of the user's or the draft's own, accepted of one sequence's tree.
+    """Explain what `verify_tree`, or a user's or the draft's verifier, accepted of one sequence's tree.
 
     path, next_token: what the verifier returned, LongTensor[any] and an int
 
@@ -228,7 +228,7 @@ def _traverse_again(
 ) -> tuple[list[int], list[int]]:
     """Repeat traversal: write fates, coins and thresholds into `found`; return `chosen` and the last node's children.
 
-    laws: the log-probabilities (target's, draft's) of nodes that have children, and of the last accepted node
+    `laws`: the log-probabilities (target's, draft's) of nodes that have children, and of the last accepted node
     """
     fates, coin, threshold = found
     token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()

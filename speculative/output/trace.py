@@ -59,7 +59,7 @@ class _Header(TypedDict):
     heavypath: NotRequired[str]  # version of the package
     trace: int  # version of this format; others are refused
     method: str  # one of `METHODS`
-    verify: str  # `method` of `verify_tree`, "typical", or "own" for a verifier of the user's or the draft's
+    verify: str  # `method` of `verify_tree`, "typical", or "own" for a user's or the draft's verifier
     law_changed_by: NotRequired[str]  # what changed the distribution from the target's; "" for nothing
     target: _ModelRecord
     draft: _ModelRecord | None

@@ -1,6 +1,6 @@
 """Check after every step that all ranks agree on the drafted trees, the target's logits, and what was accepted.
 
-Each rank drafts and verifies by itself. All get the same results, for three reasons: random numbers are a function of
+Each rank drafts and verifies alone. All get the same results, for three reasons: random numbers are a function of
 seed and position, the draft is the same on every rank, and a sum over ranks has the same bits on all of them. A
 different seed or weight on one rank breaks this, and must be noticed. So a step ends with one small collective,
 whatever the sizes of its tensors. Let w be a rank's vector of digests of its results:
