@@ -108,7 +108,7 @@ def _blocks(count: int, size: int) -> int:
 
 
 def _power(count: int) -> int:
-    """The next power of two."""
+    """Return the least power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 

@@ -67,7 +67,7 @@ def _pack_kernel(
     window,
     HAS_WINDOW: tl.constexpr,
 ):
-    """A program for each query."""
+    """Each program packs the row of one query."""
     query = tl.program_id(0).to(tl.int64)
     mask_ptr += query * nodes
     count = tl.cdiv(nodes, 64) * 2

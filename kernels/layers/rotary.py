@@ -135,7 +135,7 @@ def _turned(x, there, weight, epsilon, cos, sin, turn, column, like, HALF: tl.co
 
 @triton.jit
 def _place(positions, token, tokens):
-    """The row of each token in the tables of cosines and sines."""
+    """Return each token's row in the tables of cosines and sines."""
     if positions is not None:
         token = tl.load(positions + token, mask=token < tokens, other=0)
     return token

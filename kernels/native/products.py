@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
 
 
 def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
-    """Weights [N_i, K] as [blocks, K, BLOCK]."""
+    """Repack weights [N_i, K] as [blocks, K, BLOCK]."""
     lib = compiled()
     width = lib.block() // (2 if paired else 1)
     joined = weights if paired else [torch.cat([*weights]) if len(weights) > 1 else weights[0]]

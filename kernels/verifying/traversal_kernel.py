@@ -312,9 +312,9 @@ def _choose_kernel(
 
 
 def launch_traversal(given: VerifyInputs) -> Verified:
-    """`traversal` in four launches, and one for the filters of each side that has any.
+    """Verify trees by `traversal`: four launches, and one more for each side with filters.
 
-    They are `laid_out`, and N > 1.
+    given: from `laid_out`, with N > 1
     """
     tokens = given.nodes.tokens
     batch, count = tokens.shape
