@@ -7,8 +7,8 @@ methods      (the default) every method beside transformers' generate and assist
 batch        batches of several sizes: trees that follow them, fixed ones, no draft, transformers. Behind that batches
              whose sequences end after a quarter of the tokens to twice as many; their ratio is to plain decoding
 defaults     each method with its defaults beside plain decoding and chains of 1 to 8 levels, by each kind of draft, for
-             one sequence and in batches. Each round decodes other prompts. `step` is the time of a step over one of
-             plain decoding just before; a speed is the tokens per step over it. `to_chain` is over the fastest chain
+             one sequence and in batches. All take turns of eight steps. `step` is the time of a step over one of plain
+             decoding; `to_chain` a speed over that of the fastest chain, with its standard error
 in-vain      defaults beside plain decoding where drafts cannot pay: of random weights, as large as the target, or in a
              batch of 32; each method at its temperature. After the first round decoders know that
 ragged       the sequences of a batch end after 16, 32, 48, ... tokens: slots that close up, and that are carried along
@@ -504,8 +504,9 @@ SWEEPS = {
         max_new_tokens=64, rounds=7,
     ),
     "defaults": sweep(
-        defaults, {"batch": [1], "draft": ["lookup"]}, draft=list(KINDS), temperature=[*COLD, 1.0], batch=[1, 4, 8],
-        method=[name for name in LOSSLESS if name != "autoregressive"], max_new_tokens=64, rounds=9,
+        defaults, {"batch": [1], "draft": ["lookup"], "max_new_tokens": 24}, draft=list(KINDS),
+        temperature=[*COLD, 1.0], batch=[1, 4, 8], method=[name for name in LOSSLESS if name != "autoregressive"],
+        max_new_tokens=64, rounds=5,
     ),
     "in-vain": sweep(
         in_vain, {"method": ["ersd"]}, method=["sequoia", "ersd"], temperature=[0.0, 0.6], max_new_tokens=128, rounds=15

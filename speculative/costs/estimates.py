@@ -1,20 +1,20 @@
-"""Costs of a step that are estimated from the models, for the trees of a decoder without a profile.
+"""Estimate the costs of a step from the models. Decoders without a profile choose their trees by these costs.
 
-`roofline` has the formulas of GPUs, and `streamed` those of weights that each pass reads anew. Those of a CPU are here.
+This file has the formula for CPUs. `roofline` has the one for GPUs, and `streamed` the one for streamed weights.
 
-A compiled pass reads each weight once, and multiplies it with all rows: B n of them, for trees of n nodes in a batch of
-B. Rows are multiplied in g = ceil(B n / GROUP) groups, each of which takes the weight from a cache again. So a further
-row costs little while it fits a group, and a further group costs a good part of reading. Besides, threads wait for each
-other after every product:
+A compiled pass reads each weight once and multiplies it with all B n rows, for trees of n nodes and B sequences. Rows
+are multiplied in g = ceil(B n / GROUP) groups, and each group reads the weight from a CPU cache again. So another row
+in a group costs little, and another group costs a good part of reading the weight from memory. In addition, threads
+wait for each other after every product:
 
     t(n) = bytes / BANDWIDTH (1 + ROW (B n - 1) + MORE_GROUPS (g - 1)) + (layers + 1) LAYER + B layers SEQUENCE_LAYER
 
-A step adds the time of verifying, and DRAFT if anything is drafted. A level adds, beside the draft's t of about
-LEVEL_NODES nodes, the time of drawing.
+A step adds the time of verifying, and DRAFT if anything is drafted. A level costs the draft's t of about LEVEL_NODES
+nodes and the time of drawing.
 
-An estimate, and no measurement: BANDWIDTH, LAYER, STEP and LEVEL are those of the shipped pair on one thread and on two
-of an AMD EPYC with AVX-512, whatever the machine. So the trees follow from the models, the batch and the number of
-threads alone, and the same call does the same on every CPU. `heavypath calibrate` measures.
+These are estimates, not measurements: BANDWIDTH, LAYER, STEP and LEVEL were measured with the shipped pair on one and
+on two threads of an AMD EPYC with AVX-512, and are used for every machine. So the trees depend on the models, the batch
+and the number of threads alone, and a call has the same result on every CPU. `heavypath calibrate` measures.
 """
 
 import math
@@ -29,26 +29,26 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
 
 GROUP = 6  # rows that the compiled products multiply at once, MOST_ROWS of kernels/native/vectors.h
-# Of the time in which a weight is read: what each row costs, and each group of rows but the first. Weights of two bytes
-# are read in half the time.
+# Costs of a row, and of a group after the first, as shares of the time in which the weight is read. Weights of two
+# bytes are read in half the time.
 ROW = {"float32": 0.09, "bfloat16": 0.18}
 MORE_GROUPS = {"float32": 0.5, "bfloat16": 1.0}
-BANDWIDTH = 60e9  # bytes in a second, of two threads and more
-ALONE = 0.5  # of it, of a single thread. A small draft has no more: the target's pass sends it out of the caches
-DISK = 2e9  # bytes in a second that a disk brings, of a target that is larger than the memory
-LAYER = 20e-6  # seconds of a layer beside its weights, most of which threads wait for each other
-SEQUENCE_LAYER = 3e-6  # and of each sequence in it: its attention
-STEP, STEP_SEQUENCE = 50e-6, 12e-6  # of verifying and committing: of a step, and of each sequence
-DRAFT = 100e-6  # of a step that drafts: to begin a tree, to feed the draft what is new, and to order the nodes
-LEVEL, LEVEL_SEQUENCE = 20e-6, 10e-6  # of drawing a level's tokens
-LEVEL_NODES = 2  # that a level has, about
+BANDWIDTH = 60e9  # bytes per second, with two or more threads
+ALONE = 0.5  # share of BANDWIDTH that one thread reaches, also for a small draft: the target's pass evicts its weights
+DISK = 2e9  # bytes per second from a disk, for a target that is larger than the memory
+LAYER = 20e-6  # seconds of a layer besides its weights; most of it threads wait for each other
+SEQUENCE_LAYER = 3e-6  # seconds of a layer for each sequence: its attention
+STEP, STEP_SEQUENCE = 50e-6, 12e-6  # seconds of verifying and committing: for a step, and for each sequence
+DRAFT = 100e-6  # seconds of a step that drafts: begin a tree, pass new tokens to the draft, and order the nodes
+LEVEL, LEVEL_SEQUENCE = 20e-6, 10e-6  # seconds of drawing a level's tokens: for a level, and for each sequence
+LEVEL_NODES = 2  # assumed number of nodes of a level
 SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger ones do not pay
 
 
 def estimates(target: Forward, drafting: Sequence[Drafting], batch: int = 1, sizes: Sequence[int] = SIZES) -> Costs:
-    """The costs of a step of `batch` sequences.
+    """The estimated costs of a step for `batch` sequences. drafting: the draft's models.
 
-    drafting: the draft's models; sizes: of trees, for a target on a CPU whose weights are not streamed
+    sizes: numbers of nodes; used only for a target on a CPU whose weights are not streamed
     """
     if target.stream is not None:
         return load("streamed_costs")(target, drafting, batch)
@@ -58,7 +58,7 @@ def estimates(target: Forward, drafting: Sequence[Drafting], batch: int = 1, siz
 
 
 def estimated_for(target: Forward) -> str:
-    """The models and device of the estimate, in words."""
+    """A description of the estimate's basis, for messages: the device, or the bytes of streamed weights."""
     if target.stream is not None:
         read = load("streamed_bytes")(target.stream)
         return f"{read / 1e9:.3g} GB that each pass reads"
@@ -66,7 +66,7 @@ def estimated_for(target: Forward) -> str:
 
 
 def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> float:
-    """Of a pass over trees of so many nodes; a type that the compiled pass does not have is taken for fp32."""
+    """Seconds of a pass over trees of `nodes` nodes on a CPU. Types without a compiled pass count as fp32."""
     name = str(dtype).removeprefix("torch.")
     row, more_groups = (share.get(name, share["float32"]) for share in (ROW, MORE_GROUPS))
     if not work.weights:
@@ -79,9 +79,9 @@ def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> floa
 
 
 def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes: Sequence[int]) -> Costs:
-    """The costs of steps and levels on a CPU, where `batch` sequences are decoded together.
+    """The costs of steps and levels on a CPU for `batch` sequences decoded together.
 
-    What drafts without a model costs the draws alone.
+    For a draft without a model, a level costs only the draws.
     """
     work = Work.of(target)
     once, level = 0.0, LEVEL + batch * LEVEL_SEQUENCE

@@ -1,4 +1,4 @@
-"""Costs of steps that were measured for some batch sizes, which a profile keeps."""
+"""Measured costs of steps for several batch sizes, as a profile stores them."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,24 +8,24 @@ from heavypath.speculative.costs.table import Costs
 
 @dataclass(frozen=True)
 class CostsByBatch:
-    """The costs of steps for some numbers of sequences that are decoded together.
+    """The costs of steps for some batch sizes.
 
-    by_batch: {sequences: their costs}, 1 among them. Raises ValueError without that
+    by_batch: number of sequences -> costs. Raises ValueError if there are none for 1 sequence
     """
 
     by_batch: dict[int, Costs]
 
     def __post_init__(self) -> None:
         if 1 not in self.by_batch or min(self.by_batch) < 1:
-            raise ValueError(f"costs by batch must have those of 1 sequence, got {sorted(self.by_batch)}")
+            raise ValueError(f"costs by batch must include batch size 1, and none below, got {sorted(self.by_batch)}")
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The numbers of sequences whose costs are known, rising."""
+        """The batch sizes whose costs are known, in rising order."""
         return tuple(sorted(self.by_batch))
 
     def at(self, batch: int) -> Costs:
-        """The costs for so many sequences: on straight lines between known ones, and beyond the last as there."""
+        """The costs for `batch` sequences, interpolated linearly; above the largest known batch they stay the same."""
         if batch in self.by_batch:
             return self.by_batch[batch]
         for low, high in pairwise(self.batches):

@@ -1,22 +1,22 @@
-"""Costs of a step on a GPU, estimated from the device and the models, for trees of a decoder without a profile.
+"""Estimate the costs of a step on a GPU from the device and the models, for a decoder without a profile.
 
-A forward pass over n tokens reads all weights once and multiplies them with n rows. The longer of the two decides, and
-the other one delays it where they are alike, for which the root of their squares stands. Besides, kernels follow each
-other one by one:
+A forward pass over n tokens reads all weights once and multiplies them with n rows. The longer of these two times
+counts most; if they are alike, each delays the other, which the root of the sum of their squares models. In addition,
+small kernels run one after the other:
 
-    t(n) = hypot(bytes / bandwidth, 2 n parameters / peak) + layers * small kernels of a layer * the time of one
+    t(n) = hypot(bytes / bandwidth, 2 n parameters / peak) + layers * small kernels of a layer * seconds of one
 
-Where a token goes through k of E experts, n tokens read E (1 - (1 - k / E)^n) of them, as if each chose by itself. A
-pass reads the states of recurrent layers, and its acceptance reads and writes them.
+If a token uses k of E experts, n tokens read E (1 - (1 - k / E)^n) of them, as if each token chose independently. A
+pass reads the states of recurrent layers, and the commit reads and writes them.
 
-A step adds the time of verifying, in which the logits of n nodes are read a few times, and of its own small kernels. A
-level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. A pass
-that drafts all levels is a part of the step. Where B sequences are decoded together, all of these are over B times as
-many tokens. Reads of the caches by attention are left out: they are the same for trees of all sizes. In long texts they
-hide some of the products of larger trees.
+A step adds the time of verifying, in which the logits of n nodes are read a few times, and its own small kernels. A
+level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. A draft
+pass that drafts all levels at once is counted for the step. If B sequences are decoded together, all of this is for B
+times as many tokens. Attention's reads of the caches are left out: they are the same for trees of all sizes. In long
+sequences they hide some of the products of larger trees.
 
-An estimate, and no measurement: so the tree follows from the models and the kind of GPU alone, and the same seed gives
-the same text on every run. `heavypath calibrate` measures.
+These are estimates, not measurements: so the tree depends on the models and the kind of GPU alone, and the same seed
+gives the same output on every run. `heavypath calibrate` measures.
 """
 
 import math
@@ -32,26 +32,26 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.ranks.parts import part_owned
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
-LEVEL_NODES = 8  # that a level has, about
-REACHED = 0.85  # of the bandwidth, by products of few rows
-REACHED_PEAK = 0.6  # of the tensor cores' peak
-SMALL_KERNEL = 2e-6  # seconds of one that does little, after another one in a CUDA graph
-LAYER_KERNELS = 6  # of a layer, beside the four products of its weights
-STEP_KERNELS = 30  # of a step, beside the models and its levels
+LEVEL_NODES = 8  # assumed number of nodes of a level
+REACHED = 0.85  # share of the bandwidth that products of few rows reach
+REACHED_PEAK = 0.6  # share of the peak that products reach
+SMALL_KERNEL = 2e-6  # seconds of a kernel that does little, after another one in a CUDA graph
+LAYER_KERNELS = 6  # small kernels of a layer, besides the four products of its weights
+STEP_KERNELS = 30  # small kernels of a step, besides those of the models and the levels
 LEVEL_KERNELS = 6
 DRAW = 10e-6  # seconds of a draw from a few rows
-LOGIT_PASSES = 3  # over a step's logits
-STATE_PASSES = 3  # over the states of recurrent layers
-# Operations of a multiprocessor in a cycle, in fp16 and bf16 by compute capability, and those of fp32.
+LOGIT_PASSES = 3  # how often a step reads its logits
+STATE_PASSES = 3  # how often a step reads or writes the states of recurrent layers
+# Operations of a multiprocessor per cycle: in fp16 and bf16, by compute capability, and in fp32.
 TENSOR_CORES = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
 OTHER_TENSOR_CORES, PLAIN_CORES = 512, 256
-# By the names of transformers' configs, some of which have a number for each layer.
+# Names in transformers' configs. The value is a number, or a list with a number for each layer.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 class Device(NamedTuple):
-    """A GPU's bytes in a second, and operations of its tensor cores and of its other cores in a second."""
+    """A GPU's memory bandwidth in bytes per second, and peak operations per second with and without tensor cores."""
 
     bandwidth: float
     tensor_peak: float
@@ -59,20 +59,20 @@ class Device(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
-        """The facts that CUDA gives of a device."""
+        """The figures of a CUDA device, computed from its properties."""
         facts: Any = torch.cuda.get_device_properties(device)
-        cycles = facts.multi_processor_count * facts.clock_rate * 1e3  # of all multiprocessors in a second
+        cycles = facts.multi_processor_count * facts.clock_rate * 1e3  # of all multiprocessors per second
         tensor = TENSOR_CORES.get((facts.major, facts.minor), OTHER_TENSOR_CORES)
-        # Memory moves data twice in a cycle.
+        # Memory transfers data twice per cycle.
         return cls(
             2 * facts.memory_clock_rate * 1e3 * facts.memory_bus_width / 8, cycles * tensor, cycles * PLAIN_CORES
         )
 
 
 class Work(NamedTuple):
-    """Reads and computations of a forward pass: bytes and elements of its weights, layers, bytes of an activation.
+    """The size of a forward pass: bytes and elements of the weights it reads, layers, and bytes of an activation.
 
-    expert_bytes, expert_weights: those of all experts among them; chosen: the share of these that a token goes through
+    expert_bytes, expert_weights: the part of all experts in them; chosen: the share of the experts that a token uses
     """
 
     weight_bytes: int
@@ -85,10 +85,10 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, model: Drafting) -> "Work":
-        """The work of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
-        Of ranks that hold a model together each has its part; their messages to each other are not counted.
+        """The work of a model's pass. For a trained head: of one level, without layers if a pass drafts all levels.
 
-        Of a trained head it is the work of a level. Of Medusa heads a level takes one, and has no layers of its own.
+        The token embedding is not counted (only a few rows are read), unless it is also the output head's weight. If
+        ranks share a model, this is one rank's part; communication is not counted.
         """
         if model.is_head:
             return cls._with(model.level_weights(), 0 if model.levels else model.layers, model.dtype.itemsize)
@@ -109,7 +109,7 @@ class Work(NamedTuple):
 
     @classmethod
     def split(cls, model: Drafting) -> "tuple[Work, Work]":
-        """A draft's work once a step, and for each level: nearly all is the first where one pass drafts all levels."""
+        """A draft's work per step, and per level. A pass that drafts all levels at once counts for the step."""
         nothing = cls(0, 0, 0, model.dtype.itemsize)
         if model.is_head:
             passed = model.pass_weights()
@@ -121,7 +121,7 @@ class Work(NamedTuple):
         return cls(sum(one.nbytes for one in weights), sum(one.numel() for one in weights), layers, itemsize)
 
     def seconds(self, tokens: int, device: Device) -> float:
-        """Of a pass over so many tokens."""
+        """Estimated seconds of a pass over n = `tokens` tokens."""
         peak = REACHED_PEAK * (device.tensor_peak if self.itemsize <= 2 else device.plain_peak)
         unread = self.expert_bytes * (1 - self.chosen) ** tokens
         used = self.weights - self.expert_weights * (1 - self.chosen)
@@ -131,14 +131,14 @@ class Work(NamedTuple):
 
 
 def experts_among(config: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], float]:
-    """The weights of all experts among a model's, given with their names, and the share that a token goes through."""
+    """The weights of all experts, and the share of the experts that a token uses. weights: (name, weight) pairs."""
     count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
     found = [weight for name, weight in weights if ".experts." in name and weight.shape[:1] == (count,)]
     return (found, each / count) if found and 0 < each <= count else ([], 1.0)
 
 
 def _largest(config: Any, names: Sequence[str]) -> int:
-    """The number by the first of these names that a config has, or the largest of several; 0 for none."""
+    """The value of the first of these names that a config has, or the largest if it is a list; 0 if it has none."""
     found = next(filter(None, (getattr(config, name, None) for name in names)), 0)
     return found if isinstance(found, int) else max(found)
 
@@ -146,20 +146,20 @@ def _largest(config: Any, names: Sequence[str]) -> int:
 def estimated_costs(
     target: Forward, drafting: Sequence[Drafting], device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
 ) -> Costs:
-    """The costs of steps and levels. What drafts without a model costs nothing but the kernels of a level.
+    """The costs of steps and levels on a GPU for `batch` sequences decoded together.
 
-    batch: sequences that are decoded together
+    For a draft without a model, a level costs only the draws and the small kernels.
     """
     work = Work.of(target)
-    logits = batch * target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read a node's once
+    logits = batch * target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read one node's logits
     states = batch * STATE_PASSES * target.state_bytes / device.bandwidth
     once, level = 0.0, LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
     for model in drafting:
         of_step, of_level = (each.seconds(batch * LEVEL_NODES, device) for each in Work.split(model))
         once, level = once + of_step, level + of_level
-    beside = STEP_KERNELS * SMALL_KERNEL + states
+    fixed = STEP_KERNELS * SMALL_KERNEL + states
     step = {
-        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + beside + (size > 1) * once
+        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + fixed + (size > 1) * once
         for size in sizes
     }
     return Costs(step, level)

@@ -1,16 +1,17 @@
-"""Costs of a step where layers of the target are streamed, estimated from the models, for decoders without a profile.
+"""Estimate the costs of a step with streamed target layers from the models, for decoders without a profile.
 
-A pass reads S bytes of weights anew, while its layers compute and while trees are drafted. So it takes the longer of
-two times: that of reading, and that of the same pass with all weights in memory (`host`, `roofline`):
+A pass reads S bytes of weights from a disk or from host memory, while its layers compute and while trees are drafted.
+It takes as long as reading them, or as the same pass with all weights in memory (`estimates`, `roofline`), whichever is
+longer:
 
     t(n) = max(S / LINK, t_resident(n)) + t_draft(n) - t_draft(1)
 
-A tree costs nothing as long as its products are hidden. Beyond N* nodes it costs as much as they do. N* is 240 in fp32
-on a CPU before its disk if little of the target stays in memory, and in proportion fewer if more of it does. Besides,
-the draft multiplies as many rows: its levels together have n.
+As long as reading takes longer, a tree's products cost nothing. Beyond N* nodes the products take longer. On a CPU that
+reads nearly all weights from a disk, N* is about 170 in fp32 with two or more threads; it is less if more layers stay
+in memory. The draft's products are added: all its levels together have n rows.
 
-An estimate, and no measurement: LINK is a constant for each kind of device. So the trees follow from the models and the
-memory that the target was given, and the same call does the same on every machine. `heavypath calibrate` measures.
+These are estimates, not measurements: LINK is a constant for each kind of device. So the trees depend on the models,
+the memory that the target was given, and on a CPU the number of threads. `heavypath calibrate` measures.
 """
 
 from collections.abc import Sequence
@@ -24,25 +25,29 @@ from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 
-PCIE_4 = 31.5e9  # bytes a second of 16 lanes in one direction
-LINK_REACHED = 0.85  # of PCIe, by copies of pinned memory
-LINK = {"cpu": DISK, "cuda": LINK_REACHED * PCIE_4}  # bytes a second, from a disk and from pinned memory
+PCIE_4 = 31.5e9  # bytes per second of 16 lanes in one direction
+LINK_REACHED = 0.85  # share of this that copies of pinned memory reach
+LINK = {"cpu": DISK, "cuda": LINK_REACHED * PCIE_4}  # bytes per second, from a disk and from pinned memory
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # nodes of the trees that are estimated
 
 
 class StreamFacts(Protocol):
-    """The facts about a stream: its layers, those that stay, and the tensors of each."""
+    """The attributes of a stream that are needed here.
+
+    layers: number of layers
+    resident: indices of the layers that stay in memory
+    """
 
     layers: int
     resident: frozenset[int]
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """A layer's tensors by their names."""
+        """A layer's tensors: name -> tensor."""
         ...
 
 
 def streamed_bytes(stream: StreamFacts) -> int:
-    """Bytes that a pass reads anew."""
+    """The bytes of weights that each pass reads again."""
     passing = {*range(stream.layers)} - stream.resident
     return sum(tensor.nbytes for index in passing for tensor in stream.tensors(index).values())
 
@@ -50,7 +55,7 @@ def streamed_bytes(stream: StreamFacts) -> int:
 def streamed_costs(
     target: Forward, drafting: Sequence[Drafting], batch: int = 1, sizes: Sequence[int] = SIZES
 ) -> Costs:
-    """The costs of steps and levels, where `batch` sequences are decoded together by a target with a stream."""
+    """The costs of steps and levels for a target with a stream, and `batch` sequences decoded together."""
     assert target.stream is not None
     kind = target.device.type
     reading = streamed_bytes(target.stream) / LINK[kind]

@@ -1,8 +1,9 @@
-"""Costs of steps of decoding, by the nodes of their trees and by the number of sequences decoded together.
+"""`Costs`: seconds of a step for trees of several sizes, and of drafting a level, for one batch size.
 
-A step over trees of n nodes verifies B n rows where B sequences are decoded together, and drafting a level is a pass of
-the draft for all B. While a pass only reads weights, further rows cost little; later each row costs its products. So
-the cost of a tree, in steps of plain decoding, depends on B, and the tree that pays most is smaller in a larger batch.
+If B sequences are decoded together, a step with trees of n nodes verifies B n rows, and drafting a level is one pass of
+the draft for all B. With few rows a pass takes the time of reading the weights, so another row costs little; with many
+rows each costs its products. So a tree's cost in steps of plain decoding depends on B, and larger batches want smaller
+trees.
 """
 
 import math
@@ -10,18 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of sequences for which costs are estimated
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes for which costs are estimated
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on the machine of the profile.
+    """Costs in seconds, measured (in a profile) or estimated.
 
-    step:  {nodes of a tree: seconds of a step without its drafting}, which never fall; 1 node is plain decoding
+    step:  nodes of a tree -> seconds of a step without drafting, never falling; 1 node is plain decoding
     level: seconds of drafting one level of a tree
-    step_error, level_error: how far these may be off, in seconds: the standard error, and what contradictions add.
-        Where nothing is said they are exact
-    rounds: in which sizes were timed
+    step_error, level_error: their errors in seconds, see `timing`; 0 for estimates
+    rounds: number of rounds in which the sizes were timed; 0 for estimates
     """
 
     step: dict[int, float]
@@ -31,16 +31,16 @@ class Costs:
     rounds: int = 0
 
     def steps_of(self, sizes: Sequence[int]) -> dict[int, float]:
-        """{size: cost} in steps of plain decoding; on straight lines between the sizes that were measured."""
+        """Size -> cost in steps of plain decoding, interpolated linearly. Sizes above the largest known are omitted."""
         return {size: self._between(self.step, size) / self.step[1] for size in sizes if size <= max(self.step)}
 
     def step_seconds(self, size: int, depth: int) -> float:
-        """A step with a tree of so many nodes and levels; beyond the largest that was timed, in proportion to nodes."""
+        """Seconds of a step with a tree of `size` nodes and `depth` levels; proportional above the largest known."""
         most = max(self.step)
         return self._between(self.step, min(size, most)) * max(1.0, size / most) + depth * self.level
 
     def relative_error(self, size: int, depth: int) -> float:
-        """The error of the cost of a step with a tree of so many nodes and levels, as a share of that cost, at most."""
+        """The error of `step_seconds`, as a share of it, for a size within the known ones."""
         error = math.hypot(self._between(self.step_error, size), depth * self.level_error)
         return error / (self._between(self.step, size) + depth * self.level)
 
@@ -53,7 +53,7 @@ class Costs:
         return figures.get(size, 0.0)
 
     def between(self, other: "Costs", share: float) -> "Costs":
-        """The costs at `share` of the way to others, of the sizes that both reach; for a batch between two others."""
+        """Linear interpolation between these costs (share 0) and others (share 1), for the sizes that both cover."""
 
         def at(figures: dict[int, float], others: dict[int, float], size: int) -> float:
             return (1 - share) * self._between(figures, size) + share * self._between(others, size)
@@ -70,8 +70,8 @@ class Costs:
 
 
 def standing_for(batch: int, batches: Iterable[int]) -> int:
-    """The one of some numbers of sequences that stands for another one: the nearest by ratio, of two the larger.
+    """The known batch size whose costs are used for `batch`: the nearest by ratio, of two equally near the larger.
 
-    So there are few trees, and few graphs or recordings of steps, however many sequences are running.
+    So there are few trees, and few graphs or recordings of steps, for any number of running sequences.
     """
     return min(batches, key=lambda known: (round(abs(math.log(known / batch)), 9), -known))

@@ -1,4 +1,4 @@
-"""The cores that this process may use, and how busy they are."""
+"""How many cores this process may use, how busy they are, and how many threads PyTorch uses by default."""
 
 import math
 import os
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 STAT = Path("/proc/stat")
-MOMENT = 0.1  # seconds in which it is looked at what works
+MOMENT = 0.1  # seconds for which the cores are observed
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each period, or "max"
 
 
 class Load(NamedTuple):
     """The load of the machine.
 
-    working: cores that work just now
-    cores:   that this process may use
-    threads: that PyTorch uses
+    working: number of cores that are busy at present
+    cores:   number of cores that this process may use
+    threads: number of threads that PyTorch uses
     """
 
     working: float
@@ -25,7 +25,7 @@ class Load(NamedTuple):
 
     @property
     def busy(self) -> bool:
-        """True if fewer cores are free than there are threads; a little load is always there."""
+        """Whether fewer cores are free than there are threads; a little load is ignored."""
         return self.working > self.cores - self.threads + max(0.5, 0.1 * self.cores)
 
     def __str__(self) -> str:
@@ -34,7 +34,10 @@ class Load(NamedTuple):
 
 
 def usable_cores(quota: Path = QUOTA) -> int:
-    """The cores that this process may run on, or as many as its container may use at a time if these are fewer."""
+    """The number of cores that this process may run on, or its container's share (rounded up) if that is less.
+
+    quota: the file in which Linux has the container's share
+    """
     cores = len(os.sched_getaffinity(0))
     try:
         allowed, period = quota.read_text(encoding="utf-8").split()
@@ -44,19 +47,19 @@ def usable_cores(quota: Path = QUOTA) -> int:
 
 
 def default_threads() -> int:
-    """The threads that PyTorch takes if nobody says how many: as OMP_NUM_THREADS has it, or one for each core.
+    """The number of threads that PyTorch uses by default: OMP_NUM_THREADS, or one for each core.
 
-    Of a container's share it knows nothing. Where two of the cores are one of the processor, it may take half as many.
+    PyTorch ignores a container's share. With hyper-threading it may use half as many threads.
     """
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))
 
 
 def running(stat: Path = STAT, seconds: float = MOMENT) -> float:
-    """The cores that work at this moment, of those that this process may use; other processes' work, as it waits.
+    """The number of busy cores at present, among those that this process may use, while it sleeps for `seconds`.
 
-    The average of a minute would count what has ended: an installation, or the command before. It is taken only where
-    the system does not tell more.
+    The load average of the last minute would also count processes that have ended, like an installation. It is returned
+    only if `stat` cannot be read.
     """
     before = _clocks(stat)
     time.sleep(seconds)
@@ -66,7 +69,7 @@ def running(stat: Path = STAT, seconds: float = MOMENT) -> float:
 
 
 def _clocks(stat: Path) -> dict[str, list[int]]:
-    """Ticks of each core that this process may use: user, nice, system, idle, waiting for disks, and others."""
+    """Core -> ticks (user, nice, system, idle, iowait, ...), for the cores that this process may use."""
     usable = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         rows = [line.split() for line in stat.read_text(encoding="utf-8").splitlines()]

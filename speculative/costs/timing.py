@@ -1,20 +1,21 @@
-"""Costs of steps on this machine, from timings that are disturbed by anything else that runs on it.
+"""Measure the costs of steps on this machine, robustly against other processes that disturb the timings.
 
-Trees of all sizes are timed in turn, in rounds. Planning needs ratios, not seconds. So each time is divided by that of
-the step of one node in the same round: a disturbance that slows both alike leaves their ratio as it was. With x[r, n]
-the seconds of a step over n nodes in round r,
+Trees of all sizes are timed in turn, in rounds. Planning needs ratios, not seconds. So each time is divided by the time
+of the step with one node in the same round: a disturbance that slows both by the same factor does not change the ratio.
+Let x[r, n] be the seconds of a step over n nodes in round r. Then
 
     ratio(n) = median over r of x[r, n] / x[r, 1]        error(n) = 0.93 (upper - lower quartile) / sqrt(rounds)
 
-Here the median is better than the least, by which single programs are usually timed. Beside a busy process a short step
-is sometimes left alone and a long one never, so that the ratio of the least times is too large. A median does not
-depend on fewer than half of the rounds. 0.93 is the factor of a median's standard error where errors are nearly normal
-(1.253 / 1.349).
+The median is better here than the minimum, which is usual for timing single programs. If another process is busy, a
+short step sometimes runs undisturbed and a long one never, so that the ratio of the minima is too large. Disturbances
+in fewer than half of the rounds hardly move a median. 0.93 = 1.253 / 1.349 is the factor of a median's standard error
+for nearly normal errors.
 
-A larger tree should not cost less. So the ratios are replaced by the rising sequence nearest to them, with weights of
-1 / error^2 (isotonic regression, by pooling adjacent violators). The distance that a ratio was moved counts as error,
-too. Some of it is real, since a BLAS may multiply 6 rows a fifth faster than 2. Much of it says that the timings
-contradict each other. A single node is not part of the sequence: products with one row have routines of their own.
+A larger tree should not cost less. So the ratios are replaced by the nearest non-decreasing sequence, with weights of
+1 / error^2 (isotonic regression, by pooling adjacent violators). The distance by which a ratio was moved counts as an
+error, too. Some of it is real, because a BLAS may multiply 6 rows a fifth faster than 2. Most of it means that the
+timings contradict each other. The step with one node is not part of the sequence: products with one row use other
+routines.
 """
 
 import math
@@ -24,24 +25,28 @@ from typing import NamedTuple
 
 from heavypath.speculative.costs.table import Costs
 
-AGREE = 0.03  # of a figure: when its standard error is below that, it is not timed further
-MOST = 0.2  # of a figure: with a standard error above that it is no measurement
-MOST_MOVED = 1 / 3  # of a figure: one that had to be moved by more contradicts the others
-ROUNDS, LEAST_ROUNDS = 5, 3  # see `Pace`
+AGREE = 0.03  # relative standard error below which a size is not timed further
+MOST = 0.2  # relative standard error above which a figure is refused as noise
+MOST_MOVED = 1 / 3  # relative distance: a figure that was moved by more contradicts the others
+ROUNDS, LEAST_ROUNDS = 5, 3  # the defaults of `Pace`
 MOST_ROUNDS = 60
-EXACT = 0.005  # the least relative error that any ratio is believed to have, for its weight
-BEGIN = 4  # sizes that the first rounds time
+EXACT = 0.005  # the smallest relative error that is assumed for a ratio's weight
+BEGIN = 4  # number of sizes in the first rounds
 
 
 class Timed(NamedTuple):
-    """The seconds of a step without its drafting, and those of drafting a level; None for a tree without levels."""
+    """Seconds of a step without drafting, and seconds of drafting a level (None for a tree without levels)."""
 
     step: float
     level: float | None = None
 
 
 class Pace(NamedTuple):
-    """The least number of rounds for each size; and `least` of them, where the time is over after fewer."""
+    """How many rounds to time.
+
+    rounds: minimal number of rounds for each size
+    least: number of rounds that are always made, even if the time limit is reached before
+    """
 
     rounds: int = ROUNDS
     least: int = LEAST_ROUNDS
@@ -58,7 +63,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Ratio":
-        """The estimate of the values of some rounds; of a single one the error is not known, which is infinite."""
+        """The median of the values of some rounds, and its error, which is infinite for a single value."""
         if len(values) < 2:
             return cls(values[0], math.inf)
         low, middle, high = quantiles(values, n=4, method="inclusive")
@@ -66,13 +71,13 @@ class Ratio(NamedTuple):
 
 
 class Timings:
-    """Rounds of timings. Each round is {nodes: `Timed`} and has one node among its sizes."""
+    """Rounds of timings. Each round maps numbers of nodes to a `Timed`; every round has timed 1 node."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[int, Timed]] = []
 
     def of(self, size: int) -> Ratio:
-        """The step over `size` nodes, in steps of one node."""
+        """The cost of a step over `size` nodes, in steps of one node."""
         return Ratio.of([found[size].step / found[1].step for found in self.rounds if size in found])
 
     def rounds_of(self, size: int) -> int:
@@ -81,7 +86,7 @@ class Timings:
 
     @property
     def level(self) -> Ratio:
-        """Drafting a level, in steps of one node. A round's figure is the median over its sizes."""
+        """The cost of drafting a level, in steps of one node. A round's value is the median over its sizes."""
         shares = []
         for found in self.rounds:
             levels = [timed.level for timed in found.values() if timed.level is not None]
@@ -90,7 +95,7 @@ class Timings:
         return Ratio.of(shares) if shares else Ratio(0.0, 0.0)
 
     def costs(self, least_rounds: int = 1) -> Costs:
-        """The costs that follow, of the sizes with so many rounds at least."""
+        """The costs computed from the timings, for sizes that at least `least_rounds` rounds have timed."""
         sizes = sorted({size for found in self.rounds for size in found})
         sizes = [size for size in sizes if size > 1 and self.rounds_of(size) >= least_rounds]
         ratios = [self.of(size) for size in sizes]
@@ -106,12 +111,12 @@ class Timings:
 
 
 def rising_fit(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The sequence f that never falls with the least sum of weight * (value - f)^2; weights are positive, 0 for an
-    infinite error counts as almost nothing.
+    """The non-decreasing sequence f with the least sum of weight * (value - f)^2.
 
-    Neighbours that fall are pooled to their weighted mean, until none fall (pool adjacent violators).
+    Neighbours that fall are replaced by their weighted mean, until none fall (pool adjacent violators). A weight of 0,
+    for an infinite error, counts as a very small one.
     """
-    blocks: list[tuple[float, float, int]] = []  # mean, weight, values
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, number of values
     for value, weight in zip(values, weights, strict=True):
         block = (value, max(weight, 1e-12), 1)
         while blocks and blocks[-1][0] > block[0]:
@@ -133,15 +138,18 @@ def time_costs(
     of: str = "",
     pace: Pace = PACE,
 ) -> Costs:
-    """Time trees in rounds until the figures that count agree, or the time is over.
+    """Time trees in rounds until the figures are exact enough, or the time limit is reached.
 
-    visit: times a tree of so many nodes in round 0, 1, ...; round 0 is a warm-up
-    sizes: nodes of the trees that may be timed. The rounds begin with a few small ones, of doubling sizes
-    worth: which sizes are worth timing by what is known so far; those beyond the ones timed are reached by doubling
-    limit: seconds by `clock`; looked at after each round, and a few rounds, by `pace`, are always made
-    of: what is timed beside the trees, for reports and errors
+    visit: visit(nodes, round) times a tree of this number of nodes; round 0 is a warm-up
+    sizes: numbers of nodes that may be timed. The first rounds time a few small trees, of doubling sizes
+    worth: worth(costs) returns the sizes that are worth timing, given the costs known so far. Sizes above the largest
+        timed one are reached by doubling
+    limit: seconds by `clock`, checked after each round; `pace.least` rounds are always made
+    report: called with a line of progress before each round
+    of: a phrase for reports and errors that describes the timings, such as the number of sequences
+    pace: how many rounds to time
 
-    Raises ValueError if the figures still contradict each other at the end.
+    Raises ValueError if figures are too inexact, or contradict each other, at the end.
     """
     candidates = sorted({1, *sizes})
     doubling = [1]
@@ -189,7 +197,7 @@ def _agrees(ratio: Ratio) -> bool:
 
 
 def _seconds_left(timings: Timings, active: Sequence[int], spent: float, limit: float, pace: Pace) -> float:
-    """An estimate: errors fall with the square root of the rounds."""
+    """An estimate of the seconds left, which assumes that errors fall with the square root of the rounds."""
     rounds = len(timings.rounds)
     needed = 0.0
     for size in active:
@@ -203,11 +211,10 @@ def _seconds_left(timings: Timings, active: Sequence[int], spent: float, limit: 
 
 
 def _check(timings: Timings, costs: Costs, sizes: set[int], how: str) -> None:
-    """Raise ValueError if figures of these sizes are off by more than `MOST`; how: they were timed, in words."""
+    """Raise ValueError if figures of these sizes exceed `MOST` or `MOST_MOVED`; how: a description of the timings."""
     unit = costs.step[1]
 
     def share(size: int) -> float:
-        """Of what is allowed."""
         ratio, fitted = timings.of(size), costs.step[size] / unit
         return max(ratio.error / MOST, abs(ratio.value - fitted) / MOST_MOVED) / fitted
 
@@ -215,7 +222,7 @@ def _check(timings: Timings, costs: Costs, sizes: set[int], how: str) -> None:
     rounds = f"{how} together".lstrip()
     advice = (
         "Nothing was written. Calibrate while the machine is idle, with fewer threads than it has free cores "
-        "(OMP_NUM_THREADS=1 where one core is free), for longer (limit=, --limit), or for fewer sequences "
+        "(OMP_NUM_THREADS=1 if one core is free), for longer (limit=, --limit), or for fewer sequences "
         "(batch_sizes=[1], --batch-sizes 1)"
     )
     if worst is not None and not share(worst) <= 1:

@@ -120,8 +120,8 @@ class CompositeCache(RowCache):
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the rows of an accepted path in all parts, see `RowCache.accept`."""
-        places = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
-        compact_unchecked([self.keys], path=places, length=length, prefix_length=prefix_length)
+        drafted = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
+        compact_unchecked([self.keys], path=drafted, length=length, prefix_length=prefix_length)
         for part in self.parts:
             part.accept(path, length, prefix_length, node_rows)
 
@@ -218,7 +218,7 @@ class CascadeDraft(CompositeDraft):
 
     @property
     def positions(self) -> float:
-        """Those of the first draft: if it proposes nothing, there is no node for the next draft to continue from."""
+        """The first draft's `positions`: if it proposes nothing, the next draft has no node to continue from."""
         return self.drafts[0].positions
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:

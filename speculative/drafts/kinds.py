@@ -22,12 +22,12 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.names import load_kind
 
-AnyDraft = PreTrainedModel | Draftable | Draft  # what users give
+AnyDraft = PreTrainedModel | Draftable | Draft  # types that users may pass as a draft
 
 
 @singledispatch
 def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
-    """The `Draft` for what a user passed. target: `forward_of(model)`
+    """The `Draft` for a model, module or settings that a user passed. target: `forward_of(model)`
 
     Raises TypeError or ValueError for something that is neither a model nor a draft, and for a model with another
     vocabulary or on another device.

@@ -168,12 +168,12 @@ class _Window(LogitChange):
         window.copy_(window.where(window >= 0, guesses))
         window[:, 0, 0] = state.root
         nodes, ends = given.subtree_end.shape[-1], given.subtree_end
-        places = torch.arange(nodes, nodes + len(depths) - 1, device=ends.device)
+        indices = torch.arange(nodes, nodes + len(depths) - 1, device=ends.device)
         window_ends = (self._draft.ends + nodes - 1).expand(*ends.shape[:-1], -1)  # for the root and the guesses
         return type(given)(
             tokens=torch.cat([given.tokens, window.flatten(1)[:, 1:]], 1),
             positions=torch.cat([given.positions, lengths + depths[1:]], 1),
-            cache_rows=torch.cat([given.cache_rows, lengths + places], 1),
+            cache_rows=torch.cat([given.cache_rows, lengths + indices], 1),
             subtree_end=torch.cat([window_ends[..., :1], ends[..., 1:], window_ends[..., 1:]], -1),
         )
 

@@ -77,10 +77,10 @@ class MergeDraft(CompositeDraft):
         """
         after = -1 if feed.news else 0
         every = zip(self.drafts, cache.parts, strict=True)
-        said = torch.stack([part(feed, own)[:, after:].float() for part, own in every], 1)  # [B, D, n, V]
+        logits = torch.stack([part(feed, own)[:, after:].float() for part, own in every], 1)  # [B, D, n, V]
         if feed.branches is None:
-            return said[:, :, -1]
-        return said[:, feed.branches % self.laws, torch.arange(said.shape[2], device=said.device)]
+            return logits[:, :, -1]
+        return logits[:, feed.branches % self.laws, torch.arange(logits.shape[2], device=logits.device)]
 
     def rules(self, rules: Any) -> Any:
         """The method's rules, with a `MergeVerifier` if the method's verification uses the draft's distributions.
@@ -89,8 +89,8 @@ class MergeDraft(CompositeDraft):
         """
         if rules.verification == "own":
             raise ValueError(
-                "a verifier of your own is told one distribution after each node, and a Merge has "
-                f"{self.laws} after the root; leave the verifier out, or take Mixture for Merge"
+                "a user's verifier gets one draft distribution for each node, and a Merge has "
+                f"{self.laws} at the root; pass no verifier, or use Mixture instead of Merge"
             )
         if rules.verification not in DRAFT_AWARE:
             return rules
@@ -100,7 +100,7 @@ class MergeDraft(CompositeDraft):
     @property
     def why_not_measured(self) -> str:
         """Why its acceptance cannot be measured token by token."""
-        return f"of a Merge each of the root's first {self.laws} children has an acceptance of its own"
+        return f"in a Merge the root's first {self.laws} children are drawn from different drafts"
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class MergeVerifier:
         mass.
         """
         below_root = nodes.parents == 0
-        # On a GPU the host does not know the number of children; the deepest path bounds it, as it has one of them.
+        # On a GPU the host cannot read the number of children. A bound: the deepest path contains only one of them.
         most = int(below_root.sum(1).max()) if host_can_read(target.device) else nodes.tokens.shape[1] - max_depth
         left, own = target.double().softmax(-1), laws.double().softmax(-1).unbind(1)
         own, rest = [*own], torch.ones_like(left[:, :1])

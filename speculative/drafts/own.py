@@ -1,4 +1,4 @@
-"""Checks of a user's own `Draft`: its methods when the decoder is built, and what they return at every call."""
+"""Checks of a user's own `Draft`: its methods when the decoder is built, and their results at every call."""
 
 import inspect
 from difflib import get_close_matches

@@ -26,9 +26,9 @@ class Recall(Draftable):
     before.
 
     Its distribution is that of `Retrieval`, over the latest sequences of all decoders that use it, and the current
-    sequence. When a sequence has ended, its new tokens and the last tokens of its prompt are added. All are sorted
-    again when a 16th as many have been added. Source: Oliaro et al. 2024, "SuffixDecoding", arXiv 2411.04975; this is
-    its global tree.
+    sequence. When a sequence has ended, its new tokens and the last tokens of its prompt are added. All tokens are
+    sorted again when their number has grown by a 16th. Source: Oliaro et al. 2024, "SuffixDecoding", arXiv 2411.04975;
+    this is its global tree.
 
         SpeculativeDecoder(target, Mixture([draft, Recall()]))
 
@@ -57,8 +57,8 @@ class Recall(Draftable):
         """Register a target with this vocabulary size. Raises ValueError if another size has been registered before."""
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(
-                f"{self} keeps texts of a vocabulary of {self.vocab_size} tokens, got a target of {vocab_size}; make "
-                "a Recall for each vocabulary"
+                f"{self} keeps sequences for a vocabulary of {self.vocab_size} tokens, got a target of {vocab_size}; "
+                "make a Recall for each vocabulary"
             )
         self.vocab_size = vocab_size
 

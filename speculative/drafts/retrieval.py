@@ -86,7 +86,7 @@ class Retrieval(Draftable):
                 if metadata.get("format") != FORMAT:
                     raise ValueError(
                         f"{str(path)!r} must be a file of {FORMAT!r}, which Retrieval.save writes, got "
-                        f"{metadata.get('format', 'one of something else')!r}; make it anew from its texts"
+                        f"{metadata.get('format', 'one of something else')!r}; make it again from its texts"
                     )
                 corpus = SortedCorpus(*(file.get_tensor(name) for name in SortedCorpus._fields))
         except SafetensorError as error:
@@ -94,7 +94,7 @@ class Retrieval(Draftable):
         vocabulary = metadata.get("vocabulary")
         if vocabulary is not None and tokenizer is not None and vocabulary != _fingerprint(tokenizer):
             raise ValueError(
-                f"{str(path)!r} has tokens of another vocabulary than the target's; make it anew with its tokenizer"
+                f"{str(path)!r} has tokens of another vocabulary than the target's; make it again with its tokenizer"
             )
         loaded = cls.__new__(cls)
         loaded.max_ngram, loaded.tokens, loaded.largest = (
@@ -168,7 +168,7 @@ class RetrievalDraft(Draft):
             store_texts(self.known.corpus, tokens, cache.keys, cache.values, starts)
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """What followed before follows again; less often where the text is sampled."""
+        """The usual acceptance of retrieval; it is lower if the output is sampled, because it repeats itself less."""
         return RETRIEVAL if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:

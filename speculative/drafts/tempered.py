@@ -1,6 +1,6 @@
 """Drawing temperatures by depth, for drafts that give the distributions of all levels in one pass.
 
-At deeper levels such a draft knows little about the path above. So its distribution is flatter than the target's, and a
+At deeper levels such a draft hardly depends on the path above. So its distribution is flatter than the target's, and a
 token drawn from it is rarely accepted. With the sampling temperature T and a temperature tau_d for each depth, tokens
 are drawn from
 

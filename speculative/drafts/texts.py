@@ -54,7 +54,7 @@ def _checked(tokens: Any) -> np.ndarray:
 
 
 def read_texts(path: Path) -> Iterator[tuple[Path, str]]:
-    """A file and its text; for a folder, those of all files below it, except hidden ones and those that are not UTF-8.
+    """A file and its text, or all files below a folder with their texts, except hidden files and files not in UTF-8.
 
     Raises ValueError for a single file that is not UTF-8, OSError for one that cannot be read.
     """

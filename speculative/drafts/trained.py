@@ -58,8 +58,8 @@ def _(given: EagleHead, target: Forward, model: PreTrainedModel) -> Draft:
 def _(given: EagleHead) -> str:
     config = given.config
     own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
-    beside = f", with an own {' and '.join(own)}" if own else ""
-    return f"{config.model_type} head, {config.layers} layers, {parameter_count(given)} parameters{beside}"
+    owned = f", with an own {' and '.join(own)}" if own else ""
+    return f"{config.model_type} head, {config.layers} layers, {parameter_count(given)} parameters{owned}"
 
 
 @as_draft.register
@@ -70,14 +70,17 @@ def _(given: BlockHead, target: Forward, model: PreTrainedModel) -> Draft:
 @describe.register
 def _(given: BlockHead) -> str:
     config = given.config
-    what = f"{config.model_type} draft of blocks of {config.block_size}, {config.layers} layers"
+    kind = f"{config.model_type} draft of blocks of {config.block_size}, {config.layers} layers"
     tempered = f", at temperatures {[*given.temperatures]}" if given.temperatures else ""
-    return f"{what}, {parameter_count(given)} parameters{tempered}"
+    return f"{kind}, {parameter_count(given)} parameters{tempered}"
 
 
 @draft_parameter_count.register
 def _(given: EagleHead | BlockHead | MtpHead, target: PreTrainedModel) -> int:
-    """With the target's lm_head, where it has none of its own. A level takes its share of the one pass of a block."""
+    """The parameters that drafting a level uses: a block's pass is divided by its levels.
+
+    The target's lm_head is counted if the draft has none.
+    """
     lm_head: Any = target.get_output_embeddings()
     count = parameter_count(given) + (lm_head.weight.numel() if getattr(given, "lm_head", None) is None else 0)
     return count // given.config.depths if isinstance(given, BlockHead) else count
@@ -100,12 +103,12 @@ def _(given: MedusaHeads, target: Forward, model: PreTrainedModel) -> Draft:
 
 @describe.register
 def _(given: MedusaHeads) -> str:
-    config, beside = given.config, ", with lm_heads of their own" if given.config.owns_lm_heads else ""
-    return f"{config.heads} medusa heads, {config.layers} layers, {parameter_count(given)} parameters{beside}"
+    config, owned = given.config, ", with lm_heads of their own" if given.config.owns_lm_heads else ""
+    return f"{config.heads} medusa heads, {config.layers} layers, {parameter_count(given)} parameters{owned}"
 
 
 @draft_parameter_count.register
 def _(given: MedusaHeads, target: PreTrainedModel) -> int:
-    """The weights of one head, which a level takes, with the target's lm_head where it has none of its own."""
+    """The parameters of one head, which drafts a level; the target's lm_head is counted if the heads have none."""
     lm_head: Any = target.get_output_embeddings()
     return parameter_count(given) // given.config.heads + (lm_head.weight.numel() if given.lm_heads is None else 0)

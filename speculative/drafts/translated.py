@@ -8,8 +8,7 @@ lossless for any Q. Source: Timor et al. 2025, "Accelerating LLM Inference with 
 for Heterogeneous Vocabularies", arXiv 2502.05202, algorithm 4 (token-level intersection).
 
 The sequence is never tokenized again: the draft reads each of the target's tokens separately, although its own
-tokenizer might split the text at other places. So its cache depends only on the target's tokens, as for any other
-draft.
+tokenizer might split the text differently. So its cache depends only on the target's tokens, as for any other draft.
 """
 
 from collections.abc import Sequence
@@ -113,7 +112,7 @@ class TranslatedCache(RowCache):
         return rows
 
     def trimmed_bytes(self, slots: slice, rows: int) -> int:
-        """Bytes of what `trimmed` returns."""
+        """Bytes of the copy that `trimmed` returns."""
         return sum(each[slots, :, : self.stretch * rows].nbytes for each in self.remembered())
 
     def trimmed(self, slots: slice, rows: int) -> "TranslatedCache":
@@ -128,9 +127,9 @@ class TranslatedCache(RowCache):
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the rows of an accepted path after the root's last row; each of its nodes has one row."""
-        places = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
+        drafted = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
         end, steps = self.end_of(prefix_length[:, None]), torch.arange(path.shape[1], device=path.device)
-        compact_unchecked([self.keys, self.values], path=places, length=length, prefix_length=end[:, 0] - 1)
+        compact_unchecked([self.keys, self.values], path=drafted, length=length, prefix_length=end[:, 0] - 1)
         store_rows(self.ends, (end + steps)[..., None, None], prefix_length[:, None] + steps)
 
 
@@ -170,8 +169,8 @@ class TranslatedDraft(Draft):
         batch, width = tokens.shape
         first = torch.tensor([0] * batch if starts is None else starts, device=tokens.device)
         own, rows = self._read(tokens, first[:, None] + torch.arange(width, device=tokens.device), cache)
-        for part, places in zip(own.split(PREFILL_CHUNK, 1), rows.split(PREFILL_CHUNK, 1), strict=True):
-            self._run_chain(part, places, cache, needs_logits=False)
+        for part, part_rows in zip(own.split(PREFILL_CHUNK, 1), rows.split(PREFILL_CHUNK, 1), strict=True):
+            self._run_chain(part, part_rows, cache, needs_logits=False)
 
     def __call__(self, feed: Feed, cache: TranslatedCache) -> Tensor:
         """Logits after each node [B, n, V], in the model's dtype; for a step's first feed only those after the root."""

@@ -41,8 +41,8 @@ class Generation:
         cache = self._cache()
         if cache is None:
             raise RuntimeError(
-                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to keep one "
-                "for longer, hold on to out.cache itself"
+                f"the cache of this generation is gone: a decoder keeps the caches of its last {KEPT} generations; to "
+                "keep one for longer, keep a reference to out.cache"
             )
         return cache
 

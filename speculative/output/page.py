@@ -30,7 +30,7 @@ _SAMPLED = {
 _WEIGHED = {
     "accepted": "",
     "other": "",
-    "recovered": "It is drawn from what the rejected drafts have left of the target's distribution.",
+    "recovered": "It is drawn from the part of the target's distribution that the rejected drafts have left.",
 }
 _WORDS = {
     "greedy": {
@@ -47,7 +47,7 @@ _WORDS = {
     "held": {
         "accepted": "",
         "other": "",
-        "recovered": "It is drawn from what the drafts have left of the target's distribution.",
+        "recovered": "It is drawn from the part of the target's distribution that the drafts have left.",
     },
     "typical": {
         "accepted": "The target finds it likely enough.",
@@ -148,9 +148,9 @@ def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
 
 def _tall(step: Mapping[str, Any]) -> list[int]:
     """The nodes that are shown with figures. The last number, the count of nodes, stands for the next token."""
-    beside = len(step["fates"]) <= MANY
+    all_nodes = len(step["fates"]) <= MANY
     reached = (node for node, fate in enumerate(step["fates"]) if fate not in ("parent", "absent"))
-    return [node for node in reached if beside or node in step["path"]] + [len(step["fates"])]
+    return [node for node in reached if all_nodes or node in step["path"]] + [len(step["fates"])]
 
 
 def _heights(step: Mapping[str, Any], tall: list[int]) -> list[int]:
@@ -169,7 +169,7 @@ def _facts(header: Mapping[str, Any]) -> str:
     if header["draft"] is not None and header["draft_filters"] != header["filters"]:
         facts["draft sampled at"] = sampling_in_words(header["draft_filters"])
     if header.get("law_changed_by"):
-        facts["law of the text"] = f"changed by {header['law_changed_by']}"
+        facts["output distribution"] = f"changed by {header['law_changed_by']}"
     facts["seed"] = str(header["seed"])
     return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts.items())
 
@@ -194,13 +194,13 @@ def _notes(header: Mapping[str, Any]) -> str:
     """The HTML at the foot of the page: how to read and use it."""
     notes = [
         "The draft proposes the tree, the target scores all of it at once, and the path in green is kept. One more "
-        "token of the target's own follows it: <em>recovered</em> where drafts were refused, a <em>bonus</em> below a "
-        "leaf. The two bars of a node are its token's probabilities after the token above it."
+        "token, sampled from the target, follows it: <em>recovered</em> if drafts were refused, a <em>bonus</em> below "
+        "a leaf. The two bars of a node are its token's probabilities after the token above it."
     ]
     if header["shown"] != header["filters"]:
-        notes.append("Temperature 0 has no distribution: the probabilities shown are those of temperature 1.")
+        notes.append("At temperature 0 there is no distribution: probabilities are shown for temperature 1.")
     elif header["draft_shown"] != header["draft_filters"]:
-        notes.append("The draft takes its likeliest tokens: the probabilities shown for it are those of temperature 1.")
+        notes.append("The draft proposes its most probable tokens: its probabilities are shown for temperature 1.")
     notes.append(
         "<kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd> go through the steps, <kbd>Tab</kbd> through the "
         "nodes; a click on the text or on a bar goes to its step."

@@ -3,8 +3,8 @@
 `verify_tree` only returns the path that it accepted. This module repeats the verification of one sequence along that
 path, in fp64 and with the references in `residual`, `traversal` and `k_seq` of `heavypath.kernels.verifying`. So it
 finds the coin (uniform random number) of each node that was tried, and the threshold that the coin had to be below.
-The accepted path is always that of `verify_tree`, because fp32 and fp64 may disagree about a coin that is within
-rounding of its threshold.
+The accepted path is not computed again, because fp32 and fp64 may disagree about a coin that is within rounding of its
+threshold.
 
 Traversal visits all nodes before the accepted one in post-order, so that order is repeated here. Nodes above the
 accepted one had no coin: a descendant was accepted before their turn.
@@ -59,8 +59,8 @@ class VerifiedTree(NamedTuple):
     """One sequence's tree of N nodes, as `verify_tree` took it; on any device.
 
     tokens, parents, ranks, noise_rows: LongTensor[N]
-    target_logits, draft_logits:        [N, V]. draft_logits may be None where nothing was drafted, and have more rows
-                                        where the root's children were drawn from several distributions
+    target_logits, draft_logits:        [N, V]. draft_logits may be None if nothing was drafted, and have more rows if
+                                        the root's children were drawn from several distributions
     """
 
     tokens: Tensor
@@ -79,8 +79,8 @@ class Reasons(NamedTuple):
                  and no coins
     chosen:      for each node of the path, the node by which its token was accepted: itself, or an equal sibling
     draft, target: the probability of each node's token given its parent; None for the root and absent nodes
-    kind:        of the next token: "recovered" where all drafted children were refused, "bonus" where the last accepted
-                 node had no children, "plain" where nothing was drafted
+    kind:        of the next token: "recovered" if all drafted children were refused, "bonus" if the last accepted node
+                 had no children, "plain" if nothing was drafted
     next_target: the target's probability of the next token
     """
 
@@ -95,11 +95,11 @@ class Reasons(NamedTuple):
 
 
 def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_token: int) -> Reasons:
-    """Explain what `verify_tree`, or a user's or the draft's verifier, accepted of one sequence's tree.
+    """Explain the verification of one sequence's tree, by `verify_tree` or by a user's or the draft's verifier.
 
-    path, next_token: what the verifier returned, LongTensor[any] and an int
+    path, next_token: the verifier's result, LongTensor[any] and an int
 
-    The probabilities are those of the filtered distributions; at temperature 0, of the logits without filters.
+    Probabilities are computed with the filters; at temperature 0, from the logits without filters.
     """
     token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
     noise_row = tree.noise_rows.tolist()
@@ -142,14 +142,14 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
                 bounds = _rejected(chain, drawn)
             last = len(drawn) - 1
             if following is not None:  # the first of equal siblings whose coin was below its threshold
-                equals = [place for place, one in enumerate(drawn) if one == token[following]]
-                low = (place for place in equals if tossed[place] < (bounds[place] or 0))
+                equals = [index for index, one in enumerate(drawn) if one == token[following]]
+                low = (index for index in equals if tossed[index] < (bounds[index] or 0))
                 last = next(low, candidates.index(following))
                 chosen.append(candidates[last])
-            for place, child in enumerate(candidates):
-                if place <= last or held:
-                    fates[child] = "skipped" if bounds[place] is None else "rejected" if place <= last else "beyond"
-                    threshold[child], coin[child] = bounds[place], None if bounds[place] is None else tossed[place]
+            for index, child in enumerate(candidates):
+                if index <= last or held:
+                    fates[child] = "skipped" if bounds[index] is None else "rejected" if index <= last else "beyond"
+                    threshold[child], coin[child] = bounds[index], None if bounds[index] is None else tossed[index]
                 else:
                     fates[child] = "elder"
         elif rules.verification == "typical":
@@ -223,58 +223,58 @@ def _traverse_again(
     rules: Rules,
     seed: int,
     accepted: list[int],
-    laws: tuple[dict[int, np.ndarray], dict[int, np.ndarray]],
+    logs_of: tuple[dict[int, np.ndarray], dict[int, np.ndarray]],
     found: tuple[list[str], list[float | None], list[float | None]],
 ) -> tuple[list[int], list[int]]:
     """Repeat traversal: write fates, coins and thresholds into `found`; return `chosen` and the last node's children.
 
-    `laws`: the log-probabilities (target's, draft's) of nodes that have children, and of the last accepted node
+    logs_of: the log-probabilities (target's, draft's) of nodes that have children, and of the last accepted node
     """
     fates, coin, threshold = found
     token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
     order = sorted(range(len(token)), key=lambda node: (rank[node], node))
     above = tree.noise_rows[tree.parents.clamp(min=0)]
     tossed = coins(seed, above.cpu().numpy(), tree.ranks.cpu().numpy()).tolist()
-    texts: list[tuple[int, ...]] = [()]  # the tokens from the root to each node; they may be equal for several nodes
+    paths: list[tuple[int, ...]] = [()]  # the tokens from the root to each node; they may be equal for several nodes
     for node in range(1, len(token)):
-        texts.append((*texts[parent[node]], token[node] if token[node] >= 0 else ~node))
-    first = {texts[node]: node for node in reversed(order) if token[node] >= 0}
-    last = texts[accepted[-1]]
+        paths.append((*paths[parent[node]], token[node] if token[node] >= 0 else ~node))
+    first = {paths[node]: node for node in reversed(order) if token[node] >= 0}
+    last = paths[accepted[-1]]
     on_path = {last[:length] for length in range(len(last) + 1)}
 
-    def law_of(side: int) -> Callable[[int], np.ndarray]:
-        logs = {texts[node]: row / np.log(2) for node, row in laws[side].items()}
-        return lambda node: logs[texts[node]] - logs[texts[node]].max()
+    def scores_of(side: int) -> Callable[[int], np.ndarray]:
+        logs = {paths[node]: row / np.log(2) for node, row in logs_of[side].items()}
+        return lambda node: logs[paths[node]] - logs[paths[node]].max()
 
-    draft = law_of(1) if rules.draft_filters.temperature > 0 else lambda _: None
+    draft = scores_of(1) if rules.draft_filters.temperature > 0 else lambda _: None
     met: dict[tuple[int, ...], int] = {(): 0}
     with np.errstate(all="ignore"):
         for node, ending, _ in in_post_order(
-            PlainTree(token, parent, order), law_of(0), draft, len(token),
+            PlainTree(token, parent, order), scores_of(0), draft, len(token),
             held=rules.verification == "held_traversal", independent=rules.replacement,
         ):  # fmt: skip
-            met[texts[node]] = node
+            met[paths[node]] = node
             if node > 0:
                 coin[node], threshold[node] = tossed[node], ending
                 fates[node] = "rejected"
-            if texts[node] == last:
+            if paths[node] == last:
                 break
     for node in range(1, len(token)):
-        text = texts[node]
-        if text in on_path:
+        path = paths[node]
+        if path in on_path:
             fates[node] = "accepted" if node in accepted else "equal"
-        elif text[:-1] in on_path and node not in met.values() and token[node] >= 0:
-            rival = first[last[: len(text)]] if len(text) <= len(last) else None
+        elif path[:-1] in on_path and node not in met.values() and token[node] >= 0:
+            rival = first[last[: len(path)]] if len(path) <= len(last) else None
             elder = rival is not None and (rank[rival], rival) < (rank[node], node)
             fates[node] = "elder" if elder else "skipped"
-        elif text[:-1] in met and node not in met.values() and token[node] >= 0:
+        elif path[:-1] in met and node not in met.values() and token[node] >= 0:
             fates[node] = "skipped"
-    below = [node for node in order if token[node] >= 0 and node > 0 and texts[parent[node]] == last]
-    return [first.get(texts[node], 0) for node in accepted], below
+    below = [node for node in order if token[node] >= 0 and node > 0 and paths[parent[node]] == last]
+    return [first.get(paths[node], 0) for node in accepted], below
 
 
 def _shares(chain: Chain, drawn: list[int]) -> list[float | None]:
     """The upper ends of held siblings' intervals in the range of their coin; None for a child that is skipped."""
     held = dict(chain.hold([*range(len(drawn))], drawn))
-    ends = np.cumsum([held.get(place, 0.0) for place in range(len(drawn))]).tolist()
-    return [end if place in held else None for place, end in enumerate(ends)]
+    ends = np.cumsum([held.get(index, 0.0) for index in range(len(drawn))]).tolist()
+    return [end if index in held else None for index, end in enumerate(ends)]

@@ -59,8 +59,8 @@ class _Header(TypedDict):
     heavypath: NotRequired[str]  # version of the package
     trace: int  # version of this format; others are refused
     method: str  # one of `METHODS`
-    verify: str  # `method` of `verify_tree`, "typical", or "own" for a user's or the draft's verifier
-    law_changed_by: NotRequired[str]  # what changed the distribution from the target's; "" for nothing
+    verify: str  # `method` of `verify_tree`, "typical", or "own" for a user's verifier or the draft's
+    law_changed_by: NotRequired[str]  # description of a change of the target's distribution; "" if there is none
     target: _ModelRecord
     draft: _ModelRecord | None
     filters: _Sampling  # how the target is sampled
@@ -100,10 +100,10 @@ class _Step(TypedDict):
     length: int  # P - 1, how many drafted nodes were accepted
     chosen: list[int]  # [P]: the nodes by which these were accepted: themselves, or siblings with the same tokens
     next: int  # the token after them
-    kind: str  # how `next` was made: "recovered", "bonus", or "plain" where nothing was drafted
+    kind: str  # how `next` was chosen: "recovered", "bonus", or "plain" if nothing was drafted
     next_target: float  # the target's probability of `next`
-    emitted: list[int]  # the new tokens: those of the path, then `next`; fewer where the sequence ended
-    pieces: NotRequired[list[str]]  # with a tokenizer: what each new token adds to the text
+    emitted: list[int]  # the new tokens: the accepted ones, then `next`; fewer if the sequence ended
+    pieces: NotRequired[list[str]]  # with a tokenizer: the string that each new token adds to the text
     texts: NotRequired[dict[str, str]]  # with a tokenizer: texts of the tokens that occur for the first time
 
 
@@ -155,7 +155,7 @@ class Recorder:
         )
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
-        """Write what one step verified and committed; before, after: the batch before and after the step."""
+        """Write the results of one step; before, after: the batch before and after the step."""
         drafted, logits, verified = stepped.drafted, stepped.logits, stepped.verified
         parents, ranks, depths = (
             field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
@@ -262,14 +262,14 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             f"{str(path)!r} is no trace that `generate` writes ({error}); make one with "
             "`heavypath generate --trace FILE`"
         ) from error
-    raise ValueError(f"{str(path)!r} is a trace of format {made}, expected {FORMAT}; make it anew")
+    raise ValueError(f"{str(path)!r} is a trace of format {made}, expected {FORMAT}; generate it again")
 
 
 def _checked(step: dict[str, Any], sequences: int) -> dict[str, Any]:
     """The step itself; ValueError unless its fields have matching lengths and valid indices."""
     nodes, path, chosen = len(step["tokens"]), step["path"], step["chosen"]
-    of_nodes = ("parents", "ranks", "depths", "draft", "target", "fates", "coins", "thresholds")
-    fits = nodes > 0 and all(len(step[name]) == nodes for name in of_nodes) and 0 <= step["sequence"] < sequences
+    per_node = ("parents", "ranks", "depths", "draft", "target", "fates", "coins", "thresholds")
+    fits = nodes > 0 and all(len(step[name]) == nodes for name in per_node) and 0 <= step["sequence"] < sequences
     fits = fits and step["parents"][0] == -1 and all(0 <= step["parents"][i] < i for i in range(1, nodes))
     fits = fits and bool(path) and len(path) == len(chosen) and all(0 <= node < nodes for node in path + chosen)
     fits = fits and all(fate in FATES for fate in step["fates"])

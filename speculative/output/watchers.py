@@ -70,22 +70,22 @@ class Criteria(Watcher):
 
     def __init__(self, stopping: "Stopping", peers: Peers):
         self._stopping, self._peers = stopping, peers
-        self._asked: dict[int, int] = {}  # up to how many tokens each sequence has been checked
+        self._checked: dict[int, int] = {}  # up to how many tokens each sequence has been checked
 
     def ends(self, rows: Sequence[SlotNumbers], state: Sequences) -> dict[int, int]:
         """{sequence: number of its new tokens} for the sequences that end now."""
 
-        def ask() -> dict[int, int]:
+        def check() -> dict[int, int]:
             kept = {
                 row.member: self._stopping.kept(
-                    row.member, state.output[row.member, : row.produced], self._asked.get(row.member, 0)
+                    row.member, state.output[row.member, : row.produced], self._checked.get(row.member, 0)
                 )
                 for row in rows
             }
             return {member: count for member, count in kept.items() if count is not None}
 
-        ends = self._peers.decided(ask)
-        self._asked |= {row.member: row.produced for row in rows}
+        ends = self._peers.decided(check)
+        self._checked |= {row.member: row.produced for row in rows}
         return ends
 
 

@@ -1,10 +1,11 @@
-"""Logits processors along every path of a drafted tree: transformers' own, callables of a user, and grammars.
+"""Logits processors in trees: those of transformers, a user's callables, and grammars.
 
-A processor maps a text and the logits after it to other logits. In a step it is asked for each node of the tree, with
-that node's own text. This is the prompt as it was given, the new tokens, and the drafted ones from the root's child
-down to the node. With p its result on the target's logits after a node and q on the draft's,
+A processor maps a sequence and the logits after it to other logits. In a step it is called for each node of the tree,
+with the sequence that ends at this node: the prompt as it was given, the new tokens, and the drafted tokens on the path
+to the node. Let p be its result for the target's logits after a node, and q its result for the draft's logits. Then
 
     children are drawn from q,    and verified as draws of q against p
 
-so the text follows the law of the processed target for any draft, and where both are masked alike little is rejected.
+so for any draft the output has the distribution of the processed target. As the same tokens are masked in p and q, few
+nodes are rejected because of a mask.
 """

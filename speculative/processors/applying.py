@@ -1,4 +1,4 @@
-"""Ask processors about some texts, one processor after the other, and hold them to what they must keep to."""
+"""Apply a list of processors to the logits of several sequences, and check each processor's result."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,21 +13,23 @@ from heavypath.speculative.processors.watched import WatchedCallable
 
 
 class Change(NamedTuple):
-    """An undone call that has changed what a processor keeps; ids: LongTensor[1, T'], scores: fp32 [1, V]."""
+    """A call that changed a processor's state, and was undone. ids: LongTensor[1, T'], scores: fp32 [1, V]."""
 
     processor: WatchedCallable
     ids: Tensor
     scores: Tensor
 
     def make_again(self) -> None:
-        """Make the call, as one of the text; what it changes stays."""
+        """Repeat the call; this time the changed state stays."""
         self.processor.keep(self.ids.clone(), self.scores.clone())
 
 
 class AskedText(NamedTuple):
-    """A text to be asked about: its processors, and what of it is drafted, for grammars, which know the rest.
+    """A sequence that ends at a node, for which processors are called.
 
-    changes: the calls for this text that have changed what a processor keeps, noted while it is asked
+    processors: the sequence's processors, in the order of the calls
+    path: the drafted tokens of the sequence. Grammars read these alone, because they have read the other tokens before
+    changes: `applied` appends each call that changed a processor's state
     """
 
     processors: Sequence["Processor | GrammarText | WatchedCallable"]
@@ -36,44 +38,49 @@ class AskedText(NamedTuple):
 
 
 def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, of_target: bool, twice: bool) -> Tensor:
-    """The result of processors on scores fp32 [R, V] after the texts LongTensor[R, T'].
+    """The scores [R, V] after all processors of the sequences have been applied, one after the other.
 
-    A row that is -inf throughout is no distribution, which many processors cannot read. A draft's is shown to none: it
-    proposes nothing. A target's, which another processor has left so, is shown to those that may raise a token.
+    Many processors cannot read a row that is -inf throughout, because it is no distribution. Such a row of a draft is
+    not passed to any processor: it proposes nothing. Such a row of the target, which an earlier processor has made, is
+    passed to all processors except `WARPERS`, because they may raise the logit of a token.
 
-    rows:      whose processors are the same, but for grammars, of which each text has its own in the same place
-    of_target: whether the scores are the target's, or else a draft's
-    twice:     whether those of unknown kind are asked again, in another order, to see if they answer alike
+    rows:      the R sequences. All have the same processors, except that a grammar has a state for each sequence
+    ids:       LongTensor[R, T'], the tokens of the sequences
+    scores:    fp32 [R, V], the logits after them
+    of_target: whether the scores are the target's; else they are a draft's
+    twice:     whether processors that are called for one row at a time are called twice, the second time in reverse
+               order, to find those whose results depend on earlier calls
 
-    Raises TypeError for an answer that is none, ValueError for a processor whose answers depend on earlier calls.
+    Raises TypeError if a processor does not return scores of this shape, and ValueError if two calls with the same
+    arguments give different results.
     """
-    for place, processor in enumerate(rows[0].processors):
+    for index, processor in enumerate(rows[0].processors):
         if not of_target or type(processor) in WARPERS:
             shown = scores.amax(-1) != -torch.inf
             if not shown.all():
                 numbers = shown.nonzero()[:, 0]
-                own = [rows[row]._replace(processors=[rows[row].processors[place]]) for row in numbers.tolist()]
+                own = [rows[row]._replace(processors=[rows[row].processors[index]]) for row in numbers.tolist()]
                 if own:
                     found = applied(own, ids[numbers], scores[numbers], of_target=of_target, twice=twice)
                     scores = scores.index_copy(0, numbers, found)
                 continue
         if isinstance(processor, GrammarText):
-            own = [(row.processors[place], row.path) for row in rows]
+            own = [(row.processors[index], row.path) for row in rows]
             words = [each.words_after(path) for each, path in own if isinstance(each, GrammarText)]
             scores = masked(scores, torch.stack(words))
         elif type(processor) in BATCHED:
             scores = _answer(processor, ids, scores)
         else:
-            answers = [_asked_about(place, ids, scores, rows, row) for row in range(len(rows))]
+            answers = [_call_for_row(index, ids, scores, rows, row) for row in range(len(rows))]
             if twice:
                 for row in reversed(range(len(rows))):
-                    again = _asked_about(place, ids, scores, rows, row, note=False)
+                    again = _call_for_row(index, ids, scores, rows, row, note=False)
                     if not torch.equal(again.nan_to_num(), answers[row].nan_to_num()):
                         raise ValueError(
-                            f"the logits processor {name_of(_own(processor))} answered differently when it was asked "
-                            "again about the same text and scores, and nothing that can be seen of it has changed: "
-                            "along a tree its answer must depend on its arguments alone. Compute what it needs from "
-                            "input_ids, which is the whole text; for a grammar take heavypath.speculative.Grammar"
+                            f"the logits processor {name_of(_own(processor))} answered differently when it was called "
+                            "twice with the same input_ids and scores, though no change of its state was found: in a "
+                            "tree its result must depend on its arguments alone. Compute what it needs from "
+                            "input_ids, which is the whole sequence; for a grammar use heavypath.speculative.Grammar"
                         )
             scores = torch.cat(answers)
     return scores
@@ -83,11 +90,11 @@ def _own(processor: "Processor | WatchedCallable") -> "Processor":
     return processor.processor if isinstance(processor, WatchedCallable) else processor
 
 
-def _asked_about(
-    place: int, ids: Tensor, scores: Tensor, rows: Sequence[AskedText], row: int, *, note: bool = True
+def _call_for_row(
+    index: int, ids: Tensor, scores: Tensor, rows: Sequence[AskedText], row: int, *, note: bool = True
 ) -> Tensor:
-    """The answer about one row; copies are given, so that a processor may write into them."""
-    processor: Any = rows[row].processors[place]
+    """A processor's result for one row. It gets copies of the arguments, so it may write into them."""
+    processor: Any = rows[row].processors[index]
     ids, scores = ids[row : row + 1], scores[row : row + 1]
     if not isinstance(processor, WatchedCallable):
         return _answer(processor, ids.clone(), scores.clone())
@@ -102,11 +109,11 @@ def _answer(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def _checked(answer: object, processor: object, scores: Tensor) -> Tensor:
-    """A processor's answer about scores [R, V], if it is one."""
+    """A processor's answer, in the dtype and on the device of the scores [R, V] that were passed to it."""
     if not isinstance(answer, Tensor) or answer.shape != scores.shape or not answer.is_floating_point():
         given = f"{answer.dtype} {[*answer.shape]}" if isinstance(answer, Tensor) else type(answer).__name__
         raise TypeError(
-            f"the logits processor {name_of(processor)} must return scores [R, V] = {[*scores.shape]} as it is given "
-            f"them, got {given}"
+            f"the logits processor {name_of(processor)} must return scores [R, V] = {[*scores.shape]} of a "
+            f"floating-point dtype, got {given}"
         )
     return answer.to(scores)

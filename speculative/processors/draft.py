@@ -1,8 +1,8 @@
-"""Show a draft's logits to the processors before anything is drawn from them.
+"""Apply the processors to the draft's logits before tokens are drawn from them.
 
-What is drawn, and what a verification weighs it by, is the processed distribution: so little is drafted that the
-processed target would refuse. Static and growing trees are drafted through the same call, a level at a time, whose
-`Feed` tells the tree: a node's number is its cache row after the prefix.
+Tokens are drawn from the processed distribution, and verified with it. So few tokens are drafted that the processed
+target excludes. Static and growing trees are drafted by the same calls, one for each level. The `Feed` of a call
+describes the tree: a node's number is its cache row minus the number of rows of the prefix.
 """
 
 from collections.abc import Callable
@@ -22,68 +22,66 @@ if TYPE_CHECKING:
 
 
 class ProcessedSteps(LogitChange):
-    """The processors of a batch, as a change of each step's logits; it asks the host."""
+    """The processors of a batch, as a `LogitChange`. They run on the host, so each step waits for the device."""
 
     def __init__(self, processors: BatchProcessors):
         self.processors = processors
 
     @classmethod
     def of(cls, request: "Request") -> "ProcessedSteps":
-        """Those of a request. Raises ValueError for processors that do not fit its sequences."""
+        """The change for a request's processors. Raises ValueError for processors that do not fit its sequences."""
         processors, stops = BatchProcessors(), request.stops.tolist()
         for member, own in enumerate(request.processors or ()):
             processors.begin(member, request.input_ids[member], own, stops, member)
         return cls(processors)
 
     def of_step(self, state: Any, lap: Callable[[str], object]) -> "_ProcessedStep":
-        """With the texts before the step brought up to date."""
-        asked = self.processors.step(state.member, state.produced, state.left, state.output)
+        """The change for one step, after the tokens of earlier steps have been added to the sequences."""
+        step = self.processors.step(state.member, state.produced, state.left, state.output)
         lap("processing")
-        return _ProcessedStep(asked, lap)
+        return _ProcessedStep(step, lap)
 
 
 class _ProcessedStep(LogitChange):
-    def __init__(self, asked: StepProcessors, lap: Callable[[str], object]):
-        self._asked, self._lap = asked, lap
+    def __init__(self, step: StepProcessors, lap: Callable[[str], object]):
+        self._step, self._lap = step, lap
 
     def before_drawing(self, draft: Draft, state: Any) -> Draft:
-        """See `ProcessedDraft`."""
-        return ProcessedDraft(draft, self._asked, self._lap)
+        return ProcessedDraft(draft, self._step, self._lap)
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The logits, processed; nodes below one at which a processor's state changes become absent."""
+        """The processed logits [B, N, V]. Nodes below a node at which a processor's state changes are removed."""
         paths = drafted_paths(drafted.tokens, drafted.parents)
-        logits = self._asked.of_target(logits, paths)
-        for slot, node in self._asked.not_asked(paths):
+        logits = self._step.of_target(logits, paths)
+        for slot, node in self._step.not_asked(paths):
             drafted.tokens[slot, node] = -1
         self._lap("processing")
         return logits
 
     def after_verifying(self, verified: Verified) -> None:
-        """See `StepProcessors.accept`."""
-        self._asked.accept(verified)
+        self._step.accept(verified)
 
 
 class ProcessedDraft(Draft):
-    """A draft, for one step, whose logits are processed.
+    """A wrapper of a draft for one step: applies the processors to the draft's logits.
 
-    An absent node is given to a draft as a node of token 0. Where token 0 could not have been drawn, nobody is asked
-    about such a text; elsewhere that text might as well have been drafted.
+    An absent node is passed to a draft as a node of token 0. If token 0 could not have been drawn there, processors are
+    not called for the node. Else they are called as for a drafted token 0, which does no harm.
 
-    lap: told "draft" when the draft's pass ends, and "processing"
+    lap: called with "draft" when the draft's pass has ended, and with "processing" when the processors have run
     """
 
     def __init__(self, draft: Draft, step: StepProcessors, lap: Callable[[str], object]):
         self._draft, self._step, self._lap = draft, step, lap
         self.laws = draft.laws
-        self._paths: list[dict[int, Path | None]] = []  # of each sequence, by the numbers of nodes
-        self._columns: dict[int, int] = {}  # of nodes of the level above, in its logits
-        self._above = torch.empty(0, device="cpu")
+        self._paths: list[dict[int, Path | None]] = []  # for each sequence: node number -> path
+        self._columns: dict[int, int] = {}  # node number -> column of `_above`, for the nodes of the level above
+        self._above = torch.empty(0, device="cpu")  # the processed logits of the level above
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits [B, n, V] after the nodes of a level, processed, fp32; of the first feed after the root alone.
+        """The processed logits after the nodes of a level, fp32 [B, n, V].
 
-        Of a draft of D `laws` [B, D, V] after the root.
+        For the first feed, only the logits after the root are returned: [B, D, V] with D = the draft's `laws`.
         """
         after = self._draft(feed, cache)
         self._lap("draft")
@@ -101,7 +99,7 @@ class ProcessedDraft(Draft):
         return after
 
     def _note(self, feed: Feed) -> list[list[int]]:
-        """Note the paths to the nodes of a level below the root; their numbers."""
+        """Store the paths to the nodes of a level below the root. Returns the nodes' numbers [B][n]."""
         numbers, parents = (rows - feed.prefix_lengths[:, None] for rows in (feed.cache_rows, feed.parent_rows))
         nodes, above, tokens = torch.stack([numbers, parents, feed.tokens]).tolist()
         columns = torch.tensor([[self._columns[parent] for parent in own] for own in above], device=feed.tokens.device)

@@ -1,9 +1,9 @@
-"""Grammars: which texts are allowed, as a JSON schema, a regular expression or a Lark grammar.
+"""Grammars that restrict the output: a JSON schema, a regular expression, or a Lark grammar.
 
-A grammar is of the new tokens alone. After a text w the token t is allowed iff some text that begins with w t is in the
-language; an end-of-sequence token iff w itself is. Where w cannot go on, only the end of the sequence is left.
-llguidance (Microsoft 2025) says which tokens those are: an Earley parser over a lexer of derivatives, along the prefix
-tree of the vocabulary. `matching` follows a text and the paths of its trees.
+A grammar describes the new tokens alone. After an output w, token t is allowed iff some text of the language begins
+with w t; an end-of-sequence token is allowed iff w is in the language. If w cannot be continued, only the
+end-of-sequence tokens are left. llguidance (Microsoft 2025) computes the allowed tokens: an Earley parser over a lexer
+of derivatives, along the prefix tree of the vocabulary. `matching` follows a sequence and the paths of its trees.
 """
 
 import json
@@ -18,19 +18,20 @@ from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.processors.grammar_limits import check_lark, check_schema, check_source
 
-_tokenizers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # a second's work each
+_tokenizers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # each takes about a second
 
 
 class Grammar:
-    """A language for the new text. Given to `generate(logits_processor=[...])`, it masks tokens that cannot go on in
-    it.
+    """A language that the output must be in. Passed to `generate(logits_processor=[...])`, it masks all tokens after
+    which no text of the language is possible.
 
         Grammar.json_schema({"type": "array", "items": {"type": "integer"}}, tokenizer)
         Grammar.regex("[0-9]{4}-[0-9]{2}-[0-9]{2}", tokenizer)
         Grammar.lark('start: "yes" | "no"', tokenizer)
 
-    One object serves any number of texts. The text ends by an end-of-sequence token once it is complete; where
-    max_new_tokens come first, it is the beginning of a text of the language. Needs llguidance, the extra `grammar`.
+    One object serves any number of sequences. A complete output is followed by an end-of-sequence token. If
+    max_new_tokens is reached before, the output is the beginning of a text of the language. Needs llguidance, the extra
+    `grammar`.
     """
 
     def __init__(
@@ -41,14 +42,15 @@ class Grammar:
         eos_token_id: int | Sequence[int] | None = None,
         what: str = "grammar",
     ):
-        """The grammar of an llguidance source; the class methods make one of a schema, a pattern or a Lark grammar.
+        """Make a grammar from an llguidance source; class methods accept a schema, a pattern, or a Lark grammar.
 
-        tokenizer:    a fast one of transformers
+        tokenizer:    a fast tokenizer of transformers
         eos_token_id: the tokens that end a text (default: the tokenizer's)
-        what:         what messages call the source
+        what:         the name of the source in error messages
 
-        Raises ValueError for a source that is no grammar, with what is wrong with it, for one of more than 64 KiB, and
-        for a tokenizer without an end-of-sequence token. Raises ImportError without llguidance.
+        Raises ValueError for a source that is no grammar (the message contains the reason), for a source of more than
+        64 KiB, and for a tokenizer without an end-of-sequence token. Raises TypeError for a tokenizer that is not fast,
+        and ImportError without llguidance.
         """
         library = _library()
         check_source(source, what)
@@ -70,13 +72,14 @@ class Grammar:
         whitespace: bool = True,
         eos_token_id: int | Sequence[int] | None = None,
     ) -> "Grammar":
-        """Texts that are JSON of this schema; {} is any object or value of JSON.
+        """A grammar of all JSON texts that satisfy a schema; {} allows any JSON value.
 
-        schema:     as a dictionary, or as JSON text
-        whitespace: whether there may be any between JSON's tokens; without it, a small model cannot lose itself in it
+        schema:     a dictionary, or a JSON string
+        whitespace: whether whitespace may stand between JSON's tokens. False keeps a small model from writing
+                    whitespace without end
 
-        Raises ValueError for a schema that is no JSON, and for one beyond the limits of grammar_limits.py. Also for one
-        that cannot be followed, by the name of the part that is unknown, impossible or not implemented.
+        Raises ValueError for a schema that is not JSON, for one beyond the limits of grammar_limits.py, and for one
+        that llguidance cannot compile; the message names the part that is unknown, impossible or not implemented.
         """
         source = schema_source(schema, whitespace=whitespace)
         return cls(source, tokenizer, eos_token_id=eos_token_id, what="JSON schema")
@@ -85,53 +88,62 @@ class Grammar:
     def regex(
         cls, pattern: str, tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int | Sequence[int] | None = None
     ) -> "Grammar":
-        """Texts that match a regular expression from begin to end; without look-around and back-references."""
+        """A grammar of all texts that a regular expression matches as a whole. Look-around and back-references are not
+        supported.
+        """
         return cls(regex_source(pattern), tokenizer, eos_token_id=eos_token_id, what=f"regular expression {pattern!r}")
 
     @classmethod
     def lark(
         cls, grammar: str, tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int | Sequence[int] | None = None
     ) -> "Grammar":
-        """Texts of a context-free grammar as Lark has them, with `start` as its first rule."""
+        """A context-free grammar in Lark's syntax, with `start` as its first rule."""
         return cls(lark_source(grammar), tokenizer, eos_token_id=eos_token_id, what="Lark grammar")
 
     def matcher(self) -> Any:
-        """An LLMatcher of llguidance at the beginning of a text."""
+        """A new LLMatcher of llguidance, which has not read any token yet."""
         return self._beginning.deep_copy()
 
     def as_processor(self, prompt_length: int) -> "GrammarProcessor":
-        """The same for transformers' own generate, where prompts have so many tokens, padding included."""
+        """A logits processor for transformers' own generate. prompt_length: tokens of the prompts, with padding."""
         return GrammarProcessor(self, prompt_length)
 
 
 class GrammarProcessor:
-    """A grammar as a logits processor of transformers, and the reference of `matching`: it reads each text anew.
+    """A grammar as a logits processor of transformers; also the reference for `matching`.
 
-    So it keeps no state, and serves beams, too, in time that grows with the square of the text.
+    Each call reads the whole output again. So it keeps no state and works with beams, but the time for an output grows
+    with the square of its length.
     """
 
     def __init__(self, grammar: Grammar, prompt_length: int):
         self._grammar, self._prompt_length = grammar, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [R, V] with -inf for what the texts LongTensor[R, T'] cannot go on with."""
+        """The scores [R, V] with -inf for all tokens that may not follow the sequences LongTensor[R, T'].
+
+        Raises ValueError for a sequence whose new tokens are not in the language.
+        """
         words = []
-        for text in input_ids[:, self._prompt_length :].tolist():
+        for new in input_ids[:, self._prompt_length :].tolist():
             ends, matcher = self._grammar.eos_token_ids, self._grammar.matcher()
-            read, ended = before_end(text, ends)
+            read, ended = before_end(new, ends)
             if not matcher.consume_tokens(read):
-                raise ValueError(f"the text {text} is not of the grammar: {matcher.get_error()}")
+                raise ValueError(f"the tokens {new} are not of the grammar: {matcher.get_error()}")
             may_follow = words_of(matcher)
             words.append(words_with(ends, len(may_follow)) if ended else may_follow)
         return masked(scores, torch.stack(words))
 
 
 def schema_source(schema: str | Mapping[str, Any], *, whitespace: bool = True, most: int | None = None) -> str:
-    """The llguidance source of a JSON schema, as Grammar takes it, which has not been compiled yet.
+    """The llguidance source of a JSON schema. It is not compiled yet: `Grammar(source, ...)` does that.
 
-    schema, whitespace: as Grammar.json_schema takes them; most: characters of whitespace in a place, None for any
+    schema: a dictionary, a bool, or a JSON string
+    whitespace: whether whitespace may stand between JSON's tokens
+    most: the most characters of whitespace between two tokens; None for any number
 
-    Raises what it raises for a schema that is none, and for one beyond the limits.
+    Raises ValueError or TypeError for a schema that is not JSON, not an object, or beyond the limits of
+    grammar_limits.py.
     """
     if isinstance(schema, str):
         check_source(schema, "JSON schema")
@@ -169,15 +181,17 @@ def lark_source(grammar: str) -> str:
 
 
 def choice_source(texts: Sequence[str]) -> str:
-    """The llguidance source of one of some texts."""
+    """The llguidance source of a grammar that allows exactly these texts."""
     literals = " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
     return _library().LLMatcher.grammar_from_lark(f"start: {literals}\n")
 
 
 def json_between(before: str, schema: Mapping[str, Any], after: str) -> str:
-    """The llguidance source of JSON of a schema, without whitespace, between two parts of a Lark rule.
+    """The llguidance source of JSON that satisfies a schema, without whitespace, between two parts of a Lark rule.
 
-    Raises ValueError for a schema beyond the limits.
+    before, after: the parts, in Lark's syntax
+
+    Raises ValueError for a schema beyond the limits of grammar_limits.py.
     """
     library = _library()
     check_schema(schema)
@@ -186,13 +200,13 @@ def json_between(before: str, schema: Mapping[str, Any], after: str) -> str:
 
 
 def before_end(text: Sequence[int], ends: Sequence[int]) -> tuple[Sequence[int], bool]:
-    """The tokens before the first that ends a text, and whether there is one."""
-    place = next((place for place, token in enumerate(text) if token in ends), None)
-    return (text, False) if place is None else (text[:place], True)
+    """The tokens before the first end-of-sequence token (one of `ends`), and whether there is such a token."""
+    index = next((index for index, token in enumerate(text) if token in ends), None)
+    return (text, False) if index is None else (text[:index], True)
 
 
 def words_of(matcher: Any) -> Tensor:
-    """The tokens that may follow, a bit each: an IntTensor[V / 32]. Raises ValueError where the parser gives up."""
+    """The tokens that may follow, as a bit mask, IntTensor[V / 32]. Raises ValueError if the parser has failed."""
     words = matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(f"the grammar could not be followed any further: {matcher.get_error()}")
@@ -200,7 +214,7 @@ def words_of(matcher: Any) -> Tensor:
 
 
 def words_with(tokens: Iterable[int], words: int) -> Tensor:
-    """These tokens as bits, an IntTensor[words]."""
+    """A bit mask with the bits of these tokens set, IntTensor[words]."""
     bits = np.zeros(words, np.uint32)
     for token in tokens:
         bits[token // 32] |= np.uint32(1 << token % 32)
@@ -208,7 +222,7 @@ def words_with(tokens: Iterable[int], words: int) -> Tensor:
 
 
 def masked(scores: Tensor, words: Tensor) -> Tensor:
-    """Scores [R, V] with -inf where the bits of words IntTensor[R, any] are 0, or where there are none."""
+    """The scores [R, V] with -inf for all tokens whose bit in `words`, IntTensor[R, any], is 0 or missing."""
     bit = torch.arange(32, device=scores.device, dtype=torch.int32)
     allowed = ((words.to(scores.device)[..., None] >> bit) & 1).bool().flatten(1)
     vocab_size = scores.shape[1]
@@ -229,12 +243,12 @@ def _eos_tokens(given: int | Sequence[int] | None, tokenizer: PreTrainedTokenize
     own: Any = tokenizer.eos_token_id if given is None else given
     tokens = tuple(own) if isinstance(own, Sequence) else () if own is None else (own,)
     if not tokens:
-        raise ValueError("a grammar's text ends by a token, and the tokenizer has none: give eos_token_id")
+        raise ValueError("a grammar needs an end-of-sequence token, and the tokenizer has none: give eos_token_id")
     return tokens
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]) -> Any:
-    """The tokens as llguidance looks them up, made once for a tokenizer as it is."""
+    """llguidance's form of a vocabulary. It is cached, and made again if tokens have been added to the tokenizer."""
     made = _tokenizers.setdefault(tokenizer, {})
     key = len(tokenizer), eos_token_ids
     if key not in made:

@@ -1,8 +1,8 @@
-"""Refuse grammars before llguidance reads them that could end the process or take minutes to compile.
+"""Refuse grammars that would crash the process in llguidance, or take minutes to compile.
 
-llguidance follows references and nested schemas by calling itself. So a long chain of either overflows the stack (at
-8 MiB after 2,000 containers or more). Its automaton for the multiples of N has N states, for those of several numbers
-as many as their least common multiple. Nothing here calls itself.
+llguidance follows references and nested schemas by recursion. So a long chain of either overflows the stack (one of
+8 MiB after 2,000 containers or more). Its automaton for the multiples of N has N states; for the multiples of several
+numbers, their least common multiple. Nothing in this file is recursive.
 """
 
 import math
@@ -15,14 +15,14 @@ from urllib.parse import unquote
 MOST_BYTES = 1 << 16  # of a source, for schemas, regular expressions and Lark grammars alike
 MOST_VALUES = 10_000
 MOST_NESTED = 100  # containers around a value; llguidance's own limit is 128
-MOST_LINKS = 64  # references that lead to nothing but another reference
-MOST_ON_A_PATH = 800  # containers, by way of references
+MOST_LINKS = 64  # of a chain of references in which each leads only to the next one
+MOST_ON_A_PATH = 800  # containers around a value, if references are followed
 LARGEST_MULTIPLE = 10_000
 MOST_RULES = 1_000  # of a Lark grammar
 
 
 def check_source(source: str, what: str) -> None:
-    """Raise ValueError for a source that is too long."""
+    """Raise ValueError for a source of more than `MOST_BYTES`. what: the name of the source in the message."""
     if (size := len(source.encode(errors="surrogatepass"))) > MOST_BYTES:
         raise ValueError(f"the {what} cannot be followed: expected at most {MOST_BYTES} bytes, got {size}; shorten it")
 
@@ -34,7 +34,7 @@ def check_lark(grammar: str) -> None:
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for a schema that is too large, too deep by itself or by its references, or counts too far."""
+    """Raise ValueError for a JSON schema beyond one of the limits above: values, nesting, references, or multiples."""
     containers, heights = _containers(schema)
     height_of = {id(each): height for each, height in zip(containers, heights, strict=True)}
     if heights[0] > MOST_NESTED:
@@ -48,7 +48,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
             links, each = links + 1, targets[name]
             if links > MOST_LINKS:
                 raise _refusal(f"more than {MOST_LINKS} references lead to nothing but another reference")
-    # No path goes through a target twice. A name that is no path to a value here may be any value's.
+    # No path goes through a target twice. A reference that `_target` cannot follow may lead to any value.
     distinct = {id(each): height_of.get(id(each), 0) for each in targets.values() if each is not None}
     unknown = sum(each is None for each in targets.values())
     if (depth := sum(distinct.values()) + (1 + unknown) * heights[0]) > MOST_ON_A_PATH:
@@ -57,7 +57,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 
 
 def _containers(schema: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
-    """All objects and arrays, each after the one that it is in, and how many are nested in each, itself included."""
+    """All objects and arrays, parents before children, and the height of each: 1 if it contains no other."""
     containers, parents = [], []
     values, waiting = 0, [(schema, -1)]
     while waiting:
@@ -70,8 +70,8 @@ def _containers(schema: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
             containers.append(value)
             parents.append(parent)
     heights = [1] * len(containers)
-    for place in range(len(containers) - 1, 0, -1):
-        heights[parents[place]] = max(heights[parents[place]], heights[place] + 1)
+    for index in range(len(containers) - 1, 0, -1):
+        heights[parents[index]] = max(heights[parents[index]], heights[index] + 1)
     return containers, heights
 
 
@@ -80,7 +80,7 @@ def _values(container: Mapping[str, Any] | Sequence[Any]) -> Iterator[Any]:
 
 
 def _target(schema: Mapping[str, Any], name: str) -> Any:
-    """The meaning of a reference, if it is a path from the schema's beginning (RFC 6901), else None."""
+    """The value that a reference points to, if it is a JSON pointer within the schema (RFC 6901), else None."""
     address, _, path = name.partition("#")
     if address or (path and not path.startswith("/")):
         return None
@@ -97,7 +97,10 @@ def _target(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def _check_multiples(given: list[Any]) -> None:
-    """Count the states: the numbers' least common multiple, without the tens in it, each of which is one digit."""
+    """Raise ValueError if the numbers' least common multiple, without its factors of 10, is above the limit.
+
+    That is the number of states of the automaton. A factor of 10 adds only one digit.
+    """
     numbers = [Decimal(str(each)) for each in {each for each in given if _is_number(each)} if each]
     if not numbers:
         return

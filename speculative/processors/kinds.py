@@ -1,8 +1,8 @@
-"""Kinds of processors: those that can be asked along a tree, those that take many nodes at once, those refused.
+"""Which logits processors can be used in trees, which are called for many nodes at once, and which are refused.
 
-A processor is asked about nodes in the order in which they are drafted, twice for each node, and about nodes that are
-never accepted. Classes of transformers whose rows do not depend on each other are given all nodes of one depth in a
-call. Any other callable is given one row at a time, and what it keeps between its calls is watched: see `watched`.
+A processor is called for nodes in the order in which they are drafted: once with the draft's logits and once with the
+target's, also for nodes that are not accepted. Classes of transformers whose rows do not depend on each other get all
+nodes of one depth in one call. Other callables get one row at a time, and `watched` observes their state.
 """
 
 import inspect
@@ -18,10 +18,11 @@ from heavypath.speculative.processors.penalties import TextPenalties, TokenBias
 if TYPE_CHECKING:
     from heavypath.speculative.processors.grammar import Grammar
 
-Processor: TypeAlias = "Callable[..., Tensor] | Grammar"  # of input_ids LongTensor[R, T'] and scores fp32 [R, V]
+Processor: TypeAlias = "Callable[..., Tensor] | Grammar"  # called with input_ids LongTensor[R, T'], scores fp32 [R, V]
 
-# Of transformers' classes: those whose rows do not depend on each other, of these the ones that read scores alone, and
-# of these the ones that read them as a distribution and leave out a part of it.
+# Three sets of transformers' classes, each a part of the next one:
+# WARPERS read the scores as a distribution; TEXTLESS do not read input_ids; the rows of BATCHED do not depend on each
+# other.
 WARPERS = {
     theirs.EpsilonLogitsWarper,
     theirs.EtaLogitsWarper,
@@ -49,42 +50,45 @@ BATCHED = TEXTLESS | {
     theirs.WatermarkLogitsProcessor,
 }
 
-# Classes whose answers depend on their arguments alone, and on no function of a user's.
+# Classes whose results depend on their arguments alone. They call no function of a user.
 STATELESS = BATCHED - {theirs.PrefixConstrainedLogitsProcessor} | {TextPenalties, TokenBias}
 
 _ENCODER = "it is made for the input of an encoder, and a decoder-only model has none; leave it out"
-_CHANNELS = "its rows are not one text each; leave it out"
-# By the names of classes, so that transformers may lack some of them: why, and what to do instead.
+_CHANNELS = "several of its rows belong to one sequence; leave it out"
+# Class name -> the reason, and what to do instead. By name, because a version of transformers may lack some of them.
 _REFUSED = {
     "SynthIDTextWatermarkLogitsProcessor": (
-        "it keeps the texts of the calls before, which along a tree are other texts; WatermarkLogitsProcessor does not"
+        "it keeps the input_ids of earlier calls, which in a tree belong to other nodes; use "
+        "WatermarkLogitsProcessor, which does not"
     ),
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": (
-        "it runs the model itself, token after token of one text; decode without guidance_scale, or by transformers"
+        "it runs the model itself, one token after the other; decode without guidance_scale, or with transformers"
     ),
-    "ClassifierFreeGuidanceLogitsProcessor": "it takes two rows of logits for each text; decode by transformers",
+    "ClassifierFreeGuidanceLogitsProcessor": "it takes two rows of logits for each sequence; decode with transformers",
     "DiaClassifierFreeGuidanceLogitsProcessor": _CHANNELS,
     "DiaEOSChannelFilterLogitsProcessor": _CHANNELS,
     "DiaEOSDelayPatternLogitsProcessor": _CHANNELS,
     "EncoderNoRepeatNGramLogitsProcessor": _ENCODER,
     "EncoderRepetitionPenaltyLogitsProcessor": _ENCODER,
-    "WhisperNoSpeechDetection": "it keeps the logits of the first call; decode by transformers",
+    "WhisperNoSpeechDetection": "it keeps the logits of the first call; decode with transformers",
 }
-_OWN_GRAMMARS = "it advances its matcher by the last token of each call; take heavypath.speculative.Grammar"
+_OWN_GRAMMARS = "it advances its matcher by the last token of each call; use heavypath.speculative.Grammar"
 _REFUSED_PACKAGES = {"xgrammar": _OWN_GRAMMARS, "outlines": _OWN_GRAMMARS, "outlines_core": _OWN_GRAMMARS}
 
 
 def name_of(processor: object) -> str:
-    """The name of a processor in messages."""
+    """The name of a processor in messages: its `__name__`, or that of its class."""
     return getattr(processor, "__name__", type(processor).__name__)
 
 
 def lists_for(given: Sequence[Any] | None, batch: int) -> list[list[Processor]]:
-    """The processors of each of `batch` sequences: the same for all, or of each its own.
+    """A list of processors for each of `batch` sequences.
 
-    given: None for none; processors; or a list with an entry for each sequence, a list of processors or None
+    given: None for no processors; a list of processors, which all sequences have; or a list with an entry for each
+        sequence, which is a list of processors or None
 
-    Raises TypeError or ValueError for what is no processor, and for one that cannot be asked along a tree.
+    Raises TypeError or ValueError for an object that is no processor, for a processor that cannot be used in trees, and
+    for lists of another number than `batch`.
     """
     if given is None:
         return [[] for _ in range(batch)]
@@ -92,7 +96,8 @@ def lists_for(given: Sequence[Any] | None, batch: int) -> list[list[Processor]]:
         raise TypeError(
             f"logits_processor must be a list of processors, got {type(given).__name__}; put it into a list"
         )
-    if not all(isinstance(each, Sequence) or each is None for each in given):  # a list within a list is callable
+    # Some entry is a processor. In such a list, a LogitsProcessorList (which is callable) stands for its processors.
+    if not all(isinstance(each, Sequence) or each is None for each in given):
         nested = [[*each] if isinstance(each, LogitsProcessorList) else [each] for each in given]
         given = [processor for each in nested for processor in each]
     own = [isinstance(each, Sequence) or each is None for each in given]
@@ -123,10 +128,10 @@ def _check(processor: object) -> None:
         allowed = processor._prefix_allowed_tokens_fn
         if not callable(allowed):
             raise TypeError(
-                "prefix_allowed_tokens_fn is called with (sequence, its text LongTensor[T']) and returns a list of the "
-                f"tokens that may follow, got {allowed!r}"
+                "prefix_allowed_tokens_fn must be a function that is called with (index of a sequence, its tokens "
+                f"LongTensor[T']) and returns a list of the tokens that may follow, got {allowed!r}"
             )
     for kind in inspect.getmro(type(processor)):
         why = _REFUSED.get(kind.__name__) or _REFUSED_PACKAGES.get(kind.__module__.partition(".")[0])
         if why is not None:
-            raise ValueError(f"the logits processor {name} cannot be asked along the paths of a tree: {why}")
+            raise ValueError(f"the logits processor {name} cannot be used with trees: {why}")

@@ -1,8 +1,9 @@
-"""Follow a grammar along a text, and along the paths of the trees that are drafted after it.
+"""Follow a grammar along a sequence, and along the paths of the trees that are drafted after it.
 
-One matcher goes from node to node: back to where the two paths part, then forward by the tokens of the other. Neither
-depends on how long the text is, and nothing of it is read again. What may follow a node is kept until the next step, so
-that the target's logits are masked by what the draft's were.
+One matcher goes from node to node: it is rolled back to the last common ancestor of the two nodes, and then reads the
+tokens from there to the other node. The time does not depend on the length of the sequence, which is not read again.
+The tokens that may follow a node are kept until the next step, so that the draft's and the target's logits get the same
+mask.
 """
 
 from collections.abc import Sequence
@@ -15,40 +16,40 @@ Path = tuple[int, ...]  # drafted tokens, from the root's child down to a node; 
 
 
 class GrammarText:
-    """A grammar's place in one text."""
+    """A grammar's state for one sequence: the tokens that may follow its root and the nodes of its tree."""
 
     def __init__(self, grammar: Grammar):
         self._matcher, self._ends = grammar.matcher(), grammar.eos_token_ids
         self._size = len(words_of(self._matcher))
-        self._at: Path = ()  # what the matcher has read after the root
+        self._at: Path = ()  # the tokens that the matcher has read after the root
         self._ended = False
-        self._words: dict[Path, Tensor] = {}  # what may follow the nodes of this step
+        self._words: dict[Path, Tensor] = {}  # path to a node of this step -> bit mask of the tokens that may follow
 
     def advance(self, new: Sequence[int]) -> None:
-        """The text has these tokens more. Raises ValueError where they are not of the grammar."""
+        """Append accepted tokens to the sequence. Raises ValueError if the grammar does not allow them."""
         self._words.clear()
         if self._ended:
             return
         read, self._ended = before_end(new, self._ends)
         if not self._go_to(tuple(read)):
             raise ValueError(
-                f"the text's tokens {list(new)} are not of its grammar: another processor has allowed them"
+                f"the tokens {list(new)} are not of the sequence's grammar: another processor has allowed them"
             )
         self._at = ()
 
     def words_after(self, path: Path) -> Tensor:
-        """The tokens that may follow a node of this step, a bit each: an IntTensor[V / 32]."""
+        """The tokens that may follow a node of this step, as a bit mask, IntTensor[V / 32]. path: leads to the node."""
         if path not in self._words:
             ended = self._ended or before_end(path, self._ends)[1]
             if not ended and self._go_to(path):
                 words = words_of(self._matcher)
-            else:  # nothing follows what is not of the grammar
+            else:  # after the end only end-of-sequence tokens are allowed; after a token that is not allowed, none
                 words = words_with(self._ends if ended else (), self._size)
             self._words[path] = words
         return self._words[path]
 
     def _go_to(self, path: Path) -> bool:
-        """Move the matcher after a path; whether it is one of the grammar, and if not, as far as it goes."""
+        """Move the matcher to the end of a path, or as far as the grammar allows. Returns whether it is at the end."""
         common = 0
         while common < min(len(path), len(self._at)) and path[common] == self._at[common]:
             common += 1

@@ -1,6 +1,6 @@
-"""Processors that OpenAI's API has and transformers has not: penalties of the new text, and a bias of tokens.
+"""Logits processors of OpenAI's API that transformers lacks: frequency and presence penalties, and a bias.
 
-With count(t) = how often token t is among the new tokens, the logit x_t becomes
+Let count(t) be the number of times that token t is among the new tokens. The logit x_t becomes
 
     x_t + bias_t - frequency * count(t) - presence * [count(t) > 0]
 
@@ -14,25 +14,30 @@ from torch import Tensor
 
 
 class TextPenalties:
-    """Penalties of tokens that the text after its prompt has already. prompt_length: tokens of the prompt."""
+    """Lowers the logits of tokens that the output has already.
+
+    frequency: subtracted for each time that the token is in the output
+    presence: subtracted once if the token is in the output
+    prompt_length: number of tokens of the prompt, which are not counted
+    """
 
     def __init__(self, frequency: float, presence: float, prompt_length: int):
         self._frequency, self._presence, self._prompt_length = frequency, presence, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores [R, V] after the texts LongTensor[R, T'], less the penalties."""
+        """The scores [R, V] after the sequences LongTensor[R, T'], minus the penalties."""
         new = input_ids[:, self._prompt_length :]
         counts = torch.zeros_like(scores).scatter_add(1, new, torch.ones_like(new, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
 class TokenBias:
-    """Adds to the logits of some tokens. bias: by their numbers."""
+    """Adds a constant to the logits of some tokens. bias: token -> the constant."""
 
     def __init__(self, bias: Mapping[int, float]):
         self._tokens, self._bias = torch.tensor([*bias], device="cpu"), torch.tensor([*bias.values()], device="cpu")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores [R, V] with the bias."""
+        """The scores [R, V] plus the bias."""
         tokens, bias = self._tokens.to(scores.device), self._bias.to(scores)
         return scores.index_add(1, tokens, bias.expand(len(scores), -1))

@@ -1,11 +1,11 @@
-"""All processors of a request in transformers' order: those that settings stand for, and those that a user gives.
+"""All processors of a request in transformers' order: those made from generation settings, and the user's.
 
-A penalty and a least length alone, and temperature, top-k, top-p and min-p, are done by the decoder's own kernels.
-Where there are other processors, the penalty and the least length are two of them, so that the order is that of
-transformers and the draft is told. Where a model's config has warpers that the kernels do not have (typical_p, ...),
-the filters before these become warpers, too, and the kernels sample at temperature 1.
+The decoder's kernels do temperature, top-k, top-p and min-p. They also do the repetition penalty and the minimal length
+if there are no other processors. Else these two become processors, so that they keep transformers' order and also apply
+to the draft's logits. If a model's config has a warper that the kernels lack (typical_p, ...), or a watermark, all
+filters become warpers, and the kernels sample at temperature 1.
 
-As in transformers a user's processor takes the place of a setting's of its class.
+As in transformers, a user's processor replaces the one of the same class that was made from a setting.
 """
 
 import copy
@@ -37,12 +37,16 @@ def with_processors(
     vocab_size: int,
     penalties: bool,
 ) -> "Request":
-    """A request with its processors. Its penalties are among them, and filters where these have another order.
+    """The request with its processors; unchanged if there are none.
+
+    Penalties become processors, and filters, too, if a warper or a watermark needs it: see above.
 
     options: `logits_processor` and `prefix_allowed_tokens_fn` of `RequestOptions`
-    config: a model's, where its settings are asked
-    penalties: whether these are processors where there are no others, too
-    Raises TypeError or ValueError for what is no processor, and for one that cannot be asked along a tree.
+    config: a model's generation config, if its settings apply
+    vocab_size: number of logits, for watermarks
+    penalties: whether penalties become processors even if there are no other processors
+
+    Raises TypeError or ValueError for an object that is no processor, and for a processor that cannot be used in trees.
     """
     own = lists_for(options.get("logits_processor"), len(request.input_ids))
     config = GenerationConfig() if config is None else config
@@ -62,12 +66,12 @@ def with_processors(
 
 
 def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
-    """The processors of settings, and a user's own: as `GenerationMixin._merge_criteria_processor_list` makes them."""
+    """The settings' and the user's processors, as `GenerationMixin._merge_criteria_processor_list` combines them."""
     first = {type(each): each for each in reversed(own)}
     for each in settings:
         if type(each) in first:
             name = type(each).__name__
-            logger.info(f"a {name} is given as a logits processor and as a setting: the setting is not asked")
+            logger.info(f"a {name} is given as a logits processor and as a setting: the setting is not used")
     merged = [first.get(type(each), each) for each in settings]
     for each in own:
         if each not in merged:
@@ -76,7 +80,7 @@ def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
 
 
 def _penalties(request: "Request", eos: list[int]) -> list[list[Any]]:
-    """The decoder's own penalties as processors of each sequence. Padding is no part of a sequence."""
+    """For each sequence, its repetition penalty and minimal length as processors. Padding is not penalised."""
     width, device, given = request.input_ids.shape[1], str(request.input_ids.device), request.processing
     found: list[list[Any]] = [[] for _ in request.input_ids]
     if given is None:
@@ -85,7 +89,7 @@ def _penalties(request: "Request", eos: list[int]) -> list[list[Any]]:
         padding = (width - request.lengths).tolist()
         kinds = {each: theirs.RepetitionPenaltyLogitsProcessor(given.repetition_penalty, each) for each in padding}
         found = [[kinds[each]] for each in padding]
-    if given.min_new_tokens > 0 and eos:  # of which transformers makes two processors
+    if given.min_new_tokens > 0 and eos:  # transformers makes two processors of this setting
         by_width = theirs.MinLengthLogitsProcessor(width + given.min_new_tokens, eos, device)
         by_new = theirs.MinNewTokensLengthLogitsProcessor(width, given.min_new_tokens, eos, device)
         found = [[*each, by_width, by_new] for each in found]
@@ -93,7 +97,7 @@ def _penalties(request: "Request", eos: list[int]) -> list[list[Any]]:
 
 
 def _biases(config: GenerationConfig) -> list[Any]:
-    """The processors that transformers asks before the penalties."""
+    """The settings' processors that transformers calls before the penalties."""
     bias = getattr(config, "sequence_bias", None)
     return [] if bias is None else [theirs.SequenceBiasLogitsProcessor(bias)]
 
@@ -104,39 +108,41 @@ def _others(
     request: "Request",
     eos_tokens: list[int],
 ) -> list[Any]:
-    """The processors that transformers asks after the penalties and before a user's processors, in its order."""
+    """The settings' processors that transformers calls after the penalties and before a user's, in its order."""
     width, device = request.input_ids.shape[1], str(request.input_ids.device)
     eos = torch.tensor(eos_tokens, dtype=torch.long, device=device)
     has_least = request.processing is not None and request.processing.min_new_tokens > 0
 
-    def of(name: str) -> Any:
+    def setting(name: str) -> Any:
         return getattr(config, name, None)
 
     found: list[Any] = []
-    if of("no_repeat_ngram_size"):
-        found.append(theirs.NoRepeatNGramLogitsProcessor(of("no_repeat_ngram_size")))
-    if of("bad_words_ids") is not None:
-        found.append(theirs.NoBadWordsLogitsProcessor(of("bad_words_ids"), eos if eos_tokens else None))
-    if of("min_length") and not has_least and eos_tokens:  # of the two transformers takes min_new_tokens
-        found.append(theirs.MinLengthLogitsProcessor(of("min_length"), eos, device=device))
+    if setting("no_repeat_ngram_size"):
+        found.append(theirs.NoRepeatNGramLogitsProcessor(setting("no_repeat_ngram_size")))
+    if setting("bad_words_ids") is not None:
+        found.append(theirs.NoBadWordsLogitsProcessor(setting("bad_words_ids"), eos if eos_tokens else None))
+    if setting("min_length") and not has_least and eos_tokens:  # in transformers min_new_tokens has precedence
+        found.append(theirs.MinLengthLogitsProcessor(setting("min_length"), eos, device=device))
     if allowed is not None:
         found.append(theirs.PrefixConstrainedLogitsProcessor(allowed, 1))
-    if of("forced_bos_token_id") is not None:
-        found.append(theirs.ForcedBOSTokenLogitsProcessor(of("forced_bos_token_id")))
-    if of("forced_eos_token_id") is not None:
+    if setting("forced_bos_token_id") is not None:
+        found.append(theirs.ForcedBOSTokenLogitsProcessor(setting("forced_bos_token_id")))
+    if setting("forced_eos_token_id") is not None:
         longest = width + request.max_new_tokens
-        found.append(theirs.ForcedEOSTokenLogitsProcessor(longest, of("forced_eos_token_id"), device=device))
-    if of("remove_invalid_values") is True:
+        found.append(theirs.ForcedEOSTokenLogitsProcessor(longest, setting("forced_eos_token_id"), device=device))
+    if setting("remove_invalid_values") is True:
         found.append(theirs.InfNanRemoveLogitsProcessor())
-    if of("exponential_decay_length_penalty") is not None:
+    if setting("exponential_decay_length_penalty") is not None:
         if not eos_tokens:
             raise ValueError("exponential_decay_length_penalty raises end-of-sequence tokens; give eos_token_id")
-        found.append(theirs.ExponentialDecayLengthPenalty(of("exponential_decay_length_penalty"), eos, width))
-    if of("suppress_tokens") is not None:
-        found.append(theirs.SuppressTokensLogitsProcessor(of("suppress_tokens"), device=device))
-    if of("begin_suppress_tokens") is not None:
-        begin = width + int(width == 1 and of("forced_bos_token_id") is not None)
-        found.append(theirs.SuppressTokensAtBeginLogitsProcessor(of("begin_suppress_tokens"), begin, device=device))
+        found.append(theirs.ExponentialDecayLengthPenalty(setting("exponential_decay_length_penalty"), eos, width))
+    if setting("suppress_tokens") is not None:
+        found.append(theirs.SuppressTokensLogitsProcessor(setting("suppress_tokens"), device=device))
+    if setting("begin_suppress_tokens") is not None:
+        begin = width + int(width == 1 and setting("forced_bos_token_id") is not None)
+        found.append(
+            theirs.SuppressTokensAtBeginLogitsProcessor(setting("begin_suppress_tokens"), begin, device=device)
+        )
     return found
 
 
@@ -156,7 +162,7 @@ def _warpers(config: GenerationConfig, device: torch.device) -> list[Any]:
 
 
 def _in_order(filters: Filters, warpers: list[Any]) -> list[Any]:
-    """Filters and further warpers, in transformers' order: temperature, top-h, top-k, top-p, min-p, and the others."""
+    """All filters as warpers, in transformers' order: temperature, top-h, top-k, top-p, min-p, and the others."""
     own: list[Any] = []
     if filters.temperature != 1:
         own.append(theirs.TemperatureLogitsWarper(float(filters.temperature)))
@@ -171,7 +177,7 @@ def _in_order(filters: Filters, warpers: list[Any]) -> list[Any]:
 
 
 def _watermarks(config: GenerationConfig, vocab_size: int, on: torch.device) -> list[Any]:
-    """The processors that transformers asks last."""
+    """The watermark's processor, which transformers calls last."""
     watermark = getattr(config, "watermarking_config", None)
     if watermark is None:
         return []
@@ -179,11 +185,11 @@ def _watermarks(config: GenerationConfig, vocab_size: int, on: torch.device) -> 
     if type(watermark) is not WatermarkingConfig:
         return [watermark.construct_processor(vocab_size, device)]
     own = copy.copy(_watermark(vocab_size, device, tuple(sorted(watermark.to_dict().items()))))
-    own.rng = torch.Generator(device)  # which each call seeds: texts of two threads must not share it
+    own.rng = torch.Generator(device)  # each call seeds it: requests of two threads must not share it
     return [own]
 
 
 @lru_cache(maxsize=4)
 def _watermark(vocab_size: int, device: str, settings: tuple[tuple[str, Any], ...]) -> Any:
-    """A processor of a WatermarkingConfig, which draws a table of a million numbers when it is made."""
+    """The processor of a WatermarkingConfig. It is cached, because making one draws a table of a million numbers."""
     return WatermarkingConfig(**dict(settings)).construct_processor(vocab_size, device)

@@ -1,11 +1,11 @@
-"""What a callable of a user keeps between its calls: seen, compared, and put back.
+"""Copy the state that a user's callable keeps between its calls; detect changes, and restore it.
 
-A callable keeps state in its attributes, in containers, tensors and objects below them, in cells of closures, in
-default arguments, in attributes of its classes, and in global variables that its code names. `KeptState` is a copy of
-each such place at one moment. Code of libraries is not looked into, and models and tokenizers are taken not to change.
+A callable keeps state in its attributes, in containers, tensors and objects below them, in closure cells, in default
+arguments, in attributes of its classes, and in global variables that its code names. `KeptState` copies all of these
+at one moment. Library code is not searched. Models and tokenizers are assumed not to change.
 
-Some things cannot be looked into: iterators and generators, objects of compiled code, the clock, and the random numbers
-of the whole program. `KeptState.unseen` names the first of them.
+Some state cannot be read: iterators and generators, objects of compiled code, the clock, and global random number
+generators. `KeptState.unseen` names one such thing, if there is any.
 """
 
 import datetime
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MOST_PLACES = 20_000  # that a state may have
-MOST_NUMBERS = 1 << 24  # that its tensors and arrays may have, together
+MOST_PLACES = 20_000  # objects and variables that are copied
+MOST_NUMBERS = 1 << 24  # elements of all tensors and arrays that are copied
 
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), range, slice, type(...), type(NotImplemented)}
 _FIXED = (
@@ -43,7 +43,7 @@ _FIXED = (
 )  # fmt: skip
 _LIBRARIES = {"torch", "numpy", "transformers", "tokenizers", "heavypath", "safetensors", "huggingface_hub"}
 _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
-_FIXED_OF = {"torch", "numpy", "tokenizers", "heavypath", "typing"}  # whose objects stay as they are, but for modules
+_FIXED_OF = {"torch", "numpy", "tokenizers", "heavypath", "typing"}  # their objects do not change, except nn.Modules
 _CLOCKS = {"time", "datetime", "secrets", "uuid"}
 _RANDOM = {
     "random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
@@ -54,8 +54,8 @@ _CACHE = type(functools.lru_cache(lambda: None))
 _NOTHING = object()
 
 
-class _KeptPlace(NamedTuple):
-    """A thing that can change. read: a copy of what is directly in it; write: puts such a copy back."""
+class _Copy(NamedTuple):
+    """A thing that can change, and its copy. read: copies the thing's own content; write: restores it from a copy."""
 
     thing: Any
     read: Callable[[Any], Any]
@@ -64,44 +64,44 @@ class _KeptPlace(NamedTuple):
 
 
 class KeptState:
-    """What a callable keeps, at one moment.
+    """A copy of a callable's state at one moment.
 
-    unseen:     why a part of it cannot be seen, "" where all can
-    may_differ: whether that part may be another one for another text: not if it is the clock or a random number
+    unseen:     the reason why a part of the state cannot be read; "" if all of it can
+    may_differ: whether this part may depend on the sequence; the clock and random numbers do not
     """
 
-    def __init__(self, of: object):
+    def __init__(self, kept: object):
         self.unseen, self.may_differ = "", False
-        self._places: list[_KeptPlace] = []
+        self._copies: list[_Copy] = []
         self._numbers = 0
         self._known: dict[int, object] = {}
         self._names: set[str] = set()
-        self._waiting: dict[str, list[object]] = {}  # methods that no code has named yet
-        self._left: list[object] = [of]
-        self._package = _package_of(of)
+        self._waiting: dict[str, list[object]] = {}  # name -> methods; visited when some code uses the name
+        self._left: list[object] = [kept]
+        self._package = _package_of(kept)
         while self._left and not self.may_differ:
             self._visit(self._left.pop())
 
     def has_changed(self) -> bool:
-        """True if anything that can be seen is not what it was."""
-        return not all(_same(place.saved, place.read(place.thing)) for place in self._places)
+        """Whether the present state differs from the copy, in the parts that can be read."""
+        return not all(_same(copy.saved, copy.read(copy.thing)) for copy in self._copies)
 
     def put_back(self) -> None:
-        """Make everything what it was."""
-        for place in self._places:
-            if not _same(place.saved, place.read(place.thing)):
-                place.write(place.thing, place.saved)
+        """Restore the state from the copy."""
+        for copy in self._copies:
+            if not _same(copy.saved, copy.read(copy.thing)):
+                copy.write(copy.thing, copy.saved)
 
     def _is_library(self, module: str | None) -> bool:
-        """True for a module whose code is not looked into: installed, and not of the callable's own package."""
+        """Whether a module's code is not searched: it is installed, and not of the callable's own package."""
         package = (module or "").partition(".")[0]
         return package in _LIBRARIES or (package != self._package and _is_installed(package))
 
     def _note(self, thing: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> Any:
-        """Note what is in a place."""
+        """Copy a thing's content. Returns the copy."""
         saved = read(thing)
-        self._places.append(_KeptPlace(thing, read, write, saved))
-        if len(self._places) > MOST_PLACES or self._numbers > MOST_NUMBERS:
+        self._copies.append(_Copy(thing, read, write, saved))
+        if len(self._copies) > MOST_PLACES or self._numbers > MOST_NUMBERS:
             self._stop("it keeps more than can be compared in each step")
         return saved
 
@@ -138,7 +138,7 @@ class KeptState:
         elif (inner := _inner(thing)) is not None:
             self._push(inner)
         elif hasattr(thing, "__next__"):
-            self._stop(f"it goes on with an iterator, a {type(thing).__name__}")
+            self._stop(f"it has an iterator, a {type(thing).__name__}")
         else:
             self._visit_object(thing)
 
@@ -168,8 +168,6 @@ class KeptState:
                 self._visit_names(vars(value), sorted(name for name in names if name in vars(value)))
 
     def _visit_names(self, variables: dict[str, Any], names: list[str]) -> None:
-        """Global variables of a module."""
-
         def read(own: dict[str, Any]) -> dict[str, Any]:
             return {name: own[name] for name in names if name in own}
 
@@ -210,7 +208,7 @@ class KeptState:
             return
         container = next((each for each in _CONTAINERS if isinstance(thing, each)), None)
         if container is None and _has_hidden_memory(kind):
-            self._stop(f"it has a {kind.__name__}, which cannot be looked into")
+            self._stop(f"it has a {kind.__name__}, whose state cannot be read")
             return
         if container is not None:
             content = self._note(thing, *_CONTAINERS[container])
@@ -230,7 +228,7 @@ def _fill(cell: types.CellType, saved: tuple[Any, ...]) -> None:
 def _contents(cell: types.CellType) -> tuple[Any, ...]:
     try:
         return (cell.cell_contents,)
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return ()
 
 
@@ -239,7 +237,7 @@ def _refill(thing: Any, saved: Any) -> None:
     (thing.extend if isinstance(thing, list | deque | bytearray) else thing.update)(saved)
 
 
-_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]  # to read and to write
+_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]  # functions that read and write
 _CONTAINERS: dict[type, _Ways] = {
     dict: (dict, _refill),
     list: (list, _refill),
@@ -294,7 +292,7 @@ def _set_tensor(tensor: Tensor, saved: Tensor) -> None:
 
 
 def _inner(thing: Any) -> list[object] | None:
-    """What is in a thing that does not change by itself; None for other things."""
+    """The objects in an immutable thing; None if the thing is of another kind."""
     match thing:
         case tuple() | frozenset():
             return [*thing]
@@ -320,7 +318,7 @@ def _names_of(code: types.CodeType) -> set[str]:
 
 
 def _package_of(thing: Any) -> str:
-    """The package that a callable is of."""
+    """The top-level package in which a callable's function or class is defined."""
     while isinstance(thing, functools.partial | types.MethodType):
         thing = thing.func if isinstance(thing, functools.partial) else thing.__func__
     kind = thing if isinstance(thing, types.FunctionType) else type(thing)
@@ -329,14 +327,14 @@ def _package_of(thing: Any) -> str:
 
 @functools.cache
 def _is_installed(package: str) -> bool:
-    """True if a package is one of the environment's, and no program's own."""
+    """Whether a package is in the environment's site-packages or dist-packages."""
     module = sys.modules.get(package)
-    places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
-    return any("site-packages" in place or "dist-packages" in place for place in places)
+    paths = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+    return any("site-packages" in path or "dist-packages" in path for path in paths)
 
 
 def _has_hidden_memory(kind: type) -> bool:
-    """True if objects have memory beside their attributes: those of compiled code."""
+    """Whether objects of a class have memory besides their attributes, as those of compiled code do."""
     if kind is types.SimpleNamespace:
         return False
     pointers = len(_slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
@@ -344,7 +342,7 @@ def _has_hidden_memory(kind: type) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True if two copies of a place are alike: the same objects, or equal plain ones, in the same order."""
+    """Whether two copies of a thing are equal: the same objects, or equal plain ones, in the same order."""
     if one is other:
         return True
     if type(one) is not type(other):

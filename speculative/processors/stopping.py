@@ -1,9 +1,9 @@
-"""Stop strings and transformers' stopping criteria, asked after each new token.
+"""Stop strings and transformers' stopping criteria, which are called after each new token.
 
-The tokens that a step accepts are cut where plain decoding would have stopped: after the first token at which a
-criterion says so. Criteria are called as transformers calls them, with the text up to that token and the prompt as it
-was given, left padding included. But they get one sequence at a time, LongTensor[1, T + new], so that the end of a
-sequence does not depend on the rest of the batch.
+The tokens that a step accepts are cut where plain decoding would have stopped: after the first token for which a
+criterion returns True. Criteria are called as transformers calls them: with the prompt as it was given (and its left
+padding), and the new tokens up to this one. But they get one sequence at a time, LongTensor[1, T + new], so that the
+end of a sequence does not depend on the rest of the batch.
 """
 
 import copy
@@ -30,7 +30,7 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 from heavypath.speculative.processors.watched import WatchedCallable, WatchedOnes, is_promised
 
 _STATELESS = {StopStringCriteria, MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria}
-STRINGS_KEPT = 16  # sets of stop strings, for each tokenizer
+STRINGS_KEPT = 16  # the last sets of stop strings that are kept for each tokenizer
 _lock = threading.Lock()
 _made: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, OrderedDict[object, StopStringCriteria]]" = (
     weakref.WeakKeyDictionary()
@@ -39,10 +39,10 @@ _made: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, OrderedDict[object, S
 
 @dataclass(frozen=True)
 class Stopping:
-    """Criteria for a batch; input_ids: LongTensor[B, T], the prompts as they were given.
+    """Stopping criteria for a batch. input_ids: LongTensor[B, T], the prompts as they were given.
 
-    Those that a user has made keep state for each sequence, as if each had objects of its own.
-    Raises ValueError for one of a batch of which cannot be seen what it keeps.
+    In a batch of several sequences, a user's criterion has a state for each sequence (see `watched`). Raises ValueError
+    if this state cannot be read.
     """
 
     input_ids: Tensor
@@ -60,16 +60,18 @@ class Stopping:
         object.__setattr__(self, "_of_each", own)
 
     def kept(self, sequence: int, new: Tensor, before: int) -> int | None:
-        """With how many of its new tokens LongTensor[any] a sequence ends; None if it goes on.
+        """The number of new tokens after which a sequence ends; None if it does not end.
 
-        before: how many of them are known not to end it
+        sequence: its index in the batch
+        new: LongTensor[any], its new tokens
+        before: how many of them have been checked before, and do not end the sequence
         """
-        text = torch.cat([self.input_ids[sequence], new])[None]
+        ids = torch.cat([self.input_ids[sequence], new])[None]
         width = self.input_ids.shape[1]
         own: list[Any] = self._of_each[sequence]  # pyright: ignore[reportAttributeAccessIssue]
-        asks = [each.keep if isinstance(each, WatchedCallable) else each for each in own]
+        calls = [each.keep if isinstance(each, WatchedCallable) else each for each in own]
         for end in range(before + 1, len(new) + 1):
-            answers = [bool(ask(text[:, : width + end], None)) for ask in asks]  # all of them, as in transformers
+            answers = [bool(call(ids[:, : width + end], None)) for call in calls]  # all of them, as in transformers
             if any(answers):
                 return end
         return None
@@ -81,7 +83,10 @@ def stopping_of(
     tokenizer: PreTrainedTokenizerBase | None,
     stopping_criteria: Sequence[StoppingCriteria] | None,
 ) -> Stopping | None:
-    """The criteria for prompts LongTensor[B, T], as they were given; None for none.
+    """The stopping criteria of a request, or None if there are none.
+
+    input_ids: LongTensor[B, T], the prompts as they were given
+    stop_strings, tokenizer, stopping_criteria: arguments of `generate`; stop strings need the tokenizer
 
     Raises TypeError or ValueError for arguments of another kind.
     """
@@ -101,8 +106,8 @@ def _checked_criteria(
             raise ValueError(f"stop_strings must be one or more strings that are not empty, got {stop_strings!r}")
         if tokenizer is None:
             raise ValueError(
-                "stop_strings need tokenizer=, which says what tokens spell them; got None. transformers' generate "
-                "keeps its own to itself: there pass custom_generate=functools.partial(decoder, tokenizer=tokenizer)"
+                "stop_strings need tokenizer=, to find the tokens that spell them; got None. transformers' generate "
+                "keeps its tokenizer: there pass custom_generate=functools.partial(decoder, tokenizer=tokenizer)"
             )
         criteria.append(_of_strings(tokenizer, strings))
     if stopping_criteria is not None:
@@ -116,9 +121,10 @@ def _checked_criteria(
 
 
 def _of_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> StopStringCriteria:
-    """transformers' criterion for these strings, a copy of one that is made once for a tokenizer as it is.
+    """transformers' criterion for these strings: a copy of a cached one.
 
-    To make one reads the whole vocabulary: seconds, where it is large.
+    Making one reads the whole vocabulary, which takes seconds if it is large. A tokenizer that has changed since gets a
+    new one.
     """
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     how_tokens_are_spelled = decoder.__getstate__() if hasattr(decoder, "__getstate__") else None
@@ -130,4 +136,4 @@ def _of_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> S
         made.move_to_end(key)
         if len(made) > STRINGS_KEPT:
             made.popitem(last=False)
-        return copy.copy(made[key])  # which moves its tensors to the device of the text
+        return copy.copy(made[key])  # a copy, because a call moves the tensors to the device of its input_ids

@@ -1,7 +1,8 @@
-"""The texts of a batch as processors are shown them, between steps and along the trees of one step.
+"""Call each sequence's processors in every step: `BatchProcessors` keeps the sequences, `StepProcessors` has one step.
 
-A text is the prompt as it was given, left padding included, then the new tokens. Sequences are known by their `member`,
-which they keep when they take another slot of the batch; another text may begin under the member of one that has ended.
+A processor gets the prompt as it was given, with its left padding, and then the new tokens. A sequence has a number,
+its `member`, which it keeps when it moves to another slot of the batch. After its end, another sequence may get the
+same number.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,14 +21,17 @@ from heavypath.speculative.processors.kinds import STATELESS, TEXTLESS, Processo
 from heavypath.speculative.processors.matching import GrammarText, Path
 from heavypath.speculative.processors.watched import WatchedCallable, WatchedOnes, is_promised
 
-PathsOf = Sequence[Sequence[Path | None]]  # of nodes, for each sequence; None for an absent one
+PathsOf = Sequence[Sequence[Path | None]]  # for each sequence, the paths to some nodes; None for an absent node
 
 
 @dataclass
-class _Text:
-    """One sequence: what is asked about it, and what it is so far, LongTensor[T'], of which `produced` are new.
+class _SequenceState:
+    """One sequence and its processors.
 
-    stops: the tokens that end it; nobody is asked what follows them
+    ids: LongTensor[T'], the prompt and the new tokens so far
+    stops: the tokens that end the sequence; processors are not called after them
+    produced: number of new tokens
+    steps: number of steps that have added tokens
     """
 
     processors: tuple["Processor | GrammarText | WatchedCallable", ...]
@@ -42,20 +46,20 @@ class _Text:
 
     @property
     def is_unseen(self) -> bool:
-        """True if a processor keeps what cannot be seen, so that it can be called once for each token alone."""
+        """Whether a processor has state that cannot be read: then it may be called only once for each token."""
         return any(isinstance(each, WatchedCallable) and each.unseen for each in self.processors)
 
     @property
     def is_asked_twice(self) -> bool:
-        """True in its first step, and then more and more rarely."""
+        """Whether the next step calls processors twice, as a check: steps 0, 1, 2, 4, 8, ..."""
         return not self.is_unseen and self.steps & (self.steps - 1) == 0
 
     def together(self, path: Path) -> tuple[object, int]:
-        """Rows of which this is equal can be asked about in one call."""
+        """A key: nodes with equal keys can be processed in one call."""
         return self._alike, 0 if self._textless else len(self.ids) + len(path)
 
     def with_path(self, paths: Sequence[Path]) -> Tensor:
-        """The texts down to nodes of one depth, LongTensor[n, T']; none of a text that nobody reads."""
+        """The sequences that end at nodes of one depth, LongTensor[n, T']; [n, 0] if no processor reads them."""
         if self._textless:
             return self.ids.new_empty(len(paths), 0)
         drafted = torch.tensor(paths, dtype=torch.long, device=self.ids.device)
@@ -71,46 +75,49 @@ class _Text:
 
 
 class BatchProcessors:
-    """The processors of a batch, each sequence with its own, and the texts so far."""
+    """The sequences of a batch, each with its processors, from the prompt to the last committed token."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, _Text] = {}
+        self._sequences: dict[int, _SequenceState] = {}
         self._watched = WatchedOnes()
 
     def begin(
         self, member: int, prompt: Tensor, processors: Sequence[Processor], stops: Iterable[int], number: int
     ) -> None:
-        """The sequence `member` begins a text after its prompt LongTensor[T], as it was given.
+        """Add a sequence.
 
-        stops: the tokens that end it; number: of the sequence in its request
+        member: the sequence's number; a sequence that had it before is removed
+        prompt: LongTensor[T], as it was given
+        stops: the tokens that end the sequence
+        number: index of the sequence in its request, the first argument of `prefix_allowed_tokens_fn`
 
-        Raises ValueError for a grammar whose end does not end the text, and for a processor that several texts have and
-        of which cannot be seen what it keeps.
+        Raises ValueError for a grammar with an end-of-sequence token that does not end the sequence, and for a
+        processor that several sequences share if its state cannot be read.
         """
-        self._texts.pop(member, None)
+        self._sequences.pop(member, None)
         ends = frozenset(stops)
         for processor in processors:
             if isinstance(processor, Grammar) and ends and not ends.issuperset(processor.eos_token_ids):
                 raise ValueError(
-                    f"the grammar's texts end by a token of {[*processor.eos_token_ids]}, and this text by "
-                    f"{sorted(ends)}; give Grammar eos_token_id=, or generate"
+                    f"the grammar's end-of-sequence tokens are {[*processor.eos_token_ids]}, and this sequence ends by "
+                    f"one of {sorted(ends)}; give Grammar eos_token_id=, or generate"
                 )
         if processors:
             own = tuple(self._of_sequence(each, number) for each in processors)
-            self._texts[member] = _Text(own, prompt, ends)
+            self._sequences[member] = _SequenceState(own, prompt, ends)
 
     def end(self, member: int) -> None:
-        """The text of a sequence has ended."""
-        self._texts.pop(member, None)
+        """Remove a sequence."""
+        self._sequences.pop(member, None)
 
     def _of_sequence(self, processor: Any, number: int) -> "Processor | GrammarText | WatchedCallable":
-        """A processor as it is to be asked about one sequence of its batch alone."""
+        """The object to call for one sequence: the processor itself, or a form that knows this sequence alone."""
         kind = type(processor)
         if isinstance(processor, Grammar):
             return GrammarText(processor)
         if kind is PrefixConstrainedLogitsProcessor:
             allowed = processor._prefix_allowed_tokens_fn
-            of_one = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(number, text), 1)
+            of_one = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(number, ids), 1)
             return of_one if is_promised(allowed) else self._watched.of(of_one, allowed)
         if kind is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
             return RepetitionPenaltyLogitsProcessor(processor.penalty, int(processor.prompt_ignore_length[number]))
@@ -119,54 +126,68 @@ class BatchProcessors:
         return self._watched.of(processor)
 
     def step(self, member: Tensor, produced: Tensor, left: Tensor, output: Tensor) -> "StepProcessors":
-        """The texts before a step, brought up to date; this waits for the device.
+        """Append the tokens of earlier steps to the sequences. Returns the processors for the next step.
 
-        member, produced, left: LongTensor[b], of each slot; see `kernels.commit`
+        This waits for the device.
+
+        member, produced, left: LongTensor[b], for each slot: its sequence, and how many tokens this sequence has
+            produced and may still produce
         output: LongTensor[B, M], the new tokens of each member
         """
         members, counts, lefts = torch.stack([member, produced, left]).tolist()
-        texts = [self._texts.get(each) if more > 0 else None for each, more in zip(members, lefts, strict=True)]
-        behind = [(text, each, count) for text, each, count in zip(texts, members, counts, strict=True) if text]
-        if behind:
-            first = min(text.produced for text, _, _ in behind)
-            new = output[:, first : max(count for _, _, count in behind)].tolist()
-            for text, each, count in behind:
-                text.advance(new[each][text.produced - first : count - first])
-        return StepProcessors(texts, lefts)
+        sequences = [self._sequences.get(each) if more > 0 else None for each, more in zip(members, lefts, strict=True)]
+        unfinished = [
+            (sequence, each, count)
+            for sequence, each, count in zip(sequences, members, counts, strict=True)
+            if sequence
+        ]
+        if unfinished:
+            first = min(sequence.produced for sequence, _, _ in unfinished)
+            new = output[:, first : max(count for _, _, count in unfinished)].tolist()
+            for sequence, each, count in unfinished:
+                sequence.advance(new[each][sequence.produced - first : count - first])
+        return StepProcessors(sequences, lefts)
 
 
 def _kind_of(processor: "Processor | GrammarText | WatchedCallable") -> object:
-    """What is equal of processors that can be asked in one call."""
+    """A key: processors with equal keys can be called together for several sequences."""
     if isinstance(processor, GrammarText):
         return GrammarText
     return id(processor.shared if isinstance(processor, WatchedCallable) else processor)
 
 
 class StepProcessors:
-    """The processors' answers about the nodes of one step's trees.
+    """Applies processors to the draft's and the target's logits for the nodes of one step's trees.
 
-    texts: of each slot, None where nothing is asked; left: tokens that each may still write
+    sequences: one for each slot; None for a slot without processors
+    left: for each slot the number of tokens that its sequence may still produce
     """
 
-    def __init__(self, texts: list[_Text | None], left: list[int]):
-        self._texts, self._left = texts, left
+    def __init__(self, sequences: list[_SequenceState | None], left: list[int]):
+        self._sequences, self._left = sequences, left
         self._dead: list[tuple[int, int]] = []
-        self._changes: dict[tuple[int, int], list[Change]] = {}  # that the target's nodes would make
+        self._changes: dict[tuple[int, int], list[Change]] = {}  # (slot, node) -> changes to make if it is accepted
 
     def of_draft(self, logits: Tensor, paths: PathsOf) -> Tensor:
-        """The draft's logits [B, n, V] after nodes, processed, fp32; -inf where none may be below: where a text ends.
+        """The draft's logits after n nodes of each sequence, processed, fp32 [B, n, V].
 
-        That is also where a processor's state would be another one, and everywhere where it cannot be seen. What was
-        -inf and of which a processor makes NaN stays -inf: the draft does not propose it.
+        A node that must not have children gets a row of -inf: one whose token ends the sequence, one at which a
+        processor's state changes, and every node if a processor's state cannot be read. If a processor makes NaN of
+        -inf, the result is -inf.
+
+        Raises ValueError if processors make other NaN or +inf.
         """
-        unseen = [text is not None and text.is_unseen for text in self._texts]
-        asked = [() if alone else own for alone, own in zip(unseen, paths, strict=True)]
-        out, changes = self._processed(logits, asked, of_target=False)
+        unseen = [sequence is not None and sequence.is_unseen for sequence in self._sequences]
+        shown = [() if alone else own for alone, own in zip(unseen, paths, strict=True)]
+        out, changes = self._processed(logits, shown, of_target=False)
         out = out.masked_fill(out.isnan() & (logits == -torch.inf), -torch.inf)
         self._check("draft", out, paths)
         ended = [
-            [alone or (text is not None and path is not None and not text.stops.isdisjoint(path[-1:])) for path in each]
-            for text, each, alone in zip(self._texts, paths, unseen, strict=True)
+            [
+                alone or (sequence is not None and path is not None and not sequence.stops.isdisjoint(path[-1:]))
+                for path in each
+            ]
+            for sequence, each, alone in zip(self._sequences, paths, unseen, strict=True)
         ]
         for slot, column in changes:
             ended[slot][column] = True
@@ -175,9 +196,10 @@ class StepProcessors:
         return out
 
     def of_target(self, logits: Tensor, paths: PathsOf) -> Tensor:
-        """The target's logits [B, N, V] after nodes, processed, fp32.
+        """The target's logits after the N nodes of each tree, processed, fp32 [B, N, V].
 
-        Where processors leave no token, the logits stay what they were: `accept` says whether that matters.
+        If processors exclude all tokens after a node, its logits are returned unchanged. `accept` raises an error if
+        the node is accepted. Raises ValueError if processors make NaN or +inf.
         """
         out, self._changes = self._processed(logits, paths, of_target=True)
         largest = self._check("target", out, paths)
@@ -187,7 +209,7 @@ class StepProcessors:
         return out
 
     def not_asked(self, paths: PathsOf) -> list[tuple[int, int]]:
-        """The slots and columns of the nodes below one at which a processor's state changes: not to be accepted."""
+        """The (slot, column) of each node below one at which a processor's state changes; it must not be accepted."""
         found = []
         for slot, changed in self._changed_paths(self._changes, paths).items():
             below = [column for column, path in enumerate(paths[slot]) if path is not None and _is_below(path, changed)]
@@ -195,9 +217,9 @@ class StepProcessors:
         return found
 
     def accept(self, verified: Verified) -> None:
-        """Make the calls of accepted nodes that change what a processor keeps.
+        """Repeat, for accepted nodes, the calls that change a processor's state.
 
-        Raises ValueError if a token was chosen where the processors had left none.
+        Raises ValueError if a token was sampled after a node after which processors had excluded all tokens.
         """
         if not self._dead and not self._changes:
             return
@@ -207,25 +229,25 @@ class StepProcessors:
                 for change in changes:
                     change.make_again()
         for slot, node in self._dead:
-            text = self._texts[slot]
-            place = paths[slot].index(node) if node in paths[slot][: lengths[slot] + 1] else None
-            if text is not None and place is not None and place < self._left[slot]:
-                names = ", ".join(_names(text.processors))
+            sequence = self._sequences[slot]
+            depth = paths[slot].index(node) if node in paths[slot][: lengths[slot] + 1] else None
+            if sequence is not None and depth is not None and depth < self._left[slot]:
+                names, count = ", ".join(_names(sequence.processors)), sequence.produced + depth
                 raise ValueError(
-                    f"the logits processors {names} leave no token behind the {text.produced + place} new tokens of a "
-                    "text: what they ask for cannot be met"
+                    f"the logits processors {names} leave no token after the {count} new tokens of a sequence: they "
+                    "exclude the whole vocabulary; remove one of them, or let it exclude fewer tokens"
                 )
 
     def _processed(
         self, logits: Tensor, paths: PathsOf, *, of_target: bool
     ) -> tuple[Tensor, dict[tuple[int, int], list[Change]]]:
-        """The logits, and by slot and column the changes that calls would make."""
+        """The processed logits, and the calls that changed a state: (slot, column) -> changes."""
         out = logits.float().clone()
-        groups: dict[object, list[tuple[int, int, _Text, Path]]] = {}
-        for slot, (text, own) in enumerate(zip(self._texts, paths, strict=True)):
+        groups: dict[object, list[tuple[int, int, _SequenceState, Path]]] = {}
+        for slot, (sequence, own) in enumerate(zip(self._sequences, paths, strict=True)):
             for column, path in enumerate(own):
-                if text is not None and path is not None and self._goes_on(text, slot, path):
-                    groups.setdefault(text.together(path), []).append((slot, column, text, path))
+                if sequence is not None and path is not None and self._goes_on(sequence, slot, path):
+                    groups.setdefault(sequence.together(path), []).append((slot, column, sequence, path))
         changes: dict[tuple[int, int], list[Change]] = {}
         for group in sorted(groups.values(), key=lambda rows: len(rows[0][3])):  # parents before their children
             changed = self._changed_paths(changes, paths)
@@ -234,19 +256,23 @@ class StepProcessors:
                 continue
             slots, columns = torch.tensor([row[:2] for row in rows], device=out.device).T
             each = groupby(rows, key=lambda row: row[0])
-            ids = [text.with_path([row[3] for row in part]) for slot, part in each if (text := self._texts[slot])]
-            asked = [AskedText(text.processors, path, []) for _, _, text, path in rows]
-            twice = of_target and any(text.is_asked_twice for _, _, text, _ in rows)
-            found = applied(asked, torch.cat(ids), out[slots, columns], of_target=of_target, twice=twice)
+            ids = [
+                sequence.with_path([row[3] for row in part])
+                for slot, part in each
+                if (sequence := self._sequences[slot])
+            ]
+            nodes = [AskedText(sequence.processors, path, []) for _, _, sequence, path in rows]
+            twice = of_target and any(sequence.is_asked_twice for _, _, sequence, _ in rows)
+            found = applied(nodes, torch.cat(ids), out[slots, columns], of_target=of_target, twice=twice)
             out[slots, columns] = found
-            for (slot, column, *_), row in zip(rows, asked, strict=True):
+            for (slot, column, *_), row in zip(rows, nodes, strict=True):
                 if row.changes:
                     changes[slot, column] = row.changes
         return out, changes
 
     @staticmethod
     def _changed_paths(changes: Iterable[tuple[int, int]], paths: PathsOf) -> dict[int, set[Path]]:
-        """The paths to the nodes of some slots and columns, by slot."""
+        """Slot -> the paths to the nodes in `changes`."""
         found: dict[int, set[Path]] = {}
         for slot, column in changes:
             path = paths[slot][column]
@@ -254,21 +280,21 @@ class StepProcessors:
             found.setdefault(slot, set()).add(path)
         return found
 
-    def _goes_on(self, text: _Text, slot: int, path: Path) -> bool:
-        """True if any token can follow a node."""
-        return len(path) < self._left[slot] and text.stops.isdisjoint(path)
+    def _goes_on(self, sequence: _SequenceState, slot: int, path: Path) -> bool:
+        """Whether the sequence can continue after a node."""
+        return len(path) < self._left[slot] and sequence.stops.isdisjoint(path)
 
     def _check(self, whose: str, out: Tensor, paths: PathsOf) -> Tensor:
-        """The largest of each row [B, n]; ValueError for NaN and +inf."""
+        """The maximum of each row [B, n]. Raises ValueError for NaN and +inf that processors have made."""
         largest = out.amax(-1)
         wrong = largest.isnan() | (largest == torch.inf)
         if wrong.any():
             slot, column = wrong.nonzero()[0].tolist()
-            text, path = self._texts[slot], paths[slot][column]
-            if text is not None and path is not None:  # else it is what the model gave
-                names, place = ", ".join(_names(text.processors)), text.produced + len(path)
+            sequence, path = self._sequences[slot], paths[slot][column]
+            if sequence is not None and path is not None:  # else the model itself has returned it
+                names, count = ", ".join(_names(sequence.processors)), sequence.produced + len(path)
                 raise ValueError(
-                    f"the logits processors {names} make NaN or +inf of the {whose}'s logits behind {place} new tokens"
+                    f"the logits processors {names} make NaN or +inf of the {whose}'s logits after {count} new tokens"
                 )
         return largest
 
@@ -283,9 +309,10 @@ def _names(processors: Sequence["Processor | GrammarText | WatchedCallable"]) ->
 
 
 def drafted_paths(tokens: Tensor, parents: Tensor) -> list[list[Path | None]]:
-    """The paths to the nodes of trees.
+    """The path to each node of each tree [B][N]; None for an absent node and for the nodes below it.
 
-    tokens: LongTensor[B, N], -1 for an absent node; parents: LongTensor[N] or [B, N], each before its children
+    tokens: LongTensor[B, N], -1 for an absent node
+    parents: LongTensor[N] or [B, N], the index of each node's parent, which is smaller than the node's own index
     """
     found = []
     for own, above in zip(tokens.tolist(), parents.expand_as(tokens).tolist(), strict=True):

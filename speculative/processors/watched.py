@@ -1,15 +1,16 @@
-"""Callables of a user's own, whose state is watched: each text has its own, moved on once for each of its tokens.
+"""Use a user's stateful callables in trees: each sequence has its own state, which changes once for each token.
 
-A tree asks about nodes that are never accepted, and twice about the others. So what a call changes is put back, and a
-node at which a call has changed anything has no children: below it the state would be another one. If the node is
-accepted, the call is made once more, and what it changes stays. So a callable has been called, as far as it can tell,
-once for each token, in order, with what transformers would have given it. One that changes in each call, as a counter
-does, has a tree of the root alone.
+In a tree a callable is called for nodes that are never accepted, and more than once for accepted ones. So changes of
+its state are undone after each call. A node at which a call changes the state gets no children, because they would need
+the changed state. If the node is accepted, the call is repeated, and the change stays. The final state is the one after
+one call for each token, in order, with transformers' arguments. A callable that changes in each call, like a counter,
+has trees of the root alone.
 
-That is lossless for any draft. Whether a node has children is known before these are drawn, by the draft's call, or
-depends on the target's logits, the node's text and the state, and not on which tokens its children have.
+This is lossless for any draft. Whether a node has children is decided before they are drawn (in the draft's call), or
+by the target's logits, the path to the node and the state. It does not depend on the tokens of the children.
 
-Where a part of the state cannot be seen, nothing is drafted at all: each token's call is made once, by the target.
+If a part of the state cannot be read, nothing is drafted: the callable is called once for each token, with the target's
+logits.
 """
 
 import weakref
@@ -23,32 +24,35 @@ from heavypath.speculative.processors.state import KeptState
 
 logger = logging.get_logger(__name__)
 
-TOLD_AFTER = 3  # changes: what only prepares itself in its first calls is no news
+TOLD_AFTER = 3  # changes after which a warning is logged: a callable may set itself up in its first calls
 
 
 class Shared:
-    """A callable that one or several texts have; `KeptState` is taken of `kept`, which is the user's part of it."""
+    """A callable that one or several sequences use. kept: the user's object in it, whose state is watched.
+
+    now: the state that the callable has at present
+    """
 
     def __init__(self, kept: object):
         self.kept, self.now = kept, KeptState(kept)
-        self._before: KeptState | None = None  # any change
-        self._owner: WatchedCallable | None = None
+        self._before: KeptState | None = None  # the state before the first change
+        self._owner: WatchedCallable | None = None  # the sequence whose state is `now`
         self._changes = 0
 
-    def enter(self, text: "WatchedCallable") -> KeptState:
-        """Bring the callable to the state that a text has left it in; that state."""
-        if self.now.has_changed():  # by others than the texts, since the last call
+    def enter(self, sequence: "WatchedCallable") -> KeptState:
+        """Restore the state that a sequence's last call has left. Returns this state."""
+        if self.now.has_changed():  # by code outside of these calls
             self.now = KeptState(self.kept)
-        if self._before is not None and self._owner is not text:
+        if self._before is not None and self._owner is not sequence:
             if self._owner is not None:
                 self._owner.own = self.now
-            self.now, self._owner = text.own or self._before, text
+            self.now, self._owner = sequence.own or self._before, sequence
             self.now.put_back()
         return self.now
 
-    def moved_on(self, text: "WatchedCallable") -> None:
-        """A text's call has changed the state, which is to stay so."""
-        self._before, self._owner = self._before or self.now, text
+    def moved_on(self, sequence: "WatchedCallable") -> None:
+        """Store the present state, which a sequence's call has changed, as the state of this sequence."""
+        self._before, self._owner = self._before or self.now, sequence
         self.now = KeptState(self.kept)
         self._changes += 1
         if self._changes == TOLD_AFTER:
@@ -56,7 +60,7 @@ class Shared:
 
 
 class WatchedCallable:
-    """A callable as one text has it. own: its state while another text's is in force."""
+    """A callable with the state of one sequence. own: this state, while another sequence's is in force."""
 
     def __init__(self, processor: Any, shared: Shared):
         self.processor, self.shared = processor, shared
@@ -64,11 +68,11 @@ class WatchedCallable:
 
     @property
     def unseen(self) -> str:
-        """Why its state cannot be seen."""
+        """The reason why a part of its state cannot be read; "" if all of it can."""
         return self.shared.now.unseen
 
     def ask(self, ids: Tensor, scores: Tensor) -> tuple[Any, bool]:
-        """The answer, and whether the call has changed the state, which is then put back."""
+        """Call it, and undo a change of its state. Returns the result, and whether the state had changed."""
         if self.unseen:
             return self.processor(ids, scores), False
         state = self.shared.enter(self)
@@ -79,7 +83,7 @@ class WatchedCallable:
         return answer, changed
 
     def keep(self, ids: Tensor, scores: Tensor | None) -> Any:
-        """The answer of a call whose changes stay."""
+        """Call it, and keep a change of its state. Returns the result."""
         if self.unseen:
             return self.processor(ids, scores)
         state = self.shared.enter(self)
@@ -90,15 +94,15 @@ class WatchedCallable:
 
 
 class WatchedOnes:
-    """The watched callables of a batch of texts, which may share them."""
+    """Makes the watched callables of a batch. Sequences that use the same object share a `Shared`."""
 
     def __init__(self) -> None:
         self._shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
 
     def of(self, processor: Any, kept: object = None) -> WatchedCallable:
-        """A callable, for one text; kept: the user's part of it, where that is not all.
+        """A callable for one sequence. kept: the object whose state is watched, if it is not the processor itself.
 
-        Raises ValueError for one whose state cannot be seen, and which another text has, too.
+        Raises ValueError if its state cannot be read, may depend on the sequence, and another sequence uses it, too.
         """
         kept = processor if kept is None else kept
         shared = self._shared.get(id(kept))
@@ -108,21 +112,21 @@ class WatchedOnes:
                 tell(kept, shared.now.unseen)
         elif shared.now.unseen and shared.now.may_differ:
             raise ValueError(
-                f"{name_of(kept)} is given for several texts at a time, and what it keeps between its calls cannot be "
-                f"seen: {shared.now.unseen}. Give each sequence an object of its own (a list for each), or set its "
-                "attribute keeps_no_state = True if its answers depend on its arguments alone"
+                f"{name_of(kept)} is given for several sequences at a time, and the state that it keeps between calls "
+                f"cannot be read: {shared.now.unseen}. Give each sequence an object of its own (a list for each), or "
+                "set its attribute keeps_no_state = True if its results depend on its arguments alone"
             )
         return WatchedCallable(processor, shared)
 
 
 def tell(kept: object, why: str) -> None:
-    """Say once that a callable is in the way of trees."""
+    """Log a warning, once, that a callable makes trees smaller, with the reason."""
     logger.warning_once(
-        f"{name_of(kept)} is called once for each token, and no tree is drafted where its answers may depend on the "
-        f"calls before: {why}. If they depend on its arguments alone, set its attribute keeps_no_state = True"
+        f"{name_of(kept)} is called once for each token, and no tree is drafted if its results may depend on earlier "
+        f"calls: {why}. If they depend on its arguments alone, set its attribute keeps_no_state = True"
     )
 
 
 def is_promised(processor: object) -> bool:
-    """True if a user has said that a callable answers by its arguments alone."""
+    """Whether its attribute `keeps_no_state` promises that its results depend on its arguments alone."""
     return getattr(processor, "keeps_no_state", False) is True

@@ -1,6 +1,6 @@
-"""Check after every step that all ranks agree on the drafted trees, the target's logits, and what was accepted.
+"""Check after every step that all ranks agree on the drafted trees, the target's logits, and the accepted nodes.
 
-Each rank drafts and verifies alone. All get the same results, for three reasons: random numbers are a function of
+Each rank drafts and verifies separately. All get the same results, for three reasons: random numbers are a function of
 seed and position, the draft is the same on every rank, and a sum over ranks has the same bits on all of them. A
 different seed or weight on one rank breaks this, and must be noticed. So a step ends with one small collective,
 whatever the sizes of its tensors. Let w be a rank's vector of digests of its results:
@@ -76,8 +76,8 @@ def row_digests(tensor: Tensor) -> Tensor:
 
 def _weights(count: int, device: torch.device) -> Tensor:
     """Pseudo-random odd numbers LongTensor[count]."""
-    place = torch.arange(1, count + 1, device=device)
-    mixed = place * _FACTOR
+    index = torch.arange(1, count + 1, device=device)
+    mixed = index * _FACTOR
     mixed = (mixed ^ (mixed >> 29)) * _FACTOR
     return mixed ^ (mixed >> 32) | 1
 
@@ -94,7 +94,7 @@ class Agreement(Peers):
         )  # digests of the last step, or of the first step that differs
         self._ends = torch.zeros(1, dtype=torch.long, device=device)  # 1: this rank must stop
         self._differ = torch.zeros((), dtype=torch.bool, device=device)  # whether ranks differed in this generation
-        self._problem: BaseException | None = None  # to be raised once all ranks know of it
+        self._problem: BaseException | None = None  # to be raised once all ranks have got the signal
 
     @property
     def is_first(self) -> bool:
@@ -111,8 +111,8 @@ class Agreement(Peers):
         for number in (self._words, self._ends, self._differ):
             number.zero_()
         self._problem = None
-        told = {name: _text_of(fact) for name, fact in facts.items()}
-        every = self.ranks.told(told)
+        described = {name: _text_of(fact) for name, fact in facts.items()}
+        every = self.ranks.told(described)
         for name in facts:
             values = [one.get(name) for one in every]
             if len({*values}) > 1:
@@ -167,10 +167,10 @@ class Agreement(Peers):
             raise problem
 
     def _ending(self) -> BaseException | None:
-        said = self.ranks.told(None if self._problem is None else said_of(self._problem))
+        problems = self.ranks.told(None if self._problem is None else said_of(self._problem))
         if self._problem is not None:
             return self._problem
-        for rank, one in enumerate(said):
+        for rank, one in enumerate(problems):
             if one == KeyboardInterrupt.__name__:
                 return KeyboardInterrupt()
             if one is not None:
@@ -222,9 +222,10 @@ class Agreement(Peers):
 def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement:
     """The agreement of the ranks that some models' weights are split over.
 
-    models: see `peers.peers_of`. Checks their weights; those that every rank has in full must be the same. Raises
-            errors of
-    the checks on all ranks, and RankMismatchError; ValueError if one model is split and another one streamed.
+    models: their forward passes. Their weights are checked; weights that every rank has in full must be equal
+
+    Raises errors of these checks on all ranks, RankMismatchError if weights differ, and ValueError if one model is
+    split and another one is streamed.
     """
     ranks = whole_ranks([model.ranks for model in models])
     assert ranks is not None
@@ -244,7 +245,7 @@ def own_weights(model: Any) -> dict[str, object]:
 
 
 def _drawn(drafted: Any) -> list[Tensor]:
-    """What must be equal if the same was drafted: tokens, parents, and digests of the logits they were drawn from."""
+    """The drafted trees, to be compared: tokens, parents, and digests of the logits that tokens were drawn from."""
     if drafted.logits is None:
         return [drafted.tokens, drafted.parents]
     sources = drafted.parents[..., 1:].expand(len(drafted.tokens), -1)

@@ -1,6 +1,6 @@
 """Which part of a model's weights this process has: the interface for forward passes and drafts.
 
-`Parts` is for whole weights, where it changes nothing. `ranks.shards` is for a model that is split.
+`Parts` is for whole weights, and changes nothing. `ranks.shards` is for a model that is split.
 """
 
 from collections.abc import Callable

@@ -32,7 +32,7 @@ class Peers:
         return streamers, trace
 
     def tell(self) -> None:
-        """Before a step: tell the others if this process must stop."""
+        """Before a step: signal the other processes if this one must stop."""
 
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
         """After a step: stop all sequences, by `left` (`StateField.LEFT`), if the results of the processes differ.
@@ -41,7 +41,7 @@ class Peers:
         """
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """The error to raise if `LEFT` says so after step number `step`."""
+        """The error to raise after step number `step`, if `left` (`LEFT`) is one of its special values."""
         return None
 
     def end(self) -> None:

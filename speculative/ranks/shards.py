@@ -32,8 +32,8 @@ _parts: "weakref.WeakKeyDictionary[nn.Module, nn.Linear]" = weakref.WeakKeyDicti
 def is_split_by_transformers(module: nn.Module) -> bool:
     """Whether transformers' tensor parallelism replaced a module's forward, and the module has no other hooks."""
     own = module.__dict__
-    place, name = (getattr(own.get("forward"), part, "") for part in ("__module__", "__qualname__"))
-    replaced = place == "transformers.distributed.tensor_parallel" and name.endswith(".<locals>.tp_forward")
+    source, name = (getattr(own.get("forward"), part, "") for part in ("__module__", "__qualname__"))
+    replaced = source == "transformers.distributed.tensor_parallel" and name.endswith(".<locals>.tp_forward")
     return replaced and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
 
 
@@ -81,11 +81,10 @@ class Shards(Parts):
         return count // self.ranks.count
 
     def of(self, module: Any) -> Any:
-        """A linear layer over this rank's part of a split one, without a bias that is added after the sum.
+        """A linear layer with this rank's part of a split layer; the layer itself if it is not split.
 
-        Or the layer itself.
-
-        A module always has the same part object, because what is made of weights is found by their identity.
+        The part has no bias if the bias is added after the sum over ranks. Each module always gets the same object,
+        because copies of weights are found by the identity of the weights.
         """
         if not is_split(module):
             return module

@@ -1,1 +1,1 @@
-"""Training of drafts: a head or a plain draft learns the target's distributions. `distil` puts it together."""
+"""Training of drafts: a head, a block draft or a draft model learns the target's distributions, see `distillation`."""

@@ -1,4 +1,4 @@
-"""Drafts before their training: a head or a block draft of the target's width, or some of the target's own layers."""
+"""Make untrained drafts for a target: a head, a block draft, or a model of some of the target's layers."""
 
 import copy
 import re
@@ -17,17 +17,17 @@ from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.teacher import layers_of
 
-LARGEST_RANK = 256  # of a block draft's term, which is DSpark's; a quarter of the width where that is less
+LARGEST_RANK = 256  # of a block draft's term, as in DSpark; or a quarter of the hidden size if that is less
 Head = TypeVar("Head", EagleHead, BlockHead)
 
 
 def new_head(target: PreTrainedModel, tokens: Tensor | None = None, taps: tuple[int, ...] | None = None) -> EagleHead:
-    """An EAGLE-3 head of a layer as wide as the target's, of random weights, with a norm for each tap (EAGLE-3.1).
+    """An EAGLE-3 head of one layer with random weights, the target's shapes, and a norm for each tap (EAGLE-3.1).
 
-    tokens: LongTensor[Vd] in ascending order, those of the target that it is to propose; default all. Its lm_head then
-            has the target's rows of these tokens
-    taps:   the hidden states that it reads, by transformers' numbers. Default: those of the official heads, 2, half of
-            the layers, and the last but two. For a target of fewer than 7 layers: each third, up to the last
+    tokens: LongTensor[Vd], ascending: the target's tokens that the head can propose; default all. With tokens, the
+            head gets its own lm_head, which begins as the target's rows of these tokens
+    taps:   numbers (in transformers' numbering) of the target's hidden states that the head reads. Default: 2, L // 2
+            and L - 3 for a target of L layers, as in the official heads; L / 3, 2 L / 3 and L if L < 7
 
     Raises ValueError for a target whose layers cannot be found.
     """
@@ -50,15 +50,17 @@ def new_block(
     term: str = "gated",
     mask_token_id: int | None = None,
 ) -> BlockHead:
-    """A block draft as DSpark's (arXiv 2607.05147), as wide as the target, of random weights.
+    """A block draft like DSpark's (arXiv 2607.05147), with random weights and the target's shapes.
 
-    tokens, taps:  as of `new_head`. It cannot read the last hidden state, which there is after the final norm alone
-    block_size:    levels of a tree, which one pass of its layers drafts
-    term:          what the law below a node takes from its token or its path: "gated", "vanilla", "rnn", as in
-                   `drafts.blocks.terms`, or "" for nothing
-    mask_token_id: the token whose embedding the masks have; default the last one, which many vocabularies reserve
+    tokens, taps:  as in `new_head`, but the last hidden state (after the final norm) cannot be a tap
+    block_size:    number of levels of a tree that one pass drafts
+    layers:        number of layers
+    term:          the term that depends on a node's token or path, see `drafts.blocks.terms`: "gated", "vanilla" or
+                   "rnn"; "" for none
+    mask_token_id: the token whose embedding masks get; default the vocabulary's last token, which is often unused
 
-    Raises ValueError for a target whose layers cannot be found, and for a term that is none.
+    Raises ValueError for a target whose layers cannot be found, for an unknown term, and for a block_size or layers
+    below 1.
     """
     if term not in ("", *MARKOV_TERMS):
         raise ValueError(f"term must be one of {', '.join(MARKOV_TERMS)}, or '' for none, got {term!r}")
@@ -84,14 +86,14 @@ def new_block(
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """The hidden states that a head reads of a target of so many layers."""
+    """The numbers of the hidden states that a head reads by default. layers: number of the target's layers."""
     if layers >= 7:
         return 2, layers // 2, layers - 3
     return tuple(sorted({-(-layers * third // 3) for third in (1, 2, 3)}))
 
 
 def _shape(target: PreTrainedModel, tokens: Tensor | None) -> dict[str, Any]:
-    """The fields of `TappedConfig` that a head takes from its target and from the tokens that it can propose."""
+    """The fields of `TappedConfig` that follow from the target and from the tokens that the draft can propose."""
     text: Any = target.config.get_text_config(decoder=True)
     width, heads, ropes = text.hidden_size, text.num_attention_heads, getattr(text, "rope_parameters", None) or {}
     return {
@@ -110,7 +112,7 @@ def _shape(target: PreTrainedModel, tokens: Tensor | None) -> dict[str, Any]:
 
 
 def _with_tokens(head: Head, target: PreTrainedModel, tokens: Tensor | None) -> Head:
-    """The head on the target's device; its lm_head has the target's rows of its tokens."""
+    """The head on the target's device. If it has an lm_head, this gets the target's rows of the draft's tokens."""
     if tokens is not None and head.lm_head is not None:
         lm_head: Any = target.get_output_embeddings()
         head.lm_head.weight.data.copy_(lm_head.weight.detach()[tokens.to(lm_head.weight.device)])
@@ -120,7 +122,11 @@ def _with_tokens(head: Head, target: PreTrainedModel, tokens: Tensor | None) -> 
 
 
 def most_frequent(documents: Sequence[Document], count: int, vocab_size: int) -> Tensor:
-    """The most frequent tokens of the documents, LongTensor[count] in ascending order; of equal ones the lowest."""
+    """The `count` most frequent tokens of the documents, LongTensor[count], ascending.
+
+    Of equally frequent tokens the lowest are chosen. Raises ValueError for a count below 1 or above vocab_size, and for
+    tokens that are not in the vocabulary.
+    """
     if not 0 < count <= vocab_size:
         raise ValueError(f"a draft's vocabulary must have 1 .. {vocab_size} tokens, the target's, got {count}")
     check_tokens(documents, vocab_size)
@@ -132,15 +138,17 @@ def most_frequent(documents: Sequence[Document], count: int, vocab_size: int) ->
 
 
 def draft_of_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A model of some of the target's layers, from 0, with its embedding, final norm and lm_head.
+    """A draft model, fp32, that consists of some of the target's layers and its embedding, final norm and lm_head.
 
-    Embedding and lm_head do not learn: they are most of a small draft, and fit the target as they are.
+    layers: their indices in the target, from 0
 
-    Raises ValueError for layers that the target does not have.
+    Embedding and lm_head are frozen: they are most of a small draft's weights, and already fit the target.
+
+    Raises ValueError for layers that the target does not have, and for repeated ones.
     """
     count = len(layers_of(target))
     if not layers or not all(0 <= layer < count for layer in layers) or len({*layers}) < len(layers):
-        raise ValueError(f"expected different layers of the target's, 0 .. {count - 1}, got {[*layers]}")
+        raise ValueError(f"layers must be different indices of the target's layers, 0 .. {count - 1}, got {[*layers]}")
     config = copy.deepcopy(target.config)
     text: Any = config.get_text_config(decoder=True)
     for name, value in vars(text).items():

@@ -1,12 +1,12 @@
-"""A block draft's outputs for every token of a text, which is cut into blocks: one pass for all blocks of all rows.
+"""A block draft's outputs for training: rows are cut into blocks, and one pass computes all blocks of all rows.
 
-A block of B rows begins at each B-th token x_a, its root. It sees the context before a, and itself, as in decoding. So
-row k of it, which stands at token a + k, predicts token a + k + 1. Below the root the term reads the text's own tokens.
-Each token of a text is in one block, and costs the layers one row. Training begins a text at another token each time,
-so that in the end every token is at every depth.
+A block of B positions begins at each B-th token x_a, which is its root. As in decoding, it attends to the context
+before a and to itself. So its position k, at token a + k, predicts token a + k + 1. The term reads the row's own
+tokens. Each token is in one block, and costs the layers one position. `distil` cuts s mod B tokens off the beginning of
+the rows in training step s, so that over time every token is at every depth.
 
-Source: Chen et al. 2026, "DFlash", arXiv 2602.06036, and "DSpark", arXiv 2607.05147. There, too, all blocks of a text
-are one pass under a mask over [context | blocks], but roots are drawn at random.
+Source: Chen et al. 2026, "DFlash", arXiv 2602.06036, and "DSpark", arXiv 2607.05147. They, too, compute all blocks of a
+row in one pass with a mask over [context | blocks], but choose the roots at random.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from heavypath.speculative.training.teacher import Taught
 
 
 def check_trains(head: BlockHead) -> None:
-    """Raise ValueError for a block draft that has what is not trained here."""
+    """Raise ValueError for a block draft with parts that cannot be trained here."""
     config = head.config
     strange = {
         "rows that predict their own token": not config.from_root,
@@ -39,11 +39,13 @@ def check_trains(head: BlockHead) -> None:
 
 
 def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tensor], depths: int) -> list[Tensor]:
-    """The head's outputs [R, L // B, H + r] at each of `depths` depths, at most B: those of every block of a row.
+    """The draft's outputs for all blocks, a tensor [R, L // B, H + r] for each of `depths` depths.
 
-    embed: the embedding, [R, N, H] of tokens LongTensor[R, N]
+    The first H columns are the block's output after the last norm, the other r those of `MarkovTerm.latent` (r = 0 if
+    there is no term).
 
-    Columns are a row of the block after the last norm, and what `MarkovTerm.latent` makes of it and its token.
+    embed:  a function from tokens LongTensor[R, N] to their embeddings [R, N, H]
+    depths: at most B
     """
     config, dtype, size = head.config, head.fc.weight.dtype, head.config.block_size
     blocks = rows.tokens.shape[1] // size
@@ -71,7 +73,7 @@ def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tenso
 
 
 def block_logits(head: BlockHead, outputs: Tensor, lm_head: Any) -> Tensor:
-    """Logits [R, N, Vd] of such outputs, by the head's lm_head or the target's."""
+    """The logits [R, N, Vd] for outputs of `block_outputs` [R, N, H + r]. lm_head: the draft's, or the target's."""
     config, term = head.config, head.term
     logits = config.multiplier * lm_head(outputs[..., : config.hidden_size].to(lm_head.weight.dtype))
     if config.softcap is not None:
@@ -82,7 +84,10 @@ def block_logits(head: BlockHead, outputs: Tensor, lm_head: Any) -> Tensor:
 
 
 def _seen(at: Tensor, size: int, causal: bool) -> Tensor:
-    """True where a row sees, [L, 2 L]: of the context what is before its block | of the rows its block."""
+    """The attention mask, bool [L, 2 L]: the context before a position's block, and the positions of its block.
+
+    at: LongTensor[L], positions; size: those of a block
+    """
     block = at // size
     own = block[:, None] == block
     return torch.cat([at < (block * size)[:, None], own.tril() if causal else own], 1)
@@ -91,7 +96,7 @@ def _seen(at: Tensor, size: int, causal: bool) -> Tensor:
 def _attention(
     attention: Any, context: Tensor, turns: tuple[Tensor, Tensor], seen: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention of a layer's rows to the context, whose keys and values are the layer's, and to the rows."""
+    """A function for a layer's attention to the context, whose keys and values it computes, and to the blocks."""
     by_head = *context.shape[:2], -1, attention.head_dim
     keys, values = attention.k_proj(context).view(by_head), attention.v_proj(context).view(by_head)
     if hasattr(attention, "k_norm"):

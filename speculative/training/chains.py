@@ -1,9 +1,9 @@
-"""A head's outputs at every depth of every text: training-time test (EAGLE-3, Li et al. 2025, section 3.2).
+"""A head's outputs at all depths of training rows: training-time test (EAGLE-3, Li et al. 2025, section 3.2).
 
-Entry i of a row pairs the target's hidden states at token i with token i + 1. Step k of the test, from 0, feeds the
-outputs of step k - 1 in the place of the features. Its tokens are k further to the left, with rotary positions i + k.
-So step k of entry i is the node at depth k + 1 below it. It sees the same as in decoding: the entries j <= i with the
-target's own features, and the nodes above it, entry i of steps 1 to k.
+Entry i of a row pairs the target's hidden states at token i with token i + 1. Step k of the test (k = 0, 1, ...) uses
+the outputs of step k - 1 instead of the target's features, token i + k + 1, and the rotary position i + k. So its
+output predicts a node at depth k + 1. As in decoding it attends to the entries j <= i of step 0, which have the
+target's features, and to the nodes above it, which are entry i of steps 1 to k.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from heavypath.speculative.training.teacher import Taught
 def chain_outputs(head: EagleHead, rows: Taught, embed: Callable[[Tensor], Tensor], depths: int) -> list[Tensor]:
     """The head's outputs [R, L - depths, H] at each of `depths` steps: entry i of step k predicts token i + k + 2.
 
-    embed: the embedding, [R, N, H] of tokens LongTensor[R, N]
+    embed: a function from tokens LongTensor[R, N] to their embeddings [R, N, H]
     """
     entries = rows.tokens.shape[1] - depths
     weights = head.fc.weight
@@ -39,9 +39,9 @@ def chain_outputs(head: EagleHead, rows: Taught, embed: Callable[[Tensor], Tenso
 
 
 class ChainAttention:
-    """Attention of a step: to the first step's entries up to one's own, and to one's own entry of the later steps.
+    """Attention of entry i in a step: to the entries j <= i of step 0, and to entry i of all later steps so far.
 
-    It is called by each layer of a head in turn, step after step.
+    A head's layers call it in turn, step after step.
     """
 
     def __init__(self, layers: int) -> None:
@@ -50,7 +50,7 @@ class ChainAttention:
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of query [B, Hq, N, D], and this step's key and value [B, Hkv, N, D]; as query."""
+        """The attention's output [B, Hq, N, D]. query: [B, Hq, N, D]; key, value: [B, Hkv, N, D], of this step."""
         groups, layer = query.shape[1] // key.shape[1], self.calls % self.layers
         self.calls += 1
         self.keys[layer].append(for_all_heads(key.to(query.dtype), groups))
@@ -60,7 +60,7 @@ class ChainAttention:
 
 
 def masked_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of query [B, H, N, D] to each step's keys and values [B, H, N, D]: one product under a mask."""
+    """The attention as one masked product. query: [B, H, N, D]; keys, values: [B, H, N, D] for each step."""
     entries = query.shape[2]
     own = torch.eye(entries, dtype=torch.bool, device=query.device)
     mask = torch.cat([own.new_ones(entries, entries).tril(), own.repeat(1, len(keys) - 1)], 1)
@@ -68,23 +68,24 @@ def masked_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
 
 
 def joined_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """The same on a CPU, in less time: one causal product, joined with an elementwise one for each later step."""
+    """The same as `masked_attention`, faster on a CPU: a causal product, and an elementwise one for each later step."""
     return _JoinedAttention.apply(query, *chain(keys, values))  # pyright: ignore[reportReturnType]
 
 
 def for_all_heads(states: Tensor, groups: int) -> Tensor:
-    """Keys or values [B, Hkv, N, D] for each query head, [B, Hkv * groups, N, D].
+    """Keys or values [B, Hkv, N, D] repeated for all query heads, [B, Hkv * groups, N, D].
 
-    On a GPU no kernel of sdpa has both a mask and groups, and without one it keeps all scores.
+    On a GPU, PyTorch's attention has no fused kernel with both a mask and grouped heads; without a fused kernel it
+    stores all scores.
     """
     return states[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
 class _JoinedAttention(Function):
-    """Causal attention over the first keys, joined with one elementwise product for each of the others.
+    """Causal attention to step 0, combined with one elementwise product for each later step.
 
-    Backward, the fused kernel gets the joint output and normaliser: of these it makes the first keys' share of the
-    joint gradient, as in ring attention (Liu et al. 2023).
+    In the backward pass the fused kernel gets the combined output and normaliser. From them it computes step 0's part
+    of the gradient, as in ring attention (Liu et al. 2023).
     """
 
     @staticmethod

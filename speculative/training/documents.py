@@ -1,4 +1,4 @@
-"""The user's data as documents: text files, folders of them, and JSON lines of texts, conversations and prompts."""
+"""Read training data as documents: text files, folders of them, and JSON lines of texts, conversations and prompts."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -15,10 +15,10 @@ _EXPECTED = 'a string, or an object with "text", "messages" (a list of role and 
 
 
 class Document(NamedTuple):
-    """A text, as tokens.
+    """A tokenised text, or a prompt, or both.
 
-    tokens: int32 [n], the whole text; empty if only its beginning is known
-    prompt: int32 [m], what the target goes on from when it writes a text of its own; empty if any piece will do
+    tokens: int32 [n], the whole text; empty if there is only a prompt
+    prompt: int32 [m], the prompt after which the target generates; empty if any part of the text can be a prompt
     """
 
     tokens: Tensor
@@ -28,18 +28,18 @@ class Document(NamedTuple):
 def read_documents(paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
     """The documents in files and folders (UTF-8).
 
-    A line of a .jsonl file is one of these:
+    Each line of a .jsonl file is one of these:
 
         "text", {"text": "text"}                               a text
         {"messages": [{"role": "user", "content": ..}, ..]}    a conversation, by the tokenizer's chat template; its
                                                                prompt ends before the assistant's last message
         {"prompt": "text"}                                     a prompt alone
 
-    Any other file is one text. After a text comes the end-of-text token. A folder has all files below it, but for
-    hidden ones and those that are not UTF-8.
+    Any other file is one text. An end-of-sequence token is appended to each text. A folder stands for all files in it
+    and in its subfolders, except hidden files and those that are not UTF-8.
 
-    Raises OSError for what cannot be read; ValueError, naming file and line, for what is none of these, for
-    conversations without a chat template, and for no text at all.
+    Raises OSError for files that cannot be read. Raises ValueError, with file and line, for lines of another form and
+    for conversations if the tokenizer has no chat template. Raises ValueError if there is no text at all.
     """
     found: list[Document] = []
     for path in paths:
@@ -57,11 +57,11 @@ def read_documents(paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBa
 
 
 def check_tokens(documents: Iterable[Document], vocab_size: int) -> None:
-    """Raise ValueError for a token that a model of this vocabulary does not have."""
+    """Raise ValueError for a token that is not in a vocabulary of this size."""
     largest = max((int(part.max()) for document in documents for part in document if len(part)), default=0)
     if largest >= vocab_size:
         raise ValueError(
-            f"the data have token {largest}, the target has {vocab_size} tokens; take the target's own tokenizer"
+            f"the data have token {largest}, the target has {vocab_size} tokens; use the target's own tokenizer"
         )
 
 
@@ -70,21 +70,21 @@ def _of_lines(file: Path, content: str, tokenizer: PreTrainedTokenizerBase) -> I
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
-        place = f"{file}, line {number}"
+        where = f"{file}, line {number}"
         try:
             given = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{place}: expected JSON, got {line[:60]!r} ({error})") from None
+            raise ValueError(f"{where}: expected JSON, got {line[:60]!r} ({error})") from None
         given = {"text": given} if isinstance(given, str) else given
         match given:
             case {"messages": [*messages]} if messages:
-                yield _of_conversation(messages, tokenizer, place)
+                yield _of_conversation(messages, tokenizer, where)
             case {"text": str(text)} if text:
                 texts.append(text)
             case {"prompt": str(prompt)} if prompt:
                 prompts.append(prompt)
             case _:
-                raise ValueError(f"{place}: expected {_EXPECTED}, got {line[:60]!r}")
+                raise ValueError(f"{where}: expected {_EXPECTED}, got {line[:60]!r}")
     yield from _of_texts(texts, tokenizer)
     if prompts:
         encoded: Any = tokenizer(prompts, verbose=False).input_ids
@@ -100,9 +100,9 @@ def _of_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[
             yield Document(_tokens(ids if ended or not ids else [*ids, end]), _tokens([]))
 
 
-def _of_conversation(messages: list[Any], tokenizer: PreTrainedTokenizerBase, place: str) -> Document:
+def _of_conversation(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> Document:
     if not tokenizer.chat_template:
-        raise ValueError(f"{place}: messages need a target whose tokenizer has a chat template, and this one has none")
+        raise ValueError(f"{where}: messages need a target whose tokenizer has a chat template, and this one has none")
     try:
         answered = messages[-1]["role"] == "assistant"
         before = messages[:-1] if answered else messages
@@ -110,8 +110,8 @@ def _of_conversation(messages: list[Any], tokenizer: PreTrainedTokenizerBase, pl
         if before:
             prompt = tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=True)
         whole: Any = tokenizer.apply_chat_template(messages, return_dict=True) if answered else {"input_ids": []}
-    except Exception as error:  # of the template, which is a program
-        raise ValueError(f"{place}: the chat template does not take these messages: {error!r}") from error
+    except Exception as error:  # the template is a program, which can raise anything
+        raise ValueError(f"{where}: the chat template does not take these messages: {error!r}") from error
     return Document(_tokens(whole["input_ids"]), _tokens(prompt["input_ids"]))
 
 

@@ -1,8 +1,8 @@
-"""Gradients of a batch, and how well a student agrees with its target, by pieces of the text.
+"""Compute a batch's gradients, and measure how well a student agrees with its target, in chunks of positions.
 
-Logits are the largest tensors of a training: a position has V of the target's and of each depth's of the draft's. So
-they are made for a piece of positions at a time, and their gradients with them; hidden states alone are kept for the
-whole batch. The loss of a batch is the sum over depths of weight * mean over positions, however it is cut.
+Logits are the largest tensors of a training: for each position, V of the target and Vd of the draft at each depth. So
+logits and their gradients are computed for a chunk of positions at a time. Only hidden states are kept for the whole
+batch. The loss of a batch is the sum over depths of weight * mean over positions, which does not depend on the chunks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,18 +17,22 @@ from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.student import Student
 from heavypath.speculative.training.teacher import Logits, Taught, Teacher
 
-LOGITS_AT_ONCE = 2**25  # of the target: 128 MB, and a few times as much for what is computed of them
+LOGITS_AT_ONCE = 2**25  # of the target: 128 MB, and a few times as much for tensors computed from them
 
 
 class Learnt(NamedTuple):
-    """The loss [] and the mean overlap at each depth [K] of a batch, or its share of them."""
+    """The loss [] and the mean overlap at each depth [K] of a batch; for a part of a batch, its contribution."""
 
     loss: Tensor
     overlaps: Tensor
 
 
 class _Piece(NamedTuple):
-    """Some entries at a depth; the target's logits there [R, n, V], and log P of the student's tokens [R, n, Vd]."""
+    """n entries at one depth.
+
+    target_logits: [R, n, V], the target's logits for the tokens that these entries predict
+    target_logprobs: [R, n, Vd], log P of the student's tokens
+    """
 
     depth: int
     entries: slice
@@ -44,10 +48,13 @@ def learn(
     weights: Sequence[float],
     share: float = 1.0,
 ) -> Learnt:
-    """Add the gradients of a batch's loss to the student's parameters.
+    """Add the gradients of a batch's loss to the student's parameters. Returns the loss and the overlaps.
 
-    weights: of each depth, and so their number
-    share:   of these rows in the batch, if they are a part of it
+    rows:          the teacher's output for the rows
+    target_logits: a function from the target's last hidden states to its logits, `Teacher.logits`
+    loss:          one of `training.losses`
+    weights:       the weight of each depth; their number is the number of depths
+    share:         the rows' share of the batch, if they are only a part of it
     """
     with student.autocast():
         outputs = student.outputs(rows, len(weights))
@@ -74,13 +81,14 @@ def learn(
 def measure_agreement(
     student: Student, teacher: Teacher, rows: Tensor, depths: int, parts: RowsAtATime
 ) -> tuple[Tensor, Tensor]:
-    """E[sum_v min(P, Q)] at temperature 1, and how often P and Q have one likeliest token: at each depth, [K] each.
+    """E[sum_v min(P, Q)] at temperature 1, and how often P and Q have the same most probable token, [K] each.
 
-    rows:  tokens, integers [R, L]
-    parts: how many of them are read at a time
+    Averages over all positions, for each of K depths. A node's path consists of the rows' own tokens; a head reads its
+    own outputs at the depths above. For a draft model K = 1, because all depths are alike.
 
-    Over all positions; the nodes at depth d are fed the text's own tokens, and a head its own outputs at the depths
-    above. A plain draft has one depth, which all others are like.
+    rows:   integers [R, L], tokens
+    depths: number of depths
+    parts:  decides how many rows are processed at a time
     """
 
     def sums(part: Tensor) -> Tensor:  # [2, K]
@@ -93,9 +101,9 @@ def measure_agreement(
             with student.autocast():
                 draft_logits = student.logits(hidden)
             overlap, _ = overlap_and_divergence(target_logprobs, draft_logits)
-            likeliest = draft_logits.argmax(-1)
-            likeliest = likeliest if student.tokens is None else student.tokens[likeliest]
-            both = torch.stack([overlap.mean(), (likeliest == logits.argmax(-1)).float().mean()])
+            best = draft_logits.argmax(-1)
+            best = best if student.tokens is None else student.tokens[best]
+            both = torch.stack([overlap.mean(), (best == logits.argmax(-1)).float().mean()])
             found[:, depth] += both * len(part) * hidden.shape[1] / outputs[depth].shape[1]
         return found
 
@@ -104,7 +112,7 @@ def measure_agreement(
 
 
 def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list[Tensor]) -> Iterator[_Piece]:
-    """The pieces of all depths; what the target says of a position is made once for all depths that predict it."""
+    """The chunks of all depths. The target's logits at a position are computed once for all depths that predict it."""
     entries, stride = outputs[0].shape[1], student.stride
     first, last = student.first, student.first + len(outputs) + (entries - 1) * stride
     size = max(1, LOGITS_AT_ONCE // target_logits(rows.hidden[:, :1]).numel())

@@ -1,4 +1,4 @@
-"""The loop of a training: gradients, a step, now and then a line and a checkpoint; it stops between two steps."""
+"""The training loop: gradients, optimizer steps, progress lines and checkpoints. Ctrl-C stops it between two steps."""
 
 import signal
 import threading
@@ -17,9 +17,12 @@ Batch = TypeVar("Batch")
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a training: where it leaves its state, every so many steps, and whether it goes on from there.
+    """Where and how often a training saves its state.
 
-    state: whatever else there is to go on from; saved as it is then, and restored in place
+    path: the file
+    every: number of steps between two checkpoints
+    resume: whether to continue from the file
+    state: further values to save with each checkpoint; when a training resumes, they are updated in place
     """
 
     path: Path
@@ -36,13 +39,13 @@ def train(
     progress: TrainingProgress,
     before_checkpoint: Callable[[int, Learnt], object] = lambda step, learnt: None,
 ) -> float:
-    """Take the schedule's steps; return the seconds they took, those before an interruption included.
+    """Run all steps of the schedule. Returns the seconds they took, including those before an interruption.
 
-    batches:           the same ones in every run; those after the checkpoint's are left out
-    gradients:         adds those of a batch to the parameters
-    before_checkpoint: called with the steps done and what the last one learnt
+    batches:           the same batches in every run; a resumed run skips those of the steps already done
+    gradients:         a function that adds a batch's gradients to the parameters
+    before_checkpoint: called with the number of steps done and the result of the last one
 
-    Ctrl-C ends it by a KeyboardInterrupt once the step is done and a checkpoint is written.
+    Ctrl-C raises KeyboardInterrupt after the current step, once a checkpoint is written.
     """
     done = 0
     if checkpoints.resume:
@@ -71,7 +74,7 @@ def train(
 
 @contextmanager
 def _interrupted() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets, in the main thread; the second interrupts at once."""
+    """An event that the first Ctrl-C sets; the second one interrupts at once. Works only in the main thread."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -1,4 +1,4 @@
-"""Work on rows in parts that fit into memory: out of memory halves them."""
+"""Process rows in parts that fit into memory: the parts are halved when memory runs out."""
 
 import gc
 from collections.abc import Callable
@@ -11,11 +11,11 @@ Result = TypeVar("Result")
 
 
 class RowsAtATime:
-    """Runs a function on so many rows at a time, and on half as many once these are too many.
+    """Runs a function on `rows` rows at a time, and on half as many after memory has run out.
 
-    rows: at a time
-    at_one_row: what to do where even one row is too large, for the error
-    say:  told of each halving, in one line
+    rows: number of rows at a time
+    at_one_row: advice for the error message if even one row is too large
+    say: called with one line after each halving
     """
 
     def __init__(self, rows: int, at_one_row: str, say: Callable[[str], object]):
@@ -24,10 +24,10 @@ class RowsAtATime:
     def run(
         self, batch: Tensor, function: Callable[[Tensor], Result], start_again: Callable[[], object] = lambda: None
     ) -> list[Result]:
-        """The results of the function for each part of a batch [R, ..].
+        """The results of the function for the parts of a batch [R, ...].
 
-        start_again: called where memory ran out, before the whole batch is done again in smaller parts: what was
-                     computed of it so far is to be forgotten
+        start_again: called when memory has run out, before the whole batch is processed again in smaller parts. It must
+                     discard everything that was computed for the batch so far
 
         Raises torch.OutOfMemoryError if one row is too large.
         """
@@ -39,7 +39,7 @@ class RowsAtATime:
                     raise
                 if self.rows == 1:
                     raise torch.OutOfMemoryError(f"out of memory with one row; {self.at_one_row}") from error
-            # After the except clause, since the error's traceback holds the tensors of the failed pass.
+            # After the except clause, because the error's traceback keeps the tensors of the failed pass alive.
             start_again()
             gc.collect()
             if torch.cuda.is_available():
@@ -49,5 +49,5 @@ class RowsAtATime:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True if a GPU or the CPU's allocator had no memory left."""
+    """Whether an error means that a GPU or the CPU has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

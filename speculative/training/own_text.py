@@ -1,4 +1,4 @@
-"""Text that the target writes itself: what a draft meets when the target decodes."""
+"""Generate training text with the target: a draft should learn on the target's output, which it sees in decoding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.optimization import TrainingProgress
 
 ROWS_AT_ONCE = 32
-Generate = Callable[..., Any]  # that of a SpeculativeDecoder
+Generate = Callable[..., Any]  # the method of a SpeculativeDecoder
 
 
 def write_texts(
@@ -23,19 +23,22 @@ def write_texts(
     seed: int,
     say: Callable[[str], object],
 ) -> list[Tensor]:
-    """Each prompt, int32 [m], with what the target writes after it, at most new_tokens: int32 [n].
+    """Each prompt with the target's output after it, int32 [n].
 
-    generate: of the target by plain decoding
+    generate: the `generate` of a decoder that does plain decoding with the target
+    prompts: int32 [m] each
+    new_tokens: the most new tokens
+    say: called with lines of progress, and with the number of prompts that are left out
 
-    Three quarters are sampled at temperature 1, the rest at 0.6, where text is more like that of greedy decoding. A
-    text ends with the first token that ends texts, by the target's generation config. Prompts that leave no room for
-    the new tokens within the target's positions are left out, which `say` is told.
+    Three quarters of the prompts are sampled at temperature 1, the rest at 0.6, whose output is more like that of
+    greedy decoding. An output ends with the first end-of-sequence token of the target's generation config. Prompts that
+    leave no room for new_tokens within the target's positions are left out.
     """
     room = target.config.get_text_config(decoder=True).max_position_embeddings
     fitting = sorted((prompt for prompt in prompts if len(prompt) + new_tokens <= room), key=len)
     if len(fitting) < len(prompts):
-        said = f"of more than {room} positions with {new_tokens} new tokens"
-        say(f"left out {len(prompts) - len(fitting)} of {len(prompts)} prompts {said}")
+        reason = f"of more than {room} positions with {new_tokens} new tokens"
+        say(f"left out {len(prompts) - len(fitting)} of {len(prompts)} prompts {reason}")
     parts = RowsAtATime(ROWS_AT_ONCE, "lower the length of rows", say)
     groups = torch.arange(len(fitting), device="cpu").split(ROWS_AT_ONCE)
     progress = TrainingProgress(len(groups), ROWS_AT_ONCE * new_tokens, say)
@@ -53,7 +56,7 @@ def write_texts(
 
         written += [text for texts in parts.run(group, write) for text in texts]
         if progress.is_due(number + 1):
-            progress.report(number + 1, "text of the target's own")
+            progress.report(number + 1, "writing the target's text")
     return written
 
 
@@ -68,7 +71,10 @@ def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _texts(sequences: Tensor, prompts: list[Tensor], config: GenerationConfig | None) -> list[Tensor]:
-    """The texts without padding, int32 [n], of padded prompts and what follows them, LongTensor[R, T + new]."""
+    """Prompts and outputs without padding and without tokens after the end, int32 [n] each.
+
+    sequences: LongTensor[R, T + new], the padded prompts and the outputs
+    """
     width = max(map(len, prompts))
     ends = None if config is None else config.eos_token_id
     ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device="cpu").flatten()

@@ -1,4 +1,4 @@
-"""The machine and the versions that figures were measured on, for records."""
+"""Describe the machine and the versions of the libraries, for records of measurements."""
 
 import os
 import platform
@@ -10,7 +10,10 @@ import transformers
 
 
 def machine() -> dict:
-    """The processor, the cores in use, and the GPU if there is one, without names of hosts or people."""
+    """The processor, its instruction set, numbers of cores and threads, and the GPU if there is one.
+
+    It has no names of hosts or people.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -23,7 +26,7 @@ def machine() -> dict:
 
 
 def environment() -> dict:
-    """The machine, and the versions of what computed."""
+    """The machine, and the versions of Python and the libraries."""
     return {
         "machine": machine(),
         "versions": {

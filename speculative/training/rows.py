@@ -1,4 +1,4 @@
-"""Rows to train on and rows that are held out: documents end to end, some of them written anew by the target."""
+"""Make rows for training and held-out rows: documents are concatenated; some are replaced by the target's output."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -8,20 +8,20 @@ from torch import Tensor
 
 from heavypath.speculative.training.documents import Document
 
-MOST_HELD_OUT = 128  # rows; more would say no more, and take time to measure
-LONGEST_SHARE, LONGEST_ROWS = 1 / 20, 32  # longer texts are cut into sections, to be held out in part
-Write = Callable[[list[Tensor]], list[Tensor]]  # texts int32 [n] of the target's own after prompts int32 [m]
+MOST_HELD_OUT = 128  # rows; more would take more time and give hardly more information
+LONGEST_SHARE, LONGEST_ROWS = 1 / 20, 32  # longer texts are cut into sections, so that a part can be held out
+Write = Callable[[list[Tensor]], list[Tensor]]  # prompts int32 [m] -> prompts with the target's output, int32 [n]
 
 
 class Rows(NamedTuple):
-    """Tokens, int32 [R, L] each."""
+    """The rows for training, and the held-out rows: tokens, int32 [R, L] each."""
 
     train: Tensor
     held_out: Tensor
 
 
 class RowSettings(NamedTuple):
-    """Settings for making rows: see `DistilSettings`."""
+    """The settings of `DistilSettings` by which rows are made."""
 
     length: int
     held_out: float
@@ -31,11 +31,14 @@ class RowSettings(NamedTuple):
 
 
 def make_rows(documents: list[Document], settings: RowSettings, write: Write) -> Rows:
-    """Rows of the documents; each document goes to one side alone, and so does what is written after its prompt.
+    """Make the rows. A document is either trained on or held out, together with the output after its prompt.
 
-    A text that is more than a twentieth of all or than 32 rows is cut into sections, which are documents then.
+    A text that is longer than a twentieth of all tokens, or than 32 rows, is cut into sections, which then count as
+    documents.
 
-    Raises ValueError for documents that do not fill a row of each side.
+    write: generates the target's output after prompts
+
+    Raises ValueError if there is not at least one row for training and one held-out row.
     """
     length, generator = settings.length, torch.Generator().manual_seed(settings.seed)
     total = sum(len(document.tokens) for document in documents)
@@ -51,10 +54,10 @@ def make_rows(documents: list[Document], settings: RowSettings, write: Write) ->
     sides = []
     for held_out in (False, True):
         texts, prompts = [], []
-        for section, held, anew in zip(sections, is_held_out.tolist(), is_written.tolist(), strict=True):
+        for section, held, written in zip(sections, is_held_out.tolist(), is_written.tolist(), strict=True):
             if held != held_out:
                 continue
-            if anew or not len(section.tokens):
+            if written or not len(section.tokens):
                 prompts += _prompts(section, settings)
             else:
                 texts.append(section.tokens)
@@ -70,7 +73,7 @@ def make_rows(documents: list[Document], settings: RowSettings, write: Write) ->
 
 
 def batches_of(rows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
-    """Endless batches [size, L] of rows [R, L], R >= size; every epoch orders the rows anew."""
+    """Endless batches [size, L] of rows [R, L], R >= size. Each epoch has a new random order."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator, device="cpu")
@@ -79,13 +82,13 @@ def batches_of(rows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
 
 
 def _sections(document: Document, longest: int) -> list[Document]:
-    """A document with a prompt, or the sections of a text."""
+    """The document itself if it has a prompt; else its text in sections of at most `longest` tokens."""
     tokens, prompt = document
     return [document] if len(prompt) else [Document(section, prompt) for section in tokens.split(longest)]
 
 
 def _prompts(section: Document, settings: RowSettings) -> list[Tensor]:
-    """The texts that the target goes on from: the prompt, or the beginnings of the pieces of a text."""
+    """The prompts for the target: the document's prompt, or the first tokens of each piece of its text."""
     if len(section.prompt):
         return [section.prompt]
     return [piece[: settings.prompt_tokens] for piece in section.tokens.split(settings.length)]

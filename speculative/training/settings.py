@@ -1,4 +1,4 @@
-"""The settings of a training. Nothing here is slow to import, so that a command can show their defaults."""
+"""The settings of `distil`. This file imports nothing slow, so that a command can show the defaults."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,27 @@ LOSS_NAMES = ("tv-kl", "lk")  # of `training.losses`
 
 @dataclass(frozen=True)
 class DistilSettings:
-    """Settings by which `distil` trains.
+    """Settings of a training with `distil`.
 
-    epochs:          how often it goes through the rows
-    length:          tokens of a row; a head drafts worse in texts that are longer than its rows
-    tokens_per_step: of a batch
-    depths:          levels below the root that a draft is trained for. A head has so many steps of its training-time
-                     test, default 5. A block draft has those of its block alone, and a plain draft has none
-    decay:           of the loss at each next depth; default 0.8 of a head, 0.85 of a block draft. A plain draft has
-                     none
-    loss:            "tv-kl" or "lk", see `training.losses`
-    rate:            Muon's peak rate, AdamW's is two thirds; default 2 / width of the draft. The shipped head, of
-                     width 320, learnt best at 0.006, and the best rate falls with the width (Yang et al. 2022)
-    written:         share of the documents whose text the target writes anew after their prompts, or after the first
-                     prompt_tokens of each `length` of a text. In decoding a draft meets the target's own text, not the
-                     data's; but writing takes the target many passes where reading takes one. The shipped head had 0.3
-    held_out:        share of the data that is never trained on, at most 128 rows: the record's overlaps are of these
+    epochs:           number of passes through the rows
+    length:           tokens of a row; a head drafts worse in sequences that are longer than its rows
+    tokens_per_step:  tokens of a batch
+    depths:           levels below the root for which a draft is trained. For a head, the number of steps of its
+                      training-time test, default 5. For a block draft, its block_size or None. For a draft model, None
+    decay:            factor of the loss from one depth to the next; default: a head 0.8, a block draft 0.85. None for
+                      a draft model
+    loss:             "tv-kl" or "lk", see `training.losses`
+    rate:             Muon's peak learning rate; AdamW's is two thirds of it. Default: 2 / hidden size of the draft. The
+                      shipped head, of size 320, learnt best at 0.006; the best rate falls with the size (Yang et al.
+                      2022)
+    written:          share of the documents that are replaced by the target's output: after the document's prompt, or
+                      after the first prompt_tokens of each piece of `length` tokens. In decoding a draft sees the
+                      target's output and not the data's text, but generating is slow. The shipped head had 0.3
+    prompt_tokens:    see `written`
+    held_out:         share of the data that is never trained on, at most 128 rows. The record's overlaps are measured
+                      with these rows
     checkpoint_steps: steps between checkpoints
+    seed:             seed for the rows' choice and order, and for generating
 
     Raises ValueError for values out of range.
     """
@@ -62,5 +66,5 @@ class DistilSettings:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a batch."""
+        """The number of rows in a batch."""
         return self.tokens_per_step // self.length

@@ -1,4 +1,4 @@
-"""Students: a head, a block draft or a plain draft that learns, as the functions that training and measuring call."""
+"""`Student`: one interface for training a head, a block draft or a draft model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ from heavypath.speculative.training.teacher import Taught, logits_behind
 class Student:
     """A draft that learns from a target.
 
-    outputs: its hidden states [R, N, H] at each of so many depths. Entry i at depth k, from 0, predicts the token that
-             the target predicts from its hidden state i * stride + k + first
-    logits:  [R, N, Vd] of such hidden states
+    module:  the draft's module, whose parameters are trained
+    outputs: outputs(rows, depths) -> the draft's hidden states [R, N, H] for each depth. Entry i at depth k (from 0)
+             predicts the same token as the target's hidden state number i * stride + k + first
+    logits:  logits(hidden states [R, N, H]) -> [R, N, Vd]
     stride:  tokens between two entries
-    tokens:  LongTensor[Vd], those of the target that it can propose; None for all
-    dtype:   of its matrix products, if another than that of its weights
+    tokens:  LongTensor[Vd], the target's tokens that the draft can propose; None for all
+    dtype:   dtype of matrix products, if it differs from that of the weights
     """
 
     module: nn.Module
@@ -38,13 +39,13 @@ class Student:
     dtype: torch.dtype | None = None
 
     def autocast(self) -> torch.autocast:
-        """The context of its forward passes."""
+        """The autocast context for its forward passes."""
         device = next(self.module.parameters()).device
         return torch.autocast(device.type, self.dtype, enabled=self.dtype is not None)
 
 
 def student_of_head(head: EagleHead, target: PreTrainedModel) -> Student:
-    """A head, which takes embedding and lm_head from the target where it has none; those do not learn."""
+    """The student of a head. An embedding or lm_head that the head lacks is the target's, and is not trained."""
     embedding: Any = target.get_input_embeddings() if head.embed_tokens is None else head.embed_tokens
     lm_head: Any = target.get_output_embeddings() if head.lm_head is None else head.lm_head
 
@@ -58,9 +59,9 @@ def student_of_head(head: EagleHead, target: PreTrainedModel) -> Student:
 
 
 def student_of_block(head: BlockHead, target: PreTrainedModel) -> Student:
-    """A block draft, which takes embedding and lm_head from the target as a head does."""
+    """The student of a block draft. An embedding or lm_head that it lacks is the target's, and is not trained."""
     embedding: Any = target.get_input_embeddings() if head.embed_tokens is None else head.embed_tokens
-    if hasattr(embedding, "embed_norm"):  # which the target alone has, as in `BlockHeadDraft`
+    if hasattr(embedding, "embed_norm"):  # the draft skips this norm, as in `BlockHeadDraft`
         embedding = partial(F.embedding, weight=embedding.weight)
     lm_head: Any = target.get_output_embeddings() if head.lm_head is None else head.lm_head
 
@@ -74,7 +75,7 @@ def student_of_block(head: BlockHead, target: PreTrainedModel) -> Student:
 
 
 def student_of_model(draft: PreTrainedModel) -> Student:
-    """A causal language model of the target's vocabulary. All depths are one to it: it reads the text's own tokens."""
+    """The student of a causal language model with the target's vocabulary. It has one depth: all depths are alike."""
 
     def outputs(rows: Taught, depths: int) -> list[Tensor]:
         return [draft.base_model(input_ids=rows.tokens.long(), use_cache=False).last_hidden_state]

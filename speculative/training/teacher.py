@@ -1,6 +1,7 @@
-"""A target as a teacher of rows of text: hidden states for a head to read, and the distribution after each token.
+"""The target as a teacher: computes the hidden states that a head reads, and the distribution after each token.
 
-A distribution is kept as the last hidden state, which is V / H times smaller, and made from it a piece at a time.
+A distribution is stored as the last hidden state, which is V / H times smaller. Logits are computed from it when they
+are needed.
 """
 
 from collections.abc import Callable
@@ -11,16 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-Logits = Callable[[Tensor], Tensor]  # of last hidden states [R, N, H]: [R, N, V]
+Logits = Callable[[Tensor], Tensor]  # last hidden states [R, N, H] -> logits [R, N, V]
 
 
 class Taught(NamedTuple):
-    """Rows of text, and what the target says about them.
+    """Rows, and the target's hidden states for them.
 
     tokens: integers [R, L]
-    taps:   [R, L, T, H], the hidden states that a head reads, by transformers' numbers. Number i is the input of layer
-            i; the last one, with as many layers before it, is after the final norm
-    hidden: [R, L, H], the last of them, from which P of the next token is made
+    taps:   [R, L, T, H], the hidden states that a head reads
+    hidden: [R, L, H], the last hidden state, from which the logits of the next token are computed
     """
 
     tokens: Tensor
@@ -29,9 +29,12 @@ class Taught(NamedTuple):
 
 
 class Teacher:
-    """A target, and the numbers of the hidden states that are read of it.
+    """Computes a target's hidden states.
 
-    Raises ValueError for numbers that the target does not have.
+    taps: numbers of the hidden states to return, as in transformers: number i is the input of layer i, and the last one
+        (the number of layers) is the output of the final norm
+
+    Raises ValueError for hidden states that the target does not have, and for a target whose layers are not found.
     """
 
     def __init__(self, target: PreTrainedModel, taps: tuple[int, ...] = ()):
@@ -44,7 +47,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Taught:
-        """Of rows of tokens, integers [R, L]."""
+        """The hidden states for rows of tokens, integers [R, L]."""
         tokens = tokens.to(self.target.device, torch.long)
         states: dict[int, Tensor] = {}
 
@@ -54,7 +57,7 @@ class Teacher:
 
             return hook
 
-        # transformers' own output_hidden_states keeps those of all layers, and leaves its hooks in the model.
+        # transformers' output_hidden_states would keep the states of all layers, and leaves its hooks in the model.
         inner = {tap for tap in self.taps if tap < len(self._layers)}
         hooks = [self._layers[tap].register_forward_pre_hook(keep(tap), with_kwargs=True) for tap in inner]
         try:
@@ -68,15 +71,15 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits [R, N, V] of its last hidden states [R, N, H]."""
+        """The target's logits [R, N, V] for its last hidden states [R, N, H]."""
         return logits_behind(self.target, hidden)
 
 
 def logits_behind(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """A causal language model's logits [R, N, V] of its last hidden states [R, N, H].
+    """A causal language model's logits [R, N, V] for its last hidden states [R, N, H].
 
-    That is its own forward pass without its layers. The lm_head alone would not do: Gemma caps logits after it, Cohere
-    and Granite scale them, and no module does that.
+    Runs the model's own forward pass without the layers. The lm_head alone is not enough: Gemma caps logits after it,
+    and Cohere and Granite scale them, outside of any module.
     """
     layers = model.base_model
     layers.forward = lambda *_, **__: _LastHidden(last_hidden_state=hidden)
@@ -87,7 +90,7 @@ def logits_behind(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 class _LastHidden(BaseModelOutputWithPast):
-    """A last hidden state; whatever else models look for in such an output is None."""
+    """An output with a last hidden state; all other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -95,7 +98,7 @@ class _LastHidden(BaseModelOutputWithPast):
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a decoder; ValueError if they cannot be told from its other modules."""
+    """The layers of a decoder-only model. Raises ValueError if it has no list of modules of their number."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [each for each in model.base_model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     if not found:

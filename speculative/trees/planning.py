@@ -7,20 +7,20 @@ Let a[j] be the unconditional probability that child j of an accepted node is th
 
 (Sequoia, Chen et al. 2024, section 3.1; a[d, j] instead for nodes at depth d + 1, or a function of the path).
 
-`greedy_tree`. Where acceptance falls with the child index, adding the most probable node next is optimal at every
-size and depth (ERSD, Kobus and Gündüz 2025, algorithm 3; Tunstall coding). Since a node is never more probable than
-its parent or its elder sibling, both are there before it.
+`greedy_tree`. If acceptance falls with the child index, adding the most probable node next is optimal at every size
+and depth (ERSD, Kobus and Gündüz 2025, algorithm 3; Tunstall coding). A node is never more probable than its parent or
+its earlier siblings, so all of these are added before it.
 
-`sequoia_tree`. Elsewhere a dynamic programme finds the best tree. F_d(n) is the most that a subtree of n nodes and at
-most d levels below its root can yield. G_{d,j}(m) is the most that m nodes can add to that root, as its children of
-sibling indices j, j + 1, ... and their subtrees:
+`sequoia_tree`. For other acceptance a dynamic programme finds the best tree. F_d(n) is the most that a subtree of n
+nodes and at most d levels below its root can yield. G_{d,j}(m) is the most that m nodes can add to that root, as its
+children of sibling indices j, j + 1, ... and their subtrees:
 
     F_d(n) = 1 + G_{d,0}(n - 1),    F_0(1) = 1
     G_{d,j}(m) = max_{1 <= s <= m}  a[j] F_{d-1}(s) + G_{d,j+1}(m - s),    G_{d,j}(0) = 0
 
-The right sides have fewer nodes than the left ones. So all d and j are found together, for m = 1, 2, ... This takes as
-many steps as nodes, each an operation on arrays, which is O(depth * children * size^2) in all. Without a bound on the
-depth one F stands for every F_d, and the same steps take O(children * size^2).
+The right-hand sides have fewer nodes than the left-hand sides. So m = 1, 2, ... are computed in turn, each for all d
+and j together by operations on arrays. That is O(depth * children * size^2) in all. If the depth has no bound, all F_d
+are equal, and the same steps take O(children * size^2).
 
 `select_tree`. Let G(n, d) be the tokens that the best tree of n nodes and depth d yields. Let t(n) be the cost of
 verifying it and c the cost of drafting a level, both in units of the target's forward pass over one token. Then
@@ -49,17 +49,17 @@ from heavypath.speculative.trees.tree import TokenTree
 Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray | Tensor
 PathAcceptance = Callable[[tuple[int, ...]], Sequence[float]]
 
-ROUNDING = 1e-6  # what rows may sum to above 1: they may be fp32
+ROUNDING = 1e-6  # rows may sum to 1 plus this: they may be fp32
 _RISES = "greedy_tree needs acceptance that falls with the child index, got {}"
-TIE = 1e-13  # relative: yields that differ by less differ by rounding alone
+TIE = 1e-13  # relative difference of yields that is taken for a rounding error
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A tree, and what decoding with it is expected to bring.
+    """A tree, and its expected yield and speed-up.
 
-    expected_tokens: the tokens that a step yields on average, the one after the accepted nodes included
-    speedup:         over decoding token by token, expected_tokens / (t(size) + depth * draft_cost)
+    expected_tokens: average tokens of a step: the accepted nodes and the bonus token
+    speedup:         over plain decoding: expected_tokens / (t(size) + depth * draft_cost)
     """
 
     tree: TokenTree
@@ -68,11 +68,11 @@ class Plan:
 
 
 def expected_tokens(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> float:
-    """The tokens that a step yields on average: the accepted nodes and the token after them.
+    """The average number of tokens that a step yields: the accepted nodes and the bonus token.
 
-    acceptance: [child], or [depth, child], where row d is for nodes at depth d + 1. Or a function that takes a path of
-    child indices and gives the row [child] of the node it leads to. A child beyond the end of its row is never
-    accepted, and neither is a node deeper than a 2-D acceptance has rows.
+    acceptance: [child]; or [depth, child], where row d is for nodes at depth d + 1; or a function that takes the path
+    of child indices to a node and returns the row [child] for its children. A child beyond the end of its row has
+    acceptance 0, and so has a node that is deeper than a 2-D acceptance has rows.
     """
     return float(_probabilities(tree, acceptance).sum())
 
@@ -83,11 +83,10 @@ def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance)
 
 
 def _probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> np.ndarray:
-    """`node_probabilities` as an array."""
     if not isinstance(tree, TokenTree):
         raise TypeError(f"tree must be a TokenTree, got {tree!r}")
     parents, ranks, depths = tree.arrays()
-    probability = np.ones(len(tree))  # first that of the step from the parent, then the product along the path
+    probability = np.ones(len(tree))  # first of each node given its parent, then the product along the path
     if callable(acceptance):
         paths: list[tuple[int, ...]] = [()]
         rows: dict[int, list[float]] = {}
@@ -111,11 +110,13 @@ def _probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> 
 def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None = None) -> TokenTree:
     """The tree of `size` nodes, root included, that yields most tokens, by a priority queue in O(size log size).
 
-    acceptance: [child] or [depth, child], entries in [0, 1] that fall with the child index. The number of children
-    bounds the branching, and the number of rows, if there are any, the depth. Or a function: acceptance(path) is the
-    row [child] of the node that the child indices of `path` lead to, () being the root (ERSD's higher-order Markov
-    form). It is called at most once for each node. max_depth: in edges. Of equally probable nodes the shallower is
-    taken first. The result is in heavy-path order.
+    acceptance: [child] or [depth, child], entries in [0, 1] that do not rise with the child index. The number of
+        columns bounds the branching, and in the 2-D form the number of rows bounds the depth. Or a function (ERSD's
+        higher-order Markov form): acceptance(path) returns the row [child] for the children of the node that the child
+        indices of `path` lead to; () is the root. It is called at most once for each node
+    max_depth: in edges
+
+    Of equally probable nodes the shallower is added first. The nodes are in heavy-path order.
 
     Raises ValueError if acceptance rises with the child index, or if no such tree has `size` nodes.
     """
@@ -134,14 +135,16 @@ def sequoia_tree(
 ) -> TokenTree:
     """The tree of `size` nodes, root included, that yields most tokens, by Sequoia's dynamic programme.
 
-    acceptance: [child] or [depth, child], entries in [0, 1], which need not fall with the child index. The number of
-    children and max_branching bound the branching. The number of rows, if there are any, and max_depth, in edges, bound
-    the depth. A child of sibling index j comes with its siblings 0 .. j - 1. The tree has `size` nodes even if the last
-    of them are worth nothing.
+    acceptance: [child] or [depth, child], entries in [0, 1], which may rise with the child index. The number of columns
+        and max_branching bound the branching. In the 2-D form the number of rows bounds the depth
+    max_depth: in edges
 
-    Takes O(children * size^2), times the depth where acceptance is 2-D or max_depth is less than the best tree's. If
-    nodes can be split equally well between a child and its younger siblings, the split with the shallower tree is
-    taken. Then comes the one with most nodes below the elder child. The result is in heavy-path order.
+    A child of sibling index j comes with its siblings 0 .. j - 1. The tree has `size` nodes even if the last of them
+    are never accepted.
+
+    Takes O(children * size^2), times the depth if acceptance is 2-D or max_depth is less than the best tree's depth. If
+    nodes can be split equally well between a child and its later siblings, the split with the shallower tree is
+    chosen, and among these the split with most nodes in the earlier child's subtree. The nodes are in heavy-path order.
 
     Raises ValueError for acceptance or bounds out of range, or if no such tree has `size` nodes.
     """
@@ -163,16 +166,17 @@ def select_tree(
     draft_cost: float,
     max_depth: int | None = None,
 ) -> Plan:
-    """The tree with which decoding is expected to be fastest, of any of the given sizes and of any depth.
+    """The tree with which decoding is expected to be fastest, of the given sizes and of any depth.
 
     acceptance:  as in `sequoia_tree`, or a function as in `greedy_tree`
-    verify_cost: {nodes of a tree, root included: cost of verifying it / cost of one token}, both by the target. The
-                 tree has one of these sizes. A size of 1 is decoding without a draft.
-    draft_cost:  cost of one draft step, which drafts a level of the tree / cost of one token by the target
+    verify_cost: number of nodes, root included -> cost of verifying a tree of this size. The tree has one of these
+                 sizes. A size of 1 is plain decoding
+    draft_cost:  cost of drafting one level of the tree
     max_depth:   in edges
 
-    Every size is tried with every depth that could still win: with `greedy_tree` where acceptance falls with the child
-    index, with `sequoia_tree` elsewhere. Of equally fast trees the shallower is taken, then the smaller.
+    Costs are in units of one token's cost by the target. Every size is tried with every depth that could still win: by
+    `greedy_tree` if acceptance does not rise with the child index, else by `sequoia_tree`. Of equally fast trees the
+    shallower is chosen, then the smaller.
 
     Raises ValueError for acceptance or costs out of range, or if no tree of these sizes fits.
     """
@@ -215,7 +219,7 @@ def select_tree(
 def _checked_bounds(
     size: int, max_depth: int | None, max_branching: int | None = None
 ) -> tuple[int, int | None, int | None]:
-    """The bounds as Python has them; TypeError or ValueError for those that are none."""
+    """The bounds as Python integers. Raises TypeError or ValueError for invalid ones."""
     size = whole("size", size)
     max_depth = None if max_depth is None else whole("max_depth", max_depth)
     max_branching = None if max_branching is None else whole("max_branching", max_branching)
@@ -230,14 +234,14 @@ def _checked_bounds(
 
 @dataclass(frozen=True)
 class Rates:
-    """Acceptance that was checked: fp64 [depth, child] if by_depth, else [1, child]."""
+    """Checked acceptance: fp64 [depth, child] if by_depth, else [1, child]."""
 
     matrix: np.ndarray
     by_depth: bool
 
     @classmethod
     def of(cls, acceptance: Acceptance | PathAcceptance) -> "Rates":
-        """Check acceptance [child] or [depth, child]; ValueError where it is none."""
+        """Check acceptance [child] or [depth, child]. Raises TypeError or ValueError if it is invalid."""
         if callable(acceptance):
             raise ValueError("sequoia_tree takes acceptance [child] or [depth, child], not a function of the path")
         values: Any = acceptance
@@ -254,11 +258,11 @@ class Rates:
 
     @property
     def fall(self) -> bool:
-        """True if they fall with the child's index."""
+        """Whether acceptance never rises with the child index."""
         return bool((np.diff(self.matrix) <= 0).all())
 
     def narrowed(self, children: int | None) -> "Rates":
-        """The acceptance of the first children only."""
+        """The acceptance of the first `children` children alone; None for all."""
         return Rates(self.matrix[:, :children], self.by_depth)
 
     def rows(self, depth: int) -> np.ndarray:
@@ -266,12 +270,12 @@ class Rates:
         return self.matrix[:depth] if self.by_depth else self.matrix.repeat(depth, axis=0)
 
     def depth_bound(self, size: int, max_depth: int | None) -> int:
-        """The most depth of a tree of `size` nodes, in edges."""
+        """The largest depth that a tree of `size` nodes can have, in edges."""
         bounds = size - 1, max_depth, len(self.matrix) if self.by_depth else None
         return min(bound for bound in bounds if bound is not None)
 
     def misfit(self, size: int, max_depth: int | None) -> str:
-        """A message that says why there is no tree of `size` nodes; empty if there is one."""
+        """An error message if no tree of `size` nodes is possible, else ""."""
         children, depth = self.matrix.shape[1], self.depth_bound(size, max_depth)
         nodes = level = 1
         for _ in range(depth):
@@ -283,7 +287,7 @@ class Rates:
 
 
 def _row_at(acceptance: PathAcceptance, path: tuple[int, ...]) -> list[float]:
-    """The acceptance of the children of the node at `path`, checked; it may be empty."""
+    """The checked acceptance [child] of the children of the node at `path`; it may be empty."""
     row = [float(rate) for rate in acceptance(path)]
     if not all(0 <= rate <= 1 for rate in row) or sum(row) > 1 + ROUNDING:
         raise ValueError(f"acceptance must lie in [0, 1] and sum to at most 1, got {row} at path {path}")
@@ -291,7 +295,7 @@ def _row_at(acceptance: PathAcceptance, path: tuple[int, ...]) -> list[float]:
 
 
 class _Grown(NamedTuple):
-    """Nodes by falling probability. The first n of them are a best tree of n nodes."""
+    """Nodes in the order of falling probability. The first n of them are a best tree of n nodes."""
 
     parents: list[int]
     ranks: list[int]
@@ -309,7 +313,7 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
         matrix, max_depth = rates.matrix.tolist(), rates.depth_bound(size, max_depth)
     parents, ranks, depths, probabilities = grown = _Grown([], [], [], [])
     rows: list[Sequence[float]] = []  # acceptance of each node's children
-    # (-probability, depth, parent, rank): ties go to the shallower node, then the earlier parent.
+    # (-probability, depth, parent, rank): of equally probable nodes the shallower comes first, then the earlier parent.
     queue: list[tuple[float, int, int, int]] = [(-1.0, 0, -1, 0)]
 
     def row_of(node: int) -> Sequence[float]:
@@ -322,7 +326,7 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
             path.append(ranks[node])
             node = parents[node]
         row = _row_at(acceptance, tuple(reversed(path)))
-        if any(younger > elder for elder, younger in pairwise(row)):
+        if any(later > earlier for earlier, later in pairwise(row)):
             raise ValueError(_RISES.format(f"{row} at path {tuple(reversed(path))}"))
         return row
 
@@ -348,11 +352,12 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
 class _Programme:
     """The recurrence of `sequoia_tree`, solved for subtrees of 1 .. size nodes.
 
-    acceptance: [R, J]. bounded: row r is for the children of nodes r edges below the root, and the children of row
-    R - 1 are leaves; otherwise the only row is for all nodes.
+    acceptance: [R, J]
+    bounded: if True, row r is for the children of nodes r edges below the root, and the children of row R - 1 are
+        leaves. If False, the only row is for all nodes
 
-    worth: F by row and number of nodes, [R + 1, size + 1] or [1, size + 1]; -inf where no subtree has so many nodes
-    depth: the least depth of a subtree that is worth that, of the same shape
+    worth: F[row, number of nodes], [R + 1, size + 1] or [1, size + 1]; -inf if no subtree has this number of nodes
+    depth: of the same shape: the least depth of a subtree with this F
     """
 
     def __init__(self, acceptance: np.ndarray, size: int, *, bounded: bool):
@@ -361,8 +366,8 @@ class _Programme:
         self.worth = np.full((rows + 1 if bounded else 1, size + 1), -np.inf)
         self.worth[:, 1] = 1
         self.depth = np.zeros(self.worth.shape, np.int32)
-        # The terms of the maximum, by row and rank: a[j] F(s) in column s, and G_{j+1}(m) in column -1 - m, so that
-        # the terms of s and m - s are slices in the same direction.
+        # The terms of the maximum for each row and rank: a[j] F(s) is in column s, and G_{j+1}(m) in column -1 - m. So
+        # the terms for all s, and those for all m - s, are slices in the same direction.
         self._child = np.full((rows, children, size), -np.inf)
         self._forest = np.full((rows, children + 1, size), -np.inf)
         self._forest[..., -1] = 0
@@ -379,21 +384,21 @@ class _Programme:
             self.depth[:rows, nodes + 1] = self._forest_depth[:, 0, -1 - nodes]
 
     def _splits(self, row: int | slice, rank: int | slice, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-        """G of `nodes`, and the depth that each split into s and nodes - s nodes leads to, [..., s - 1].
+        """G(nodes), and for each split into s and nodes - s nodes the depth of the resulting forest, [..., s - 1].
 
         The depth is a huge number for splits that do not reach the maximum.
         """
-        younger, younger_depth = self._forest[:, 1:], self._forest_depth[:, 1:]
+        later, later_depth = self._forest[:, 1:], self._forest_depth[:, 1:]
         child_depth = np.broadcast_to(self._child_depth, self._child.shape)
-        worth = self._child[row, rank, 1 : nodes + 1] + younger[row, rank, -nodes:]
+        worth = self._child[row, rank, 1 : nodes + 1] + later[row, rank, -nodes:]
         most = worth.max(-1)
-        depths = np.maximum(child_depth[row, rank, 1 : nodes + 1], younger_depth[row, rank, -nodes:])
+        depths = np.maximum(child_depth[row, rank, 1 : nodes + 1], later_depth[row, rank, -nodes:])
         return most, np.where(worth >= most[..., None] * (1 - TIE), depths, np.int32(2**30))
 
     def tree(self, size: int) -> TokenTree:
         """A best tree of `size` nodes, in heavy-path order."""
         parents, ranks = [-1], [0]
-        waiting = [(0, 0, 0, size - 1)]  # (node, its row, rank of its next child, nodes for that one and younger ones)
+        waiting = [(0, 0, 0, size - 1)]  # (node, its row, rank of its next child, nodes of this child and later ones)
         while waiting:
             node, row, rank, nodes = waiting.pop()
             if nodes == 0:
@@ -408,11 +413,11 @@ class _Programme:
 
 
 class _Planner(NamedTuple):
-    """The facts about the best trees of up to `size` nodes that `select_tree` needs.
+    """The best trees of up to `size` nodes, for `select_tree`.
 
     deepest:     the depth, in edges, beyond which trees yield no more
-    most_tokens: a function of a depth, which gives G(0 .. size, depth), -inf where there is no such tree
-    tree:        a function of a size and a depth, which gives a best tree
+    most_tokens: most_tokens(depth) -> G(n, depth) for n = 0 .. size, [size + 1]; -inf if there is no such tree
+    tree:        tree(size, depth) -> a best tree
     """
 
     deepest: int
@@ -421,7 +426,7 @@ class _Planner(NamedTuple):
 
 
 def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None) -> _Planner:
-    """The best trees where acceptance falls with the child index."""
+    """The best trees if acceptance never rises with the child index."""
 
     def most_tokens(depth: int) -> np.ndarray:
         tokens = np.full(size + 1, -np.inf)

@@ -181,7 +181,7 @@ def test_a_list_of_answers_does_not_keep_their_caches(tiny_pair):
     for _ in range(3):
         decoder.generate(IDS, 2)
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"keeps those of its last 2 generations; .* hold on to out.cache itself"):
+    with pytest.raises(RuntimeError, match=r"keeps the caches of its last 2 generations; .* reference to out.cache"):
         print(answers[4].cache)
     assert answers[3].cache is held
     gone = weakref.ref(held.tokens[0]), weakref.ref(held)

@@ -195,7 +195,7 @@ def test_a_draft_of_layers_is_the_target_without_the_others():
     assert not draft.get_input_embeddings().weight.requires_grad
     assert draft.model.norm.weight.requires_grad
     for wrong in ([], [3], [0, 0], [-1]):
-        with pytest.raises(ValueError, match=r"different layers of the target's, 0 \.\. 1, got"):
+        with pytest.raises(ValueError, match=r"different indices of the target's layers, 0 \.\. 1, got"):
             draft_of_layers(target, wrong)
 
 

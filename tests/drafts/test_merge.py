@@ -187,8 +187,8 @@ def test_what_takes_no_merge_says_so(target, small):
         with pytest.raises(ValueError, match="a Merge has paths of its own, and is no part of a "):
             SpeculativeDecoder(target, outer, "specinfer")
     own = SpeculativeDecoder(target, merge, "specinfer", verifier=lambda *given, **options: None)
-    with pytest.raises(ValueError, match="a verifier of your own is told one distribution after each node"):
+    with pytest.raises(ValueError, match="a user's verifier gets one draft distribution for each node"):
         own.generate(PROMPT, 4, temperature=1.0)
-    with pytest.raises(ValueError, match="of a Merge each of the root's first 2 children has an acceptance of its own"):
+    with pytest.raises(ValueError, match="in a Merge the root's first 2 children are drawn from different drafts"):
         calibrate(target, merge)
     assert SpeculativeDecoder(target, merge, "autoregressive").generate(PROMPT, 4).stats.tokens_per_step == 1

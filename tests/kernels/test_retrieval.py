@@ -201,7 +201,7 @@ def test_files_of_something_else_are_refused(demo_pair, tmp_path):
             Retrieval.load(other, *tokenizer)
 
     save_file({"weight": torch.zeros(2)}, other, {"format": "heavypath retrieval 0"})
-    refused(r"'heavypath retrieval 1', .* got 'heavypath retrieval 0'; make it anew")
+    refused(r"'heavypath retrieval 1', .* got 'heavypath retrieval 0'; make it again")
     save_file({"weight": torch.zeros(2)}, other)
     refused("got 'one of something else'")
     other.write_text("no safetensors")
@@ -211,7 +211,7 @@ def test_files_of_something_else_are_refused(demo_pair, tmp_path):
     retrieval = Retrieval(["import os\n"], demo_pair.tokenizer)
     retrieval.vocabulary = "another"
     retrieval.save(other)
-    refused("tokens of another vocabulary than the target's; make it anew", demo_pair.tokenizer)
+    refused("tokens of another vocabulary than the target's; make it again", demo_pair.tokenizer)
 
 
 @pytest.mark.parametrize(("build", "error", "message"), [

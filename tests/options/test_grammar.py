@@ -192,7 +192,7 @@ def test_a_grammar_needs_a_token_that_ends_its_texts(tiny_pair, letters):
     assert int(words_of(matcher)[0]) == 1 << 0 | 1 << 3 | 1 << EOS
     decoder = SpeculativeDecoder(*tiny_pair)
     with pytest.raises(
-        ValueError, match=r"end by a token of \[3, 5\], and this text by \[5\]; give Grammar eos_token_id"
+        ValueError, match=r"tokens are \[3, 5\], and this sequence ends by one of \[5\]; give Grammar eos_token_id"
     ):
         decoder.generate(torch.tensor([[1]]), 4, eos_token_id=EOS, logits_processor=[grammar])
 
@@ -202,8 +202,8 @@ def test_other_processors_that_contradict_a_grammar_end_in_an_error(tiny_pair, l
         return torch.where(scores == -torch.inf, 0.0, scores - 100)
 
     for pattern, other, message in (
-        ("(ab)+", anything, "are not of its grammar: another processor has allowed them"),
-        ("d(b|d)+", odd_behind_even, "Grammar, odd_behind_even leave no token behind the 1 new tokens"),
+        ("(ab)+", anything, "are not of the sequence's grammar: another processor has allowed them"),
+        ("d(b|d)+", odd_behind_even, "Grammar, odd_behind_even leave no token after the 1 new tokens"),
     ):
         own = [Grammar.regex(pattern, letters), other]
         with pytest.raises(ValueError, match=message):

@@ -117,6 +117,20 @@ def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_p
     assert torch.equal(decoder.generate(IDS, 18).sequences, expected)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("method", ["rsd-s", "ersd", "chain", "dyspec"])
+@pytest.mark.parametrize("least", [{}, {"min_new_tokens": 9}, {"min_length": 20}], ids=str)
+def test_a_growing_wish_to_end_is_that_of_transformers_in_every_call(least, method, tiny_pair, monkeypatch):
+    """Prompts of 17 and 2 tokens; where the least length forbids the end, -inf + |-inf| is NaN in transformers too."""
+    target, decoder = tiny_pair[0], SpeculativeDecoder(*tiny_pair, method)
+    own = GenerationConfig(exponential_decay_length_penalty=(1, 1.3), eos_token_id=EOS, pad_token_id=0, **least)
+    monkeypatch.setattr(target, "generation_config", own)
+    inputs = left_padded([[1 + place % 6 for place in range(17)], [2, 1]])
+    expected = target.generate(**inputs, max_new_tokens=18, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(decoder.generate(**inputs, max_new_tokens=18, temperature=0).sequences, expected)
+
+
 DOUBLED = {
     "a bias of the config": ({"sequence_bias": {(1,): 3.0}}, lambda: [theirs.SequenceBiasLogitsProcessor({(2,): 2.0})]),
     "two of a class": (
@@ -256,13 +270,13 @@ SYNTH_ID = theirs.SynthIDTextWatermarkLogitsProcessor(
     ([Promising], "got the class Promising; make an object of it"),
     ([[odd_behind_even], odd_behind_even], "got some of both"),
     ([[odd_behind_even], None, []], "must have a list for each sequence, got 3 for 1"),
-    ([SYNTH_ID], "SynthIDTextWatermark.* keeps the texts of the calls before.* WatermarkLogitsProcessor does not"),
+    ([SYNTH_ID], "SynthIDTextWatermark.* keeps the input_ids of earlier calls.* WatermarkLogitsProcessor, which does"),
     ([theirs.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 4).long())], "EncoderNoRepeatNGram.* leave it out"),
-    ([theirs.ClassifierFreeGuidanceLogitsProcessor(2.0)], "ClassifierFreeGuidance.*decode by transformers"),
+    ([theirs.ClassifierFreeGuidanceLogitsProcessor(2.0)], "ClassifierFreeGuidance.*decode with transformers"),
     ([lambda ids, scores: None], r"lambda. must return scores \[R, V\] = \[1, 7\] .* got NoneType"),
     ([lambda ids, scores: scores[0]], r"must return scores .* got torch.float32 \[7\]"),
-    ([lambda ids, scores: scores * torch.nan], "make NaN or .inf of the draft's logits behind 0 new tokens"),
-    ([nothing_left], "processors nothing_left leave no token behind the 2 new tokens"),
+    ([lambda ids, scores: scores * torch.nan], "make NaN or .inf of the draft's logits after 0 new tokens"),
+    ([nothing_left], "processors nothing_left leave no token after the 2 new tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_along_a_tree_is_refused(given, message, tiny_pair):
     with pytest.raises((TypeError, ValueError), match=message):

@@ -369,7 +369,7 @@ def test_sequences_of_a_batch_have_each_their_own_state(kind):
 @pytest.mark.few(1)
 def test_what_cannot_be_seen_is_refused_for_several_texts_at_a_time(kind):
     target = tiny_llama(1)
-    with pytest.raises(ValueError, match=r"given for several texts .* cannot be seen.*Give each sequence an object"):
+    with pytest.raises(ValueError, match=r"given for several seq.* cannot be read.*Give each sequence an object"):
         SpeculativeDecoder(target, target).generate(IDS.expand(2, -1), 4, logits_processor=[KINDS[kind]()])
     own = [[KINDS[kind]()], [KINDS[kind]()]]
     both = SpeculativeDecoder(target, target).generate(IDS.expand(2, -1), NEW, temperature=0.0, logits_processor=own)

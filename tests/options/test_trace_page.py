@@ -149,7 +149,8 @@ def test_every_kind_of_method_has_a_page_with_all_of_its_sequences(method, tempe
     assert "temperature 1." in trace_page(*trace) or temperature > 0
 
 
-def test_the_command_line_writes_a_trace_and_its_page(tmp_path, capsys, demo_pair):
+@pytest.mark.usefixtures("loaded_once")
+def test_the_command_line_writes_a_trace_and_its_page(tmp_path, capsys):
     file, out = tmp_path / "run.jsonl", tmp_path / "page.html"
     options = ("--max-new-tokens", "9", "--temperature", "0.8", "--seed", "3")
     assert main(["generate", "def read(self):", *options]) == 0

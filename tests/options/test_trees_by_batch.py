@@ -268,7 +268,7 @@ def test_costs_between_batches_lie_on_straight_lines():
     assert middle.step_error[3] == pytest.approx(0.1)
     assert high.step_seconds(2, 3) == pytest.approx(4.0 + 3 * 0.5)
     assert high.step_seconds(10, 0) == pytest.approx(18.0), "beyond what was timed, in proportion to nodes"
-    with pytest.raises(ValueError, match=r"must have those of 1 sequence, got \[2\]"):
+    with pytest.raises(ValueError, match=r"must include batch size 1, and none below, got \[2\]"):
         CostsByBatch({2: low})
 
 

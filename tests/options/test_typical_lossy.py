@@ -83,7 +83,7 @@ def test_the_statistics_the_log_and_the_trace_page_say_that_the_law_was_changed(
     assert f"the output distribution is changed by {SAID}" in caplog.text
     header, steps = read_trace(tmp_path / "trace")
     assert (header["verify"], header["law_changed_by"]) == ("typical", SAID)
-    assert f"<dt>law of the text</dt><dd>changed by {SAID}</dd>" in trace_page(header, steps)
+    assert f"<dt>output distribution</dt><dd>changed by {SAID}</dd>" in trace_page(header, steps)
     caplog.clear()
     for method, temperature in (("sequoia", 0.8), ("typical-lossy", 0.0)):  # at temperature 0 nothing is changed
         decoder, options = SpeculativeDecoder(*tiny_pair, method), {"max_new_tokens": 4, "temperature": temperature}

@@ -29,7 +29,7 @@ def lines_of(path):
 
 
 @pytest.fixture
-def batch(tmp_path, capsys):
+def batch(tmp_path, capsys, loaded_once):
     def run(lines, *arguments, code=0):
         given = [line if isinstance(line, str) else json.dumps(line) for line in lines]
         (tmp_path / "in.jsonl").write_text("\n".join(given) + "\n")

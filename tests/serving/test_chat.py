@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def chat(monkeypatch, capsys):
+def chat(monkeypatch, capsys, loaded_once):
     """Run the command in this process on some lines of standard input: (exit code, standard output, error)."""
 
     def run(*arguments, lines):

@@ -16,6 +16,8 @@ from heavypath.speculative.cli import support
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.loading import Pair
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 def served(*arguments, during):
     """Run the command in this process, and `during(base)` in a thread beside it, which has to end it: the exit code."""

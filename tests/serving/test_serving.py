@@ -269,7 +269,7 @@ def test_requests_bring_their_own_processors(decoder):
     with decoder.serve(slots=4, max_tokens=64) as service:
         bad = service.submit([3, 4], 9, logits_processor=[lambda ids, scores: scores - torch.inf])
         assert served(service, wanted) == [alone(decoder, *each) for each in wanted]
-        with pytest.raises(ValueError, match="leave no token behind the 0 new tokens"):
+        with pytest.raises(ValueError, match="leave no token after the 0 new tokens"):
             bad.result(60)
         assert (service.stats().failed, service.stats().completed) == (1, len(wanted))
 

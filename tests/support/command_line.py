@@ -1,5 +1,6 @@
 """Helpers of tests/cli/test_cli.py and its neighbours."""
 
+import copy
 import re
 import shutil
 
@@ -10,6 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from heavypath.speculative import loading
 from heavypath.speculative.cli import support
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.threads import Load
@@ -18,7 +20,20 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six")
 
 
 @pytest.fixture
-def heavypath(capsys, monkeypatch):
+def loaded_once(demo_pair, monkeypatch):
+    """Commands that load the shipped pair get the one that is there, with a tokenizer of their own."""
+    load = loading.load_demo_pair
+
+    def there(dtype, device):
+        if dtype != torch.float32 or torch.device(device).type != "cpu":
+            return load(dtype, device)
+        return demo_pair._replace(tokenizer=copy.deepcopy(demo_pair.tokenizer))
+
+    monkeypatch.setattr(loading, "load_demo_pair", there)
+
+
+@pytest.fixture
+def heavypath(capsys, monkeypatch, loaded_once):
     """Run the command in this process: (exit code, standard output, standard error). The machine seems to be idle."""
     monkeypatch.setattr(support, "current_load", lambda: Load(0.0, 2, 1))
 

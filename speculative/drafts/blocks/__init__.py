@@ -1,1 +1,1 @@
-"""Block drafts: trained heads that give the logits of all depths of a tree in one pass (DFlash and its relatives)."""
+"""Block drafts: trained heads that compute the logits of all depths of a tree in one pass (DFlash and similar ones)."""

@@ -1,8 +1,8 @@
-"""The cache of a block draft: keys and values of the text, which the target's passes write, and a step's own numbers.
+"""The cache of a block draft: keys and values, which are computed during the target's passes, and a step's logits.
 
-Row i belongs to token i, and is made of the target's hidden states of that token alone. So the keys and values of all
-nodes of a tree are made when the target has read them, and move as the target's own when a path is accepted. The rows
-of a block, after the text's, are overwritten by the next tree.
+Row i belongs to token i, and is computed from the target's hidden states of this token alone. So the target's pass over
+a tree also gives the keys and values of all its nodes. They move like the target's rows when a path is accepted. The
+rows of a block come after those of the sequence, and the next tree overwrites them.
 """
 
 from typing import Any, Self
@@ -17,16 +17,16 @@ from heavypath.speculative.models.caches import KeyValueCache
 class BlockCache(KeyValueCache):
     """Keys and values [B, layers * Hkv, rows, D], in the rows of the target's cache.
 
-    tokens: LongTensor[B, rows], the token of each row of a text that is read token by token, see `Feed.drafted`
-    base:   [B, D + 1, Vd], the logits of the D depths in this step. After them -inf, for nodes that are deeper
-    hidden: [B, D + 1, H], the rows of the block that they are of; of no columns for a draft whose laws do not read them
-    state:  [B, rows, s], of the nodes of the tree, where a law depends on the path
+    tokens: LongTensor[B, rows], the token of each row; read only if acceptance is measured, see `Feed.drafted`
+    base:   [B, D + 1, Vd], the logits of the D depths in this step; the last row is -inf, for deeper nodes
+    hidden: [B, D + 1, H], the block's outputs from which these logits were computed; H = 0 for a draft without a term
+    state:  [B, rows, s], the term's state of each node; s = 0 if the term does not depend on the path
     """
 
     _OF_A_STEP = ("tokens", "base", "hidden", "state")
 
     def __init__(self, base: Tensor, rows: int, columns: tuple[int, int], **keys_and_values: Any):
-        """columns: H and s; keys_and_values: the other arguments of `KeyValueCache`."""
+        """columns: H and s; keys_and_values: the other arguments of `KeyValueCache`"""
         super().__init__(batch=len(base), rows=rows, **keys_and_values)
         self.base = base
         self.hidden = self.keys.new_zeros(*base.shape[:2], columns[0])
@@ -35,7 +35,7 @@ class BlockCache(KeyValueCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all tensors."""
         return super().nbytes + sum(getattr(self, name).nbytes for name in self._OF_A_STEP)
 
     def first(self, slots: int) -> Self:
@@ -46,5 +46,8 @@ class BlockCache(KeyValueCache):
         return view
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path, which are the target's whatever the draft's were."""
+        """Move the rows of an accepted path.
+
+        They are in the target's rows, so the draft's own rows (`node_rows`) are ignored.
+        """
         compact_unchecked([self.keys, self.values], path=path, length=length, prefix_length=prefix_length)

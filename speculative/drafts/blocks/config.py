@@ -1,4 +1,4 @@
-"""The parts of a block draft, from any checkpoint, by one set of names."""
+"""`BlockConfig`: the shapes and switches of a block draft, under the same names for all kinds of checkpoints."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,22 @@ from heavypath.speculative.drafts.heads.config import TappedConfig
 class BlockConfig(TappedConfig):
     """Shapes and switches of a block draft.
 
-    kind:          "dflash", ..: how its authors call it, for messages
-    block_size:    rows of a pass: the root's, and those of masks
-    mask_token_id: the token whose embedding the masks have
-    from_root:     row r is the law at depth r + 1; else it is that at depth r, and the root's row is not read
-    causal:        of each layer, whether a row of the block sees the rows up to itself alone; else it sees all
-    windows:       of each layer, how many positions a row sees; None for the whole text
+    kind:          its authors' name for this kind of draft ("dflash", ...), for messages
+    block_size:    rows of a pass: one for the root, the others for masks
+    mask_token_id: the token whose embedding the masks get
+    from_root:     whether row r gives the distribution at depth r + 1; else at depth r, and the root's row is not used
+    causal:        for each layer, whether a row of the block attends only to the block's rows up to itself; else to all
+    windows:       for each layer, the number of positions that a row attends to; None for all
     multiplier, softcap: logits are softcap * tanh(multiplier * logits / softcap); None for no cap
-    term:          what the law below a node takes from its token or its path: "" for nothing, or as `terms` has it
-    rank:          of that term; term_bias: whether it has a bias
-    state_size:    of the term "domino", columns of a node's state; plain: depths whose laws are without the term
-    selected:      of the term "selector", how many tokens of each depth it chooses from
-    owns_mask:     whether masks have an embedding of their own, in place of their token's
-    conv_size, conv_group: rows that a convolution reads, and columns that share its weights; 0 for none
+    term:          name of the term that depends on a node's token or path, see `terms`; "" for none
+    rank:          rank of the term
+    term_bias:     whether the term's gate or joint projection has a bias
+    state_size:    for the term "domino", columns of a node's state
+    plain:         for the term "domino", number of depths, from the root's children on, without the term
+    selected:      for the term "selector", the number of tokens of each depth that it chooses from
+    owns_mask:     whether the checkpoint has an embedding for masks, used instead of the embedding of mask_token_id
+    conv_size:     number of rows that a convolution reads; 0 for no convolutions
+    conv_group:    number of columns that share a convolution's input-dependent weights; 0 for no convolutions
     """
 
     kind: str
@@ -44,10 +47,10 @@ class BlockConfig(TappedConfig):
 
     @property
     def depths(self) -> int:
-        """Levels of a tree that a pass drafts."""
+        """The number of levels of a tree that one pass drafts."""
         return self.block_size - (not self.from_root)
 
     @property
     def model_type(self) -> str:
-        """The name of its kind in a trace."""
+        """The name of this kind of draft in traces."""
         return f"{self.kind}, {self.term}" if self.term not in ("", self.kind) else self.kind

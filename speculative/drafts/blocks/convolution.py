@@ -1,12 +1,13 @@
 """Convolutions over the rows of a block, before and after a sublayer (DFlash2).
 
-With y_r the normed input of row r, f the attention or the perceptron, c a column in its group g, t < T rows back:
+Let y_r be the normed input of row r, f the attention or the MLP, c a column and g its group, and t < T a distance in
+rows:
 
     K_r,s,t,c = base_s,t,c + (P y_r)_s,t,g        s = 0 before f, s = 1 after it
     conv_s(u)_r,c = sum_t K_r,s,t,c u_(r-t),c     rows before the block are 0
     h = h + conv_1(f(conv_0(y)))
 
-The context's keys and values know nothing of it.
+The keys and values of the context are computed without convolutions.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * size * width // config.conv_group, bias=False)
 
     def forward(self, normed: Tensor, rows: int) -> list[Callable[[Tensor], Tensor]]:
-        """The functions conv_0 and conv_1 of [B * rows, H], by the sublayer's input [B * rows, H]."""
+        """The functions conv_0 and conv_1, each [B * rows, H] -> [B * rows, H]. normed: y, of the same shape."""
         own = self.kernel_projection(normed).view(len(normed), 2, self.size, -1)
         kernels = self.base_kernel + own.repeat_interleave(self.group, -1)  # [B * rows, 2, T, H]
 
@@ -42,7 +43,7 @@ class BlockConvolution(nn.Module):
 
 
 def around(convolution: nn.Module | None, normed: Tensor, rows: int) -> list[Callable[[Tensor], Tensor]]:
-    """The functions before and after a sublayer with this input; they do nothing without a convolution."""
+    """The functions to apply before and after a sublayer, for its normed input; identities without a convolution."""
     return [_same, _same] if convolution is None else convolution(normed, rows)
 
 

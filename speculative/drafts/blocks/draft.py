@@ -1,22 +1,24 @@
-"""A block draft at work: one pass of its layers for each step, over the root and masks, gives all depths of the tree.
+"""The `Draft` of a block draft: one pass per step, over the root and masks, computes the logits of all depths.
 
-The target has read the text x_0 .. x_L but for its root x_L. Let f_t be the taps of token t side by side, E the
-embedding, and B the rows of a block. A layer has one W_k and one W_v for both:
+The target has read all tokens of the sequence x_0 .. x_L except the root x_L. Let f_t be the concatenated taps (hidden
+states) of token t, and E the embedding. A layer uses the same W_k and W_v for the context and for the block's rows:
 
-    context   c_t = norm_hidden(fc f_t)                       t < L, for all layers alike
+    context   c_t = norm_hidden(fc f_t)                       for t < L, the same for all layers
     rows      h_0 = E[x_L], h_r = E[mask]                     at positions L + r
-    layer     y = norm_in(h);  q = W_q y;  keys W_k [c; y], values W_v [c; y];  heads of q and keys normed, then turned
+    layer     y = norm_in(h);  q = W_q y;  keys W_k [c; y], values W_v [c; y];  RMSNorm and RoPE of each head of q, keys
               h = h + W_o attention(q, keys, values);  h = h + mlp(norm_post(h))
     logits    lm_head(norm(h)), scaled and capped
 
-A row sees the whole text before L, and of the block the rows up to itself or all rows, by layer. In a causal layer
-with a window of W positions a row at p sees those above p - W. In another one all rows see what the root's row sees.
-Source: Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036; with all layers
-causal it is JetSpec. The laws of a tree's nodes then follow without another pass. The law below a node is the one of
-its depth, to which some drafts add a term of its token or path (`terms`). Users may have it divided by a temperature.
+A row attends to all tokens before L. In a causal layer it also attends to the block's rows up to itself, in other
+layers to the whole block. If a causal layer has a window W, the row at position p attends to positions above p - W. In
+other layers with a window, all rows attend to the same tokens as the root's row. Source: Chen et al. 2026, "DFlash:
+Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036; JetSpec is the case in which all layers are causal.
 
-A pass of the target makes keys and values of the context for all of its nodes, at once for all layers. So nothing is
-computed again, and no shape depends on how many nodes were accepted.
+The distribution after a node needs no other pass: it is the distribution of its depth. Some drafts add a term that
+depends on the node's token or path (`terms`). The logits may be divided by a temperature for each depth.
+
+A pass of the target also computes the context's keys and values of all its nodes, for all layers. So nothing is
+computed twice, and no shape depends on the number of accepted nodes.
 """
 
 from collections.abc import Sequence
@@ -43,10 +45,10 @@ from heavypath.speculative.models.llama import norm_of, turns_of
 
 
 class BlockHeadDraft(TappedDraft):
-    """A `BlockHead` as a draft for the target whose hidden states it reads. No tree is deeper than its block.
+    """A `BlockHead` as a draft for the target whose hidden states it reads. Its block limits the depth of trees.
 
-    Raises ValueError as `TappedDraft` does, for a draft that reads states that the target does not have, and for one
-    whose rotary embeddings depend on the length of the text.
+    Raises ValueError as `TappedDraft` does, for a head that reads hidden states which the target does not have, and for
+    rotary embeddings that depend on the length of the sequence.
     """
 
     drafts_at_once = True
@@ -59,7 +61,7 @@ class BlockHeadDraft(TappedDraft):
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
-            if hasattr(target.embedding, "embed_norm"):  # which the target alone has, see transformers' own generator
+            if hasattr(target.embedding, "embed_norm"):  # the draft skips this norm, as in transformers
                 self.embedding = partial(embedding, weight=target.embedding.weight)
         linears = self._linears = Linears(self.name, head.parameters())
         modules: Any = head.layers
@@ -83,12 +85,12 @@ class BlockHeadDraft(TappedDraft):
             self._sharper = torch.tensor([*sharper, 1.0], dtype=torch.float32, device=self.device)
 
     def is_current(self) -> bool:
-        """True if the draft's modules are the same, and copies of its weights are still up to date."""
+        """Whether the draft's modules are the same, and copies of its weights are up to date."""
         return super().is_current() and self._linears.is_current()
 
     @property
     def lm_head(self) -> Any:
-        """Its own, or the target's."""
+        """The checkpoint's lm_head, or the target's if it has none."""
         return self.target_lm_head if self.head.lm_head is None else self.head.lm_head
 
     def new_cache(self, batch: int, rows: int) -> BlockCache:
@@ -96,7 +98,7 @@ class BlockHeadDraft(TappedDraft):
         rotary, config, like, term = self._rotary, self.config, self._norm.weight, self.head.term
         rows += config.block_size
         if rows > len(rotary):
-            self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
+            self._rotary = rotary = self._rotary_table(rows)  # a local name: another thread may replace the attribute
         return BlockCache(
             as_logits(like.new_full((batch, config.depths + 1, config.draft_vocab_size), -torch.inf)),
             rows,
@@ -109,7 +111,7 @@ class BlockHeadDraft(TappedDraft):
         )
 
     def taps(self, cache: BlockCache) -> Taps:
-        """The hidden states of the target's passes, of which the keys and values of the text are made."""
+        """The hidden states of the target's passes, from which keys and values are computed and stored at once."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             joined = torch.cat([state.flatten(0, 1) for state in states], -1)
@@ -120,10 +122,10 @@ class BlockHeadDraft(TappedDraft):
         return Taps(self.config.taps, read)
 
     def prefill(self, tokens: Tensor, cache: BlockCache, starts: Sequence[int] | None = None) -> None:
-        """Nothing: the target's passes have left all that is read of a text in the cache."""
+        """Does nothing: the target's passes have already written the cache."""
 
     def __call__(self, feed: Feed, cache: BlockCache) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        """The logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
         depths, term, tokens = self.config.depths, self.head.term, feed.tokens[:, -1:] if feed.news else feed.tokens
         if feed.news:
             self._draft_block(feed, cache)
@@ -141,7 +143,7 @@ class BlockHeadDraft(TappedDraft):
         return logits.expand(-1, tokens.shape[1], -1)
 
     def pass_weights(self) -> list[Tensor]:
-        """All but the embedding, of which a few rows are read, and the term."""
+        """All weights except the term's and the embedding, of which only a few rows are read."""
         others = {id(weight) for weight in self.level_weights()}
         own = [(name, weight) for name, weight in self.weights() if id(weight) not in others]
         own = [weight for name, weight in own if not name.startswith(("embed_tokens", "lm_head"))]
@@ -152,11 +154,11 @@ class BlockHeadDraft(TappedDraft):
         return [] if self.head.term is None else [*self.head.term.parameters()]
 
     def unsure_rows(self, levels: int) -> int:
-        """None: the target computes them with its own."""
+        """0: each pass of the target writes the draft's rows, too."""
         return 0
 
     def _keep(self, context: Tensor, positions: Tensor, cache_rows: Tensor, cache: BlockCache) -> None:
-        """Keep the keys and values of all layers of context [B * N, H], of tokens at these positions."""
+        """Compute and store the keys and values of all layers, for context [B * N, H] at positions [B, N]."""
         config, by_head = self.config, (*cache_rows.shape, -1, self.config.head_dim)
         projected = self._context(context)
         keys, values = torch.cat([*projected[: config.layers]], -1), torch.cat([*projected[config.layers :]], -1)
@@ -166,13 +168,13 @@ class BlockHeadDraft(TappedDraft):
         weights = weights.repeat_interleave(config.num_key_value_heads, 0)
         normed = normed.view(by_head) * weights
         turns = Turns.at(_table(cache), positions)
-        # It turns queries, too, of which there are none here: the first head stands for them.
+        # The kernel also rotates queries. There are none here, so the first key head is passed instead of them.
         rotate_and_store(
             Projected(normed[:, :, :1], normed, values.view(by_head)), turns, cache.keys, cache.values, cache_rows
         )
 
     def _draft_block(self, feed: Feed, cache: BlockCache) -> None:
-        """Run the layers over the block of each root, and keep the logits of as many depths as the step drafts."""
+        """Run the layers over each sequence's block, and store the logits of the depths that the step drafts."""
         config, lengths, root = self.config, feed.prefix_lengths, feed.tokens[:, -1:]
         if feed.drafted is not None:
             lengths = lengths - feed.drafted
@@ -180,7 +182,7 @@ class BlockHeadDraft(TappedDraft):
         levels = min(feed.levels, config.depths)
         count = levels + (not config.from_root) if all(config.causal) else config.block_size
         rows = lengths[:, None] + torch.arange(count, device=root.device)
-        # Tokens that count as drafted keep their rows, which later texts go on from.
+        # The block overwrites rows of tokens that count as drafted; later steps need these rows, so they are restored.
         kept = None if feed.drafted is None else [_heads_of(each, rows) for each in (cache.keys, cache.values)]
         masks = torch.full_like(rows[:, 1:], config.mask_token_id)
         hidden = self.embedding(torch.cat([root, masks], 1).flatten())
@@ -213,21 +215,21 @@ class BlockHeadDraft(TappedDraft):
             cache.hidden[:, :levels] = normed.view(read.shape)
 
     def _nodes(self, tokens: Tensor, depth: int | Tensor, state: Tensor | None) -> Parents:
-        """Nodes of these tokens, with their embeddings if the term reads those."""
+        """The term's argument for nodes with these tokens; with their embeddings if the term reads them."""
         term = self.head.term
         reads = term is not None and term.reads_words
         words = self.embedding(tokens.flatten()).view(*tokens.shape, -1) if reads else None
         return Parents(tokens, depth, state, words)
 
     def _above(self, feed: Feed, cache: BlockCache) -> Tensor | None:
-        """The states of the nodes' parents [B, n, s]; None for a term without states."""
+        """The term's states of the nodes' parents [B, n, s]; None for a term without states."""
         term = self.head.term
         if term is None or not term.state_size:
             return None
         if not feed.news:
             return _rows_of(cache.state, feed.parent_rows)
         state = cache.state.new_zeros(len(feed.tokens), 1, term.state_size)
-        if feed.drafted is not None:  # a path of tokens of the text
+        if feed.drafted is not None:  # the path to the node consists of tokens of the sequence
             root = feed.prefix_lengths - feed.drafted
             for depth in range(self.config.depths):
                 token = cache.tokens.gather(1, (root + depth).clamp(max=cache.tokens.shape[1] - 1)[:, None])
@@ -237,7 +239,7 @@ class BlockHeadDraft(TappedDraft):
         return state
 
     def _attends(self, lengths: Tensor, count: int, visible: int) -> list[Attend]:
-        """The attention of each layer's `count` rows after texts of these lengths."""
+        """For each layer, the attention of the block's `count` rows after prefixes of these lengths [B]."""
         config, every = self.config, torch.ones(count, count, dtype=torch.bool, device=lengths.device)
         windows = [
             window if causal or window is None else window + count - 1
@@ -258,7 +260,7 @@ class BlockHeadDraft(TappedDraft):
 
 
 def place_of(feed: Feed, depths: int) -> tuple[Any, Any]:
-    """The index of each sequence's row of [B, depths + 1, any] for the level of a feed, or for `Feed.drafted`."""
+    """An index into [B, depths + 1, any]: for each sequence the row of its level, `Feed.level` or `Feed.drafted`."""
     if feed.drafted is None:
         return slice(None), min(feed.level, depths)
     return torch.arange(len(feed.tokens), device=feed.tokens.device), feed.drafted.clamp(max=depths)
@@ -270,7 +272,7 @@ def _table(cache: BlockCache) -> Tensor:
 
 
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
-    """The rows LongTensor[B, N] of [B, S, ..]."""
+    """The rows LongTensor[B, N] of a tensor [B, S, ...], as [B, N, ...]."""
     return field[torch.arange(len(field), device=rows.device)[:, None], rows]
 
 

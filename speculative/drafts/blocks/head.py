@@ -1,4 +1,4 @@
-"""A block draft, as PyTorch: what its checkpoints hold. `draft` says what is computed."""
+"""The modules of a block draft, named as in checkpoints. They hold the weights; `draft` computes with them."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from heavypath.speculative.drafts.heads.eagle import HeadAttention, HeadMLP, lin
 
 
 class BlockLayer(nn.Module):
-    """A layer, with the names of Qwen3's."""
+    """The weights of one layer, named as in Qwen3."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -27,12 +27,12 @@ class BlockLayer(nn.Module):
 
 
 class BlockHead(nn.Module, Draftable):
-    """A draft that gives the laws of all depths in one pass; `load_draft` reads it as it was published.
+    """A block draft: one pass computes the distributions of all depths. `load_draft` reads published checkpoints.
 
-    Where it has no embedding or no lm_head of its own, `embed_tokens` or `lm_head` is None, and the target's is taken.
-    mask_embedding: [H], of masks; None for that of their token.
-    d2t: LongTensor[Vd], token i + d2t[i] of the target is token i of the draft; None if it has all tokens.
-    temperatures: of the depths, by which their laws are sharpened: see `set_temperatures`
+    embed_tokens, lm_head: None if the checkpoint has none; then the target's are used
+    mask_embedding: [H], the embedding of masks; None if masks have the embedding of config.mask_token_id
+    d2t: LongTensor[Vd]: token i of the draft is token i + d2t[i] of the target; None if the draft has all tokens
+    temperatures: one for each depth, see `set_temperatures`; empty for 1 at all depths
     """
 
     temperatures: tuple[float, ...] = ()
@@ -57,11 +57,12 @@ class BlockHead(nn.Module, Draftable):
         self.rotary_emb = rotary_of(config)
 
     def set_temperatures(self, temperatures: Sequence[float]) -> None:
-        """Divide the logits of each depth by a temperature, from the root's children on; none for 1 at all depths.
+        """Set a temperature for each depth, from the root's children on; its logits are divided by it.
 
-        A law of a deep level knows nothing of the path, and is flatter than the target's. Above temperature 0 tokens
-        drawn from it are seldom accepted. What is drawn is verified by the same law, so that any values are exact. Call
-        it before a decoder is made. Raises ValueError for another number of depths, and for values of 0 or less.
+        An empty sequence stands for 1 at all depths. The distributions of deep levels do not depend on the path, so
+        they are flatter than the target's, and tokens sampled from them are seldom accepted. Temperatures below 1
+        sharpen them. Nodes are verified with the same distributions, so any values are lossless. Call this before a
+        decoder is made. Raises ValueError for another number of depths, and for values of 0 or less.
         """
         depths = self.config.depths
         if temperatures and (len(temperatures) != depths or not all(each > 0 for each in temperatures)):
@@ -70,5 +71,5 @@ class BlockHead(nn.Module, Draftable):
 
     @property
     def term(self) -> MarkovTerm | SelectorTerm | DominoTerm | None:
-        """The part that adds something below a node by its own token; None for laws by depth alone."""
+        """The module of the term that depends on a node's token or path; None without a term."""
         return self.markov_head or self.candidate_selector or self.logit_head

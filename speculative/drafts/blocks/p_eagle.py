@@ -1,10 +1,11 @@
 """An EAGLE-3 head that drafts all levels of a tree in one pass (P-EAGLE).
 
-    entries    (f_i, x_{i+1}) of the text, as of any head, up to the root; then (mask_hidden, x_mask) for more levels
-    laws       the root's entry is the law of its children, and the j-th mask's that at depth j + 1
+    input    the entries (f_i, x_{i+1}) of the sequence up to the root, as in any head; then (mask_hidden, x_mask) for
+             each further level
+    output   the root's entry gives the distribution of its children, the j-th mask that at depth j + 1
 
-So laws are by depth alone. The keys and values of masks are overwritten. Source: "P-EAGLE", as vLLM's speculators have
-it; mask_hidden goes through the same norms and the same fc as taps do.
+So distributions depend on the depth alone. The keys and values of masks are overwritten later. Source: "P-EAGLE", as in
+vLLM's speculators; mask_hidden goes through the same norms and the same fc as taps.
 """
 
 from dataclasses import replace
@@ -24,13 +25,13 @@ DEPTHS = 8  # levels that are drafted at most; the published heads were trained 
 
 
 class ParallelHeadCache(HeadCache):
-    """base: [B, D + 1, V], the logits of the D depths in this step. After them -inf, for nodes that are deeper."""
+    """base: [B, D + 1, V], the logits of the D depths in this step; the last row is -inf, for deeper nodes."""
 
     base: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all tensors."""
         return super().nbytes + self.base.nbytes
 
     def first(self, slots: int) -> Self:
@@ -47,7 +48,7 @@ class ParallelHeadCache(HeadCache):
 
 
 class ParallelHeadDraft(HeadDraft):
-    """An `EagleHead` with `mask_hidden` as a draft."""
+    """The draft of an `EagleHead` with `mask_hidden`."""
 
     drafts_at_once = True
 
@@ -56,24 +57,24 @@ class ParallelHeadDraft(HeadDraft):
         self.levels = DEPTHS
 
     def pass_weights(self) -> list[Tensor]:
-        """All that a level of another head reads."""
+        """The weights of the step's pass; other heads read them once a level."""
         return super().level_weights()
 
     def level_weights(self) -> list[Tensor]:
-        """None."""
+        """Empty: no level reads weights after the step's pass."""
         return []
 
     def new_cache(self, batch: int, rows: int) -> ParallelHeadCache:
-        """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and masks after them."""
+        """An empty cache for `batch` sequences of at most `rows` tokens and nodes, with further rows for masks."""
         cache = self.cache_of(ParallelHeadCache, batch, rows + DEPTHS)
         cache.base = as_logits(cache.keys.new_full((batch, DEPTHS + 1, self.vocab_size), -torch.inf))
         return cache
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        """The logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
         if feed.news:
             levels, given = min(feed.levels, DEPTHS), feed
-            if feed.drafted is not None:  # tokens of the text that count as drafted are read later, as if they were new
+            if feed.drafted is not None:  # tokens that count as drafted are read in a later step, as new ones
                 lengths = feed.prefix_lengths - feed.drafted
                 root = cache.tokens[:, 0, :, 0].gather(1, lengths[:, None])
                 root = feed.tokens[:, -1:].where(feed.drafted[:, None] == 0, root)

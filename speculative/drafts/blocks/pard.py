@@ -1,11 +1,11 @@
-"""A model that drafts all levels of a tree in one pass (PARD): masks stand for the tokens that it does not know.
+"""A draft model that drafts all levels of a tree in one pass (PARD): masks replace the tokens not drafted yet.
 
-    input    the tokens that are new since the last step, the root, and masks, at positions that follow each other
-    output   the root's row is the law of its children, and that of the j-th mask the law at depth j + 1
+    input    the tokens that are new since the last step, the root, and masks, at consecutive positions
+    output   the root's row gives the distribution of its children, the j-th mask's row that at depth j + 1
 
-It is an ordinary causal model of the target's vocabulary, trained on such rows. So laws are by depth alone. Keys and
-values of text stay, those of masks are overwritten. Source: An et al. 2025, "PARD: Accelerating LLM Inference with
-Low-Cost PARallel Draft Model Adaptation", arXiv 2504.18583.
+The model is an ordinary causal model with the target's vocabulary, trained on such inputs. Distributions depend on the
+depth alone. Keys and values of tokens stay in the cache, those of masks are overwritten. Source: An et al. 2025, "PARD:
+Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation", arXiv 2504.18583.
 """
 
 from dataclasses import dataclass, replace
@@ -27,11 +27,13 @@ from heavypath.speculative.models.forward import Forward, Taps, as_logits, host_
 
 @dataclass(frozen=True, eq=False)
 class Pard(Draftable):
-    """A model trained by PARD as a draft; `load_draft` makes one of a folder whose config.json has a `pard_token`.
+    """A model trained with PARD, as a draft; `load_draft` makes one if a folder's config.json has a `pard_token`.
 
-    model:         as transformers loads it
-    mask_token_id: its token for masks, `pard_token` in its config
-    depths:        levels that it drafts at most; PARD's own models were trained with 8
+    model:         the model, as transformers loads it
+    mask_token_id: the token for masks, `pard_token` in its config
+    depths:        the most levels that it drafts; PARD's authors trained their models with 8
+
+    Raises ValueError for a mask_token_id that is no token of the model, and for depths below 1.
     """
 
     model: PreTrainedModel
@@ -47,11 +49,11 @@ class Pard(Draftable):
 
 
 class PardCache(RowCache):
-    """The model's cache, and the text's tokens in the rows of the target's cache.
+    """The model's cache, and the tokens that the target has read, in the same rows as in the target's cache.
 
-    tokens: LongTensor[B, 1, rows, 1], which the target's passes write
-    known:  LongTensor[B], tokens of each text whose keys and values have been computed
-    base:   [B, D + 1, V], the logits of the D depths in this step. After them -inf, for nodes that are deeper
+    tokens: LongTensor[B, 1, rows, 1], written during the target's passes
+    known:  LongTensor[B], number of tokens of each sequence whose keys and values have been computed
+    base:   [B, D + 1, V], the logits of the D depths in this step; the last row is -inf, for deeper nodes
     """
 
     _OWN = ("tokens", "known", "base")
@@ -65,11 +67,11 @@ class PardCache(RowCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all tensors."""
         return super().nbytes + sum(getattr(self, name).nbytes for name in self._OWN)
 
     def begin(self, lengths: Tensor) -> None:
-        """The prefill computes all tokens before the roots."""
+        """Set how many tokens the prefill reads in each sequence, LongTensor[B]: all tokens before the root."""
         self.known.copy_(lengths)
 
     def first(self, slots: int) -> Self:
@@ -81,34 +83,34 @@ class PardCache(RowCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """See `RowCache.remembered`."""
+        """All tensors with the state of a sequence, see `RowCache.remembered`."""
         return [self.keys, self.values, self.tokens, self.known]
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the tokens of an accepted path, whose keys and values are computed in the next step."""
+        """Move the tokens of an accepted path. Their keys and values are computed in the next step."""
         compact_unchecked([self.tokens], path=path, length=length, prefix_length=prefix_length)
 
 
 class PardDraft(ModelDraft):
-    """`Pard` at work. No tree has more levels than it drafts."""
+    """The draft of a `Pard`. Raises ValueError for a model with recurrent layers."""
 
-    can_rest = False  # of what was accepted last, its cache has nothing
+    can_rest = False  # its cache lacks the keys and values of the tokens that were accepted last
 
     def __init__(self, forward: Forward, vocab_size: int, given: Pard):
         super().__init__(forward, vocab_size)
         if forward.state_bytes:
             raise ValueError("the model of a Pard must have attention layers alone, got one with recurrent layers")
         self.levels = self._depths = given.depths
-        self.forward.drafts_at_once = True  # which is what its costs are
+        self.forward.drafts_at_once = True  # for estimates of costs
         self._mask, self._columns = given.mask_token_id, vocab_size
 
     def new_cache(self, batch: int, rows: int) -> PardCache:
-        """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and masks after them."""
+        """An empty cache for `batch` sequences of at most `rows` tokens and nodes, with further rows for masks."""
         base = as_logits(self.forward.like.new_full((batch, self._depths + 1, self._columns), -torch.inf))
         return PardCache(self.forward.new_cache(batch, rows + self._depths), base)
 
     def taps(self, cache: PardCache) -> Taps:
-        """The tokens that the target reads, and no hidden state."""
+        """Store the tokens of the target's passes; no hidden states are read."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             store_rows(cache.tokens, tokens[:, :, None, None], cache_rows)
@@ -116,38 +118,38 @@ class PardDraft(ModelDraft):
         return Taps((), read)
 
     def prefill(self, tokens: Tensor, cache: PardCache, starts: Any = None) -> None:
-        """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`."""
+        """Read right-padded sequences LongTensor[B, T]; starts: as in `Forward.prefill`."""
         super().prefill(tokens, cache.model, starts)
 
     def __call__(self, feed: Feed, cache: PardCache) -> Tensor:
-        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        """The logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
         if feed.news:
             self._draft_all(feed, cache)
         nodes = 1 if feed.news else feed.tokens.shape[1]
         return cache.base[place_of(feed, self._depths)][:, None].expand(-1, nodes, -1)
 
     def unsure_rows(self, levels: int) -> int:
-        """All that was accepted last, the last root and the token before it."""
+        """All nodes that the last step accepted, the last root, and the token before it."""
         return levels + 2
 
     def _draft_all(self, feed: Feed, cache: PardCache) -> None:
-        """Run the model over the tokens that it has not read yet and masks; keep the logits of each depth."""
+        """Run the model over the tokens that it has not read yet and over masks; store the logits of each depth."""
         lengths, root, levels = feed.prefix_lengths, feed.tokens[:, -1:], min(feed.levels, self._depths)
-        rows_of_text = cache.tokens[:, 0, :, 0]
-        if feed.drafted is not None:  # tokens of the text that count as drafted are read later, as if they were new
+        committed = cache.tokens[:, 0, :, 0]
+        if feed.drafted is not None:  # tokens that count as drafted are read in a later step, as new ones
             lengths = lengths - feed.drafted
-            root = root.where(feed.drafted[:, None] == 0, rows_of_text.gather(1, lengths[:, None]))
+            root = root.where(feed.drafted[:, None] == 0, committed.gather(1, lengths[:, None]))
         new = lengths + 1 - cache.known
         cache.known.copy_(lengths + 1)
         count = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
-        # The last so many tokens. Where a text has not so many, its first token is given several times.
+        # The last `count` tokens. In a sequence with fewer tokens, the first one is repeated.
         rows = (lengths[:, None] + torch.arange(1 - count, levels, device=lengths.device)).clamp(min=0)
-        text = rows_of_text.gather(1, rows[:, : count - 1]).where(rows[:, : count - 1] < lengths[:, None], root)
+        unread = committed.gather(1, rows[:, : count - 1]).where(rows[:, : count - 1] < lengths[:, None], root)
         masks = torch.full_like(rows[:, count:], self._mask)
         every = torch.arange(count + levels - 1, device=lengths.device)
         given = replace(
             feed,
-            tokens=torch.cat([text, root, masks], 1),
+            tokens=torch.cat([unread, root, masks], 1),
             positions=rows,
             cache_rows=rows,
             parent_rows=rows - 1,

@@ -1,4 +1,4 @@
-"""Save a block draft as DSpark's authors publish theirs (DeepSpec's layout, whose keys lie at the top level)."""
+"""Save a block draft in DeepSpec's layout (DSpark), whose keys are at the top level of config.json."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ from heavypath.speculative.drafts.heads.saving import common_settings, save_chec
 
 
 def save_block(head: BlockHead, folder: str | Path, target_layers: int) -> None:
-    """Write a block draft with a term of DSpark's, or with none, in its own dtype; `load_block` gives it back.
+    """Write a block draft, without a term or with one of DSpark's, in its dtype. `load_block` reads it.
 
-    target_layers: of the target, for others to see whether theirs is of its kind
+    target_layers: number of the target's layers; loaders compare it with their target's
     """
     config = head.config
     settings = {

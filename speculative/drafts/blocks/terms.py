@@ -1,17 +1,17 @@
-"""Terms that the law below a node has of its own token, or of the path to it, beside the law of its depth.
+"""Terms that make the distribution after a node depend on its token or path, and not on its depth alone.
 
-With base_k the logits of depth k, h_k the row that they were made of (after the last norm), a the node's token, and
-w = W1[a]:
+Let base_k be the logits of depth k, h_k the block's output that they were computed from (after the last norm), a the
+node's token, and w = W1[a]. For the children at depth k the logits are
 
     vanilla   base_k + W2 w
     gated     base_k + W2 (w * sigmoid(G [h_k; w]))
-    selector  base_k[b] + <A[a] * (P h_k), C[b]> of the best tokens b of depth k, -inf of the others
+    selector  base_k[b] + <A[a] * (P h_k), C[b]> for the best tokens b of depth k, -inf for the others
     rnn       base_k + W2 tanh(o);  s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c);  [g, c, o] = J [s; w; h_k]
     domino    base_k + W2 silu(W1 [h_k; s']), from a depth on;  s' = GRU(E[a], s)
 
-Of the root a is its own token, and k is 1. G and J may have a bias. The state s is of the node's parent, and s' is the
-node's own; above the root it is 0. So a law of "rnn" or "domino" depends on the path, and one of the others on the last
-token alone. E is the embedding that the block's rows have, and the GRU has no biases:
+For the root, a is its token and k is 1. G and J may have a bias. s is the state of the node's parent (0 for the root),
+and s' is the node's state. So with "rnn" and "domino" distributions depend on the path, with the others on the last
+token alone. E is the embedding of the block's rows. The GRU has no biases:
 
     z = sigmoid(z_a + z_s);  s' = z s + (1 - z) tanh(n_a + sigmoid(r_a + r_s) n_s)
     [r_a, z_a, n_a] = W_ih E[a];  [r_s, z_s, n_s] = W_hh s
@@ -32,11 +32,11 @@ MARKOV_TERMS = ("vanilla", "gated", "rnn")
 
 
 class Parents(NamedTuple):
-    """Nodes of one level in each sequence, below which laws are asked for.
+    """n nodes of one level in each sequence, for whose children logits are computed.
 
-    tokens: LongTensor[B, n]
-    depth:  of all of them, 0 for the root; LongTensor[B] where it differs by sequence
-    state:  [B, n, state_size], of their parents; None for a term without states
+    tokens: LongTensor[B, n], the nodes' tokens
+    depth:  the nodes' depth, 0 for the root; LongTensor[B] if it differs between sequences
+    state:  [B, n, state_size], the states of the nodes' parents; None for a term without states
     words:  [B, n, H], the embeddings of the tokens; None for a term that does not read them
     """
 
@@ -47,7 +47,10 @@ class Parents(NamedTuple):
 
 
 class MarkovTerm(nn.Module):
-    """A term of low rank, by the names of DSpark's checkpoints. state_size: columns of a node's state; 0 for none."""
+    """DSpark's terms of low rank: "vanilla", "gated" or "rnn". Weights are named as in its checkpoints.
+
+    state_size: columns of a node's state; 0 if there are no states
+    """
 
     reads_words = False
 
@@ -63,27 +66,28 @@ class MarkovTerm(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=bias)
 
     def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, n, Vd] below the nodes, and their own states; None without states.
+        """The logits for the nodes' children [B, n, Vd], and the nodes' states [B, n, state_size], or None.
 
-        base: [B, Vd], of the depth below them, and hidden [B, H], the row that it is of
+        base: [B, Vd], the logits of the children's depth
+        hidden: [B, H], the block's output from which they were computed
         """
         latent, state = self.latent(hidden, nodes)
         return base[:, None] + as_logits(self.markov_w2(latent)), state
 
     def latent(self, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor | None]:
-        """The columns that W2 multiplies, [B, n, rank], and the nodes' states; arguments as of `forward`."""
-        word, beside, state = self.markov_w1(nodes.tokens), _beside(hidden, nodes), nodes.state
+        """The input of W2, [B, n, rank], and the nodes' states; arguments as in `forward`."""
+        word, row, state = self.markov_w1(nodes.tokens), _for_each_node(hidden, nodes), nodes.state
         if hasattr(self, "gate_proj"):
-            word = word * torch.sigmoid(self.gate_proj(torch.cat([beside, word], -1)))
+            word = word * torch.sigmoid(self.gate_proj(torch.cat([row, word], -1)))
         elif state is not None:
-            gate, new, word = self.joint_proj(torch.cat([state, word, beside], -1)).chunk(3, -1)
+            gate, new, word = self.joint_proj(torch.cat([state, word, row], -1)).chunk(3, -1)
             kept = torch.sigmoid(gate)
             state, word = kept * state + (1 - kept) * torch.tanh(new), torch.tanh(word)
         return word, state
 
 
 class SelectorTerm(nn.Module):
-    """A choice between the best tokens of each depth, by the names of DFlash2's checkpoints."""
+    """DFlash2's selector: rescores the best tokens of each depth. Weights are named as in its checkpoints."""
 
     state_size, reads_words = 0, False
 
@@ -95,16 +99,16 @@ class SelectorTerm(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
 
     def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, None]:
-        """As of `MarkovTerm`."""
+        """The logits for the nodes' children [B, n, Vd]; arguments as in `MarkovTerm.forward`."""
         tokens, (values, best) = nodes.tokens, base.topk(self.selected, -1)
-        asked = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]  # [B, n, r]
-        pairs = as_logits(asked @ self.successor_codebook[best].mT)  # [B, n, selected]
+        queries = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]  # [B, n, r]
+        pairs = as_logits(queries @ self.successor_codebook[best].mT)  # [B, n, selected]
         logits = base.new_full((*tokens.shape, base.shape[-1]), -torch.inf)
         return logits.scatter_(2, best[:, None].expand(-1, tokens.shape[1], -1), values[:, None] + pairs), None
 
 
 class DominoTerm(nn.Module):
-    """A term of the path, by the names of Domino's checkpoints."""
+    """Domino's term, which depends on the path. Weights are named as in its checkpoints."""
 
     reads_words = True
 
@@ -120,21 +124,24 @@ class DominoTerm(nn.Module):
         )
 
     def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor]:
-        """As of `MarkovTerm`. Above depth `plain` + 1 the logits are the base's."""
+        """The logits for the nodes' children and the nodes' states; arguments as in `MarkovTerm.forward`.
+
+        For nodes of a depth below `plain`, the logits are `base` alone.
+        """
         assert nodes.words is not None
         assert nodes.state is not None
         state = self.prefix_gru(nodes.words, nodes.state)
         logits, depth = base[:, None].expand(-1, nodes.tokens.shape[1], -1), nodes.depth
         if isinstance(depth, int) and depth < self.plain:
             return logits, state
-        added = logits + as_logits(self.embed_proj(torch.cat([_beside(hidden, nodes), state], -1)))
+        added = logits + as_logits(self.embed_proj(torch.cat([_for_each_node(hidden, nodes), state], -1)))
         if isinstance(depth, int):
             return added, state
         return added.where((depth >= self.plain)[:, None, None], logits), state
 
 
 class _GatedUnit(nn.Module):
-    """A gated recurrent unit of one layer without biases, by PyTorch's names."""
+    """A GRU of one layer without biases. Weights are named as in `torch.nn.GRU`."""
 
     def __init__(self, width: int, size: int):
         super().__init__()
@@ -142,13 +149,13 @@ class _GatedUnit(nn.Module):
         self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * size, size))
 
     def forward(self, words: Tensor, state: Tensor) -> Tensor:
-        """The states [.., size] after words [.., H]."""
+        """The new states [..., size]. words: [..., H], the inputs; state: [..., size], the states before."""
         reset, gate, new = linear(words, self.weight_ih_l0).chunk(3, -1)
         reset_of, gate_of, new_of = linear(state, self.weight_hh_l0).chunk(3, -1)
         gate = torch.sigmoid(gate + gate_of)
         return gate * state + (1 - gate) * torch.tanh(new + torch.sigmoid(reset + reset_of) * new_of)
 
 
-def _beside(hidden: Tensor, nodes: Parents) -> Tensor:
-    """The row of each sequence [B, H] beside each of its nodes, [B, n, H]."""
+def _for_each_node(hidden: Tensor, nodes: Parents) -> Tensor:
+    """Each sequence's row [B, H] repeated for its n nodes, [B, n, H]."""
     return hidden[:, None].expand(-1, nodes.tokens.shape[1], -1)
