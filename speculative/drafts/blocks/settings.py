@@ -4,7 +4,7 @@ These settings differ between layouts, and only the number of accepted tokens wo
 
     output of row r     the distribution at depth r: z-lab, JetSpec, DFlash2 and transformers' assistants. At depth
                         r + 1: DeepSpec, whose keys are at the top level, and DSpark. speculators: `sample_from_anchor`
-    block rows seen     causal or not for all layers, by the first given of `is_causal`, `causal` and `causal_head`; else
+    block rows seen     causal or not for all layers, by the first given of `is_causal`, `causal`, `causal_head`; else
                         layers with a window are causal, those without are not. In transformers' assistants, Domino,
                         and with speculators' `sliding_window_non_causal`, no layer is then causal
     hidden states       `target_layer_ids` count layers, whose outputs are read: hidden state id + 1. Those of
