@@ -1,14 +1,14 @@
-"""Commit what a verification accepted: append it to each sequence's text and update the state of decoding, in place.
+"""Commit accepted tokens: append them to each sequence and update the state of decoding, in place.
 
-With a sequence's path 0, n_1, .. n_a and the token t after it, the tokens emitted are
+With a sequence's path 0, n_1, .. n_a and the token t after it, the emitted tokens are
 
-    tokens[n_1] .. tokens[n_a], t        a + 1 of them, cut after the first end-of-sequence token and where the text
-                                         has its full length
+    tokens[n_1] .. tokens[n_a], t        a + 1 tokens, cut after the first end-of-sequence token, and at the
+                                         sequence's full length
 
-and t is the root of the sequence's next tree. The index (depth of the node) * branching + (sibling index of the child)
-counts how often a child was offered below an accepted node, and how often it was accepted.
+and t is the root of the sequence's next tree. How often a child was offered below an accepted node, and how often it
+was accepted, is counted at index (depth of the node) * branching + (rank of the child).
 
-In PyTorch operations this would take fifty launches on a few numbers each. The kernel is one launch, of a program for
+In PyTorch operations this would take fifty launches on a few numbers each. The kernel is one launch with a program for
 each sequence.
 """
 
@@ -29,16 +29,16 @@ from heavypath.kernels.nodes import Nodes, Verified
 
 
 class StateField(IntEnum):
-    """The rows of `State.numbers`: what is known of each sequence that is being decoded."""
+    """The rows of `State.numbers`, with one number for each sequence that is being decoded."""
 
-    ROOT = 0  # the last committed token, which is in no cache yet
-    PREVIOUS = 1  # the token before it; where there is none, the root again
-    LENGTHS = 2  # tokens before the root, which are the rows of the target's cache in use
+    ROOT = 0  # the last committed token, which is not in the target's cache yet
+    PREVIOUS = 1  # the token before the root; the root again if there is none
+    LENGTHS = 2  # tokens before the root; also the rows of the target's cache in use
     PRODUCED = 3  # new tokens so far
-    LEFT = 4  # new tokens still to come: 0 where the sequence has ended, -1 where logits were no distribution
-    STEPS = 5  # steps that the sequence took so far
+    LEFT = 4  # new tokens still to come: 0 if the sequence has ended, -1 if its logits gave no distribution
+    STEPS = 5  # steps of the sequence so far
     NODES = 6  # tree nodes that the target scored in these steps
-    MEMBER = 7  # which sequence of the batch this is, and so which row of `State.output`
+    MEMBER = 7  # the sequence's index in the batch, which is its row of `State.output`
     NOISE = 8  # the first of the sequence's noise rows; a commit neither reads nor changes it
 
 
@@ -50,19 +50,19 @@ _LEFT = tl.constexpr(StateField.LEFT.value)
 _STEPS = tl.constexpr(StateField.STEPS.value)
 _NODES = tl.constexpr(StateField.NODES.value)
 _MEMBER = tl.constexpr(StateField.MEMBER.value)
-_BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
+_BLOCK = tl.constexpr(128)  # nodes that a program reads in one iteration
 
 
 class State(NamedTuple):
-    """The state of the sequences in b slots, of a batch of B, which a commit changes in place.
+    """The state of the sequences in b slots, of a batch of B. A commit changes it in place.
 
     numbers: LongTensor[9, b], a row for each `StateField`
     output:  LongTensor[B, M], each sequence's new tokens
     stops:   LongTensor[any], end-of-sequence tokens, -1 for none; a commit does not change them
-    seen:    bool [b, V], the tokens of each text so far, which a repetition penalty asks for; else [b, 0]
+    seen:    bool [b, V], the tokens of each sequence so far, for a repetition penalty; [b, 0] without one
     counts:  LongTensor[2, any], how often each child was offered, and how often it was accepted
 
-    The numbers of a row are contiguous; rows may lie apart.
+    Rows are contiguous in memory, but need not be adjacent.
     """
 
     numbers: Tensor
@@ -76,11 +76,11 @@ class State(NamedTuple):
 def commit(
     state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int, *, impl: str = "auto"
 ) -> None:
-    """Commit verified trees; of a sequence that has ended only root and previous change.
+    """Commit verified trees. In a sequence that has ended only root and previous change.
 
     nodes:     the drafted trees of the b slots, with ranks
-    depths:    LongTensor shaped as nodes.parents; the root's is 0
-    verified:  what `verify_tree` accepted of them
+    depths:    LongTensor shaped as nodes.parents; the root's depth is 0
+    verified:  the result of `verify_tree`
     branching: the most children that any node has
     impl:      see `implementation`; "triton" is one launch without host synchronisation, and "torch" takes CPU tensors
 
@@ -98,7 +98,7 @@ def commit(
 
 
 def _reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
-    """`commit` of CPU tensors, in NumPy."""
+    """Compute `commit` for CPU tensors, in NumPy."""
     numbers, output, stops, seen, counts = (field.numpy() for field in state)
     assert nodes.ranks is not None
     token, parents, ranks, depth = (field.numpy() for field in (nodes.tokens, nodes.parents, nodes.ranks, depths))
@@ -107,7 +107,7 @@ def _reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, b
     every, place = np.arange(len(path))[:, None], np.arange(path.shape[1])
     active = left > 0
 
-    emitted = np.empty_like(path)  # [b, P]; what is after a sequence's last token means nothing
+    emitted = np.empty_like(path)  # [b, P]; undefined after a sequence's last token
     emitted[:, :-1] = token[every, path[:, 1:]]
     emitted[every[:, 0], length] = after
     stop = (emitted[..., None] == stops).any(-1) & (place <= length[:, None])
@@ -152,7 +152,7 @@ def _commit_kernel(
     slots, columns, vocabulary, count_slots, N, P, STOPS, branching,
     PER_SEQUENCE: tl.constexpr, HAS_SEEN: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """A program for each sequence, in one warp: a second warp could read numbers that the first has already changed.
+    """Each program does one sequence, in one warp: a second warp could read numbers that the first has changed already.
 
     slots, columns, vocabulary, count_slots: strides between the rows of numbers, output, seen and counts.
     """
@@ -210,7 +210,7 @@ def _commit_kernel(
 
 
 def _launch(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
-    """As `_reference`."""
+    """Compute `_reference` by the kernel."""
     numbers, output, stops, seen, counts = state
     tokens, parents, ranks = nodes
     assert ranks is not None

@@ -1,8 +1,8 @@
-"""Compile at once the kernels that would otherwise be compiled launch by launch.
+"""Compile the kernels of a step in parallel, before its first run.
 
-A kernel is compiled when it is first launched, which takes a second or so, while the launches after it wait: some
-twenty kernels for a step. But the launches of a step are known before anything runs, because it asks the host nothing.
-So they are noted in a CUDA graph's capture, where nothing is executed, and compiled side by side.
+Triton compiles a kernel at its first launch, which takes about a second while later launches wait; a step has about
+twenty kernels. The launches of a step do not depend on results, because it never synchronises with the host. So they
+are collected while a CUDA graph is captured, when nothing is executed, and compiled in parallel.
 """
 
 import os
@@ -18,23 +18,23 @@ from heavypath.kernels.language import knobs
 
 Compilation = Callable[[], object]
 
-_noting = threading.Lock()  # Triton has one hook for all threads
+_noting = threading.Lock()  # Triton has a single hook for all threads
 
 
 @contextmanager
 def uncompiled_launches() -> Iterator[list[Compilation]]:
-    """Within the block, leave out launches of this thread that would compile first; yields them, each once.
+    """Within the block, skip launches of this thread that would have to compile. Yields the list of their compilations.
 
-    So nothing else that runs in the block may depend on their results.
+    The list is filled at the end of the block, once for each kernel. No code in the block may need results of launches.
     """
     thread, noted = threading.get_ident(), {}
 
     def note(**told: Any) -> bool | None:
-        """Triton's hook before it compiles: True leaves the launch out."""
+        """Triton's hook before it compiles; returning True skips the launch."""
         if threading.get_ident() != thread:
             return before(**told) if before else None
         function = told["fn"].jit_function
-        # `run` loads it, for which Triton 3.6 compiles a launcher in C.
+        # The property `run` loads the kernel, for which Triton 3.6 compiles a launcher in C.
         noted[function, told["key"]] = lambda: function.preload(told["compile"]["specialization_data"]).run
         return True
 
@@ -50,9 +50,9 @@ def uncompiled_launches() -> Iterator[list[Compilation]]:
 
 
 def compile_all(compilations: list[Compilation], device: torch.device) -> None:
-    """Compile and load side by side, for this CUDA device; later launches find it there, other processes on disk.
+    """Compile and load kernels in parallel, for this CUDA device; other processes find them in Triton's disk cache.
 
-    Raises what the compiler raises.
+    Raises the compiler's errors.
     """
     with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         for done in [pool.submit(compilation) for compilation in compilations]:

@@ -1,18 +1,18 @@
-"""The cuts that filters make in rows of logits: what top-k, top-p and min-p keep of a row, as a number and an index.
+"""Find the cuts of top-k, top-p and min-p in rows of logits: a threshold and an index that define the kept tokens.
 
     kept  iff  x > cut, or x = cut and token < end
 
 For top-k the cut is the largest number that at least k logits reach. For top-p it is the largest number such that the
-logits that reach it have at least p of the mass. Of the tokens at the cut the first ones are kept, as many as the mass
-takes. For min-p it is the least number whose score is not below log(min_p). `filtering` has the reference.
+logits that reach it have at least p of the mass; of the tokens at the cut only the first ones are kept, until the mass
+is p. For min-p it is the least number whose score is not below log(min_p). `filtering` has the reference.
 
-No row is sorted. Logits are taken as integers in their order, called keys, with as many bits as their type has, and the
-cut is searched among these. Each pass sums a row's tokens (their weights exp(score), or ones for top-k) above each of
-some thresholds at once. The window between two neighbouring thresholds is left. The first thresholds are evenly spaced
-numbers below the largest logit, where the cut most likely is, later ones evenly spaced keys. In bf16 three
-passes are usual, and seven at most.
+No row is sorted. Logits are mapped to integers of the same order, called keys, with as many bits as their dtype has,
+and the cut is searched among the keys. Each pass sums the weights of a row's tokens (exp(score), or 1 for top-k) above
+several thresholds. The search continues between two adjacent thresholds. The first thresholds are evenly spaced numbers
+below the largest logit, where the cut is most likely; later ones are evenly spaced keys. In bf16 three passes are
+usual, and seven the most.
 
-The programs of a launch share each pass (see `sharing`). The terms of a sum, and their order, depend on the row alone.
+The programs of a launch share each pass (see `sharing`). The terms of a sum, and their order, depend only on the row.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -49,18 +49,18 @@ from heavypath.kernels.sharing import (
 )
 from heavypath.kernels.tickets import is_last, tickets
 
-LANES = tl.constexpr(128)  # threads of a program; each holds eight neighbouring tokens of a tile
+LANES = tl.constexpr(128)  # threads of a program; each holds eight adjacent tokens of a tile
 TILES = tl.constexpr(4)
 CHUNK = tl.constexpr(4 * 8 * 128)  # tokens
-THRESHOLDS, PASS = tl.constexpr(8), tl.constexpr(12)  # of a pass, and the numbers that it is kept in, in whole vectors
-_BRANCHES = tl.constexpr(256)  # of the search for min-p's cut, which looks at no row
+THRESHOLDS, PASS = tl.constexpr(8), tl.constexpr(12)  # of a pass; and fp32 numbers stored for it, in whole vectors
+_BRANCHES = tl.constexpr(256)  # of the search for min-p's cut, which reads no logits
 
 
 class Cuts(NamedTuple):
-    """The cuts that filters make in rows of logits.
+    """The cuts of rows of logits: token is kept iff x > cut, or x = cut and token < end.
 
-    cut: fp32, a number for each row; NaN for a row that is no distribution, of which nothing is dropped
-    end: int32, an index for each row
+    cut: fp32, one for each row; NaN for a row that has no distribution, of which all tokens are kept
+    end: int32, one for each row
     """
 
     cut: Tensor
@@ -69,20 +69,20 @@ class Cuts(NamedTuple):
 
 @triton.jit
 def filtered(x, token, cut, end):
-    """Logits x of tokens, -inf for those that the filters drop. NaN stays."""
+    """Return logits x of tokens, with -inf for tokens that the filters drop. NaN stays."""
     return tl.where((x < cut) | ((x == cut) & (token >= end)), float("-inf"), x)
 
 
 @triton.jit
 def key_of(x, HIDDEN: tl.constexpr):
-    """An int64 for each x, in the order of the numbers; -0.0 equals 0.0."""
+    """Map fp32 x to int64 keys of the same order; -0.0 and 0.0 have the same key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> HIDDEN).to(tl.int64)
 
 
 @triton.jit
 def number_of(key, HIDDEN: tl.constexpr):
-    """The number that has this key."""
+    """Return the fp32 number with this key."""
     bits = (key << HIDDEN).to(tl.int32)
     bits = tl.where(bits < 0, bits | ((1 << HIDDEN) - 1), bits)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -90,18 +90,18 @@ def number_of(key, HIDDEN: tl.constexpr):
 
 @triton.jit
 def _tile(row_ptr, start, V):
-    """The logits of a tile, [LANES, 8]."""
+    """Load the logits of a tile, [LANES, 8]."""
     token = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
     return tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _reaching(x, weight, thresholds_ptr):
-    """Each token's weight for each threshold that it reaches, and 0 for the others: [LANES, 8, THRESHOLDS]."""
+    """Return each token's weight for the thresholds that it reaches, 0 for the others: [LANES, 8, THRESHOLDS]."""
     above = ()
     for i in tl.static_range(THRESHOLDS):
         above += ((x >= tl.load(thresholds_ptr + i, cache_modifier=".cg")).to(tl.float32) * weight,)
-    # Each join adds an axis of size 2, a bit of a threshold's index: the innermost join the highest bit.
+    # Each join adds an axis of size 2, one bit of a threshold's index; the innermost join is the highest bit.
     even = tl.join(tl.join(above[0], above[4]), tl.join(above[2], above[6]))
     odd = tl.join(tl.join(above[1], above[5]), tl.join(above[3], above[7]))
     return tl.reshape(tl.join(even, odd), [LANES, 8, THRESHOLDS])
@@ -109,14 +109,13 @@ def _reaching(x, weight, thresholds_ptr):
 
 # A launch's memory for a row's passes:
 #     memory = (counters_ptr, rows, passes_ptr, sums_ptr)
-# passes_ptr, fp32 [rows, PASS], has the largest logit, the factor that makes (logit - largest) an exponent of
-# 2, and the thresholds of each row's present pass, the least one first. sums_ptr, fp32 [rows, CHUNKS, THRESHOLDS], has
-# its results.
+# passes_ptr, fp32 [rows, PASS], has for each row the largest logit, the factor of (logit - largest) in exp2, and the
+# thresholds of the current pass, the least one first. sums_ptr, fp32 [rows, CHUNKS, THRESHOLDS], has the results.
 
 
 @triton.jit
 def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
-    """Sum the chunks of a row's open pass that this program gets."""
+    """Take chunks of a row's open pass until none is left, and store their sums."""
     counters_ptr, rows, passes_ptr, sums_ptr = memory
     passes_ptr += row * PASS
     sums_ptr += row.to(tl.int64) * CHUNKS * THRESHOLDS
@@ -125,7 +124,7 @@ def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
     while chunk >= 0:
         largest = tl.load(passes_ptr, cache_modifier=".cg")
         scale = tl.load(passes_ptr + 1, cache_modifier=".cg")
-        least = tl.load(passes_ptr + 2, cache_modifier=".cg")  # which few chunks reach, past the first pass
+        least = tl.load(passes_ptr + 2, cache_modifier=".cg")  # after the first pass few chunks reach it
         tiles, highest = (), tl.full([LANES, 8], float("-inf"), tl.float32)
         for tile in tl.static_range(TILES):
             tiles += (_tile(row_ptr, chunk * CHUNK + tile * LANES * 8, V),)
@@ -146,7 +145,7 @@ def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
 
 @triton.jit
 def help_rows(memory, helper, logits_ptr, N, batch_stride, row_stride, V, CHUNKS: tl.constexpr):
-    """Take part in the passes of a launch's rows [B, N, V] until none is left. helper: the number of this program."""
+    """Take part in passes over rows [B, N, V] until all rows are done. helper: this program's number among helpers."""
     counters_ptr, rows, _, _ = memory
     look = tl.full([], 0, tl.int32)
     while look < LOOKS:
@@ -159,7 +158,7 @@ def help_rows(memory, helper, logits_ptr, N, batch_stride, row_stride, V, CHUNKS
 
 @triton.jit
 def sums_of_pass(memory, row, row_ptr, V, thresholds, largest, scale, CHUNKS: tl.constexpr):
-    """Each chunk's sums over the tokens that reach each threshold, [CHUNKS or a few more, THRESHOLDS]."""
+    """Lead a pass; return each chunk's sums over the tokens that reach each threshold, [>= CHUNKS, THRESHOLDS]."""
     counters_ptr, rows, passes_ptr, sums_ptr = memory
     place = tl.arange(0, THRESHOLDS)
     pass_ptr = passes_ptr + row * PASS
@@ -178,12 +177,12 @@ def sums_of_pass(memory, row, row_ptr, V, thresholds, largest, scale, CHUNKS: tl
 def _search(
     memory, row, row_ptr, V, low, guess, largest, scale, count, fraction, CHUNKS: tl.constexpr, HIDDEN: tl.constexpr
 ):
-    """The largest key, not below `low`, that enough tokens reach, where all tokens are those that reach `low`.
+    """Find the largest key, not below `low`, that enough tokens reach, by weight. Tokens below `low` do not count.
 
-    Enough is a weight of `count`, or all if that is less, or else the fraction of all, if count is 0. Tokens weigh
-    2^((x - largest) scale).
+    Enough is min(count, the weight of all tokens) if count > 0, else the fraction of the weight of all tokens. The
+    weight of a token is 2^((x - largest) scale).
 
-    Returns the key, the weight of the tokens above it, that of the tokens that reach it, and what is enough.
+    Returns the key, the weight of the tokens above it, the weight of the tokens that reach it, and the enough weight.
     """
     place = tl.arange(0, THRESHOLDS)
     high = key_of(largest, HIDDEN) + 1  # no token reaches it
@@ -210,14 +209,14 @@ def _search(
 
 @triton.jit
 def needed_ties(weight, above, reached, enough):
-    """How many of the tokens at top-p's cut are kept, each of this weight; 0: all. See `_search` for the other sums."""
+    """Return how many of the tokens at top-p's cut, each of this weight, are kept; 0: all. Sums are as in `_search`."""
     needed = tl.maximum(tl.ceil((enough - above) / weight), 1.0)
     return tl.where((reached - above) / weight > needed + 0.5, needed, 0.0)
 
 
 @triton.jit
 def end_of_ties(memory, row, row_ptr, V, cut_key, needed, largest, CHUNKS: tl.constexpr, HIDDEN: tl.constexpr):
-    """The index behind the needed-th of the tokens at the cut."""
+    """Return the index after the needed-th of the tokens at the cut."""
     place = tl.arange(0, THRESHOLDS)
     counts = sums_of_pass(memory, row, row_ptr, V, number_of(cut_key + place, HIDDEN), largest, 0.0, CHUNKS)
     ties = tl.sum(tl.where(place[None, :] == 0, counts, tl.where(place[None, :] == 1, -counts, 0.0)), 1)
@@ -234,7 +233,7 @@ def end_of_ties(memory, row, row_ptr, V, cut_key, needed, largest, CHUNKS: tl.co
 
 @triton.jit
 def _least_score(largest, temperature, log_min_p):
-    """The least number whose score is at least log_min_p."""
+    """Return the least number whose score is at least log_min_p."""
     base = key_of(tl.full([], float("-inf"), tl.float32), 0)  # its score is too low
     for step in tl.static_range(4):
         key = base + (tl.arange(0, _BRANCHES).to(tl.int64) << (24 - 8 * step))
@@ -246,7 +245,7 @@ def _least_score(largest, temperature, log_min_p):
 
 @triton.jit
 def _settings(settings_ptr, V):
-    """Temperature, top_k, top_p and the logarithm of min_p of a sequence, as a launch for it alone is given them."""
+    """Load a sequence's temperature, top_k, top_p and log(min_p), as in a launch with one setting for all."""
     top_k, min_p = tl.load(settings_ptr + 1), tl.load(settings_ptr + 3)
     return (
         tl.load(settings_ptr).to(tl.float32),
@@ -262,7 +261,7 @@ def _lead(
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_GREEDY: tl.constexpr, HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The cut, the end and the largest logit of a row whose parts all programs have stored."""
+    """Return the cut, the end and the largest logit of a row, after all programs have stored their parts."""
     scale = softmax_scale(tl.maximum(temperature, LEAST))
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
     part_ptr = parts_ptr + row.to(tl.int64) * 2 * CHUNKS + chunk
@@ -271,13 +270,13 @@ def _lead(
     largest = tl.max(parts)
     total = sum_of_products(totals, tl.exp2((parts - largest) * scale))
     cut, end = tl.full([], float("nan"), tl.float32), V + tl.full([], 0, tl.int32)
-    if total > 0:  # false for a row of -inf alone, and for one with NaN or +inf
+    if total > 0:  # false for a row of only -inf, and for one with NaN or +inf
         cut = tl.full([], LOWEST, tl.float32)
         low = key_of(tl.full([], LOWEST, tl.float32), HIDDEN)
-        needed = tl.full([], 0.0, tl.float32)  # of the tokens at the cut; 0: all
-        if HAS_TOP_K:  # noqa: SIM102, what is compiled, and what runs
+        needed = tl.full([], 0.0, tl.float32)  # how many of the tokens at the cut are kept; 0: all
+        if HAS_TOP_K:  # noqa: SIM102, the first condition is for compilation, the second for the run
             if top_k < V:
-                # The largest logits of chunks are some of the row's largest, but for chunks of -inf alone.
+                # The chunks' largest logits show the range of the row's large logits. Chunks of only -inf do not count.
                 spread = largest - tl.min(tl.where(parts > LOWEST, parts, largest))
                 guess = tl.maximum(largest - 2 * tl.maximum(spread, 8 / scale), LOWEST)
                 low, _, _, _ = _search(
@@ -286,7 +285,7 @@ def _lead(
                 cut = number_of(low, HIDDEN)
         if HAS_TOP_P:
             if top_p < 1:
-                # Even V tokens of a weight of (1 - p) total / V have no more than 1 - p of the mass.
+                # V tokens of weight (1 - p) total / V would have 1 - p of the mass, so the cut is at least this weight.
                 least = tl.log2((1 - top_p) * total) - tl.log2(end.to(tl.float32))
                 guess = tl.maximum(largest + least / scale, LOWEST)
                 low, above, reached, enough = _search(
@@ -313,11 +312,11 @@ def _cuts_kernel(
     cut_ptr,  # [B, N]
     end_ptr,  # [B, N]
     largest_ptr,  # [B, N] if BY_SEQUENCE
-    settings_ptr,  # [B, 4] if BY_SEQUENCE, in the place of the four numbers below
+    settings_ptr,  # [B, 4] if BY_SEQUENCE, instead of the four numbers below
     parts_ptr,  # [B, N, 2, CHUNKS], each chunk's largest logit and sum of exponentials
     passes_ptr,
     sums_ptr,
-    tickets_ptr,  # [B, N], and behind them the counters of `sharing`
+    tickets_ptr,  # [B, N], followed by the counters of `sharing`
     N, V, batch_stride, row_stride, settings_stride, temperature, top_k, top_p, log_min_p, helping,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BY_SEQUENCE: tl.constexpr, HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -330,7 +329,7 @@ def _cuts_kernel(
         row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
         if BY_SEQUENCE:
             temperature, top_k, top_p, log_min_p = _settings(settings_ptr + row // N * settings_stride, V)
-            if temperature == 0:  # the largest logit alone
+            if temperature == 0:  # only the largest logit
                 top_k, top_p, log_min_p = V, tl.full([], 1.0, tl.float32), tl.full([], float("-inf"), tl.float32)
         scale = softmax_scale(tl.maximum(temperature, LEAST))
         largest, total = tl.full([LANES], LOWEST, tl.float32), tl.zeros([LANES], tl.float32)
@@ -359,9 +358,9 @@ def _cuts_kernel(
 
 
 def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
-    """The cuts of filters in rows of logits [B, N, V]: cuts of [B * N]; None if they keep everything.
+    """Return the cuts [B * N] of rows of logits [B, N, V]; None if the filters keep all tokens.
 
-    temperature > 0.
+    The temperature must be above 0.
     """
     vocab_size = logits.shape[-1]
     if not filters.drop(vocab_size):
@@ -374,10 +373,10 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
 
 
 def cuts_by_sequence(logits: Tensor, settings: Tensor) -> tuple[Cuts, Tensor]:
-    """The cuts of each sequence's own filters in its rows of logits [B, N, V]: cuts of [B * N].
+    """Find the cuts [B * N] of rows of logits [B, N, V], with each sequence's filters.
 
-    settings: fp64 [B, 4], temperature, top_k, top_p and min_p, as `sequence_scores` has them. Temperature 0 keeps the
-              largest logit alone, the first of equal ones. They are read when the kernel runs
+    settings: fp64 [B, 4], temperature, top_k, top_p and min_p, as in `sequence_scores`. Temperature 0 keeps only the
+              largest logit, the first of equal ones. They are read when the kernel runs
 
     Returns the cuts, and the rows' largest logits fp32 [B * N], NaN for a row with NaN or +inf.
     """
@@ -387,7 +386,7 @@ def cuts_by_sequence(logits: Tensor, settings: Tensor) -> tuple[Cuts, Tensor]:
 def _launched(
     logits: Tensor, settings: Tensor | None, temperature: float, top_k: int, top_p: float, log_min_p: float
 ) -> tuple[Cuts, Tensor]:
-    """The cuts and the largest logits of all rows; settings take the place of the four numbers."""
+    """Launch the kernel: cuts and largest logits of all rows; settings, if given, replace the four numbers."""
     batch, count, vocab_size = logits.shape
     logits, rows = logits if logits.stride(2) == 1 else logits.contiguous(), batch * count
     device, chunks = logits.device, triton.cdiv(vocab_size, CHUNK.value)
@@ -395,10 +394,10 @@ def _launched(
     largest = cuts.cut if settings is None else torch.empty_like(cuts.cut)
     if rows == 0:
         return cuts, largest
-    sizes = [rows * chunks * THRESHOLDS.value, rows * PASS.value, rows * 2 * chunks]  # each begins where a vector may
+    sizes = [rows * chunks * THRESHOLDS.value, rows * PASS.value, rows * 2 * chunks]  # each begins at a whole vector
     sums, passes, parts = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     by_k, by_p = settings is not None or top_k < vocab_size, settings is not None or top_p < 1
-    helping = min(4 * helpers(device), rows * chunks) if by_k or by_p else 0  # min-p's cut takes no pass
+    helping = min(4 * helpers(device), rows * chunks) if by_k or by_p else 0  # min-p's cut needs no pass
     with torch.cuda.device_of(logits):
         _cuts_kernel[(rows * chunks + helping,)](
             logits_ptr=logits, cut_ptr=cuts.cut, end_ptr=cuts.end, largest_ptr=largest, settings_ptr=settings,

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p: from logits to the log-probabilities that are sampled.
+"""Temperature, top-k, top-p and min-p: convert logits to the log-probabilities to sample from.
 
 Applied in Hugging Face's order, each to the renormalised result of the one before:
 
@@ -9,7 +9,7 @@ Applied in Hugging Face's order, each to the renormalised result of the one befo
 
 "Support" means a finite filtered logit, never probability > 0: a probability can underflow and still be drawn.
 
-On a GPU `filter_cuts` finds where the filters cut a row off; the reader of the row drops the tokens after the cut.
+On a GPU `filter_cuts` finds a threshold for each row; kernels that read the row drop tokens below it.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -29,7 +29,7 @@ LEAST_TEMPERATURE = 2.0**-126  # the smallest normal fp32 number, to which lower
 
 
 class Filters(NamedTuple):
-    """The settings that make a distribution of logits. `None` (or 0 for top_k) turns a filter off."""
+    """Temperature and filters, which make a distribution of logits. `None` (or 0 for top_k) turns a filter off."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -39,7 +39,7 @@ class Filters(NamedTuple):
     def override(
         self, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
     ) -> "Filters":
-        """These filters, with each argument that is not None in the place of its field."""
+        """Return these filters, with each field replaced by its argument unless that is None."""
         return Filters(
             self.temperature if temperature is None else temperature,
             self.top_k if top_k is None else top_k,
@@ -63,21 +63,21 @@ class Filters(NamedTuple):
         return self
 
     def drop(self, vocab_size: int) -> bool:
-        """True if top-k, top-p or min-p may drop any of `vocab_size` tokens."""
+        """Whether top-k, top-p or min-p may drop any of `vocab_size` tokens."""
         top_k = bool(self.top_k) and self.top_k < vocab_size
         return top_k or (self.top_p is not None and self.top_p < 1) or bool(self.min_p)
 
 
 def raised(temperature: float) -> float:
-    """The temperature that logits are divided by."""
+    """Return the temperature by which logits are divided: at least `LEAST_TEMPERATURE`."""
     return max(float(temperature), LEAST_TEMPERATURE)
 
 
 def scores(logits: np.ndarray, largest: np.ndarray, temperature: float) -> np.ndarray:
-    """(logits - largest) / temperature, fp32 [..., V]; finite where the logits are, however low the temperature.
+    """Return (logits - largest) / temperature, fp32 [..., V]; finite for finite logits, however low the temperature.
 
-    These numbers decide which tokens are drawn and filtered out. They have the same bits in every implementation. A
-    row without support, or with NaN or +inf in it, gives NaN.
+    These numbers decide which tokens are drawn and filtered out. They have the same bits in all implementations. A row
+    of only -inf, or with NaN or +inf in it, gives NaN.
     """
     scaled = logits - largest
     if temperature != 1:
@@ -88,9 +88,9 @@ def scores(logits: np.ndarray, largest: np.ndarray, temperature: float) -> np.nd
 
 
 def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
-    """`scores` of fp32 logits [..., V] with their largest [..., 1], -inf outside the support that the filters leave.
+    """Return `scores` of fp32 logits [..., V] with their largest [..., 1]; -inf for tokens that the filters drop.
 
-    temperature > 0.
+    The temperature must be above 0.
     """
     scaled = scores(logits, largest, filters.temperature)
     vocab_size = logits.shape[-1]
@@ -112,9 +112,9 @@ def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -
 
 
 def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
-    """Log-probabilities [..., V] in fp64 of the filtered distribution, -inf outside its support.
+    """Return log-probabilities fp64 [..., V] of the filtered distribution, -inf outside its support.
 
-    logits: [..., V] fp32, -inf for excluded tokens; temperature > 0. A row without support gives NaN.
+    logits: [..., V] fp32, -inf for excluded tokens; temperature > 0. A row of only -inf gives NaN.
     """
     largest = logits.amax(-1, keepdim=True)
     exact = (logits.double() - largest) / filters.temperature
@@ -129,11 +129,11 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LEAST = tl.constexpr(LEAST_TEMPERATURE)
 LOG2E = tl.constexpr(1 / math.log(2))
-HIDDEN_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a logit that are 0 in fp32
+HIDDEN_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits that are 0 after conversion to fp32
 
 
 def check_kernel_takes(**logits: Tensor | None) -> None:
-    """Raise ValueError for logits of a dtype that no kernel has."""
+    """Raise ValueError for logits of a dtype that the kernels do not support."""
     for name, value in logits.items():
         if value is not None and value.dtype not in HIDDEN_BITS:
             raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 {name}, got {value.dtype}; take impl 'torch'")
@@ -141,18 +141,18 @@ def check_kernel_takes(**logits: Tensor | None) -> None:
 
 @triton.jit
 def score(x, largest, temperature):
-    """`scores` in a kernel, equal to the last bit."""
+    """`scores` in a kernel, with the same bits."""
     scaled = tl.maximum(tl.div_rn(x - largest, temperature), LOWEST)
     return tl.where(x == float("-inf"), float("-inf"), scaled)
 
 
 @triton.jit
 def softmax_scale(temperature):
-    """The factor that makes (logit - largest) an argument of exp2; finite for the lowest temperature."""
+    """Return log2(e) / temperature, the factor of (logit - largest) in exp2; at most 1e20, so always finite."""
     return tl.minimum(LOG2E / temperature, 1e20)
 
 
 @triton.jit
 def sum_of_products(sums, weights):
-    """The same in all lanes. A product that was fused with the first addition would be rounded in one lane of two."""
+    """Return sum(sums * weights), the same in all lanes: tl.where keeps products from being fused with additions."""
     return tl.sum(tl.where(sums == 0.0, 0.0, sums * weights))

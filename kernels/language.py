@@ -1,7 +1,7 @@
-"""Triton and its language; or, where it is not installed, what stands for them, as on macOS and Windows.
+"""Triton and its language, or stand-ins for them where Triton is not installed, as on macOS and Windows.
 
-Modules of kernels can be imported without Triton, for their references and for C++. `choose_impl` says what is missing
-when a kernel is asked for.
+So modules with kernels can be imported without Triton, for their references and their C++ forms. `choose_impl` raises
+an error if a Triton kernel is requested that cannot run.
 """
 
 from importlib.util import find_spec
@@ -18,13 +18,13 @@ if TYPE_CHECKING or not MISSING:
 else:
 
     class Constant:
-        """A constant of kernels, whose value functions on the host read, too."""
+        """Stand-in for tl.constexpr: functions on the host read its value."""
 
         def __init__(self, value: Any) -> None:
             self.value = value
 
     class Absent:
-        """Every name of it is this again, and so is what its decorators make of a function."""
+        """Stand-in whose attributes, and whatever its calls and decorators return, are this object again."""
 
         constexpr = Constant
 
@@ -34,7 +34,7 @@ else:
             return self
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """Stand for what would be made of these."""
+            """Return this object, whatever is called or decorated."""
             return self
 
     triton = tl = knobs = CompiledKernel = driver = Absent()

@@ -1,4 +1,4 @@
-"""Drafted trees: the input of a verification and its result, which it and a commit hand to each other."""
+"""Drafted trees, and the input and result of a verification; with checks of their shapes and values."""
 
 from typing import NamedTuple
 
@@ -24,22 +24,22 @@ class Nodes(NamedTuple):
     ranks: Tensor | None
 
     def per_sequence(self) -> "Nodes":
-        """The same with parents and ranks [B, N]."""
+        """Return the same nodes with parents and ranks expanded to [B, N]."""
         ranks = None if self.ranks is None else self.ranks.expand_as(self.tokens)
         return Nodes(self.tokens, self.parents.expand_as(self.tokens), ranks)
 
 
 class VerifyInputs(NamedTuple):
-    """Drafted trees and all that decides about them.
+    """The inputs of a verification.
 
-    target_logits:  [B, N, V], the target's after each node
-    draft_logits:   [B, N, V], those that each node's children were drawn from. None for a method that does not ask for
-                    them, and for trees of a root alone
+    target_logits:  [B, N, V], the target's logits after each node
+    draft_logits:   [B, N, V], the logits from which each node's children were drawn. None for a method that does not
+                    need them, and for trees of only a root
     method:         of `verify_tree`
-    replacement:    whether siblings are independent draws; the names of some methods say so
+    replacement:    whether siblings are independent draws; some methods imply it
     max_depth:      edges of the deepest path considered
-    target_filters, draft_filters: what turns both into distributions
-    noise:          its rows are [B, N]
+    target_filters, draft_filters: temperature and filters of both
+    noise:          with rows [B, N]
     """
 
     nodes: Nodes
@@ -54,7 +54,7 @@ class VerifyInputs(NamedTuple):
 
     @property
     def independent(self) -> bool:
-        """True if siblings are weighed as independent draws, so that those of equal token share their children."""
+        """Whether siblings count as independent draws, so that siblings of equal token share their children."""
         return self.replacement or self.method in ("with_replacement", "kseq")
 
 
@@ -63,8 +63,8 @@ class Verified(NamedTuple):
 
     path:       LongTensor[B, max_depth + 1]; node 0, then the accepted nodes from parent to child, then -1
     length:     LongTensor[B], number of accepted drafted nodes
-    next_token: LongTensor[B], the recovered or bonus token that follows them; -1 where the rows that decide have no
-                distribution (NaN, +inf, or nothing but -inf), which on a CPU raises
+    next_token: LongTensor[B], the recovered or bonus token that follows them; -1 if the rows that decide have no
+                distribution (NaN, +inf, or only -inf); on a CPU this raises instead
     """
 
     path: Tensor
@@ -73,22 +73,22 @@ class Verified(NamedTuple):
 
 
 class PlainTree(NamedTuple):
-    """One sequence's nodes on the host: their tokens, their parents, and all nodes by sibling index, then by index."""
+    """One sequence's nodes on the host: tokens and parents; and `order`, the nodes sorted by rank, then by index."""
 
     tokens: list[int]
     parents: list[int]
     order: list[int]
 
     def below(self, nodes: list[int]) -> list[int]:
-        """The children of some nodes, in draw order, without absent ones."""
+        """Return the children of some nodes, in draw order, without absent ones."""
         return [child for child in self.order if self.parents[child] in nodes and self.tokens[child] >= 0]
 
     def alike(self, siblings: list[int], token: int) -> list[int]:
-        """The siblings that carry a token."""
+        """Return the siblings with this token."""
         return [node for node in siblings if self.tokens[node] == token]
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root down to this one."""
+        """Return the nodes from the root down to this one."""
         path = [node]
         while path[0] > 0:
             path.insert(0, self.parents[path[0]])
@@ -96,21 +96,21 @@ class PlainTree(NamedTuple):
 
 
 def plain_trees(nodes: Nodes) -> list[PlainTree]:
-    """The trees of nodes [B, N]."""
+    """Copy the trees of nodes [B, N] to the host."""
     ranks = sibling_order(nodes.parents) if nodes.ranks is None else nodes.ranks
     fields = (nodes.tokens, nodes.parents, ranks.argsort(dim=1, stable=True))
     return [*map(PlainTree, *(field.tolist() for field in fields))]
 
 
 def as_verified(paths: list[list[int]], next_tokens: np.ndarray, given: VerifyInputs) -> Verified:
-    """`Verified` of each sequence's path from the root, and the token after it."""
+    """Make a `Verified` of each sequence's path from the root, and the token after it."""
     path = [[*nodes, *[-1] * (given.max_depth + 1 - len(nodes))] for nodes in paths]
     path, length = (torch.tensor(each, device=given.nodes.tokens.device) for each in (path, [*map(len, paths)]))
     return Verified(path, length - 1, torch.from_numpy(next_tokens).to(path.device))
 
 
 def per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
-    """The value as LongTensor[B, N]; ValueError unless it is one, or a LongTensor[N]."""
+    """Expand a LongTensor[N] or [B, N] to [B, N]; ValueError for any other."""
     if value.dtype != torch.long or value.shape not in ((nodes,), (batch, nodes)):
         raise ValueError(
             f"{name} must be a LongTensor [{nodes}] or [{batch}, {nodes}], got {value.dtype} {[*value.shape]}"
@@ -119,7 +119,7 @@ def per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
 
 
 def check_trees(tokens: Tensor, parents: Tensor, target_logits: Tensor, rows: Tensor | None) -> Tensor:
-    """The parents [B, N]; ValueError for shapes, dtypes or devices that do not fit each other."""
+    """Check trees and return the parents [B, N]; ValueError for shapes, dtypes or devices that do not fit."""
     if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be a LongTensor [B, N] with N >= 1, got {tokens.dtype} {[*tokens.shape]}")
     batch, nodes = tokens.shape
@@ -132,7 +132,7 @@ def check_trees(tokens: Tensor, parents: Tensor, target_logits: Tensor, rows: Te
 
 
 def check_devices(tokens: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError for a tensor that is on another device than tokens."""
+    """Raise ValueError if a tensor is on another device than `tokens`."""
     for name, value in others.items():
         if value is not None and value.device != tokens.device:
             raise ValueError(f"{name} must be on the device of tokens, {tokens.device}, got {value.device}")
@@ -150,7 +150,7 @@ def check_logits(name: str, logits: Tensor, batch: int, nodes: int) -> None:
 
 
 def check_draft_logits(draft_logits: Tensor, target_logits: Tensor) -> None:
-    """Raise ValueError unless they have the shape of the target's logits [B, N, V]."""
+    """Raise ValueError unless draft_logits have the shape of the target's logits [B, N, V]."""
     batch, nodes, _ = target_logits.shape
     check_logits("draft_logits", draft_logits, batch, nodes)
     if draft_logits.shape != target_logits.shape:
@@ -160,7 +160,7 @@ def check_draft_logits(draft_logits: Tensor, target_logits: Tensor) -> None:
 
 
 def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Tensor | None, vocab_size: int) -> None:
-    """Raise ValueError for nodes on a CPU, [B, N], that are no trees."""
+    """Raise ValueError unless nodes [B, N], on a CPU, are trees."""
     token, parent = tokens.numpy(), parents.numpy()
     if token.min(initial=0) < -1 or token.max(initial=0) >= vocab_size:
         raise ValueError(f"tokens must be in [-1, {vocab_size}), got {token.min()} .. {token.max()}")
@@ -177,7 +177,7 @@ def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Te
 
 
 def depth_of(parents: Tensor, max_depth: int | None) -> int:
-    """max_depth, or the edges on the longest path from the root; parents LongTensor[B, N]."""
+    """Return max_depth if given, else the trees' depth; parents LongTensor[B, N]. ValueError for a negative one."""
     if max_depth is not None:
         if max_depth < 0:
             raise ValueError(f"max_depth must be at least 0, got {max_depth}")
@@ -189,5 +189,5 @@ def depth_of(parents: Tensor, max_depth: int | None) -> int:
 
 
 def nothing_verified(tokens: Tensor, depth: int) -> Verified:
-    """The answer for a batch of none."""
+    """Return the result for an empty batch."""
     return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))

@@ -1,19 +1,19 @@
-"""Counter-based random numbers: the same (seed, stream, row, token) gives the same number anywhere.
+"""Counter-based random numbers: the same (seed, stream, row, token) gives the same number on every device.
 
 Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with
 
     key     = (seed low, seed high)
     counter = (token // 4, row low, row high, stream + 256 * draw)
 
-and token v takes word v % 4 of the result. No state exists, so results cannot depend on tile sizes, batch
-composition, launch order or on which implementation asks.
+and token v gets word v % 4 of the result. There is no state, so results cannot depend on tile sizes, batch
+composition, launch order or implementation.
 
 From 32 random bits:
 
     u = min((bits + 1/2) * 2**-32, 1 - 2**-24)     exponential E = -log1p(-u)     Gumbel G = -log E
 
-Small E and so large G, which win races, come from small u. Both logarithms are computed in fp64 and G is rounded to
-fp32 once, so that a CPU, a GPU and Triton's interpreter agree on every bit of it.
+Small u give small E and large G, which win races. Both logarithms are computed in fp64 and G is rounded to fp32 once,
+so that a CPU, a GPU and Triton's interpreter agree on all bits of G.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -36,14 +36,14 @@ Words = np.ndarray | int
 class Stream(IntEnum):
     """Uses of randomness that must be independent of each other under one seed and row."""
 
-    DRAFT = 0  # drawing children; an exponential race takes the target's token with the same noise
+    DRAFT = 0  # drawing children; in a race the target's token is drawn with the same noise
     ACCEPT = 1  # coins, one per child
     TARGET = 2  # recovered, bonus and target-sampled tokens
     FILL = 3  # order of the tokens outside the draft's support
 
 
 class Noise(NamedTuple):
-    """The names of random numbers: a seed, and a noise row for each distribution that is drawn from.
+    """A seed, and a noise row for each distribution to draw from. Together they determine the random numbers.
 
     seed: any integer, or a LongTensor [], which kernels read when they run
     rows: LongTensor >= 0, one for each row of logits; None means 0, 1, 2, ...
@@ -54,7 +54,7 @@ class Noise(NamedTuple):
 
 
 def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
-    """Ten rounds of Philox-4x32: words, uint32 [..., 4], of the low 32 bits of four counters that broadcast."""
+    """Return ten rounds of Philox-4x32, uint32 [..., 4], of the low 32 bits of four counters that broadcast."""
     c0, c1, c2, c3 = (np.asarray(counter).astype(np.uint64) & _MASK for counter in (c0, c1, c2, c3))
     low, high = seed & _MASK, seed >> 32 & _MASK
     for _ in range(10):
@@ -65,9 +65,9 @@ def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
 
 
 def noise_bits(seed: int, stream: Stream, noise_rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
-    """32 random bits for each noise row and each of `count` tokens; with `draws`, so many independent sets of them.
+    """Return 32 random bits for each noise row and each of `count` tokens; with `draws`, that many independent sets.
 
-    noise_rows: int64 [R], values >= 0. Returns uint32 [R, count] or [R, draws, count].
+    noise_rows: int64 [R], values >= 0. Returns uint32 [R, count], or [R, draws, count] if draws is given.
     """
     row = noise_rows[:, None, None]  # [R, draws, quads]
     draw = np.arange(draws or 1)[:, None]
@@ -77,25 +77,25 @@ def noise_bits(seed: int, stream: Stream, noise_rows: np.ndarray, count: int, dr
 
 
 def gumbel_noise(seed: int, stream: Stream, noise_rows: Tensor, count: int, draws: int | None = None) -> Tensor:
-    """Standard Gumbel variables, fp32, in the shape of `noise_bits`; noise_rows: LongTensor[R]."""
+    """Return standard Gumbel variables, fp32, shaped as `noise_bits`; noise_rows: LongTensor[R]."""
     return torch.from_numpy(gumbels(seed, stream, noise_rows.cpu().numpy(), count, draws)).to(noise_rows.device)
 
 
 def gumbels(seed: int, stream: Stream, noise_rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
-    """`gumbel_noise` of a NumPy array, in a NumPy array."""
+    """Return `gumbel_noise` for an int64 array of noise rows, as an array."""
     return gumbel(noise_bits(seed, stream, noise_rows, count, draws))
 
 
 def gumbel(words: np.ndarray) -> np.ndarray:
-    """The Gumbel variables, fp32, that random words of 32 bits become."""
+    """Convert random 32-bit words to Gumbel variables, fp32."""
     left = np.maximum((2.0**32 - 0.5 - words) * 2.0**-32, 2.0**-24)  # 1 - u, exactly
     return -np.log(-np.log(left)).astype(np.float32)
 
 
 def coins(seed: int, noise_rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """A uniform number in [0, 1), on a grid of 2**-24, for each child: by its sibling index and its parent's noise row.
+    """Return each child's coin: uniform in [0, 1), on a grid of 2**-24, by its parent's noise row and its rank.
 
-    noise_rows, ranks: int64 arrays of one shape. Returns fp64 of that shape. A child is accepted with a strict `<`.
+    noise_rows, ranks: int64 arrays of one shape. Returns fp64 of that shape. A child is accepted if coin < chance.
     """
     words = philox(seed, ranks // 4, noise_rows, noise_rows >> 32, int(Stream.ACCEPT)).reshape(-1, 4)
     word = words[np.arange(ranks.size), ranks.ravel() % 4]
@@ -113,7 +113,7 @@ def check_seed(seed: int | Tensor, device: torch.device) -> None:
 
 
 def seed_arguments(seed: int | Tensor) -> dict[str, Tensor | int | None]:
-    """A kernel's three arguments for a seed: its address, or the two halves of its value as signed 32-bit integers."""
+    """Return a kernel's arguments for a seed: a pointer, or the two halves of the value as signed 32-bit integers."""
     if isinstance(seed, Tensor):
         return {"seed_ptr": seed, "seed_low": 0, "seed_high": 0}
     low, high = seed & _MASK, (seed >> 32) & _MASK
@@ -122,7 +122,7 @@ def seed_arguments(seed: int | Tensor) -> dict[str, Tensor | int | None]:
 
 @triton.jit
 def seed_words(seed_ptr, seed_low, seed_high):
-    """The two halves of a seed as int32, from the three arguments that `seed_arguments` makes."""
+    """Return the two halves of a seed as int32, from the three arguments of `seed_arguments`."""
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
         seed_low, seed_high = seed.to(tl.int32), (seed >> 32).to(tl.int32)
@@ -131,7 +131,7 @@ def seed_words(seed_ptr, seed_low, seed_high):
 
 @triton.jit
 def philox_words(seed_low, seed_high, c0, c1, c2, c3):
-    """`philox` in a kernel: four tensors of words, from uint32 counters and the seed's halves as int32."""
+    """`philox` in a kernel: return four tensors of words, from uint32 counters and the seed's halves as int32."""
     k0, k1 = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(10):
         even, odd = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
@@ -145,19 +145,19 @@ def philox_words(seed_low, seed_high, c0, c1, c2, c3):
 
 @triton.jit
 def gumbel_of(bits):
-    """`gumbel` in a kernel, of uint32 words."""
+    """`gumbel` in a kernel, for uint32 words."""
     uniform = tl.minimum((bits.to(tl.float64) + 0.5) * (2.0**-32), 1 - 2.0**-24)
     return (-tl.log(-tl.log(1 - uniform))).to(tl.float32)
 
 
 @triton.jit
 def octet_bits(seed_low, seed_high, octet, row, stream):
-    """The words [A, 8] of tokens 8 * octet + 0 .. 7, for octets [A], one noise row and one stream."""
+    """Return the words [A, 8] of tokens 8 * octet + 0 .. 7, for octets [A], one noise row and one stream."""
     low, high = row.to(tl.uint32), (row >> 32).to(tl.uint32)
     even, stream = (2 * octet).to(tl.uint32), stream.to(tl.uint32)
     a0, a1, a2, a3 = philox_words(seed_low, seed_high, even, low, high, stream)
     b0, b1, b2, b3 = philox_words(seed_low, seed_high, even + 1, low, high, stream)
-    # Each join adds an axis of size 2, a bit of a token's place in its octet: the innermost join the highest bit.
+    # Each join adds an axis of size 2, one bit of a token's index in its octet; the innermost join is the highest bit.
     first = tl.join(tl.join(a0, b0), tl.join(a2, b2))
     second = tl.join(tl.join(a1, b1), tl.join(a3, b3))
     return tl.reshape(tl.join(first, second), [octet.shape[0], 8])
@@ -165,10 +165,10 @@ def octet_bits(seed_low, seed_high, octet, row, stream):
 
 @triton.jit
 def log2_below(bits, INTERPRETED: tl.constexpr):
-    """A lower bound of log2(u), off by at most 2^-23 in u, or -inf; it takes three instructions.
+    """Return a lower bound of log2(u), off by at most 2^-23 in u, or -inf; it takes three instructions.
 
-    G is at most -log(u), so this times -log(2) is an upper bound of G, which tells tokens that cannot win without their
-    exact logarithms (see `sampling_kernel`).
+    G is at most -log(u), so this times -log(2) is an upper bound of G. It shows which tokens cannot win, without exact
+    logarithms (see `sampling_kernel`).
     """
     below = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     if INTERPRETED:  # the interpreter has no assembly, and warns of log2(0)

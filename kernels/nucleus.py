@@ -1,18 +1,18 @@
-"""Draw tokens under top-p without looking for its cut, where the tokens that would be drawn decide.
+"""Draw tokens under top-p, usually without finding its cut: only the candidates for the draw are classified.
 
-`filter_cuts` needs three or four passes over a row to find where top-p cuts it off. A draw seldom has to know. Its
-candidates, the tokens with the best keys of the whole row, are found first, twice as many as are drawn, as
-`sampling_kernel` finds them without filters. Then a pass sums the weights of tokens:
+`filter_cuts` needs three or four passes over a row to find top-p's cut. A draw seldom needs the cut. First the
+candidates are found, the tokens with the best keys of the whole row, twice as many as are drawn, as `sampling_kernel`
+finds them without filters. Then a pass sums the weights of tokens:
 
     M(x) = sum over all tokens with a logit of at least x;   the cut is the largest x with M(x) >= p M(-inf)
 
-Its thresholds are the candidates' own logits. Let c be the largest of them with M(c) >= p M(-inf), and b the one above
-it. Candidates above c are kept, those below c are dropped. c itself is the cut, and kept, if M(c) - M(b) is the weight
-of one token: then no other one is at c or between. The first K candidates that are kept are the draw. Where fewer are
-kept, there are no others to draw if the weights of the kept ones sum to M(c).
+The thresholds x of this pass are the candidates' logits. Let c be the largest of them with M(c) >= p M(-inf), and b the
+next larger one. Candidates above c are kept, those below c are dropped. c itself is the cut, and kept, if M(c) - M(b)
+is the weight of one token: then no other token is at c or between. The first K kept candidates are the draw. If fewer
+are kept, there are no other tokens to draw if the weights of the kept ones sum to M(c).
 
-Where that does not decide, the search goes on until it does or the cut is found, by which the draw is then made again.
-M has the same bits as in `filter_cuts`, so tokens are always those that are drawn with its cut.
+If this does not decide, the search continues until it does or the cut is found. Then the draw is made again with this
+cut. M has the same bits as in `filter_cuts`, so the tokens are always those that are drawn with its cut.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -49,9 +49,9 @@ from heavypath.kernels.sampling_kernel import (
 from heavypath.kernels.sharing import counters, helpers, leave
 from heavypath.kernels.tickets import is_last, tickets
 
-# Tokens of a draw: more candidates do not fit in registers, nor do tiles of rows that are read number by number.
+# Tokens of a draw: more candidates do not fit in registers, nor do tiles of rows that are read without vector loads.
 MOST = 16
-ALIGNED = 16  # so many logits begin where a vector may
+ALIGNED = 16  # rows must be a multiple of this many logits apart, for vector loads
 _NO_KEY = tl.constexpr(-(2**62))
 
 
@@ -64,8 +64,8 @@ def _search(
 
     best: the candidates, packed, largest first
 
-    Returns the draw, packed as they are; whether it is decided; the key of the cut, if the draw is not decided or has
-    fewer than K tokens; and how many tokens at the cut are kept; 0: all.
+    Returns the draw, packed in the same way; whether it is decided; the key of the cut, if the draw is not decided or
+    has fewer than K tokens; and how many tokens at the cut are kept, 0 for all.
     """
     place, threshold = tl.arange(0, PLACES), tl.arange(0, THRESHOLDS)
     there = best > NEVER
@@ -78,7 +78,7 @@ def _search(
     enough = tl.full([], 0.0, tl.float32)
     drawn, decided, first = best, low > high, low < high
     while first | ((high - low > 1) & (decided == 0)):
-        # The least threshold is the window's, and the others are candidates within it, evenly by their order.
+        # The least threshold is the window's lower end. The others are candidates in the window, evenly spaced by rank.
         inside = tl.where((key > low) & (key < high), key, _NO_KEY)
         earlier = inside[None, :] > inside[:, None]
         earlier |= (inside[None, :] == inside[:, None]) & (place[None, :] < place[:, None])
@@ -99,7 +99,7 @@ def _search(
         low = tl.maximum(low, tl.max(tl.where(is_enough, keys, low)))
         high = tl.minimum(high, tl.min(tl.where(is_enough, high, keys)))
 
-        # If one token is at the key `low`, and none between it and `high`: a second one would weigh as much, or more.
+        # Whether one token is at the key `low`, and none between it and `high`: a second would weigh the same or more.
         at_low = tl.max(tl.where(key == low, weight, 0.0))
         is_cut = (reached - above < 1.5 * at_low) & (at_low > 1e-4 * reached)
         kept = there & (key >= tl.where(is_cut, low, high))
@@ -124,7 +124,7 @@ def _nucleus_kernel(
     parts_ptr,
     passes_ptr,  # of `filter_cuts`, as sums_ptr
     sums_ptr,
-    tickets_ptr,  # [R], and behind them the counters of `sharing`
+    tickets_ptr,  # [R], followed by the counters of `sharing`
     V, row_stride, K, seed_ptr, seed_low, seed_high, temperature, top_p, helping,
     STREAM: tl.constexpr,
     HAS_ROWS: tl.constexpr,
@@ -133,7 +133,7 @@ def _nucleus_kernel(
     CHUNKS: tl.constexpr,
     PASS_CHUNKS: tl.constexpr,
     PLACES: tl.constexpr,  # candidates
-    OPENED: tl.constexpr,  # groups that are opened at a time
+    OPENED: tl.constexpr,  # groups that are opened in one iteration
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.num_programs(0) - helping) // CHUNKS
@@ -160,7 +160,7 @@ def _nucleus_kernel(
         largest, total = sum_of_parts(parts_ptr, row, scale, CHUNKS)
         best = tl.full([PLACES], NEVER, tl.int64)
         turn = tl.full([], 0, tl.int32)
-        while turn < 2:  # with all tokens, and where that decides nothing with those that the cut leaves
+        while turn < 2:  # turn 0 with all tokens; turn 1, if that does not decide, with the tokens that the cut keeps
             best = open_groups(
                 row_ptr, noise_row, stream, row, bounds_ptr, largest, total, V, tl.where(turn == 0, PLACES, K),
                 seed_low, seed_high, temperature, cut, end, True, True, CHUNKS, PLACES, OPENED,
@@ -185,7 +185,7 @@ def _nucleus_kernel(
 def launch_tokens(
     logits: Tensor, k: int, filters: Filters, *, noise: Noise, stream: Stream, uniform_fill: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw as `launch_topk`, for who takes the tokens alone: keys and log-probabilities may be those before top-p."""
+    """Draw tokens as `launch_topk`; keys and log-probabilities may be those before top-p, so use only the tokens."""
     (count, vocab_size), device = logits.shape, logits.device
     by_p_alone = Filters(top_p=filters.top_p).drop(vocab_size) and not filters._replace(top_p=None).drop(vocab_size)
     aligned = vocab_size % ALIGNED == 0 and logits.stride() == (logits.stride(0) // ALIGNED * ALIGNED, 1)

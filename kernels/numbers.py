@@ -1,4 +1,4 @@
-"""Numbers that users give: of Python, of NumPy, or in a tensor of one element. True and False are none."""
+"""Checks of numbers that users give: of Python, of NumPy, or in a tensor of one element. Booleans are refused."""
 
 from numbers import Integral, Real
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def real(name: str, value: object) -> float | int:
-    """The number as Python has it; TypeError, which calls it by its name, for anything else."""
+    """Return the value as a Python int or float; TypeError, with the argument's name, if it is not a real number."""
     plain = _plain(value)
     if isinstance(plain, bool) or not isinstance(plain, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
@@ -15,7 +15,7 @@ def real(name: str, value: object) -> float | int:
 
 
 def whole(name: str, value: object) -> int:
-    """The integer as Python has it; TypeError, which calls it by its name, for anything else."""
+    """Return the value as a Python int; TypeError, with the argument's name, if it is not an integer."""
     plain = _plain(value)
     if isinstance(plain, bool) or not isinstance(plain, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -25,5 +25,5 @@ def whole(name: str, value: object) -> int:
 def _plain(value: Any) -> object:
     if isinstance(value, np.generic | np.ndarray) and value.size == 1:
         return value.item()
-    numel = getattr(value, "numel", None)  # of a tensor, for which nobody has to import torch here
+    numel = getattr(value, "numel", None)  # a tensor, recognised without importing torch
     return value.item() if callable(numel) and numel() == 1 else value

@@ -1,14 +1,14 @@
-"""Number the nodes of trees in heavy-path order: preorder, the child with the largest subtree first.
+"""Number the nodes of trees in heavy-path order: preorder, with the child of the largest subtree first.
 
-Then every subtree is an interval of node numbers, as `tree_attention` needs it, and the mask occupies few blocks.
+Then every subtree is an interval of node numbers, as `tree_attention` requires, and the mask occupies few blocks.
 
     above_k[v]   the ancestor 2^k edges above v, if there is one:    above_{k+1}[v] = above_k[above_k[v]]
     size[v]      v and the nodes below it:    size_0 = 1,  size_{k+1}[v] = size_k[v] + sum_{u: above_k[u] = v} size_k[u]
-    offset[v]    1 + the sizes of the siblings visited before v: larger ones, and of equal ones those of lower sibling
-    index position[v]  the sum of the offsets from v up to the root, less 1, found by doubling over above_k again
+    offset[v]    1 + the sizes of the siblings visited before v: larger ones, and of equal ones those of lower rank
+    position[v]  the sum of the offsets from v up to the root, minus 1, again found by doubling over above_k
 
-Sorting all nodes by (parent, -size, rank) puts siblings side by side in the order of the visit, so that one running sum
-of sizes gives every offset. This is for trees that are drafted on a GPU; `TokenTree.reordered` does the same on the
+Sorting all nodes by (parent, -size, rank) makes siblings contiguous in the order of the visit, so that one running sum
+of sizes gives all offsets. This is for trees that are drafted on a GPU; `TokenTree.reordered` does the same on the
 host.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 
-MAX_NODES = 2048  # of the kernel: parent, size, rank and node have 11 bits each in a sorting key
+MAX_NODES = 2048  # limit of the kernel: parent, size, rank and node have 11 bits each in a sorting key
 _FIELD = tl.constexpr(MAX_NODES)
 
 
@@ -33,8 +33,8 @@ class Ordering(NamedTuple):
 
     permutation: permutation[new] = old
     parents:     in new numbers; -1 for the root and for absent nodes
-    ranks:       a node's index among its siblings in draw order, which no order changes; 0 for root and absent nodes
-    subtree_end: the subtree of j is the nodes j .. subtree_end[j] - 1; that of an absent node is itself alone
+    ranks:       each node's index among its siblings in draw order, as before; 0 for root and absent nodes
+    subtree_end: the subtree of j is the nodes j .. subtree_end[j] - 1; for an absent node only itself
     """
 
     permutation: Tensor
@@ -45,14 +45,14 @@ class Ordering(NamedTuple):
 
 @operator
 def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str = "auto") -> Ordering:
-    """Number the nodes of each tree in preorder, siblings by falling subtree size, then by sibling index.
+    """Number the nodes of each tree in preorder, siblings by falling subtree size, then by rank.
 
-    parents: LongTensor[N] or [B, N], parents[0] = -1 and parents[i] < i. -1 elsewhere marks an absent node, which has
+    parents: LongTensor[N] or [B, N], parents[0] = -1 and parents[i] < i. Any other -1 marks an absent node, which has
              no children; absent nodes come last, in index order.
     ranks:   LongTensor shaped as parents, different among siblings and in [0, N); default: 0, 1, 2, ... in index order
     impl:    see `implementation`; "triton" is one launch without host synchronisation, for at most 2,048 nodes
 
-    Raises ValueError for shapes, dtypes or options that do not fit and, on the CPU, for values that are no trees. On a
+    Raises ValueError for shapes, dtypes or options that do not fit and, on the CPU, for values that are not trees. On a
     GPU a node whose parent does not come before it counts as absent.
     """
     if parents.dtype != torch.long or parents.dim() not in (1, 2) or parents.shape[-1] == 0:
@@ -89,7 +89,7 @@ def _check_values(parents: Tensor, ranks: Tensor | None) -> None:
 
 
 def sibling_order(parents: Tensor) -> Tensor:
-    """Each node's place among its siblings in index order; LongTensor[B, N] to LongTensor[B, N]."""
+    """Return each node's rank if siblings are in index order: LongTensor[B, N] from parents LongTensor[B, N]."""
     families, order = parents.sort(dim=-1, stable=True)
     place = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     begins = families.diff(dim=-1, prepend=families[:, :1] - 1) != 0
@@ -97,7 +97,7 @@ def sibling_order(parents: Tensor) -> Tensor:
 
 
 def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:
-    """Visit one tree [N] after the other."""
+    """Order one tree after the other on the host."""
     before = torch.arange(parents.shape[1], device=parents.device)
     parents = parents.where((parents >= 0) & (parents < before), -1)
     ranks = sibling_order(parents) if ranks is None else ranks.clamp(0, parents.shape[1] - 1)
@@ -106,7 +106,7 @@ def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:
 
 
 def _visited(parent: list[int], rank: list[int]) -> tuple[list[int], ...]:
-    """The fields of one tree's `Ordering`."""
+    """Visit one tree; return the fields of its `Ordering`."""
     nodes = range(len(parent))
     size, children = [1] * len(parent), [[] for _ in nodes]
     for node in reversed(nodes):
@@ -124,7 +124,7 @@ def _visited(parent: list[int], rank: list[int]) -> tuple[list[int], ...]:
 
 @triton.jit
 def _at(values, index, otherwise):
-    """values[index], and `otherwise` where the index is -1."""
+    """Return values[index], and `otherwise` where the index is -1."""
     return tl.where(index >= 0, tl.gather(values, tl.maximum(index, 0), 0), otherwise)
 
 
@@ -135,14 +135,14 @@ def _larger(a, b):
 
 @triton.jit
 def _within_family(values, family, index):
-    """Each of the rising `values`, less the value at which its family begins."""
+    """Return each of the rising `values` minus the value at which its family begins."""
     begins = family != _at(family, index - 1, -1)
     return values - tl.associative_scan(tl.where(begins, values, 0), 0, _larger)
 
 
 @triton.jit
 def _scattered(values, place, scratch_ptr, index, N):
-    """The array that has values[i] at place[i]; it goes through memory that no other program uses."""
+    """Return an array with values[i] at place[i], by way of scratch memory that no other program uses."""
     tl.debug_barrier()
     tl.store(scratch_ptr + place, values, mask=place < N)
     tl.debug_barrier()
@@ -157,7 +157,7 @@ def _heavy_path_kernel(
     new_parents_ptr, new_ranks_ptr, end_ptr, N,
     HAS_RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tree. Its threads exchange values through memory, with barriers in between."""
+    """Each program does one tree. Its threads exchange values through memory, with barriers in between."""
     row = tl.program_id(0).to(tl.int64) * N
     permutation_ptr += row
     end_ptr += row
@@ -176,7 +176,7 @@ def _heavy_path_kernel(
         rank = _scattered(rank, siblings % _FIELD, permutation_ptr, index, N)
     rank = tl.where(drafted, rank, 0)
 
-    # Sizes are summed up in end_ptr, where every thread adds to the nodes of other threads.
+    # Sizes are summed in end_ptr, because each thread adds to nodes of other threads.
     tl.store(end_ptr + index, tl.full([BLOCK], 1, tl.int64), mask=exists)
     above = parent
     while tl.max(above) >= 0:
@@ -210,14 +210,14 @@ def _heavy_path_kernel(
 
 
 def launch_order(parents: Tensor, ranks: Tensor | None) -> Ordering:
-    """`heavy_path_order` of trees [B, N] by the kernel, without checks."""
+    """Compute `heavy_path_order` of trees [B, N] by the kernel, without checks."""
     batch, nodes = parents.shape
     order = Ordering(*(torch.empty(batch, nodes, dtype=torch.long, device=parents.device) for _ in range(4)))
     if batch == 0:
         return order
     ranks = None if ranks is None else ranks.contiguous()
     block = max(32, triton.next_power_of_2(nodes))
-    warps = max(1, min(block // 128, 16 if ranks is not None else 8))  # with 16, finding ranks by a sort spills
+    warps = max(1, min(block // 128, 16 if ranks is not None else 8))  # with 16 the sort that finds ranks would spill
     with torch.cuda.device_of(parents):
         _heavy_path_kernel[(batch,)](
             parents_ptr=parents.contiguous(), ranks_ptr=ranks, permutation_ptr=order.permutation,

@@ -1,14 +1,14 @@
 """The Triton kernel of `gumbel_topk`, whose formula and reference are in `sampling`, and its launcher.
 
-The kernel reads the logits once and computes exact logarithms for a few tokens only. With u <= -log(1 - u) = E,
+The kernel reads the logits once and computes exact logarithms only for a few tokens. With u <= -log(1 - u) = E,
 
     logit / T - log(u)  >=  logit / T + G,      G = -log E,
 
-is an upper bound of a token's key, and a tight one where it matters: for small u, which make large keys. A row is cut
-into chunks, a program for each, which keep the largest bound of each group of tokens and the chunk's part of the
-softmax. The last of a row's programs to finish opens groups in the order of their bounds, and computes the exact keys
-of their tokens. It stops when no bound is above the k-th best key. So the result is the reference's, for any cut of the
-row into chunks and groups.
+is an upper bound of a token's key. It is tight for small u, which make large keys. A row is split into chunks, with a
+program for each, which stores the largest bound of each group of tokens and the chunk's part of the softmax. The last
+of a row's programs to finish opens groups in the order of their bounds, and computes the exact keys of their tokens. It
+stops when no bound is above the k-th best key. So the result is the reference's, for any split of the row into chunks
+and groups.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -23,24 +23,24 @@ from heavypath.kernels.language import tl, triton
 from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
 from heavypath.kernels.tickets import is_last, tickets
 
-LANES = tl.constexpr(128)  # threads of a program; each holds eight neighbouring tokens of a tile
+LANES = tl.constexpr(128)  # threads of a program; each holds eight adjacent tokens of a tile
 TILES = tl.constexpr(8)  # tiles in a program's chunk
 CHUNK = tl.constexpr(8 * 128 * 8)  # tokens
-NEVER = tl.constexpr(-(2**63))  # less than every packed key
+NEVER = tl.constexpr(-(2**63))  # less than any packed key
 _LATEST = tl.constexpr(2**63 - 1)
 _FILL = tl.constexpr(int(Stream.FILL))
 
 
 @triton.jit
 def pack(key, token):
-    """int64 that orders tokens by falling fp32 key, then by index."""
+    """Pack key and token in an int64 whose order is that of fp32 keys; of equal keys the lower token is larger."""
     bits = (key + 0.0).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @triton.jit
 def unpack(packed):
-    """The keys and tokens that `pack` has packed."""
+    """Return the keys and tokens of `pack`."""
     bits = (packed >> 32).to(tl.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return key, 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
@@ -48,7 +48,7 @@ def unpack(packed):
 
 @triton.jit
 def _merge(top, packed, K, PLACES: tl.constexpr):
-    """The K largest of the packed keys in both tensors, largest first."""
+    """Return the K largest of the packed keys in both tensors, largest first."""
     place = tl.arange(0, PLACES)
     merged = tl.full([PLACES], NEVER, tl.int64)
     for i in range(K):
@@ -64,7 +64,7 @@ def scan_chunk(
     row_ptr, noise_row, stream, draw, chunk, bounds_ptr, parts_ptr, V, seed_low, seed_high, scale, cut, end_of_ties,
     NOISY: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store the largest bound of each group of a chunk, its largest logit and its sum of exponentials."""
+    """Store the largest bound of each group of a chunk, and the chunk's largest logit and sum of exponentials."""
     lane = tl.arange(0, LANES)
     largest = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -78,7 +78,7 @@ def scan_chunk(
         token += LANES * 8
         ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
         wanted = True
-        if FILTERED:  # few tiles have a token that is kept, and noise costs more than all else
+        if FILTERED:  # few tiles have a token that is kept, and the noise costs more than the rest
             x = filtered(x, here, cut, end_of_ties)
             wanted = (tl.max(x) > float("-inf")) | (cut != cut)
         if wanted:
@@ -103,7 +103,7 @@ def scan_chunk(
 
 @triton.jit
 def sum_of_parts(parts_ptr, draw, scale, CHUNKS: tl.constexpr):
-    """A row's largest logit, and its sum of exponentials relative to that: NaN in a row with NaN or +inf."""
+    """Return a row's largest logit, and its sum of exponentials relative to it: NaN for a row with NaN or +inf."""
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
     part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
     parts = tl.load(part_ptr, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
@@ -118,9 +118,9 @@ def open_groups(
     end_of_ties, NOISY: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr,
     OPENED: tl.constexpr,
 ):  # fmt: skip
-    """The K best keys of a row whose parts and bounds all programs have stored, packed, largest first."""
+    """Return the K best keys of a row, packed, largest first, after all programs have stored parts and bounds."""
     scale = softmax_scale(temperature)
-    # Bounds relative to the largest logit, with room for the rounding of whatever was multiplied by the scale.
+    # Make bounds relative to the largest logit, and raise them a little for the rounding of products with the scale.
     group = tl.arange(0, triton.next_power_of_2(CHUNKS * LANES))
     first = (group // LANES) * CHUNK + (group % LANES) * 8
     group_ptr = draw.to(tl.int64) * CHUNKS * LANES + group
@@ -171,7 +171,7 @@ def store_draws(
     """Store the first K of the best keys as tokens, keys and log-probabilities."""
     place = tl.arange(0, PLACES)
     undefined = tl.where(total == total, float("-inf"), float("nan"))
-    normalizer = tl.log(tl.where(total > 0, total, 1.0))  # 0 for a row of -inf alone, or with NaN or +inf
+    normalizer = tl.log(tl.where(total > 0, total, 1.0))  # 0 for a row of only -inf, or with NaN or +inf
     drawn = best > NEVER
     key, token = unpack(best)
     x = tl.load(row_ptr + token, mask=drawn, other=0.0).to(tl.float32)
@@ -215,7 +215,7 @@ def _gumbel_topk_kernel(
     DRAWS: tl.constexpr,  # independent draws from each row, of K tokens each
     NOISY: tl.constexpr, FILTERED: tl.constexpr, FILL: tl.constexpr, CHUNKS: tl.constexpr,
     PLACES: tl.constexpr,  # K, rounded up to a power of two
-    OPENED: tl.constexpr,  # groups that are opened at a time
+    OPENED: tl.constexpr,  # groups that are opened in one iteration
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) % CHUNKS
@@ -248,7 +248,7 @@ def _gumbel_topk_kernel(
 
 @triton.jit
 def _filler(row_ptr, noise_row, V, count, seed_low, seed_high, cut, end_of_ties, PLACES: tl.constexpr):
-    """The `count` tokens outside the support with the smallest words of noise: words << 31 | tokens, in any order."""
+    """Return the `count` tokens outside the support with the smallest noise words: words << 31 | tokens, unsorted."""
     place = tl.arange(0, PLACES)
     filler = tl.where(place < count, tl.full([PLACES], _LATEST, tl.int64) - 1 - place, -1)
     for start in range(0, V, LANES * 8):

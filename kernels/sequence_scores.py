@@ -1,13 +1,13 @@
-"""Sequences that are sampled each in its own way: their logits become scores that are all drawn from alike.
+"""Sampling settings per sequence: convert logits to scores from which all sequences are drawn in the same way.
 
-With T, top-k, top-p and min-p of its own for each sequence of a batch, and x the logits after one of its nodes,
+Let each sequence of a batch have its temperature T, top-k, top-p and min-p, and x be the logits after one of its nodes:
 
     T > 0    score(v) = (x(v) - max x) / T, -inf outside the support that the filters leave (see `filtering`)
     T = 0    score(v) = 0 for the largest logit, the first of equal ones, and -inf for all others
 
-Drawing from the scores at temperature 1 without filters is drawing from the logits with these settings. It is the same
-to the last bit of every score: their largest is 0, so subtracting it and dividing by 1 changes nothing. At T = 0 one
-token has all of the probability, whatever the noise.
+Drawing from the scores at temperature 1 without filters is the same as drawing from the logits with these settings, to
+the last bit: the largest score is 0, so subtracting it and dividing by 1 changes nothing. At T = 0 one token has all of
+the probability, whatever the noise.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -25,13 +25,13 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def settings_of(filters: Filters) -> list[float]:
-    """A row of `settings`: temperature, top_k, top_p and min_p, with numbers that filter nothing for what is off."""
+    """Return a row of `settings`: temperature, top_k, top_p, min_p, with neutral numbers for filters that are off."""
     top_p = 1.0 if filters.top_p is None else float(filters.top_p)
     return [float(filters.temperature), float(filters.top_k or 0), top_p, float(filters.min_p or 0)]
 
 
 def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
-    """The scores fp32 [B, N, V] of logits [B, N, V] where all sequences are sampled alike; the host is not asked."""
+    """Return scores fp32 [B, N, V] of logits [B, N, V] with the same filters for all sequences, without host sync."""
     settings = [
         torch.full(logits.shape[:1], each, dtype=torch.float64, device=logits.device) for each in settings_of(filters)
     ]
@@ -40,13 +40,13 @@ def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
 
 @operator
 def sequence_scores(logits: Tensor, settings: Tensor, *, impl: str = "auto") -> Tensor:
-    """The scores fp32 [B, N, V] of logits [B, N, V].
+    """Return scores fp32 [B, N, V] of logits [B, N, V], with each sequence's settings.
 
-    settings: fp64 [B, 4], of each sequence temperature, top_k (0 for none), top_p (1 for none), min_p (0 for none), as
-              `settings_of` makes them. They are read when the kernel runs, so that a recorded step serves all
-    impl:     "auto", "native", "triton" or "torch", see `implementation`; the kernel takes rows contiguous in V
+    settings: fp64 [B, 4], for each sequence temperature, top_k (0 for none), top_p (1 for none), min_p (0 for none), as
+              from `settings_of`. They are read when the kernel runs, so that one recorded step serves all settings
+    impl:     "auto", "native", "triton" or "torch", see `implementation`
 
-    A row without support stays so, and one with NaN or +inf becomes NaN. Nothing is checked but the implementation.
+    A row of only -inf stays so, and a row with NaN or +inf becomes NaN. Only the implementation is checked.
     """
     impl = choose_impl("sequence_scores", impl, logits, native=True)
     if impl == "triton":
@@ -104,7 +104,7 @@ def _scores_kernel(
 
 
 def _on_gpu(logits: Tensor, settings: Tensor) -> Tensor:
-    """The scores by two launches: where each row is cut off, and what is left of it."""
+    """Compute the scores by two launches: the cuts of all rows, then the scores of the kept tokens."""
     batch, count, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)

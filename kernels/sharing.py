@@ -1,45 +1,45 @@
-"""A pass over a row that is shared by whatever programs of a launch are free.
+"""Work sharing inside one launch: free programs take part in passes over a row that another program leads.
 
-Some results take several passes over a row, each of which depends on the one before. One program, the row's leader,
-knows what is next. It publishes a pass, takes part in it as others do, and goes on when all chunks of the row are done:
+Some results need several passes over a row, each depending on the one before. One program, the row's leader, starts a
+pass, takes part in it like the others, and continues when all chunks of the row are done:
 
     leader  store what the pass needs; open_pass; work; wait_for_all; combine the chunks' results; ...; leave
     helper  while there is a row: row = find_open; work;                                          ...; leave
     work    chunk = take_chunk; while chunk >= 0: store the chunk's result, take_chunk; finish_chunks
 
-Helpers are the last programs of the grid: they start when no other program is left to start, and fill the processors
-that others have left. Each kernel writes `work` itself, one function for leaders and helpers.
+Helpers are the last programs of the grid: they start when no other program is left to start, and use the processors
+that others have freed. Each kernel defines `work`, one function for leaders and helpers.
 
-Rows whose leaders are not known beforehand, because they depend on other rows' results, count as rows that have left.
-When one is needed, call_leader opens a pass of one chunk. The program that takes this chunk leads the row. So every
-program of such a launch is a helper, and looks for rows until all have left.
+Rows whose leaders are not known in advance, because they depend on other rows' results, count as rows that have left.
+When such a row is needed, call_leader opens a pass of one chunk, and the program that takes this chunk leads the row.
+So every program of such a launch is a helper, and looks for rows until all have left.
 
-Nobody waits for a program that has not started. Chunks are taken one by one, and a leader takes chunks itself until
-none is left. So it only waits for chunks that others have taken. Those programs run already, and wait for nobody while
-they hold a chunk. A helper leaves when all leaders have left, or after LOOKS looks for work. So the order in which
-programs start does not matter, nor how many run at once, nor whether there are any helpers. In Triton's interpreter,
-which runs one program after the other, leaders do everything themselves.
+No program waits for one that has not started. Chunks are taken one by one, and a leader takes chunks until none is
+left. So it waits only for chunks that others have taken. Those programs are running, and wait for no program while they
+hold a chunk. A helper leaves when all leaders have left, or after LOOKS looks for work. So correctness does not depend
+on the order in which programs start, on how many run at the same time, or on helpers. In Triton's interpreter, which
+runs one program after the other, leaders do everything.
 
-Nor do the results depend on who computed them: each chunk's is stored at a place of its own, and the leader combines
-them in a fixed order.
+Results do not depend on which program computed them: each chunk's result has a fixed place in memory, and the leader
+combines them in a fixed order.
 
-Who sees what, and when:
+Memory order:
 
-    open_pass      release  what the leader stored before is there for everyone who takes a chunk of this pass
+    open_pass      release  the leader's earlier stores are visible to each program that takes a chunk of this pass
     take_chunk     acquire  so parameters are loaded after a chunk was taken. They change only when all chunks are done,
                             so one call of `work` serves one pass, even if its row was found open in an earlier pass
-    finish_chunks  release  results are there ...
-    wait_for_all   acquire  ... for the leader, which loads them past the first cache, with cache_modifier=".cg"
+    finish_chunks  release  results are visible ...
+    wait_for_all   acquire  ... to the leader, which loads them past the L1 cache, with cache_modifier=".cg"
 
-A scalar atomic is executed by one thread and its result is handed to the others at a barrier, so that all threads of a
-program go the same way. A scalar load is executed by every thread, and those could see different values. Therefore a
-leader polls by an atomic addition of zero. A helper looks at all rows at once by a volatile load of LOOK counters. No
-program has more threads than LOOK, so one thread loads each counter, and all threads get the same minimum.
+A scalar atomic is executed by one thread, and a barrier passes its result to the others, so that all threads of a
+program take the same branch. A scalar load is executed by every thread, and threads could see different values.
+Therefore a leader polls by an atomic addition of zero. A helper reads all rows' counters by a volatile load of LOOK
+counters. No program has more threads than LOOK, so one thread loads each counter, and all threads get the same minimum.
 
 The counters, int32, are zero before and after a launch (see `tickets`):
 
-    0                       the leaders and helpers that have left; the last one sets what is not zero to zero
-    1 .. rows               each row's chunks that nobody has taken; below 0 where several came for the last one
+    0                       leaders and helpers that have left; the last one resets all counters to zero
+    1 .. rows               each row's chunks that are not taken; below 0 if several programs came for the last one
     rows + 1 .. 2 rows      each row's chunks that are done in this pass
 """
 
@@ -49,52 +49,52 @@ import torch
 
 from heavypath.kernels.language import knobs, tl, triton
 
-LOOKS = tl.constexpr(24 if knobs.runtime.interpret else 4096)  # of one helper; 4096 take a few milliseconds
-LOOK = tl.constexpr(1024)  # counters that a helper loads at once: at least the threads of a program
-NOTHING = tl.constexpr(-1)  # no row has an open pass at present
+LOOKS = tl.constexpr(24 if knobs.runtime.interpret else 4096)  # of one helper; 4096 looks take a few milliseconds
+LOOK = tl.constexpr(1024)  # counters that a helper loads in one instruction: at least the threads of a program
+NOTHING = tl.constexpr(-1)  # no row has an open pass now
 OVER = tl.constexpr(-2)  # all leaders have left
 
 
 def counters(rows: int) -> int:
-    """The number of `tickets` that a launch with this many leaders takes."""
+    """Return how many `tickets` a launch with this many leaders needs."""
     return 2 * rows + 1
 
 
 def helpers(device: torch.device) -> int:
-    """The number of programs to add to a grid so that each multiprocessor has one; a few in the interpreter."""
+    """Return the number of helpers to add to a grid: one for each multiprocessor; 3 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @triton.jit
 def open_pass(counters_ptr, row, CHUNKS):
-    """Let everyone take the chunks of this row, whose last pass is done. Its leader calls this."""
+    """Open a pass: let programs take the row's chunks. Called by the row's leader, when its last pass is done."""
     tl.debug_barrier()
     tl.atomic_xchg(counters_ptr + 1 + row, CHUNKS, sem="release")
 
 
 @triton.jit
 def call_leader(counters_ptr, row):
-    """Let whoever takes the only chunk of this pass lead the row, which counted as one that has left."""
+    """Open a pass of one chunk; the program that takes it leads the row, which counted as one that has left."""
     tl.atomic_add(counters_ptr, -1, sem="relaxed")
     open_pass(counters_ptr, row, 1)
 
 
 @triton.jit
 def take_chunk(counters_ptr, row):
-    """The number of a chunk that nobody else has or will get in this pass; less than 0 if none is left."""
+    """Take a chunk: return its number, which no other program gets in this pass; less than 0 if none is left."""
     return tl.atomic_add(counters_ptr + 1 + row, -1, sem="acquire") - 1
 
 
 @triton.jit
 def finish_chunks(counters_ptr, rows, row, count):
-    """Say that the results of this many chunks, all that this program has taken, are stored."""
+    """Report that the results of `count` chunks, all that this program has taken, are stored."""
     tl.debug_barrier()
     tl.atomic_add(counters_ptr + 1 + rows + row, count, sem="release")
 
 
 @triton.jit
 def wait_for_all(counters_ptr, rows, row, CHUNKS):
-    """Return when the results of all chunks of this pass are stored. The row's leader calls this after its work."""
+    """Wait until the results of all chunks of this pass are stored. Called by the row's leader after its work."""
     done_ptr = counters_ptr + 1 + rows + row
     done = tl.atomic_add(done_ptr, 0, sem="acquire")
     while done < CHUNKS:
@@ -105,7 +105,7 @@ def wait_for_all(counters_ptr, rows, row, CHUNKS):
 
 @triton.jit
 def find_open(counters_ptr, rows, start):
-    """A row with chunks to take: the first one from row `start` on, in a circle. NOTHING if there is none; or OVER."""
+    """Return the first row with chunks to take, cyclically from `start`; NOTHING if there is none; OVER at the end."""
     tl.debug_barrier()
     nearest = tl.full([], 2**31 - 1, tl.int32)
     for base in range(0, rows + 1, LOOK):
@@ -122,7 +122,7 @@ def find_open(counters_ptr, rows, start):
 
 @triton.jit
 def leave(counters_ptr, rows, HELPERS):
-    """The last thing that each of the leaders, one for each row, and of the helpers does with the counters."""
+    """Count this program as one that has left. Leaders, one for each row, and helpers call it last."""
     tl.debug_barrier()
     if tl.atomic_add(counters_ptr, 1, sem="acq_rel") == rows + HELPERS - 1:
         tl.debug_barrier()

@@ -1,14 +1,14 @@
-"""Find out which of the programs that share some work finishes last: it goes on with the results of all others.
+"""Find the last program to finish among those that share some work; it continues with the results of all others.
 
-Each program stores its part and then draws a ticket, a count of the programs before it. The program that draws the
-highest ticket is the last one, and sets the counter back to zero. So a split reduction takes one launch, and no program
-ever waits for another.
+Each program stores its part and then draws a ticket, the number of programs before it. The program with the highest
+ticket is the last one, and resets the counter to zero. So a split reduction takes one launch, and no program ever waits
+for another.
 
-Counters live in one buffer for each GPU and stream, which is zeroed when it is made. The launches on one stream follow
-each other, whatever threads they are from, and each finds and leaves zeros. Counts that go on from one launch to the
-next have counters of their own (see `traversal_kernel`). A CUDA graph has its own counters, so that it may be replayed
-on any stream. The caller who captures it gives them by `counters_for`, since a buffer that is zero once stays so.
-Otherwise the graph sets some in its own memory to zero before each kernel, and so does an operator of PyTorch.
+There is one buffer of counters for each GPU and stream, zeroed when it is allocated. Launches on one stream run one
+after the other, from whatever threads, and each finds and leaves zeros. Counts that continue from one launch to the
+next need separate counters (see `traversal_kernel`). A CUDA graph has separate counters, too, so that it can be
+replayed on any stream: the caller who captures it passes them to `counters_for`, and they stay zero between replays.
+Otherwise the graph zeroes counters in its memory before each kernel, and so does an operator of PyTorch.
 """
 
 # pyright: reportCallIssue=false
@@ -28,15 +28,15 @@ _given = threading.local()
 
 
 def new_counters(device: torch.device | str) -> Tensor:
-    """Counters for `counters_for`: enough for most kernels, in 64 KiB."""
+    """Allocate zeroed counters for `counters_for`: 64 KiB, enough for most kernels."""
     return torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
 
 @contextmanager
 def counters_for(counters: Tensor | tuple[()]) -> Iterator[None]:
-    """Give int32 counters, which are zero, to the launches that this thread captures in the block, on one stream.
+    """Use these int32 counters, which must be zero, for launches that this thread captures in the block, on one stream.
 
-    They must be there for as long as the graph is. A launch that needs more of them has its own, captured or not.
+    They must live as long as the graph. A launch that needs more counters allocates them.
     """
     before, _given.counters = getattr(_given, "counters", None), counters
     try:
@@ -46,9 +46,9 @@ def counters_for(counters: Tensor | tuple[()]) -> Iterator[None]:
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
-    """At least `count` int32 counters that are zero; the kernel that draws tickets from them leaves them at zero."""
+    """Return at least `count` int32 counters that are zero; the kernel that uses them must leave them at zero."""
     index = device.index
-    if index is None:  # a CPU; in the interpreter an exception may end a kernel and leave its counters at any value
+    if index is None:  # a CPU: in the interpreter an exception can end a kernel before it resets its counters
         return torch.zeros(count, dtype=torch.int32, device="cpu")
     given = getattr(_given, "counters", None)
     if given is not None or torch.cuda.is_current_stream_capturing():
@@ -66,7 +66,7 @@ def tickets(count: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def is_last(ticket_ptr, count):
-    """Whether the other count - 1 programs have all drawn a ticket here before, and so have stored their parts."""
+    """Draw a ticket; returns whether all other count - 1 programs have drawn theirs, and so have stored their parts."""
     tl.debug_barrier()
     last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == count - 1
     if last:

@@ -7,14 +7,14 @@ Node i of a sequence with L prefix tokens sees cache row s when
 
 for nodes in depth-first order, where the subtree of j is the interval [j, end[j]): the whole mask is one integer per
 node. A chain has end = N, so causal prefill, decoding of single tokens and tree verification are one function. A tree
-that still grows is not in depth-first order and passes an explicit ancestor mask instead (see `attention.masks`).
+that still grows is not in depth-first order and needs an explicit ancestor mask instead (see `attention.masks`).
 
     out[i] = sum_s softmax_s(scale * query[i] . key[s] over the visible s) value[s]
 
 The output is 0 for a node that sees nothing. Two options narrow the view. Rows before `first_row` are left padding.
 With a sliding window node i, at position L + depth[i], sees only positions above L + depth[i] - window; the position of
-a prefix row is its number. `attention.masks` says how this follows from the mask. Gemma 2's soft cap replaces the
-scores by softcap * tanh(scores / softcap).
+a prefix row is its index. `attention.masks` computes this from the mask. Gemma 2's soft cap replaces the scores by
+softcap * tanh(scores / softcap).
 
 The Triton kernel and its costs are in `attention.kernel`.
 """
@@ -39,7 +39,7 @@ from heavypath.kernels.attention.launch import (
 from heavypath.kernels.attention.masks import PackedAncestors, Visible, attention_bias
 from heavypath.kernels.implementation import call_operator, choose_impl
 
-_FEW_QUERIES = 8  # up to this many, queries of a group share one matrix product on a CPU
+_FEW_QUERIES = 8  # on a CPU, up to this many queries of a group share one matrix product
 
 
 def tree_attention(
@@ -64,21 +64,21 @@ def tree_attention(
     prefix_length: number of prefix rows, an int for all sequences or LongTensor[B]
     subtree_end:   int or long tensor [N] or [B, N], for nodes in depth-first order; or
     ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where j is i or an ancestor of i; or that mask packed by
-                   `attention.masks.pack_ancestors`. Exactly one of subtree_end and ancestor_mask is given. The query
-                   of a growing tree may hold Q of its nodes alone; the mask is then [Q, N] or [B, Q, N].
+                   `attention.masks.pack_ancestors`. Give exactly one of subtree_end and ancestor_mask. The query of a
+                   growing tree may hold only Q of its nodes; the mask is then [Q, N] or [B, Q, N].
     first_row:     LongTensor[B]; rows before it are left padding, which no node sees
-    window:        how many positions a node sees, its own included (Mistral's sliding_window). With an ancestor_mask,
+    window:        how many positions a node sees, with its own (Mistral's sliding_window). With an ancestor_mask,
                    numbers must rise along each path, and a query that sees no node is the last row of the prefix. A
-                   mask packed for a window serves that window alone.
+                   mask packed for a window can be used with this window only.
     softcap:       largest absolute score (Gemma 2)
     scale:         factor of the scores, default D ** -0.5
-    impl:          "triton" takes CUDA tensors, or any under Triton's interpreter. It has D a multiple of 8 from 16 to
-                   256, at most 2,048 nodes, B Hkv < 65,536, fp32 or 16 bits. "torch" takes anything, and has gradients.
-                   "auto" is triton for CUDA tensors that need no gradient, else torch.
+    impl:          "triton" takes CUDA tensors, or any under Triton's interpreter. It supports D a multiple of 8 from 16
+                   to 256, at most 2,048 nodes, B Hkv < 65,536, fp32 or 16 bits. "torch" takes anything, and has
+                   gradients. "auto" is triton for CUDA tensors that need no gradient, else torch.
 
-    Raises ValueError for shapes, dtypes or options that do not fit. Where prefix_length is an int or on a CPU, also
-    for a tree that does not fit into S rows. The kernel reads tensors in place if their last axis is
-    contiguous, their other strides are multiples of 8 elements and the stride of rows is below 2**24. It copies others.
+    Raises ValueError for shapes, dtypes or options that do not fit; if prefix_length is an int or on a CPU, also for
+    a tree that does not fit into S rows. The kernel reads tensors in place if their last axis is contiguous, their
+    other strides are multiples of 8 elements and the stride of rows is below 2**24. Others are copied.
     """
     if (subtree_end is None) == (ancestor_mask is None):
         raise ValueError("give exactly one of subtree_end and ancestor_mask")
@@ -111,9 +111,9 @@ def chain_attention(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`tree_attention` of a chain, where each node is the parent of the next; returns [B, N, Hq, D], by nodes.
+    """Attend from a chain, in which each node is the parent of the next; returns [B, N, Hq, D], by nodes.
 
-    The arguments are as there, without those that say which tree it is.
+    The arguments are those of `tree_attention`, without subtree_end and ancestor_mask.
     """
     length, lengths = (0, prefix_length) if isinstance(prefix_length, Tensor) else (prefix_length, None)
     visible = Visible(length, lengths, None, None, query.shape[2], first_row, window)
@@ -123,10 +123,10 @@ def chain_attention(
 def _routed(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float | None, impl: str
 ) -> Tensor:
-    """`visible_attention` by the implementation that runs, and as an operator of PyTorch where somebody looks.
+    """Choose the implementation, and call `visible_attention` directly or as an operator of PyTorch.
 
-    The operator makes attention one node for all that record or replace operators: compilers, tracers, modes of
-    dispatch and subclasses of Tensor. Its dispatch takes time, and it has no gradient.
+    As an operator, attention is one node for compilers, tracers, dispatch modes and subclasses of Tensor. Otherwise it
+    is called directly, because the operator's dispatch takes time and it has no gradient.
     """
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     impl = choose_impl("tree_attention", "torch" if impl == "auto" and needs_gradient else impl, query)
@@ -134,7 +134,7 @@ def _routed(
         raise ValueError("impl 'triton' has no gradient; take impl 'torch', or call it under torch.no_grad()")
     if torch.compiler.is_compiling():
         as_operator = not needs_gradient
-    else:  # what impl "torch" does is operators of PyTorch
+    else:  # impl "torch" consists of PyTorch operators, which can be recorded without this one
         watched = type(query) is not Tensor or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
         as_operator = watched and impl != "torch"
     if as_operator:
@@ -189,14 +189,14 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _named(layouts: tuple[Any, ...]) -> Layouts:
-    """`Layouts` of what is made in less time by `visible_attention`: query, key, value in one tuple, then the masks."""
+    """Convert the tuple of `visible_attention`, which is faster to build: query, key and value flat, then the masks."""
     query, key, value = (TensorLayout._make(layouts[at : at + 4]) for at in (0, 4, 8))
     return Layouts(query, key, value, *(mask and TensorLayout._make(mask) for mask in layouts[12] or (None,) * 5))
 
 
 @lru_cache(maxsize=1024)
 def _plan(layouts: tuple[Any, ...], nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> LaunchPlan:
-    """The plan of launches with these layouts, which are checked. A cache that grows has others for each length."""
+    """Check layouts and plan their launches. A cache that grows has new layouts, and so a new plan, for each length."""
     named = _named(layouts)
     _check_layouts(named, nodes)
     _check_kernel_takes(named.query, nodes, named.key.shape[1])
@@ -259,7 +259,7 @@ def _check_mask(
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float
 ) -> Tensor:
-    """The formula at the top of this file, by nodes, with shortcuts for one node and for a chain without a prefix."""
+    """Compute the formula at the top in PyTorch, [B, N, Hq, D]; shortcuts for one node, and a chain without prefix."""
     if visible.subtree_end is None and visible.ancestors is None:
         chain = torch.full((visible.nodes,), visible.nodes, dtype=torch.int32, device=query.device)
         visible = visible._replace(subtree_end=chain)
@@ -322,5 +322,5 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
 
 
 def _by_node(out: Tensor) -> Tensor:
-    """[B, Hq, N, D] as [B, N, Hq, D], contiguous: what a model's output projection reads."""
+    """Return [B, Hq, N, D] as contiguous [B, N, Hq, D], the layout that a model's output projection reads."""
     return out.transpose(1, 2).contiguous()

@@ -1,7 +1,7 @@
 """Tree speculative decoding for Hugging Face models.
 
-Importing it registers attn_implementation="heavypath" with transformers. A public name is imported when somebody asks
-for it, so that a program loads the modules that it uses.
+Importing it registers attn_implementation="heavypath" with transformers. A public name is imported at its first use, so
+that a program loads only the modules that it needs.
 """
 
 import os

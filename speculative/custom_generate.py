@@ -257,7 +257,7 @@ def _generate_call(input_ids: Tensor) -> dict[str, Any]:
 def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> int:
     """How many of the first processors are penalties that the decoder implements.
 
-    0 if another processor of these classes follows later: beside the decoder's option, that processor would replace it.
+    0 if another processor of these classes follows later: it would replace the first one, not add to it.
 
     stops: the end-of-sequence tokens
     """

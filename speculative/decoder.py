@@ -178,7 +178,7 @@ class SpeculativeDecoder:
         logger.debug(
             "%s, %d sequences, up to %d new tokens, a tree of %s, verified by %s%s",
             self.method, len(input_ids), request.max_new_tokens, stats.tree, stats.verification,
-            stats.law_changed_by and f"; the text's law is changed by {stats.law_changed_by}",
+            stats.law_changed_by and f"; the output distribution is changed by {stats.law_changed_by}",
         )  # fmt: skip
         watched = nullcontext(([], None))
         asked = [given[name] for name in WATCHED if given.get(name) is not None]

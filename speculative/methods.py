@@ -107,7 +107,7 @@ class Method:
         """The names of the draw and the verification at these temperatures, as `Rules` has them.
 
         At temperature 0 every method drafts the draft's likeliest tokens and follows the target's argmax; only a user's
-        own verifier still decides by itself. With draft_temperature 0 the draft's likeliest tokens are drafted, even if
+        own verifier still decides alone. With draft_temperature 0 the draft's likeliest tokens are drafted, even if
         the target samples.
 
         draft_temperature: default: the target's
@@ -370,8 +370,8 @@ def row_of(method: str, verifier: str | None = None) -> Method:
         return row
     if verifier not in VERIFIERS:
         raise ValueError(
-            f"verifier must be None, for the method's own, one of {', '.join(VERIFIERS)}, or a callable of your own as "
-            f"Verifier describes it; got {verifier!r}"
+            f"verifier must be None, for the method's default, one of {', '.join(VERIFIERS)}, or a callable as "
+            f"described by Verifier; got {verifier!r}"
         )
     if verifier not in row.verifiers:
         if row.verifiers:

@@ -3,7 +3,7 @@
 A profile has the average acceptance. Some sequences are easier for the draft, some harder, and a sequence may change
 half way. So with `replan` the host looks at the counts every EVERY steps; the weight of a count halves every HALF_LIFE
 steps. Child j of a node at depth d was offered O[d, j] times, accepted A[d, j] times, and tried T[d, j] times: tried
-means that its elder siblings were rejected. c[d, j] is the share of T that the profile expects to be accepted, and W =
+means that all earlier siblings were rejected. c[d, j] is the share of T that the profile expects to be accepted; W =
 WEIGHT counts is the weight of this prior:
 
     T[d, j] = O[d, j] (1 - sum_{i<j} A[d, i] / O[d, i])
@@ -81,7 +81,7 @@ def profile_of(method: str, row: Method, options: Mapping[str, Any]) -> "Profile
     if given is None:
         return None
     if others:
-        raise ValueError(f"a profile says what trees to take; leave out {', '.join(others)}")
+        raise ValueError(f"a profile chooses the trees; leave out {', '.join(others)}")
     if not isinstance(given, Profile | str | PathLike):
         raise TypeError(f"profile must be a Profile or the file of one, got {given!r}")
     return given if isinstance(given, Profile) else Profile.load(Path(given))
@@ -305,8 +305,8 @@ def _together(trees: Sequence[TokenTree]) -> tuple[TokenTree, np.ndarray]:
 
 
 def _shares(rates: Tensor) -> Tensor:
-    """Conditional acceptance: how often a child is accepted given that its elder siblings were rejected, [depth,
-    child].
+    """Conditional acceptance [depth, child]: how often a child is accepted, given that all earlier siblings were
+    rejected.
     """
     left = 1 - (rates.cumsum(1) - rates)
     return torch.where(left > 1e-9, rates / left, 0.0).clamp(max=1)

@@ -13,9 +13,9 @@ runs it over the tokens that it has missed. Drafts that cannot do this always dr
 
 Sampled output depends on the trees: another tree gives another sample of the same distribution. At temperature 0, and
 with exponential races (ersd), the output does not depend on them. There the trees follow the batch, also while
-sequences end. Elsewhere they do so only with a profile, because its user has asked for the fastest trees. Otherwise the
-default tree is that of one sequence; if that would make a batch slower than plain decoding, the whole generation drafts
-nothing.
+sequences end. For other methods they do so only with a profile, because its user wants the fastest trees. Without one
+the default tree is that of one sequence; if that would make a batch slower than plain decoding, the whole generation
+drafts nothing.
 """
 
 import logging

@@ -12,8 +12,8 @@ depth a token counts, and how many of the last tokens a head sees as drafted. Wi
 `depth` levels; after these the target draws a bonus token. With independent sequences (SpecInfer, SpecTr), those that
 began with the accepted token continue together, with one child each.
 
-Held siblings and traversal accept more than rejection does, depending on nodes beside and below. That is not a property
-of one token, so rejection is counted for them.
+Held siblings and traversal accept more than rejection does, depending on siblings and nodes below. That is not a
+property of one token, so rejection is counted for them.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Parts of tree_attention: masks, plans of launches, the kernels, and attention for all layers of a forward pass."""
+"""Parts of tree_attention: masks, launch plans, the Triton kernels, and attention for all layers of a forward pass."""

@@ -1,4 +1,4 @@
-"""The Triton kernels of `tree_attention`, where the formula and the reference are; `launch` launches them.
+"""The Triton kernel of `tree_attention`. That file has the formula and the reference, `launch` launches the kernel.
 
 A program owns BLOCK_M query rows of one key head. The rows are pairs (node, query head of the group), node by node, so
 that the heads of a group share every key they load. The program walks over
@@ -7,17 +7,17 @@ that the heads of a group share every key they load. The program walks over
     the tree, by blocks: for the keys of nodes j0 .. j1 - 1 and the queries of nodes i0 .. i1 a block is
         empty  iff  max end[j0 : j1] <= i0  or  j0 > i1        and is skipped
         full   iff  min end[j0 : j1] > i1  and  j1 <= i0 + 1   and needs no mask
-    Both tests are exact. They read N integers once and leave a bit for each block in two 64-bit words.
+    Both tests are exact. They read N integers once and give one bit for each block, in two 64-bit words.
 
-with the usual online softmax, in base 2. A few nodes alone would leave most of a GPU idle. So the prefix is cut into up
-to SPLITS parts, and a program attends to one of them. It stores a sum, a maximum and an unnormalised output, and the
-program that finishes last (see `tickets`) merges those of all parts p, for each query row:
+with the usual online softmax, in base 2. Few nodes would leave most of a GPU idle. So the prefix is split into up to
+SPLITS parts, with a program for each (split-K). It stores a sum, a maximum and an unnormalised output, and the program
+that finishes last (see `tickets`) merges the results of all parts p, for each query row:
 
     out = sum_p 2^(peak_p - peak) out_p / sum_p 2^(peak_p - peak) total_p,   peak = max_p peak_p
 
-It reads its own part back, too, so that it does not matter which one is last. Where the cuts are depends on the
-sequence's own length and on the model's shape, never on the rest of the batch. Lengths are read on the device, so a
-CUDA graph holds for all lengths.
+It reads its own part back, too, so the result does not depend on which program is last. The split depends only on the
+sequence's length and the model's shape, never on the rest of the batch. Lengths are read on the device, so one CUDA
+graph serves all lengths.
 
 Costs, for G query heads per key head, L >> N and 2-byte numbers: a head's keys and values are 4 L D bytes. They take
 4 G N L D FLOPs, which is G N FLOPs per byte. An H200 reaches about 790 TFLOP/s and 4.3 TB/s. So above 184 FLOPs per
@@ -31,7 +31,7 @@ from heavypath.kernels.language import tl, triton
 from heavypath.kernels.tickets import is_last
 
 MAX_NODES = 2048  # each of 64 blocks of 32 keys has a bit in one word
-MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
+MIN_SPLIT = 256  # fewest rows that are worth a separate program; a multiple of every BLOCK_N
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -40,7 +40,7 @@ def _cut(
     batch, length, lengths, lengths_stride, first_row, nodes, window,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's length and first row, and how its prefix is cut: from row `begin` on into `parts` of `size` rows.
+    """Return a sequence's length and first row, and the split of its prefix: `parts` of `size` rows from `begin` on.
 
     The tree belongs to the last part.
     """
@@ -51,7 +51,7 @@ def _cut(
         first = tl.load(first_row + batch).to(tl.int32)
     begin = first
     if window is not None:
-        begin = tl.maximum(begin, length - window)  # what a query sees that sees no node
+        begin = tl.maximum(begin, length - window)  # the first row that a query without visible nodes sees
     begin = tl.minimum(begin, length) // BLOCK_N * BLOCK_N
     span = length - begin + tl.minimum(nodes, MIN_SPLIT)
     size = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(span, SPLITS), BLOCK_N) * BLOCK_N)
@@ -65,8 +65,8 @@ def _attend(
 ):  # fmt: skip
     """Add one block of keys to the online softmax.
 
-    visible [BLOCK_M, BLOCK_N] and readable [BLOCK_N] say which keys count and which may be loaded; None means all.
-    query is None in float32, where it would fill the registers: it is then loaded anew for each block.
+    visible [BLOCK_M, BLOCK_N]: which keys count; readable [BLOCK_N]: which may be loaded; None means all.
+    query is None in float32, where it would fill the registers: it is then loaded again for each block.
     """
     if query is None:
         query = tl.load(query_rows, mask=query_mask, other=0.0)
@@ -100,13 +100,13 @@ def _attend(
 
 @triton.jit
 def _lowest_bit(bits):
-    """The position of the lowest bit that is set, read from the exponent of that power of two as fp32."""
+    """Return the index of the lowest set bit, read from the exponent of that power of two in fp32."""
     power = (bits & (0 - bits)).to(tl.float32)
     return ((power.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
 
 
-# No integer is specialised, and of pointers only those whose alignment matters: a launch for other lengths and strides
-# is then the same variant, so that fewer are compiled and `Variant` may skip Triton's own choice.
+# No integer is specialised, and only those pointers whose alignment matters. So launches with other lengths and strides
+# use the same variant: fewer are compiled, and `Variant` may skip Triton's lookup.
 _SIZES = ["queries", "nodes", "kv_heads", "lengths_stride"]
 _STRIDES = [
     f"{tensor}_{axis}" for tensor, axes in (("query", "bhn"), ("key", "bhs"), ("value", "bhs")) for axis in axes
@@ -126,7 +126,7 @@ def tree_attention_kernel(
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, TOUCHED: tl.constexpr, TREE_BLOCKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tile of (node, head of the group) rows, part of the keys, and (sequence, key head).
+    """One program for each tile of (node, head of the group) rows, part of the keys, and (sequence, key head).
 
     Without ends and words the tree is a chain. Strides of query, key and value count units of 8 elements; out is
     [B, Q, Hq, D]. With a window, words are narrowed to it, and counts say how many nodes a query sees; with ends, how
@@ -165,7 +165,7 @@ def tree_attention_kernel(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
-    # The prefix: first the blocks that every query sees whole, then the masked ones at both of its ends.
+    # The prefix: first the blocks that all queries see in full, then the masked blocks at both ends.
     sees = tl.full([BLOCK_M], 0, tl.int32) + first  # the first prefix row that each query sees
     count = tl.zeros([BLOCK_M], tl.int32)
     if window is not None:
@@ -197,7 +197,7 @@ def tree_attention_kernel(
         )  # fmt: skip
 
     if part == parts - 1:
-        # The tree: find which of its blocks this tile sees, a bit for each, then go through those alone.
+        # The tree: find the blocks that this tile sees, one bit for each, then visit only these.
         key += length * key_s
         value += length * value_s
         first_node = tile * BLOCK_M // GROUP
@@ -294,7 +294,7 @@ def _merge(
     out, partial, row, first_slot, slots, parts, kv_head, kv_heads, rows,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of some rows, all loaded at once: outputs [slots, D], then peaks and totals, [slots] each."""
+    """Merge the parts of some rows from `partial`: outputs [slots, D], then peaks [slots] and totals [slots]."""
     part, columns, asks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D), row < rows
     slot = first_slot + part[:, None] * rows + row[None, :]
     there = (part < parts)[:, None] & asks[None, :]
@@ -306,7 +306,7 @@ def _merge(
     )  # fmt: skip
     peak = tl.max(peaks, 0)
     weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
-    # Chosen from, a product is rounded before another thread's is added to it. Else both threads have other sums.
+    # tl.where keeps products and sums from being fused: then two threads that add each other's product would differ.
     total = tl.sum(tl.where(there, weights * totals, 0.0), 0)
     merged = tl.sum(tl.where(there[:, :, None], weights[:, :, None] * outs, 0.0), 0)
     merged = merged / tl.where(total == 0, 1.0, total)[:, None]

@@ -1,8 +1,8 @@
-"""Launches of the kernel of `tree_attention`: tiles, splits and all else that follows from shapes is a plan.
+"""Launches of the kernel of `tree_attention`. A cached plan holds tiles, splits and all else that follows from shapes.
 
-A model that is not under a CUDA graph calls attention for each layer of each token, so the host's time counts. Checks,
-tiles and Triton's own search for a variant would take most of it. They depend on the layouts of tensors, not on their
-addresses and values, so the layers of a forward pass share a plan.
+Without a CUDA graph a model calls attention for each layer of each token, so the host's time counts. Checks, tile
+selection and Triton's variant lookup would take most of it. They depend on the layouts of tensors, not on addresses and
+values, so all layers of a forward pass share a plan.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from heavypath.kernels.attention.variant import Launch, current_stream, variant_
 from heavypath.kernels.tickets import tickets
 
 _ROOMY = (9, 10)
-MOST_HEADS = 65_535  # of keys, in all sequences: CUDA has no more programs in the last direction of a grid
+MOST_HEADS = 65_535  # key heads of all sequences together: CUDA's limit for the last dimension of a grid
 
 
 class _Tiles(NamedTuple):
@@ -33,8 +33,8 @@ def _tiles(dtype: torch.dtype, head_dim: int, rows: int, capped: bool, generatio
 
     rows:       query rows per key head
     capped:     whether there is a soft cap, which takes registers
-    generation: 9 (Hopper) and 10 (Blackwell, of a data centre) have 227 KB of shared memory, and products that take
-                operands from there
+    generation: 9 (Hopper) and 10 (data-centre Blackwell) have 227 KB of shared memory, and matrix instructions that
+                read operands from it
     """
     roomy = generation in _ROOMY
     if dtype == torch.float32:  # exact products, which do not use tensor cores
@@ -51,7 +51,7 @@ def _tiles(dtype: torch.dtype, head_dim: int, rows: int, capped: bool, generatio
 
 
 class TensorLayout(NamedTuple):
-    """All of a tensor but its address and its values."""
+    """A tensor's shape, strides, dtype and device."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -60,7 +60,7 @@ class TensorLayout(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """The layouts of query, key and value, and of those tensors of `Visible` that are given."""
+    """The layouts of query, key and value, and of the tensors of `Visible`; None for a tensor that is not given."""
 
     query: TensorLayout
     key: TensorLayout
@@ -73,11 +73,11 @@ class Layouts(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """All of a launch that follows from the layouts of its tensors; the layers of a forward pass share it.
+    """Everything about a launch that follows from the layouts of its tensors; all layers of a forward pass share it.
 
-    in_place:     whether the kernel can read query, key and value where they are, if their addresses are aligned
+    in_place:     whether the kernel can read query, key and value without a copy, if their addresses are aligned
     out:          shape of the output
-    parts, tiles: how many numbers the parts of the prefix leave to be merged, and for how many tiles; 0 for one part
+    parts, tiles: sizes of the buffers of partial results and of tickets; 0 if the prefix is not split
     attend:       the launch
     """
 
@@ -89,13 +89,13 @@ class LaunchPlan(NamedTuple):
 
 
 def _is_in_place(layout: TensorLayout) -> bool:
-    """True if 16-byte loads and 32-bit offsets within a block can read it."""
+    """Whether 16-byte loads and 32-bit offsets within a block can read a tensor of this layout."""
     strides = [stride for stride, size in zip(layout.stride[:-1], layout.shape, strict=False) if size > 1]
     return layout.stride[-1] == 1 and all(stride % 8 == 0 for stride in strides) and layout.stride[2] < 1 << 24
 
 
 def in_place(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of one that the kernel cannot read."""
+    """Return the tensor, or a contiguous copy if the kernel cannot read it in place."""
     layout = TensorLayout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     if tensor.data_ptr() % 16 == 0 and _is_in_place(layout):
         return tensor
@@ -103,17 +103,17 @@ def in_place(tensor: Tensor) -> Tensor:
 
 
 def _blocks(count: int, size: int) -> int:
-    """The number of blocks of this size that hold so many; triton.cdiv, made for kernels, takes 3 us."""
+    """Divide and round up. triton.cdiv, which is made for kernels, takes 3 us on the host."""
     return -(-count // size)
 
 
 def _power(count: int) -> int:
-    """The next power of two."""
+    """Return the least power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> LaunchPlan:
-    """The plan of launches with these layouts, for trees of `nodes` nodes, with or without a window and a soft cap."""
+    """Plan launches with these layouts, for trees of `nodes` nodes, with or without a window and a soft cap."""
     query, key, value, lengths, subtree_end, ancestors, _, _ = layouts
     batch, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -126,8 +126,8 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
         processors, generation = 16, 9
     block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, capped, generation)
     tiles = _blocks(rows, block_m)
-    # As many programs as run at once, where two of 4 warps share a processor, whatever the batch size. Splits are a
-    # power of two, so that few variants are compiled.
+    # As many programs as can run at the same time (two of 4 warps share a multiprocessor), whatever the batch size.
+    # The number of splits is a power of two, so that few variants are compiled.
     programs = processors * (2 if warps <= 4 else 1) // (tiles * kv_heads)
     most = _power(_blocks(key.shape[2], MIN_SPLIT))
     splits = min(1 << max(programs.bit_length() - 1, 0), most, 32)
@@ -135,7 +135,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     # A limit on registers keeps ptxas from spilling to fit one more program; with 16 warps it would make ptxas spill.
     registers = None if warps == 16 and head_dim > 128 and generation in _ROOMY else min(255, (1 << 16) // (32 * warps))
 
-    # Masks are contiguous, and of one tree for all sequences where they lack the batch's dimension.
+    # Masks are contiguous. Without a batch dimension they hold one tree for all sequences.
     words = 0 if ancestors is None else 2 * _blocks(nodes, 64)
     own_ends = nodes if subtree_end is not None and len(subtree_end.shape) == 2 else 0
     own_words = queries if ancestors is not None and len(ancestors.shape) == 3 else 0
@@ -153,7 +153,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     constants = {
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n,
         "SPLITS": splits, "MIN_SPLIT": MIN_SPLIT,
-        "MERGED": min(block_m, max(1, 8192 // (splits * block_d))),  # with all parts as many numbers as fit in flight
+        "MERGED": min(block_m, max(1, 8192 // (splits * block_d))),  # rows merged at a time: 8192 numbers in all parts
     }  # fmt: skip
     tiling = {
         "BLOCK_M": block_m,
@@ -178,7 +178,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
 def launch_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float, plan: LaunchPlan
 ) -> Tensor:
-    """`tree_attention` of checked arguments, by nodes: [B, N, Hq, D]."""
+    """Launch the kernel of `tree_attention` with checked arguments; returns [B, N, Hq, D]."""
     stream, on_gpu = None, query.is_cuda
     if on_gpu:
         device = query.get_device()
@@ -197,7 +197,7 @@ def launch_tree_attention(
     if first_row is not None:
         first_row = first_row.contiguous()
     batch, queries, heads, head_dim = plan.out
-    out = query.new_empty(batch, queries, heads, head_dim)  # four numbers are parsed sooner than a tuple
+    out = query.new_empty(batch, queries, heads, head_dim)  # PyTorch parses four numbers faster than a tuple
     if not on_gpu:
         out = out.float()  # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong
     parts = counters = None

@@ -1,16 +1,16 @@
-"""The nodes of its tree that each node sees: itself and its ancestors, as one integer per node, as bool, or as bits.
+"""Ancestor masks: which nodes of its tree each node sees, as one integer per node, as bools, or as packed bits.
 
-For nodes in depth-first order the subtree of node j is the interval [j, end[j]) of node numbers, so
+Each node sees itself and its ancestors. For nodes in depth-first order the subtree of node j is [j, end[j]), so
 
     node i sees node j    iff    j <= i < end[j]
 
 and the N integers end[j] = j + (nodes in the subtree of j), called `subtree_end`, are the whole mask. A tree that still
-grows is not in depth-first order: it takes an ancestor mask, bool [i, j], or the same mask packed into 32-bit words.
-For PyTorch's own attention the mask is a bias, 0 where a node sees a cache row and -inf elsewhere.
+grows is not in depth-first order: it needs an ancestor mask, bool [i, j], or the same mask packed into 32-bit words.
+For PyTorch's attention the mask is a bias, 0 where a node sees a cache row and -inf elsewhere.
 
-A sliding window of w positions follows from the mask alone, for any nodes that ask. Numbers rise along a path, so the
-distance from node i up to node j is the number of nodes after j that i sees. Node j is in the window of i if this
-number is less than w. A query that sees n nodes of the tree sees the last w - n rows of the prefix: w positions in all.
+A sliding window of w positions can be computed from the mask alone. Node numbers rise along a path, so the distance
+from node i up to node j is the number of nodes after j that i sees. Node j is in the window of i if this number is less
+than w. A query that sees n nodes of the tree sees the last w - n rows of the prefix: w positions in all.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -24,16 +24,16 @@ from torch.nn.functional import pad
 from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.language import tl, triton
 
-_WORDS = tl.constexpr(8)  # of 32 nodes each, that a program packs at once
+_WORDS = tl.constexpr(8)  # words of 32 nodes that a program packs in one iteration
 
 
 class PackedAncestors(NamedTuple):
-    """An ancestor mask [Q, N] or [B, Q, N] with 32 nodes in a word, as `pack_ancestors` makes it.
+    """An ancestor mask [Q, N] or [B, Q, N] with 32 nodes in a word; the result of `pack_ancestors`.
 
     words:  int32 [..., Q, 2 * ceil(N / 64)]; bit j % 32 of word j // 32 is column j
     nodes:  N
     window: the sliding window that the mask was narrowed to; None for a mask of all ancestors
-    counts: int32 [..., Q], how many nodes each query sees; with a window only
+    counts: int32 [..., Q], how many nodes each query sees; None without a window
     """
 
     words: Tensor
@@ -67,7 +67,7 @@ def _pack_kernel(
     window,
     HAS_WINDOW: tl.constexpr,
 ):
-    """A program for each query."""
+    """Each program packs the row of one query."""
     query = tl.program_id(0).to(tl.int64)
     mask_ptr += query * nodes
     count = tl.cdiv(nodes, 64) * 2
@@ -93,7 +93,7 @@ def _pack_kernel(
 
 
 def _launch_pack(mask: Tensor, window: int | None) -> PackedAncestors:
-    """As `pack_ancestors`, of a contiguous mask."""
+    """Launch the kernel of `pack_ancestors` on a contiguous mask."""
     queries, nodes = mask.shape[:-1], mask.shape[-1]
     words = mask.new_empty((*queries, 2 * triton.cdiv(nodes, 64)), dtype=torch.int32)
     counts = None if window is None else torch.empty(queries, dtype=torch.int32, device=mask.device)
@@ -108,19 +108,19 @@ def _launch_pack(mask: Tensor, window: int | None) -> PackedAncestors:
 
 
 def unpack_ancestors(packed: PackedAncestors) -> Tensor:
-    """The bool mask [..., Q, N] that was packed."""
+    """Return the bool mask [..., Q, N] of a packed one."""
     bits = packed.words[..., None] >> torch.arange(32, device=packed.words.device, dtype=torch.int32)
     return (bits & 1).bool().flatten(-2)[..., : packed.nodes]
 
 
 def interval_mask(subtree_end: Tensor) -> Tensor:
-    """The bool mask [..., N, N] of subtree_end [..., N]: [i, j] is true where j <= i < end[j]."""
+    """Return the bool mask [..., N, N] of subtree_end [..., N]: [i, j] is true where j <= i < end[j]."""
     index = torch.arange(subtree_end.shape[-1], device=subtree_end.device)
     return (index[:, None] < subtree_end[..., None, :]).tril_()
 
 
 def narrowed(ancestors: Tensor, window: int) -> Tensor:
-    """The ancestor mask [..., Q, N] of queries that see `window` positions each, their own included."""
+    """Return the ancestor mask [..., Q, N] narrowed to a sliding window: `window` positions, the query's included."""
     counted = ancestors.cumsum(-1, dtype=torch.int32)
     return ancestors & (counted[..., -1:] - counted < window)
 
@@ -128,12 +128,12 @@ def narrowed(ancestors: Tensor, window: int) -> Tensor:
 def attention_bias(
     ancestors: Tensor, lengths: int | Tensor, rows: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """The additive mask [B or 1, 1, Q, rows] of a tree after its prefix: 0 for rows that a node sees, else -inf.
+    """Return the additive mask [B or 1, 1, Q, rows] of a tree after its prefix: 0 for visible rows, else -inf.
 
     ancestors: bool [Q, N] or [B, Q, N], which of the N nodes each of the Q querying nodes sees
-    lengths:   number of prefix rows, in all sequences or LongTensor[B]; the tree's own rows lie after them
+    lengths:   number of prefix rows, an int for all sequences or LongTensor[B]; the tree's rows follow them
     rows:      number of cache rows that the mask covers
-    window:    how many positions a node sees, its own included; None for all
+    window:    how many positions a node sees, with its own; None for all
     """
     queries, nodes = ancestors.shape[-2:]
     if window is not None:
@@ -158,16 +158,16 @@ def attention_bias(
 
 
 class Visible(NamedTuple):
-    """The cache rows that the nodes of a tree see: the arguments of `tree_attention` that say so.
+    """Which cache rows the nodes of a tree see: arguments of `tree_attention`.
 
-    length:      number of prefix rows in every sequence, where lengths is None
+    length:      number of prefix rows in every sequence, if lengths is None
     lengths:     LongTensor [] or [B], number of prefix rows in each sequence
     subtree_end: int or long tensor [N] or [B, N]; or None, and then
     ancestors:   bool [Q, N] or [B, Q, N], or the words of `PackedAncestors`; if both are None, the tree is a chain
     nodes:       N
     first_row:   LongTensor[B]; rows before it are left padding
-    window:      how many positions a node sees, its own included
-    counts:      int32 [Q] or [B, Q] of `PackedAncestors`, where the words are narrowed to the window already
+    window:      how many positions a node sees, with its own
+    counts:      int32 [Q] or [B, Q] of `PackedAncestors`, if the words are already narrowed to the window
     """
 
     length: int
@@ -180,7 +180,7 @@ class Visible(NamedTuple):
     counts: Tensor | None = None
 
     def ancestor_mask(self) -> Tensor:
-        """The ancestor mask in its bool form, [Q, N] or [B, Q, N]; narrowed to the window only if packed for it."""
+        """Return the bool ancestor mask [Q, N] or [B, Q, N]; narrowed to the window only if it was packed for it."""
         if self.subtree_end is not None:
             return interval_mask(self.subtree_end)
         assert self.ancestors is not None
@@ -189,16 +189,16 @@ class Visible(NamedTuple):
         return unpack_ancestors(PackedAncestors(self.ancestors, self.nodes))
 
     def packed(self) -> PackedAncestors:
-        """The ancestors as words, narrowed to the window if there is one."""
+        """Return the ancestors as words, narrowed to the window if there is one."""
         assert self.ancestors is not None
         if self.ancestors.dtype != torch.bool and (self.window is None or self.counts is not None):
             return PackedAncestors(self.ancestors, self.nodes, self.window, self.counts)
         return pack_ancestors(self.ancestor_mask(), self.window)
 
     def path_lengths(self) -> Tensor:
-        """The number of nodes from the root to each node by subtree_end, itself included, int32 [N] or [B, N]."""
+        """Return how many nodes the path from the root to each node has, both included: int32 [N] or [B, N]."""
         assert self.subtree_end is not None
-        # Every node before node i is an ancestor of it, but for those whose subtree ended before i.
+        # Every node before node i is an ancestor of it, except those whose subtree ended before i.
         end = self.subtree_end.long()
         ended = torch.zeros(*end.shape[:-1], self.nodes + 1, dtype=torch.int32, device=end.device)
         ended = ended.scatter_add_(-1, end, torch.ones_like(end, dtype=torch.int32)).cumsum(-1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""`tree_attention` for all layers of one forward pass: what follows from the mask alone is computed once."""
+"""`tree_attention` for all layers of one forward pass; what depends only on the mask is computed once."""
 
 from collections.abc import Callable
 
@@ -20,13 +20,13 @@ def prepared_attention(
     window: int | None = None,
     impl: str = "auto",
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """Attention of a tree's nodes as a function of query, key, value and scale.
+    """Return attention of a tree's nodes as a function of query, key, value and scale.
 
-    The kernel gets its ancestor mask packed and narrowed to the window. PyTorch gets an additive mask over the first
-    `rows` cache rows, or over those that the shortest sequence's window reaches.
+    The kernel's ancestor mask is packed and narrowed to the window. PyTorch's additive mask covers the first `rows`
+    cache rows, with a window only from the first row that any sequence sees.
 
     prefix_length: LongTensor[B], or [] for all sequences
-    rows:          a number of cache rows that holds the longest prefix and its tree
+    rows:          a number of cache rows that is enough for the longest prefix and its tree
     dtype:         of queries, keys and values
     subtree_end, ancestor_mask, window, impl: as in `tree_attention`
     """
@@ -54,7 +54,7 @@ def prepared_attention(
 
 
 def first_row_seen(prefix_length: Tensor, window: int | None) -> int:
-    """A cache row before which no query of any sequence sees anything; 0 unless the host can read the lengths."""
+    """Return a cache row before which no query sees anything; 0 unless the host can read the lengths."""
     if window is None or prefix_length.device.type != "cpu":
         return 0
     return max(0, int(prefix_length.min()) - window)  # a query may be as far up as the last row of the prefix

@@ -1,11 +1,11 @@
-"""A kernel as it was compiled for one kind of arguments, launched without a search for it.
+"""A Triton kernel compiled for one kind of arguments, launched without Triton's lookup of the variant.
 
-Triton's own launch looks at every argument to find out which variant of the kernel fits. It asks which arguments are
-None, their types, which integers are 1 or multiples of 16, and which pointers are aligned to 16 bytes. For 40 arguments
-this takes 30 us, more than all else that a launch takes on the host. A caller who knows that nothing of it changed
-launches the compiled kernel itself, as Triton's tutorial on the fused softmax and PyTorch's own compiler do:
+Triton's launch inspects every argument to find the variant of the kernel that fits: which arguments are None, their
+types, which integers are 1 or multiples of 16, and which pointers are aligned to 16 bytes. For 40 arguments this takes
+30 us, more than the rest of a launch on the host. A caller for whom none of this changed can launch the compiled kernel
+directly, as Triton's tutorial on the fused softmax and PyTorch's compiler do:
 
-    compiled = kernel[grid](...)  # compiles where it has to
+    compiled = kernel[grid](...)  # compiles if necessary
     compiled[grid](...)           # all arguments by position, constants too
 """
 
@@ -22,13 +22,13 @@ class Variant:
 
         the GPU;
         the arguments that are None, and the types of the others (integers from 2**31 on are of another type);
-        the constants; and that pointers are aligned to 16 bytes, but those in do_not_specialize_on_alignment.
+        the constants; and that pointers are aligned to 16 bytes, except those in do_not_specialize_on_alignment.
 
-    All integers are in the kernel's do_not_specialize.
+    All integers must be in the kernel's do_not_specialize.
 
     kernel:   a function under @triton.jit whose constants are its last parameters
     options:  of the compiler, such as num_warps
-    compiled: what the first launch compiled; None before, and in Triton's interpreter
+    compiled: the kernel that the first launch compiled; None before it, and in Triton's interpreter
     """
 
     def __init__(self, kernel: Any, options: Mapping[str, Any]) -> None:
@@ -39,12 +39,12 @@ class Variant:
 
 @cache
 def variant_of(kernel: Any, kind: tuple[object, ...], options: tuple[tuple[str, Any], ...]) -> Variant:
-    """The variant of a kernel for launches of this kind: all that they agree in, in any form."""
+    """Return the cached variant of a kernel; kind: a key of everything that its launches have in common."""
     return Variant(kernel, dict(options))
 
 
 class Launch:
-    """Launches of a variant that also agree in their grid and in the last of their arguments, given by name."""
+    """Launches of a variant with the same grid and the same last arguments, which are given by name."""
 
     def __init__(self, variant: Variant, grid: tuple[int, int, int], fixed: Mapping[str, Any]) -> None:
         names = variant.kernel.arg_names[-len(fixed) :]
@@ -55,9 +55,9 @@ class Launch:
         self._fixed = tuple(fixed.values())
 
     def __call__(self, stream: int | None, varying: tuple[Any, ...]) -> None:
-        """Launch with these arguments, which are the first of the kernel, and the fixed ones.
+        """Launch with the kernel's first arguments, followed by the fixed ones.
 
-        stream: what `current_stream` gives
+        stream: the result of `current_stream`
         """
         variant, compiled = self._variant, self._variant.compiled
         if compiled is None:
@@ -66,15 +66,15 @@ class Launch:
                 variant.compiled = compiled
         elif stream is None:
             compiled[self._grid](*chain(varying, self._fixed))
-        else:  # the same, with nothing for profilers
+        else:  # the same launch, without the profilers' hooks
             x, y, z = self._grid
-            run: Any = compiled.run  # before `function`, because it loads the machine code if nothing has
+            run: Any = compiled.run  # before `function`: this property loads the machine code on first use
             told = (compiled.packed_metadata, None, None, None)
             run(x, y, z, stream, compiled.function, *chain(told, varying, self._fixed))
 
 
 def current_stream(device: int) -> int | None:
-    """The current stream of this device, which is the current one; None where a profiler wants to know of launches."""
+    """Return the stream of this device, which must be the current one; None if a profiler has set launch hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return None

@@ -1,19 +1,18 @@
-"""Products of few rows by a weight, which take the time of reading the weight, with what follows them in a layer.
+"""Linear layers for few rows, where reading the weight takes the time; fused with a gated activation or an fp8 scale.
 
     y = x W'                            x: [R, K], W: [N, K], y: [R, N], R up to 128
     y = round(silu(g)) * u              gated: W = [G; U], g = round(x G'), u = round(x U'), y: [R, N / 2]
     y = (x F') s                        W = diag(s) F with F in fp8, s: [N]
 
-Every weight is read once. So weights are the operand with many rows, 64 of them a program, and x is the one with few.
-Tensor cores work as much as R needs, and no more. A weight of few outputs has too few programs to read at full speed.
-So K is cut into parts, a program for each. Parts are stored in fp32, and the program of a tile that ends last adds them
-up in their order.
+Every weight is read once. In the tensor cores' products W is the operand with many rows, 64 per program, and x is the
+one with few, so no work is spent on padding R. A weight with few outputs has too few tiles to read at full speed. So K
+is split into parts, with one program for each (split-K). The partial sums are stored in fp32, and the last program to
+finish a tile adds them in a fixed order.
 
-The cuts depend on the weight's shape alone, and each number's sum on the cuts. So a row has the same bits beside any
-other rows, whatever their number, which cuBLAS does not promise. In 16 bits sums are in fp32, and rounded where the
-modules of transformers round.
+The split depends only on the weight's shape. So a row's result has the same bits whatever other rows are in the batch,
+and however many, which cuBLAS does not promise. In 16 bits sums are in fp32, and rounded where transformers rounds.
 
-The residual stream is not added here: the norm that follows reads it anyway, and adds for nothing.
+The residual stream is not added here: the norm that follows reads it anyway, so adding it there costs nothing.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -32,24 +31,24 @@ from heavypath.kernels.tickets import is_last, tickets
 
 MOST_ROWS, FEWER, FP8 = 128, 64, torch.float8_e4m3fn  # FEWER: rows, with a gate or a scale
 BLOCK_N, BLOCK_K = 64, 128
-PROGRAMS = 264  # that run at once: two for each multiprocessor of an H100
-MOST_PARTS, LEAST_BLOCKS = 8, 4  # of a weight's columns, and blocks of them in a part
+PROGRAMS = 264  # that run at the same time: two for each multiprocessor of an H100
+MOST_PARTS, LEAST_BLOCKS = 8, 4  # most parts of a weight's columns, and least blocks of columns in a part
 
 
 @operator
 def few_rows_product(
     x: Tensor, weight: Tensor, *, scale: Tensor | None = None, gated: bool = False, impl: str = "auto"
 ) -> Tensor:
-    """The product of rows by a weight, [R, N], or [R, N / 2] if gated.
+    """Return x W', [R, N]; if gated silu(x G') * (x U'), [R, N / 2].
 
-    x:      [R, K]; impl "triton" has fp16 and bf16, R up to 128, and K a multiple of 8
+    x:      [R, K]; impl "triton" supports fp16 and bf16, R up to 128, and K a multiple of 8
     weight: [N, K] of the same dtype, contiguous; or of float8_e4m3fn
-    scale:  [N] of fp32, by which the rows of a weight in fp8 are multiplied; not with gated
-    gated:  the weight is that of a gate, and below it that of what is multiplied by silu(gate)
+    scale:  fp32 [N], by which the rows of an fp8 weight are multiplied; not with gated
+    gated:  the weight is [G; U]: the first half of its rows is the gate's, the second half is multiplied by silu(gate)
 
-    Gated or in fp8 the kernel has R up to 64, and in fp8 K a multiple of 16. On a GPU impl "auto" is the kernel for
-    fp8, and where it was measured to be faster (`measured`). Elsewhere it is PyTorch's product, for which a weight in
-    fp8 is first written in x's dtype. Raises ValueError where the kernel does not take shapes or dtypes.
+    Gated or in fp8 the kernel takes R up to 64, and in fp8 K a multiple of 16. On a GPU impl "auto" uses the kernel for
+    fp8, and for shapes in `measured`. Otherwise it is PyTorch's product, for which an fp8 weight is first converted to
+    x's dtype. Raises ValueError if the kernel does not support the shapes or dtypes.
     """
     if gated and (scale is not None or len(weight) % 2):
         raise ValueError(f"gated takes an even number of outputs and no scale, got {len(weight)} outputs")
@@ -63,7 +62,7 @@ def few_rows_product(
 
 
 def _pays(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> bool:
-    """True if the kernel is taken without being asked for."""
+    """Whether impl "auto" uses the kernel."""
     if scale is None:
         return is_faster(x, weight, gated)
     return x.dtype.itemsize == 2 and len(x) <= FEWER and weight.shape[1] % 16 == 0 and _has_fp8(x)
@@ -75,14 +74,14 @@ def _has_fp8(x: Tensor) -> bool:
 
 @triton.jit
 def _store_part(parts, sums, part, output, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):
-    """Store the sums of a part, [BLOCK_N, ROWS], among those of all outputs."""
+    """Store the partial sums [BLOCK_N, ROWS] of a part in `parts`."""
     at = (part.to(tl.int64) * OUTPUTS + output)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     tl.store(parts + at, sums, mask=(output < OUTPUTS)[:, None])
 
 
 @triton.jit
 def _sum_of_parts(parts, output, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """The sums of all parts, [BLOCK_N, ROWS], added in their order."""
+    """Add the partial sums of all parts, in their order: [BLOCK_N, ROWS]."""
     at = output.to(tl.int64)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     sums = tl.load(parts + at, mask=(output < OUTPUTS)[:, None], other=0.0, cache_modifier=".cg")
     for _ in tl.static_range(1, PARTS):
@@ -103,14 +102,14 @@ def _few_rows_kernel(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
-    PART: tl.constexpr,  # columns of a part, but the last one's
+    PART: tl.constexpr,  # columns of a part; the last one may have fewer
     GATED: tl.constexpr,
     ROWS: tl.constexpr,  # rows, up to a power of two
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A program for BLOCK_N outputs of all rows, and a part of the columns."""
+    """Each program computes BLOCK_N outputs of all rows, from one part of the columns."""
     tile, part = tl.program_id(0), tl.program_id(1)
     row, output = tl.arange(0, ROWS), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     there, end = (output < OUTPUTS)[:, None], tl.minimum((part + 1) * PART, COLUMNS)
@@ -124,7 +123,7 @@ def _few_rows_kernel(
         given = tl.load(x + column[:, None], mask=of_x, other=0.0)
         if scale is not None:
             w = w.to(x.dtype.element_ty)
-        if INTERPRETED:  # whose products of bfloat16 are wrong
+        if INTERPRETED:  # the interpreter's bfloat16 products are wrong
             w, given = w.to(tl.float32), given.to(tl.float32)
         sums = tl.dot(w, given, sums)
         if GATED:
@@ -152,9 +151,9 @@ def _few_rows_kernel(
 
 
 def parts_of(outputs: int, columns: int) -> tuple[int, int]:
-    """The number of parts that the columns of a weight are cut into, and the columns of each.
+    """Return how many parts a weight's columns are split into, and the columns of each part.
 
-    Of the numbers of parts that give every multiprocessor its programs, the one that leaves fewest idle at the end.
+    Of the counts that occupy the whole GPU, it is the one that leaves the fewest programs idle in the last wave.
     """
     tiles, blocks = -(-outputs // BLOCK_N), -(-columns // BLOCK_K)
     most = max(1, min(MOST_PARTS, blocks // LEAST_BLOCKS))
@@ -166,7 +165,7 @@ def parts_of(outputs: int, columns: int) -> tuple[int, int]:
 
 
 def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> Tensor:
-    """`few_rows_product` by the kernel."""
+    """Check the arguments and launch the kernel of `few_rows_product`."""
     rows, columns = x.shape
     outputs = len(weight) // 2 if gated else len(weight)
     most = FEWER if gated or scale is not None else MOST_ROWS
@@ -186,7 +185,7 @@ def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> Ten
     x, scale = x.contiguous(), None if scale is None else scale.contiguous()
     out = x.new_empty(rows, outputs)
     parts, part = parts_of(outputs, columns)
-    # In fp8 fewer rows would be loaded by 8 bytes at a time.
+    # With fewer rows an fp8 weight would be loaded only 8 bytes at a time.
     tiles, padded = triton.cdiv(outputs, BLOCK_N), max(16 if scale is None else FEWER, triton.next_power_of_2(rows))
     stored = x.new_empty(parts * len(weight) * padded, dtype=torch.float32) if parts > 1 else None
     if rows == 0:

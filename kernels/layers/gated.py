@@ -1,9 +1,9 @@
-"""The gated half of a Llama's MLP: silu(gate) * up, elementwise, with silu(x) = x / (1 + exp(-x)).
+"""SwiGLU activation of a Llama MLP: silu(gate) * up, elementwise, with silu(x) = x / (1 + exp(-x)).
 
     out = round(silu(gate)) * up      gate, up, out: [R, F]
 
-Shazeer 2020, "GLU variants improve transformer" (SwiGLU). Gate and up may be halves of one product: they are read where
-they are. In 16 bits silu is rounded before the product, as by the modules of transformers.
+Shazeer 2020, "GLU variants improve transformer". Gate and up may be the two halves of one product; they are not copied.
+In 16 bits silu is rounded before the product, as in transformers.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -21,11 +21,11 @@ _ELEMENTS = 1024  # of a program
 
 @operator
 def silu_product(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
-    """silu(gate) * up, [R, F].
+    """Return silu(gate) * up, [R, F].
 
-    gate, up: [R, F] of one dtype, whose rows are contiguous; impl "triton" has fp32, fp16 and bf16
+    gate, up: [R, F] of one dtype, with contiguous rows; impl "triton" supports fp32, fp16 and bf16
 
-    Raises ValueError where the kernel does not take shapes or dtypes.
+    Raises ValueError if the kernel does not support the shapes or dtypes.
     """
     if choose_impl("silu_product", impl, gate) == "triton":
         return _launch(gate, up)
@@ -37,7 +37,7 @@ def _gated_kernel(
     gate, up, out, rows, gate_row, up_row,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program for BLOCK columns of ROWS rows."""
+    """Each program computes BLOCK columns of ROWS rows."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (row < rows) & (column < COLUMNS)
@@ -49,7 +49,7 @@ def _gated_kernel(
 
 
 def _launch(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu_product` by the kernel."""
+    """Check the arguments and launch the kernel of `silu_product`."""
     alike = (
         gate.dim() == 2 and gate.shape == up.shape and gate.dtype == up.dtype and gate.stride(1) == up.stride(1) == 1
     )

@@ -1,4 +1,4 @@
-"""Shapes that the kernel of few_rows.py was measured to be faster with than cuBLAS, or than cuBLAS and silu.
+"""Shapes for which the kernel of few_rows.py was measured to be faster than cuBLAS (gated: than cuBLAS and silu).
 
 `python bench/kernels/bench_linear.py kernel_linear.json` prints what a GPU's results add to FASTER. No GPU has been
 measured yet.
@@ -9,12 +9,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# By the GPU's name: the weight's shape, whether it is gated, and the least and the most rows.
+# GPU name -> (outputs, columns, gated) -> (least, most) rows.
 FASTER: dict[str, dict[tuple[int, int, bool], tuple[int, int]]] = {}
 
 
 def is_faster(x: Tensor, weight: Tensor, gated: bool) -> bool:
-    """True if these rows [R, K] by this weight [N, K], in 16 bits, were measured so on this GPU."""
+    """Whether the kernel was measured to be faster on this GPU, for x [R, K] in 16 bits and a weight [N, K]."""
     if not FASTER or x.dtype.itemsize != 2 or not weight.is_contiguous():
         return False
     outputs, columns = weight.shape

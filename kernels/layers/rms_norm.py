@@ -1,11 +1,11 @@
-"""RMS norm of a residual stream, after the output of a layer's last product was added.
+"""RMS norm of the residual stream, fused with the addition of the previous layer's output.
 
     h = x + a                                  x, a: [R, K]; without an a, h = x
     n = h / sqrt(mean(h^2) + epsilon) * w      w: [K], the mean is over a row; centred: (1 + w) in place of w
 
-Zhang and Sennrich 2019, "Root mean square layer normalization". In 16 bits the kernel rounds where the modules of
-transformers do: h, the quotient, and the product with w. Centred norms round once. The sum of squares is in fp32.
-A row is read once, kept in registers, and both h and n are written: 4 K numbers for a row, where two operations move 6.
+Zhang and Sennrich 2019, "Root mean square layer normalization". In 16 bits the kernel rounds where transformers does:
+h, the quotient, and the product with w. Centred norms round once. The sum of squares is in fp32.
+A row is read once and kept in registers: 4 K numbers are moved for it. Two separate operations would read h again.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -21,11 +21,11 @@ from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rounding import rounded
 
-MAX_COLUMNS = 1 << 15  # what a program of 32 warps keeps in registers
+MAX_COLUMNS = 1 << 15  # that a program of 32 warps can keep in registers
 
 
 class Norm(NamedTuple):
-    """The factor [K] of an RMS norm, and the number that it adds to the mean of squares."""
+    """An RMS norm: its weight [K], and the epsilon that is added to the mean of squares."""
 
     weight: Tensor
     epsilon: float
@@ -35,12 +35,12 @@ class Norm(NamedTuple):
 def add_rms_norm(
     hidden: Tensor, added: Tensor | None, norm: Norm, *, centred: bool = False, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """The sum hidden + added and its RMS norm, [R, K] both; without `added` the sum is `hidden` itself.
+    """Return hidden + added and its RMS norm, both [R, K]; without `added` the first is `hidden` itself.
 
-    hidden, added: [R, K] of one dtype; impl "triton" has fp32, fp16 and bf16, and K up to 32,768
-    norm:          its weight [K]; centred: whether the factor is 1 + weight, as of Gemma and Qwen3.5
+    hidden, added: [R, K] of one dtype; impl "triton" supports fp32, fp16 and bf16, and K up to 32,768
+    norm:          with a weight [K]; centred: the factor is 1 + weight, as in Gemma and Qwen3.5
 
-    Raises ValueError where the kernel does not take shapes or dtypes.
+    Raises ValueError if the kernel does not support the shapes or dtypes.
     """
     if choose_impl("add_rms_norm", impl, hidden) == "triton":
         return _launch(hidden, added, norm, centred)
@@ -52,7 +52,7 @@ def add_rms_norm(
 
 
 def normalized(hidden: Tensor, norm: Norm) -> Tensor:
-    """The reference of the norm alone, over the last axis. On a CPU PyTorch's own is a chain of nine operations."""
+    """RMS norm over the last axis: the reference. On a CPU PyTorch's rms_norm runs nine operations, this fewer."""
     if not hidden.is_cpu or hidden.dtype != torch.float32:
         return rms_norm(hidden, norm.weight.shape, norm.weight, norm.epsilon)
     squares = (hidden * hidden).sum(-1, keepdim=True)
@@ -62,7 +62,7 @@ def normalized(hidden: Tensor, norm: Norm) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _scalar(value: float) -> Tensor:
-    """The number as a tensor, which takes longer to make than to add."""
+    """The number as a tensor, cached because it takes longer to make than to add."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=torch.float32, device="cpu")
 
@@ -72,7 +72,7 @@ def _rms_norm_kernel(
     hidden, added, weight, total, normed, rows, epsilon,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program for ROWS whole rows."""
+    """Each program computes ROWS whole rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
@@ -88,7 +88,7 @@ def _rms_norm_kernel(
 
 
 def _launch(hidden: Tensor, added: Tensor | None, norm: Norm, centred: bool) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` by the kernel."""
+    """Check the arguments and launch the kernel of `add_rms_norm`."""
     rows, columns = hidden.shape
     fits = norm.weight.shape == (columns,) and (
         added is None or (added.shape, added.dtype) == (hidden.shape, hidden.dtype)

@@ -1,12 +1,12 @@
-"""Rotary embedding of queries and keys, and the new rows of a cache, in one pass over a layer's projections.
+"""Rotary embedding of queries and keys, fused with writing the new keys and values into the cache.
 
     x' = round(x) cos + rotate_half(x) sin      for each head x [D] of the queries and keys of a token
     keys[b, h, row] = key',  values[b, h, row] = value
 
-rotate_half([low, high]) = [-high, low]; the sine that is passed already has its signs, so that column c of x' is
-x[c] cos[c] + x[(c + D/2) mod D] sin[c]. Where a model has them (Qwen3), queries and keys get an RMS norm of each head
-first, as in `rms_norm`. Su et al. 2021, "RoFormer". In 16 bits the kernel rounds where the modules of transformers do:
-both products, and their sum.
+rotate_half([low, high]) = [-high, low]; the sine that is passed already has these signs, so that column c of x' is
+x[c] cos[c] + x[(c + D/2) mod D] sin[c]. In models with QK norm (Qwen3) each head of queries and keys gets an RMS norm
+first, as in `rms_norm`. Su et al. 2021, "RoFormer". In 16 bits the kernel rounds where transformers does: both
+products, and their sum.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -22,11 +22,11 @@ from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rms_norm import Norm, normalized
 from heavypath.kernels.layers.rounding import rounded
 
-_ELEMENTS = 1024  # of the heads that a program turns at once
+_ELEMENTS = 1024  # that a program rotates at the same time
 
 
 class Projected(NamedTuple):
-    """A layer's three projections of each token: [B, N, Hq, D] and twice [B, N, Hkv, D]."""
+    """A layer's projections of each token: query [B, N, Hq, D], key and value [B, N, Hkv, D]."""
 
     query: Tensor
     key: Tensor
@@ -34,9 +34,9 @@ class Projected(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Cosine and sine of each token's position, the sine with the signs of rotate_half.
+    """Cosine and sine of each token's position; the sine has the signs of rotate_half.
 
-    cos, sin:  [B, N, 1, D]; or of all positions, [P, D], and then
+    cos, sin:  [B, N, 1, D] of the tokens; or [P, D] of all positions, and then
     positions: LongTensor[B, N] in 0 .. P - 1
     """
 
@@ -46,14 +46,14 @@ class Turns(NamedTuple):
 
     @classmethod
     def at(cls, table: Tensor, positions: Tensor, *, impl: str = "auto") -> "Turns":
-        """The turns of positions LongTensor[B, N] in a table [P, 2, D]; the kernel looks them up itself."""
+        """Cosines and sines of positions LongTensor[B, N] from a table [P, 2, D]; the Triton kernel does the lookup."""
         if choose_impl("Turns.at", impl, positions) == "triton":
             return cls(table[:, 0], table[:, 1], positions)
         return cls(*table[positions][:, :, :, None].unbind(2))
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each head of the queries and of the keys; their weights are [D]."""
+    """RMS norms of each query head and of each key head, with weights [D] (QK norm)."""
 
     query: Norm
     key: Norm
@@ -70,16 +70,16 @@ def rotate_and_store(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Turn queries and keys by their positions, store keys and values, and return the queries, [B, N, Hq, D].
+    """Rotate queries and keys, store keys and values in the cache, and return the queries, [B, N, Hq, D].
 
     projected, turns: tensors of one dtype
-    keys, values: [B, Hkv, S, D], a layer's part of a cache, changed in place
+    keys, values: [B, Hkv, S, D], a layer's cache, changed in place
     cache_rows:   LongTensor[B, N] in 0 .. S - 1, the rows that are written
-    norms:        of queries and keys, where a model has them
+    norms:        QK norms, or None
 
-    impl "triton" has fp32, fp16 and bf16, an even D, and caches of equal strides with contiguous columns. It does not
-    read `cache_rows` beforehand: they must lie within the cache. Raises ValueError where the kernel does not take
-    shapes, dtypes or strides.
+    impl "triton" supports fp32, fp16 and bf16, an even D, and caches of equal strides with contiguous columns. It does
+    not check that `cache_rows` lie within the cache. Raises ValueError if the kernel does not support the shapes,
+    dtypes or strides.
     """
     if choose_impl("rotate_and_store", impl, projected.query) == "triton":
         return _launch(projected, turns, keys, values, cache_rows, norms)
@@ -88,7 +88,7 @@ def rotate_and_store(
         query, key = normalized(query, norms.query), normalized(key, norms.key)
     heads = query.shape[2]
     states = torch.cat([query, key], 2)
-    # rotate_half is a roll by half of the columns and a change of signs, which the sine already has.
+    # rotate_half is a roll by half of the columns and a change of signs. The sine already has the signs.
     cos, sin = turns.cos, turns.sin
     if turns.positions is not None:
         cos, sin = (each[turns.positions][:, :, None] for each in (cos, sin))
@@ -99,7 +99,7 @@ def rotate_and_store(
 
 
 def store_rows(cache: Tensor, new: Tensor, cache_rows: Tensor) -> None:
-    """Store new [B, N, H, D], or of fewer columns, in a cache [B, H, S, D] at rows LongTensor[B, N]."""
+    """Store new [B, N, H, D] in a cache [B, H, S, D] at rows LongTensor[B, N]; new may have fewer columns."""
     if new.shape[-1] < cache.shape[-1]:
         cache = cache[..., : new.shape[-1]]
     if len(cache) == 1:
@@ -111,9 +111,9 @@ def store_rows(cache: Tensor, new: Tensor, cache_rows: Tensor) -> None:
 
 @triton.jit
 def _turned(x, there, weight, epsilon, cos, sin, turn, column, like, HALF: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Lower and upper halves of the heads at addresses x [HEADS, D / 2], normed where there is a weight, and turned.
+    """Load the heads at addresses x [HEADS, D / 2], norm them if there is a weight, and rotate: lower and upper halves.
 
-    turn: where each head's cosines and sines are, [HEADS, D / 2]
+    turn: offsets of each head's cosines and sines, [HEADS, D / 2]
     """
     low = tl.load(x, mask=there, other=0.0).to(tl.float32)
     high = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
@@ -135,7 +135,7 @@ def _turned(x, there, weight, epsilon, cos, sin, turn, column, like, HALF: tl.co
 
 @triton.jit
 def _place(positions, token, tokens):
-    """Which row of the cosines and sines belongs to each token."""
+    """Return each token's row in the tables of cosines and sines."""
     if positions is not None:
         token = tl.load(positions + token, mask=token < tokens, other=0)
     return token
@@ -149,7 +149,7 @@ def _rotary_kernel(
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program for HEADS heads, of one token or several: first the queries', then those of keys and values."""
+    """Each program does HEADS heads, of one token or several: first those of queries, then of keys and values."""
     block = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     query_blocks = tl.cdiv(tokens * QUERY_HEADS, HEADS)
@@ -188,7 +188,7 @@ def _rotary_kernel(
 def _launch(
     projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cache_rows: Tensor, norms: HeadNorms | None
 ) -> Tensor:
-    """`rotate_and_store` by the kernel."""
+    """Check the arguments and launch the kernel of `rotate_and_store`."""
     _check(projected, turns, keys, values, cache_rows)
     for weight, _ in norms or ():
         if weight.shape != projected.query.shape[3:] or weight.stride(0) != 1:
@@ -239,6 +239,6 @@ def _check(projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cac
 
 
 def _by_token(states: Tensor) -> Tensor:
-    """The same [B, N, H, D] as [B * N, H, D], whose heads and columns are contiguous."""
+    """View [B, N, H, D] as [B * N, H, D] with contiguous heads and columns; copy only if the strides require it."""
     flat = in_rows(states.flatten(0, 1))
     return flat if flat.shape[1] == 1 or flat.stride(1) == flat.shape[2] else flat.contiguous()

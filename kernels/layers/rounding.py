@@ -1,7 +1,7 @@
-"""Roundings inside kernels, where a model in 16 bits rounds what one module hands to the next.
+"""Rounding inside fused kernels, at the points where a 16-bit model rounds between two modules.
 
-Kernels that round so are launched with enable_fp_fusion=False. Otherwise the compiler makes one instruction, which
-rounds once, of a rounded product and the sum after it; in fp32, too, where `rounded` does nothing.
+Kernels that use it are launched with enable_fp_fusion=False. Otherwise the compiler fuses a rounded product and the
+following sum into one multiply-add, which rounds only once. This happens in fp32, too, where `rounded` does nothing.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
@@ -11,9 +11,9 @@ from heavypath.kernels.language import tl, triton
 
 @triton.jit
 def rounded(x, like, INTERPRETED: tl.constexpr):
-    """fp32 x, rounded to the nearest number of the type that `like` points to, still in fp32.
+    """Round fp32 x to the type that `like` points to; the result stays in fp32.
 
-    Triton's interpreter cuts off the low bits for bfloat16, where a GPU rounds; so there they are rounded here.
+    Triton's interpreter truncates to bfloat16, but a GPU rounds to nearest. So the interpreted kernel rounds here.
     """
     if like.dtype.element_ty == tl.float32:
         return x

@@ -1,1 +1,1 @@
-"""Kernels for CPUs, in C++, which the machine's own compiler compiles when they are first needed."""
+"""CPU kernels in C++, compiled on the user's machine when they are first needed."""

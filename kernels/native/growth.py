@@ -1,4 +1,4 @@
-"""Growing trees by the compiled kernels, see growth.cpp."""
+"""Growing trees on a CPU: calls of the compiled kernels in growth.cpp."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from heavypath.kernels.trees.levels import Fed
 from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
 
 _BY = {"slot": 0, "node": 1, "beam": 2}
-_ASSEMBLED = 12  # tensors of an `Assembled`
+_ASSEMBLED = 12  # tensors in an `Assembled` and its `Fed`
 
 
 class _Grow(Arguments):
@@ -28,7 +28,7 @@ class _Assembly(Arguments):
 
 
 def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, count: int) -> Grown:
-    """`trees.growing.grow` of a level of `count` slots."""
+    """Fill the next level, of `count` slots, as `trees.growing.grow` does."""
     batch, parents, most = draws.tokens.shape
     end = above.first + parents
     assert end + count <= slots.tokens.shape[1]
@@ -57,7 +57,7 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
 
 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool) -> tuple[Tensor, ...]:
-    """The tensors of an `Assembled`, followed by those of its `Fed`."""
+    """Assemble grown trees of `nodes` nodes: the tensors of an `Assembled`, followed by those of its `Fed`."""
     batch, stride = slots.tokens.shape
     out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long, device="cpu")
     call = _Assembly(

@@ -1,4 +1,4 @@
-"""Trained heads beside their passes by the compiled kernels, see heads.cpp: entries, features, Medusa heads."""
+"""Trained heads on a CPU, by heads.cpp: inputs of a head's passes, features kept of the target, Medusa heads."""
 
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
@@ -44,13 +44,13 @@ class _Medusa(Arguments):
 
 
 class Entries(NamedTuple):
-    """n entries of each sequence, as the pass of a head takes them.
+    """The inputs of one pass of a head: n entries of each sequence.
 
     tokens, positions, rows: LongTensor[B, n]
-    prefix: LongTensor[B], rows before the columns of the mask
+    prefix: LongTensor[B], cache rows before the columns of the mask
     mask:   bool [B, n, M] or [n, M]
-    given:  [B, n, F]
-    present: LongTensor[1], the n that there are now: the first B * n rows of each tensor; None for all
+    given:  [B, n, F], features or states that are read with the tokens
+    present: LongTensor[1], the n in use now: the first B * n rows of each tensor are; None if all are
     """
 
     tokens: Tensor
@@ -63,7 +63,7 @@ class Entries(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """All that a head remembers of B texts, as of `HeadCache`.
+    """What a head keeps of B sequences: the tensors of a `HeadCache`.
 
     features: [B, rows, F]; outputs: [B, rows, H]; tokens: LongTensor[B, rows]; known: LongTensor[B]
     """
@@ -75,9 +75,9 @@ class Kept(NamedTuple):
 
 
 def root_entries(root: Tensor, lengths: Tensor, drafted: Tensor | None, most: int, kept: Kept) -> Entries:
-    """The entries of all that is new in texts whose roots LongTensor[B] have `lengths` tokens before them.
+    """Entries for all tokens that the head has not read yet, up to the roots (LongTensor[B]).
 
-    most: entries of a text, at most; `kept.known` is changed in place
+    lengths: tokens before the roots; most: entries of a sequence, at most; `kept.known` is changed in place
     """
     features, outputs, text, known = kept
     batch, size = len(root), features.element_size()
@@ -98,7 +98,7 @@ def root_entries(root: Tensor, lengths: Tensor, drafted: Tensor | None, most: in
 
 
 def node_entries(nodes: tuple[Tensor, Tensor, Tensor], lengths: Tensor, outputs: Tensor) -> tuple[Tensor, ...]:
-    """Positions, rows, prefix and given states of the entries of drafted nodes, see `Entries`.
+    """Positions, rows, prefix and given states for entries of drafted nodes, as in `Entries`.
 
     nodes: positions, cache rows and parents' rows of the nodes, LongTensor[B, n] each
     outputs: [B, rows, H]
@@ -123,10 +123,10 @@ def keep(
     cache_rows: Tensor,
     to: tuple[Tensor, Tensor | None],
 ) -> None:
-    """Keep what a head reads of hidden states [B, N, H] of tokens LongTensor[B, N], at rows LongTensor[B, N].
+    """Store a head's features of hidden states [B, N, H] of tokens LongTensor[B, N]: normed, concatenated, projected.
 
-    norms: of each of the states, and of all side by side
-    fc:    the weight whose product is kept; None for the states themselves
+    norms: a norm (or None) for each tap, and one for their concatenation
+    fc:    the projection whose product is stored; None to store the concatenation
     to:    features [B, rows, F] and, if tokens are kept, LongTensor[B, rows]
     """
     (features, text), (each, joined), taps = to, norms, [each.contiguous() for each in taps]
@@ -149,16 +149,16 @@ def keep(
 
 
 class MedusaWeights(NamedTuple):
-    """Weights of Medusa heads: of layer j and head k `layers[j][k]`, and an lm_head of each, or one for all."""
+    """Weights of Medusa heads: `layers[j][k]` of layer j and head k, and an lm_head for each head, or one for all."""
 
     layers: Sequence[Sequence[Blocks]]
     lm_heads: Sequence[Blocks]
 
 
 def medusa(weights: MedusaWeights, states: Tensor, lengths: Tensor, heads: int, logits: Tensor) -> None:
-    """Write the logits of the first `heads` Medusa heads into [B, any, V].
+    """Write the logits of the first `heads` Medusa heads into `logits` [B, any, V].
 
-    states: [B, rows, H], of which those before row `lengths`, LongTensor[B], are read; zeros at 0
+    states: [B, rows, H]; each sequence's row lengths - 1 is read, or zeros if its length is 0
     """
     layers, (batch, _, width), vocab = weights.layers, states.shape, logits.shape[2]
     every = [blocks for layer in layers for blocks in layer]

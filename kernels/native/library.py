@@ -1,9 +1,9 @@
-"""The CPU kernels as a shared library: compiled once for a machine, by its own compiler, and kept in the user's cache.
+"""The CPU kernels as a shared library: compiled once on each machine, and cached in the user's cache folder.
 
-A kernel is compiled for the processor that it runs on, or for a lesser one that HEAVYPATH_MARCH names, which takes some
-five seconds, and found again by its sources, the compiler, its flags and the processor. A file is loaded only if nobody
-else may have written it, and if it is whole: it ends with the digest of all before. Threads are OpenMP's,
-of the same runtime as PyTorch's, so that both share one pool.
+The library is compiled for the processor that it runs on, or for an older one that HEAVYPATH_MARCH names. This takes
+about five seconds. The cache key is a hash of the sources, the compiler, its flags and the processor. A cached file is
+loaded only if no other user can have written it, and if it is complete: it ends with the digest of all bytes before.
+Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC")
-SHARE = 1 << 19  # bytes that take longer to read than threads take to wait for each other
-PATIENCE = 10.0  # seconds for a compiler to say which one it is
+SHARE = 1 << 19  # bytes for each thread: to read them takes longer than to synchronise threads
+PATIENCE = 10.0  # seconds to wait for `compiler --version`
 DIGEST = hashlib.sha256().digest_size
 SWITCH = "HEAVYPATH_NATIVE"  # the environment variable that turns the kernels off with "0"
-MARCH = "HEAVYPATH_MARCH"  # the environment variable that names a lesser processor to compile for; "native" is this one
+MARCH = "HEAVYPATH_MARCH"  # the environment variable with the processor to compile for; "native" is this one
 CPUINFO = Path("/proc/cpuinfo")
-LEVELS = {  # of x86-64: what each needs beside those before it, by the names of /proc/cpuinfo
+LEVELS = {  # of x86-64: the flags in /proc/cpuinfo that each level adds to those before it
     "x86-64-v2": "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3",
     "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
     "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
@@ -39,9 +39,9 @@ LEVELS = {  # of x86-64: what each needs beside those before it, by the names of
 
 @lru_cache(1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a log line that says why, if they cannot or should not be compiled.
+    """Return the compiled kernels; None, with a log line that says why, if they cannot or should not be compiled.
 
-    ValueError for a HEAVYPATH_MARCH that is unknown, or that this processor cannot run.
+    Raises ValueError if HEAVYPATH_MARCH is unknown, or if this processor cannot run it.
     """
     if os.environ.get(SWITCH) == "0":
         logger.info("%s=0: no compiled kernels, PyTorch's operations instead", SWITCH)
@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL | None:
         logger.warning("%s cannot compile the CPU kernels, so PyTorch's operations stay: %s", compiler, reason)
         return None
     try:
-        # The file that was checked, whatever has that name by now. It stays open, since the loader knows it by this.
+        # Load the open file that was checked; its name may be another file by now. The loader needs it to stay open.
         return ctypes.CDLL(f"/proc/self/fd/{file}")
     except OSError as error:
         logger.warning("the compiled CPU kernels cannot be loaded, so PyTorch's operations stay: %s", error)
@@ -69,24 +69,24 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiled() -> ctypes.CDLL:
-    """`library`, where it is known to be there."""
+    """Return `library()`, which must not be None."""
     kernels = library()
     assert kernels is not None
     return kernels
 
 
 def thread_count(bytes_read: int | None = None) -> int:
-    """The number of threads of a kernel: as many as PyTorch, but each must have SHARE bytes of weights to read."""
-    import torch  # not above: `heavypath info` asks for the library's name without starting PyTorch
+    """Return a kernel's number of threads: PyTorch's number, or fewer so that each reads SHARE bytes of weights."""
+    import torch  # not above: `heavypath info` needs the library's name without importing PyTorch
 
     threads = torch.get_num_threads()
     return threads if bytes_read is None else max(1, min(threads, bytes_read // SHARE))
 
 
 def compiled_for() -> str | None:
-    """The instructions that the compiled kernels were built for, and the width of their vectors, by their own word.
+    """Return the instruction set and vector width that the compiled kernels report of themselves.
 
-    As "x86-64-v4, 512-bit vectors"; None where there are no compiled kernels.
+    For example "x86-64-v4, 512-bit vectors"; None if there are no compiled kernels.
     """
     kernels = library()
     if kernels is None:
@@ -96,9 +96,9 @@ def compiled_for() -> str | None:
 
 
 def march() -> str:
-    """The processor to compile for: HEAVYPATH_MARCH, if it is set, or "native".
+    """Return the processor to compile for: HEAVYPATH_MARCH if it is set, else "native".
 
-    ValueError for one that is unknown, or that this processor cannot run.
+    Raises ValueError if it is unknown, or if this processor cannot run it.
     """
     given = os.environ.get(MARCH) or "native"
     if given == "native":
@@ -121,23 +121,23 @@ def march() -> str:
 
 
 def flags() -> tuple[str, ...]:
-    """The compiler's flags. Raises what `march` does."""
+    """Return the compiler's flags. Raises ValueError for a HEAVYPATH_MARCH that `march` refuses."""
     return (f"-march={march()}", *FLAGS)
 
 
 def compiler_path() -> str | None:
-    """The C++ compiler that kernels are compiled by: that of CXX, or the first that is found; None for none."""
+    """Return the path of the C++ compiler: the one that CXX names, else g++, c++ or clang++; None if not found."""
     given = os.environ.get("CXX")
     return next(filter(None, map(shutil.which, [given] if given else ["g++", "c++", "clang++"])), None)
 
 
 def cache_folder() -> Path:
-    """The folder of compiled kernels. RuntimeError for a user without a home."""
+    """Return the folder of compiled kernels. Raises RuntimeError for a user without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
 
 
 def _run(arguments: list[str], seconds: float | None = None) -> str:
-    """The output of a program."""
+    """Run a program and return its standard output."""
     done = subprocess.run(
         arguments, check=True, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
         timeout=seconds,
@@ -146,7 +146,7 @@ def _run(arguments: list[str], seconds: float | None = None) -> str:
 
 
 def library_name(compiler: str) -> str:
-    """The library's name in the cache: another one for other sources, flags, compilers and processors."""
+    """Return the library's file name, with a hash of the sources, compiler, flags and processor."""
     key = hashlib.sha256("\n".join([_run([compiler, "--version"], PATIENCE), *flags(), _processor()]).encode())
     for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         key.update(source.read_bytes())
@@ -154,7 +154,7 @@ def library_name(compiler: str) -> str:
 
 
 def _file(compiler: str) -> int:
-    """A descriptor of the library, from the user's cache, or compiled now and kept there."""
+    """Open the library in the user's cache, and compile it first if it is not there; returns a descriptor."""
     name = library_name(compiler)
     try:
         place = cache_folder()
@@ -180,7 +180,7 @@ def _file(compiler: str) -> int:
 
 
 def _compiled(compiler: str) -> bytes:
-    """The library, compiled in a folder that is removed afterwards."""
+    """Compile the library in a temporary folder and return its bytes."""
     with tempfile.TemporaryDirectory(prefix="heavypath-") as folder:
         objects = {source: f"{folder}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
         with ThreadPoolExecutor() as pool:
@@ -191,15 +191,15 @@ def _compiled(compiler: str) -> bytes:
 
 
 def _processor() -> str:
-    """A text that differs between processors that may not know each other's instructions."""
+    """Return a description that differs between processors with different instruction sets."""
     lines = CPUINFO.read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
 def _own(path: str | Path, kind: int = 0, folder: int | None = None) -> int:
-    """A descriptor of a file or folder that nobody but this user may write to; OSError for any other, and for a link.
+    """Open a file or folder that only this user may write to; OSError for any other, and for a link.
 
-    Nobody else says what this process loads.
+    So no other user can decide what this process loads.
     """
     opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=folder)
     facts = os.fstat(opened)
@@ -213,7 +213,7 @@ def _own(path: str | Path, kind: int = 0, folder: int | None = None) -> int:
 
 
 def _whole(name: str, folder: int) -> int:
-    """A descriptor of a library of the cache; OSError for one that is not as `_keep` wrote it."""
+    """Open a cached library and check its digest; OSError if it is not as `_keep` wrote it."""
     file = _own(name, folder=folder)
     try:
         with open(file, "rb", closefd=False) as opened:
@@ -227,7 +227,7 @@ def _whole(name: str, folder: int) -> int:
 
 
 def _keep(code: bytes, name: str, folder: int) -> None:
-    """Write a library into the cache, and its digest after it: whole or not at all, for anyone who looks for it."""
+    """Write a library and its digest into the cache, atomically: other processes see the whole file or none."""
     written = f"{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(written, flags, 0o600, dir_fd=folder), "wb") as file:
@@ -242,7 +242,7 @@ def _keep(code: bytes, name: str, folder: int) -> None:
 
 
 def _in_memory(code: bytes, reason: Exception) -> int:
-    """A descriptor of a library that only this process has."""
+    """Put the library into a memory file of this process, and return its descriptor."""
     logger.warning(
         "the kernels are compiled for this process alone, which takes some seconds, since they cannot be kept: %s; "
         "set XDG_CACHE_HOME to a folder of yours that nobody else may write to", reason,

@@ -1,4 +1,4 @@
-"""Products of rows by a weight that lies in blocks, see products.h."""
+"""Linear layers on a CPU, with weights repacked in blocks of outputs; see products.h."""
 
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
@@ -13,7 +13,7 @@ from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.recording import do
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # by which functions are named
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # suffixes of the functions' names
 
 
 class WeightStruct(Structure):
@@ -23,7 +23,7 @@ class WeightStruct(Structure):
 
 
 class NormStruct(Structure):
-    """`Norm` of norms.h. It does not keep the weight."""
+    """`Norm` of norms.h. It holds the weight's address only; the caller keeps the weight alive."""
 
     _fields_ = [("weight", c_void_p), ("epsilon", c_double)]
 
@@ -33,11 +33,11 @@ class NormStruct(Structure):
 
 
 class Blocks(NamedTuple):
-    """Weights of layers with one input, [N_i, K] one below the other, in blocks of outputs.
+    """Weights [N_i, K] of layers that share an input, stacked and repacked in blocks of outputs.
 
-    weight: [blocks, K, BLOCK], with zeros in the last block
-    bias:   [blocks * BLOCK], or None where no layer has one
-    struct: what kernels are given
+    weight: [blocks, K, BLOCK], the last block padded with zeros
+    bias:   [blocks * BLOCK], or None if no layer has one
+    struct: the argument of the kernels
     """
 
     weight: Tensor
@@ -47,9 +47,9 @@ class Blocks(NamedTuple):
     @classmethod
     @torch.inference_mode()
     def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], paired: bool = False) -> Self:
-        """The blocks of weights [N_i, K] with their biases [N_i].
+        """Repack weights [N_i, K] and biases [N_i] (or None).
 
-        paired: of two weights of equal shape, each block has half of its outputs from the one and half from the other
+        paired: of two weights of equal shape, half of each block's outputs come from the first, half from the second
         """
         if any(bias is not None for bias in biases):
             present = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
 
 
 def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
-    """Weights [N_i, K] as [blocks, K, BLOCK]."""
+    """Repack weights [N_i, K] as [blocks, K, BLOCK]."""
     lib = compiled()
     width = lib.block() // (2 if paired else 1)
     joined = weights if paired else [torch.cat([*weights]) if len(weights) > 1 else weights[0]]
@@ -71,7 +71,7 @@ def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
 
 
 def product(hidden: Tensor, blocks: Blocks) -> Tensor:
-    """The product of rows [..., K] by a weight, [..., N]; ValueError for rows that are not of its dtype and width."""
+    """Return hidden [..., K] times the weight, [..., N]; ValueError for rows of another dtype or width."""
     weight = blocks.weight
     if (hidden.dtype, hidden.shape[-1]) != (weight.dtype, weight.shape[1]):
         given = f"{hidden.dtype} {[*hidden.shape]}"

@@ -6,13 +6,13 @@ allocates results. This takes as long as the kernels of a small model. Recorded,
     with recorded() as recording:
         result = step()                  # runs, and is recorded
     if recording.obstacle is None:
-        recording.replay()               # runs again, on the same tensors; `result` holds what it did
+        recording.replay()               # runs again on the same tensors, and updates `result`
 
-A recording sees two kinds of computations: compiled kernels, which go through `do`, and the operations of PyTorch that
-`_WRITES`, `_COPIES` and `_IN_PLACE` name. These are replayed into the tensors that they returned. Views and allocations
-are not computed again. Everything else is an obstacle: other operations of PyTorch, also `item`; functions that run
-their reference in PyTorch (`choose_impl`); and calls of `refuse`, which whatever calls code of a user must make. For a
-recording cannot see Python, nor what NumPy computes or `tolist` reads.
+A recording has two kinds of computations: compiled kernels, which are called through `do`, and the operations of
+PyTorch in `_WRITES`, `_COPIES` and `_IN_PLACE`. These are replayed into the tensors that they returned. Views and
+allocations are not repeated. Everything else is an obstacle: other operations of PyTorch, `item` included; functions
+that run their reference in PyTorch (`choose_impl`); and calls of `refuse`, which code must make before it calls a
+user's code. For a recording cannot see Python, nor what NumPy computes or `tolist` reads.
 """
 
 import threading
@@ -31,7 +31,7 @@ from heavypath.kernels.native.library import compiled
 
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "detach_", "alias"}
 _aten = torch.ops.aten
-_WRITES = {  # operations, and the same ones with a tensor that they write their result to
+_WRITES = {  # operation -> its variant that writes into a given tensor
     _aten.add.Tensor: _aten.add.out,
     _aten.cat.default: _aten.cat.out,
     _aten.clamp.default: _aten.clamp.out,
@@ -46,17 +46,17 @@ _of_thread = threading.local()
 
 
 class Recording(TorchDispatchMode):
-    """Calls in their order. obstacle: why they are not all that was done; None if they are."""
+    """The recorded calls, in order. obstacle: why they cannot be replayed; None if they can."""
 
     def __init__(self) -> None:
         super().__init__()
         self.obstacle: str | None = None
         self.calls: list[Callable[[], object]] = []
-        self.kept: list[object] = []  # what the calls have the addresses of
+        self.kept: list[object] = []  # tensors whose addresses the calls hold
         self._inside = False
 
     def do(self, call: Callable[[], object], kept: object) -> None:
-        """Run a call, which may compute."""
+        """Run a call and record it; operations of PyTorch inside it are not recorded by themselves."""
         self._inside = True
         try:
             call()
@@ -66,13 +66,13 @@ class Recording(TorchDispatchMode):
         self.kept.append(kept)
 
     def replay(self) -> bool:
-        """Run all calls again. Returns False, and stops, at a question whose answer is another one now; see `ask`."""
+        """Run all calls again. Stops and returns False at a question of `ask` whose answer has changed."""
         return all(call() is not False for call in self.calls)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation of PyTorch. Outside of `do`, note it as a call or as an obstacle."""
+        """Run an operation of PyTorch. Outside of `do`, record it as a call or as an obstacle."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
@@ -89,12 +89,12 @@ class Recording(TorchDispatchMode):
         return result
 
     def _again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have a replay run an operation."""
+        """Record an operation for replays, without running it now."""
         self.calls.append(lambda: func(*args, **kwargs))
 
 
 def _shares(args: tuple[Any, ...], result: Any) -> bool:
-    """Whether a result has the memory of the arguments. Some operations that are called views copy where they must."""
+    """Whether a result shares the arguments' memory. Some operations that count as views copy if they have to."""
     sources = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
     made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
     return all(each.untyped_storage().data_ptr() in sources for each in made)
@@ -102,7 +102,7 @@ def _shares(args: tuple[Any, ...], result: Any) -> bool:
 
 @contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record what is done in the block, in this thread."""
+    """Record the calls that this thread makes inside the block."""
     recording = _of_thread.recording = Recording()
     try:
         with recording:
@@ -112,7 +112,7 @@ def recorded() -> Iterator[Recording]:
 
 
 def do(call: Callable[[], object], kept: object = None) -> None:
-    """Run a call now, and again whenever a recording of this is replayed; kept: tensors that it points to."""
+    """Run a call now, and in every replay if a recording is on; kept: tensors that must stay alive for it."""
     recording: Recording | None = getattr(_of_thread, "recording", None)
     if recording is None:
         call()
@@ -121,20 +121,20 @@ def do(call: Callable[[], object], kept: object = None) -> None:
 
 
 def refuse(obstacle: str) -> None:
-    """Say that what is being recorded, if anything is, cannot be replayed."""
+    """Mark the current recording, if there is one, as one that cannot be replayed."""
     recording: Recording | None = getattr(_of_thread, "recording", None)
     if recording is not None:
         recording.obstacle = recording.obstacle or obstacle
 
 
 def fields(description: str) -> list[tuple[str, type]]:
-    """Fields of a structure, by their names: with a star a pointer, with a dot an fp64, else an integer of 64 bits."""
+    """Return ctypes fields by names: *name is a pointer, .name an fp64, any other a 64-bit integer."""
     types = {"*": c_void_p, ".": c_double}
     return [(name.lstrip("*."), types.get(name[0], c_int64)) for name in description.split()]
 
 
 class Arguments(Structure):
-    """The structure that a compiled kernel is given. A tensor stands for its address, and is kept."""
+    """A compiled kernel's argument structure. Tensors are passed by address, and kept alive."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         self.kept: list[object] = [given, named]
@@ -146,15 +146,15 @@ def _plain(value: Any) -> Any:
 
 
 def launch(name: str, *given: Structure) -> None:
-    """Call the compiled kernel of this name with these structures."""
+    """Call the compiled kernel `name` with pointers to these structures, through `do`."""
     do(partial(getattr(compiled(), name), *map(byref, given)), given)
 
 
 def ask(question: Callable[[], Any]) -> Any:
-    """The answer to a question about what was computed, by which a step branches.
+    """Return the answer to a question about computed values, on which the step branches.
 
-    A replay in which the answer is another one ends there. Then another recording of the step is replayed, or it is
-    run. So what it does before it asks must do no harm if it is done several times.
+    A replay stops here if the answer has changed. Then another recording of the step is replayed, or the step is run
+    without one. So whatever a step does before the question must be safe to repeat.
     """
     answers: list[Any] = []
     do(lambda: question() == answers[0] if answers else answers.append(question()))

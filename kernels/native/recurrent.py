@@ -1,4 +1,4 @@
-"""Recurrent layers over the nodes of a tree by the compiled kernel, see recurrent.cpp."""
+"""Recurrent layers over the nodes of a tree on a CPU: calls of the compiled kernel in recurrent.cpp."""
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ class _TreeRule(Arguments):
 def tree_rule(
     inputs: tuple[Tensor, ...], state: Tensor, paths: Paths, above: KeptNodes | None
 ) -> tuple[Tensor, KeptNodes]:
-    """Outputs fp32 [B, Q, H, Dv] of Q new nodes, and what all nodes so far leave.
+    """Return the outputs fp32 [B, Q, H, Dv] of Q new nodes, and the `KeptNodes` of all nodes so far.
 
-    inputs: query, key, value and gate as of `recurrent.delta`, and of a delta rule beta; state: fp32
+    inputs: query, key, value and gate, and for a delta rule beta, shaped as in `recurrent.delta`; state: fp32
     """
     query, key, value, gate, *rest = (each.float().contiguous() for each in inputs)
     (batch, nodes, heads, columns), before, gates = value.shape, paths.before, gate[0, 0, 0].numel()

@@ -1,4 +1,4 @@
-"""Drafts that look tokens up by the compiled kernels, see retrieval.cpp."""
+"""Lookup and retrieval drafts on a CPU: calls of the compiled kernels in retrieval.cpp."""
 
 from ctypes import byref
 from typing import Any, NamedTuple, Protocol
@@ -11,8 +11,8 @@ from heavypath.kernels.native.library import compiled
 from heavypath.kernels.native.recording import Arguments, do, fields
 from heavypath.kernels.retrieval.corpus import SortedCorpus
 
-_HALVINGS = 149  # occurrences that have a weight, at most
-_MOST = 256  # occurrences that are taken of a suffix in a corpus, at most
+_HALVINGS = 149  # most occurrences with a weight that is not 0 in fp32: weights halve from one to the next
+_MOST = 256  # most occurrences of a suffix that are read from a corpus
 _ASKED = (
     "batch nodes first longest vocab rows step head *tokens *cache_rows *parent_rows *lengths *keys *values *known "
     "*latest *earlier *out *places *weights"
@@ -28,11 +28,11 @@ class _Retrieval(Arguments):
 
 
 class Index(NamedTuple):
-    """Where B texts have each token; it is brought up to date by whoever looks something up.
+    """Index of the rows at which B sequences have each token. Every lookup updates it first.
 
-    known:   LongTensor[B], tokens of each text that are in it; 0 for a new text
+    known:   LongTensor[B], tokens of each sequence that are in the index; 0 for a new sequence
     latest:  IntTensor[B, V], the last row of each token, -1 for none
-    earlier: IntTensor[B, 1, rows, 1], the row before each with the same token, -1 for none
+    earlier: IntTensor[B, 1, rows, 1], for each row the previous row with the same token, -1 for none
     """
 
     known: Tensor
@@ -41,11 +41,11 @@ class Index(NamedTuple):
 
 
 class Sought(NamedTuple):
-    """Nodes of B texts, n of each, and the rows that tell of these texts: LongTensors.
+    """The query of a lookup: n nodes of each of B sequences, and the cache that holds the sequences. LongTensors.
 
-    tokens, cache_rows, parent_rows: [B, n], a parent among them stands before its child
+    tokens, cache_rows, parent_rows: [B, n]; parents come before their children
     lengths:      [B], tokens before the roots
-    keys, values: [B, heads, rows, M], of equal strides, with rows side by side
+    keys, values: [B, heads, rows, M], of equal strides, with contiguous rows
     """
 
     tokens: Tensor
@@ -58,7 +58,7 @@ class Sought(NamedTuple):
 
 
 def look_up(sought: Sought, shortest: int, *, vocab_size: int, after_last: bool) -> Tensor:
-    """The logits of `LookupDraft`, fp32 [B, n, V], and the rows of the nodes; after_last: after the last node alone."""
+    """Return logits of `LookupDraft`, fp32 [B, n, V], and write the nodes' rows; after_last: only the last node's."""
     written, asked = _asked(sought, _HALVINGS, vocab_size, after_last)
     call = _Lookup(**asked, shortest=shortest)
     places, logits = written.places.numpy(), written.out.view(-1).numpy()
@@ -72,21 +72,21 @@ def look_up(sought: Sought, shortest: int, *, vocab_size: int, after_last: bool)
 
 
 class HasCorpus(Protocol):
-    """What has a sorted corpus, which may be another one in each step."""
+    """An object with a sorted corpus, which may be replaced between steps."""
 
     @property
     def corpus(self) -> SortedCorpus: ...  # noqa: D102
 
 
 def retrieve(sought: Sought, known: HasCorpus, *, renews: bool, vocab_size: int, after_last: bool) -> Tensor:
-    """The logits of `RetrievalDraft`, as `look_up`; renews: whether the corpus may have changed since the last step."""
+    """Return the logits of `RetrievalDraft`, as `look_up` does; renews: whether the corpus may change between steps."""
     rows, longest = sought.keys.shape[2:]
     written, asked = _asked(sought, rows + longest * _MOST, vocab_size, after_last)
     call = _Retrieval(**asked, renews=renews)
     places, logits, weights = written.places.numpy(), written.out.view(-1).numpy(), written.weights.numpy()
 
     def run() -> None:
-        corpus = known.corpus  # of a recorded step the one that it finds
+        corpus = known.corpus  # read in each replay, since it may have been replaced
         call.size = len(corpus.steps)
         call.followers, call.steps = corpus.followers.data_ptr(), corpus.steps.data_ptr()
         count = compiled().retrieve(byref(call))
@@ -97,7 +97,7 @@ def retrieve(sought: Sought, known: HasCorpus, *, renews: bool, vocab_size: int,
 
 
 class _Proposed(NamedTuple):
-    """Logits [B, n, V], and the places and weights in them of all that is proposed, as many as there may be."""
+    """Output buffers: logits [B, n, V], and room for the flat indices and weights of all proposed tokens."""
 
     out: Tensor
     places: Tensor
@@ -105,7 +105,7 @@ class _Proposed(NamedTuple):
 
 
 def _asked(sought: Sought, most: int, vocab_size: int, after_last: bool) -> tuple[_Proposed, dict[str, Any]]:
-    """What is to be written, and the fields of both structures; most: tokens that may be proposed after a node."""
+    """Allocate outputs and fill the fields that both structures share; most: tokens proposed after a node, at most."""
     (batch, nodes), longest = sought.tokens.shape, sought.keys.shape[3]
     first = nodes - 1 if after_last else 0
     out = torch.empty(batch, nodes - first, vocab_size, dtype=torch.float32, device="cpu")
@@ -113,7 +113,7 @@ def _asked(sought: Sought, most: int, vocab_size: int, after_last: bool) -> tupl
     places = torch.empty(room, dtype=torch.long, device="cpu")
     weights = torch.empty(room, dtype=torch.float32, device="cpu")
     step, per_head, *_ = sought.keys.stride()
-    head = (sought.keys.shape[1] - 1) * per_head  # the last one has the tokens
+    head = (sought.keys.shape[1] - 1) * per_head  # the last head holds the tokens
     tokens, cache_rows, parent_rows, lengths = (each.contiguous() for each in sought[:4])
     known, latest, earlier = sought.known_rows
     return _Proposed(out, places, weights), {

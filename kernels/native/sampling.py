@@ -1,4 +1,4 @@
-"""Draws from rows of logits by the compiled kernel, see sampling.cpp."""
+"""Sampling from rows of logits on a CPU: calls of the compiled kernels in sampling.cpp."""
 
 from ctypes import Structure, c_int64, c_void_p
 
@@ -18,7 +18,7 @@ class FiltersStruct(Structure):
 
     @classmethod
     def of(cls, filters: Filters) -> "FiltersStruct":
-        """The same filters, with numbers that filter nothing for those that are off."""
+        """Convert filters; those that are off get neutral numbers."""
         top_p = 1.0 if filters.top_p is None else filters.top_p
         return cls(filters.temperature, filters.top_k or 0, top_p, filters.min_p or 0.0)
 
@@ -36,19 +36,19 @@ class _SequenceScores(Arguments):
 
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
-    """A seed as the LongTensor [] that kernels read; an integer is taken modulo 2**64."""
+    """Return a seed as a LongTensor []; an integer is taken modulo 2**64."""
     return seed if isinstance(seed, Tensor) else torch.tensor(seed - (seed + (1 << 63) >> 64 << 64), device="cpu")
 
 
 def below_infinity(values: Tensor) -> bool:
-    """True if all numbers of a contiguous fp32 tensor are below infinity, and none is NaN."""
+    """Whether no number of a contiguous fp32 tensor is +infinity or NaN."""
     return bool(compiled().below_infinity(c_void_p(values.data_ptr()), c_int64(values.numel())))
 
 
 def draw(
     logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens LongTensor[R, k], keys and logprobs fp32 [R, k] of logits [R, V], as the reference of `sampling`."""
+    """Draw k tokens per row of logits [R, V], as `kernels.sampling`: tokens LongTensor, keys, logprobs fp32 [R, k]."""
     logits = logits.detach().float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -65,7 +65,7 @@ def draw(
 
 
 def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
-    """fp32 [B, N, V] of logits [B, N, V] and fp64 [B, 4], as the reference of `kernels.sequence_scores`."""
+    """Return scores fp32 [B, N, V] of logits [B, N, V] and settings fp64 [B, 4], as `kernels.sequence_scores`."""
     logits = logits.detach().float()
     if logits.stride(2) != 1:
         logits = logits.contiguous()

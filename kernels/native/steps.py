@@ -1,6 +1,6 @@
-"""The work of a step between forward passes by the compiled kernels, see steps.cpp.
+"""The work of a step between forward passes on a CPU: calls of the compiled kernels in steps.cpp.
 
-The functions take the tensors of those of `trees.levels`, `cache_compaction` and `commit` whose references they follow.
+Arguments and results are those of the references in `trees.levels`, `cache_compaction` and `commit`.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class _Commit(Arguments):
 
 
 def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, cache rows and parents' rows of a step's first two nodes, LongTensor[B, 2] each, and their mask."""
+    """Return tokens, cache rows and parents' rows of a step's first two nodes, LongTensor[B, 2], and their mask."""
     batch = len(root)
     tokens, cache_rows, parent_rows = torch.empty(3, batch, 2, dtype=torch.long, device="cpu").unbind()
     mask = torch.empty(batch, 2, nodes, dtype=torch.bool, device="cpu")
@@ -64,9 +64,9 @@ def place(
     *,
     whole: bool,
 ) -> tuple[Tensor, ...]:
-    """The five tensors [B, n] of a `Fed`.
+    """Write drawn tokens into the trees, and return the five tensors [B, n] of a `Fed`.
 
-    trees: tokens, which are changed, roots, noise rows, lengths and left; drawn and given as `Drawn` and `Chosen`
+    trees: tokens (changed in place), roots, noise rows, lengths and left; drawn, given: fields of `Drawn` and `Chosen`
     """
     tokens, roots, noise_rows, lengths, left = trees
     batch, nodes = tokens.shape
@@ -84,7 +84,7 @@ def place(
 
 
 def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The first node of a level with the same text, LongTensor[B, n]; tokens and texts as of `Trees`."""
+    """For each node of a level, return the first node with the same path of tokens, LongTensor[B, n]."""
     node, parent, _ = given
     first = torch.empty(len(tokens), node.shape[0], dtype=torch.long, device="cpu")
     launch("alike", _Alike(*tokens.shape, node.shape[0], tokens, texts, node, parent, first))
@@ -92,12 +92,12 @@ def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -
 
 
 def copy_rows(rows: Tensor, to: Tensor, places: Tensor, *, impl: str = "auto") -> None:
-    """to[b, places[i]] = rows[b, i] for rows [B, n, V] and to [B, N, V] of one type, with columns side by side.
+    """Set to[b, places[i]] = rows[b, i], for rows [B, n, V] and to [B, N, V] of one dtype with contiguous columns.
 
     places: LongTensor[n], below N, which is not checked
-    impl: "native" takes half the time of PyTorch's `index_copy_`, which is "torch" and what a GPU has
+    impl: "native" takes half the time of PyTorch's `index_copy_`, which is "torch", and used on a GPU
 
-    Raises ValueError for tensors that do not fit: memory would be overwritten.
+    Raises ValueError for tensors that do not fit: other memory would be overwritten.
     """
     if choose_impl("copy_rows", impl, rows, native=True) != "native":
         to.index_copy_(1, places, rows)
@@ -118,7 +118,7 @@ def copy_rows(rows: Tensor, to: Tensor, places: Tensor, *, impl: str = "auto") -
 
 
 def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
-    """Move the accepted rows of caches [B, heads, rows, D] together, in place; each row's columns lie side by side."""
+    """Move the accepted rows of caches [B, heads, rows, D] to the prefix's end, in place; columns are contiguous."""
     rows = (_Rows * len(caches))()
     for own, cache in zip(rows, caches, strict=True):
         size, (batch_stride, head_stride, row_stride, _) = cache.element_size(), cache.stride()
@@ -138,7 +138,7 @@ def commit(
     verified: Verified,
     branching: int,
 ) -> None:
-    """Commit verified trees to a `State`, in place."""
+    """Commit verified trees: update the tensors of a `State` in place."""
     numbers, output, stops, seen, counts = state
     batch, count = nodes.tokens.shape
     assert nodes.ranks is not None

@@ -1,4 +1,4 @@
-"""Verification by the compiled kernel, see verification.cpp."""
+"""Verification on a CPU: a call of the compiled kernel in verification.cpp."""
 
 from ctypes import addressof, byref, c_int64
 
@@ -12,7 +12,7 @@ from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.verifying.distributions import no_maximum
 
-_METHODS = {  # by their C++ numbers
+_METHODS = {  # name -> number in C++
     "greedy": 0, "target_sample": 1, "race": 2, "without_replacement": 3, "with_replacement": 3, "held": 4, "kseq": 5,
     "traversal": 6, "held_traversal": 7,
 }  # fmt: skip
@@ -31,9 +31,9 @@ class _Verification(Arguments):
 
 
 def verify(given: VerifyInputs) -> Verified:
-    """The accepted paths of trees on a CPU.
+    """Return the accepted paths of drafted trees.
 
-    Raises ValueError for a row of logits that is used and has no finite maximum.
+    Raises ValueError if a row of logits that is used has no finite maximum.
     """
     (tokens, parents, ranks), noise = given.nodes, given.noise
     batch, count = tokens.shape
@@ -67,6 +67,6 @@ def verify(given: VerifyInputs) -> Verified:
 
 
 def _readable(logits: Tensor) -> Tensor:
-    """Logits [B, N, V] in fp32, with the rows of a sequence side by side."""
+    """Return logits [B, N, V] in fp32, with the rows of a sequence contiguous."""
     logits = logits.detach().float()
     return logits if logits.stride(2) == 1 and logits.stride(1) == logits.shape[2] else logits.contiguous()

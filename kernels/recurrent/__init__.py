@@ -1,1 +1,1 @@
-"""Layers with a recurrent state over the nodes of a tree: outputs of all nodes from one state, and its acceptance."""
+"""Recurrent layers over the nodes of a tree: outputs of all nodes from one state, and the state after acceptance."""

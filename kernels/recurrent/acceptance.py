@@ -1,9 +1,9 @@
-"""The state behind an accepted path, from the state before the tree and what the path's nodes left.
+"""Update a recurrent state by an accepted path, from the state before the tree and the `KeptNodes` of the path.
 
     S' = e^(G_l) S0 + sum over the path j of e^(G_l - G_j) k_j u_j^T         l: the last accepted node
 
-It is one product and no recurrence. An accepted path of no node leaves S0, bit by bit. The kernel reads and writes each
-number of a state once, and none of a state that stays.
+It is one product and no recurrence. An empty path leaves S0 unchanged, bit by bit. For up to 16 nodes the kernel reads
+and writes each number of a state once. It does not touch states that stay unchanged.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -23,14 +23,14 @@ _BLOCK = tl.constexpr(BLOCK)
 def accept_state(
     state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, *, normalised: bool, impl: str = "auto"
 ) -> None:
-    """Move states fp32 [B, H, Dk, Dv] over the first `count` nodes of a path, in place.
+    """Update states fp32 [B, H, Dk, Dv] by the first `count` nodes of a path, in place.
 
-    path:  LongTensor[B, P], columns of `kept`, then anything from 0 on
-    count: LongTensor[B], 0 where a state is to stay
-    normalised: whether keys count by their directions, as in delta rules
+    path:  LongTensor[B, P], columns of `kept`; after the first `count`, any valid columns
+    count: LongTensor[B], 0 to leave a state unchanged
+    normalised: whether keys are divided by their norms, as in delta rules
     impl:  see `implementation`
 
-    Raises ValueError where the kernel does not take shapes, strides or types.
+    Raises ValueError if the kernel does not support the shapes, strides or dtypes.
     """
     columns = state.shape[2:]
     plain = all(size >= 16 and size & (size - 1) == 0 for size in columns)
@@ -40,7 +40,7 @@ def accept_state(
     keys, values, totals = (field[batch[:, None], path] for field in kept)
     keys = (unit(keys) if normalised else keys).to(wide).repeat_interleave(values.shape[2] // keys.shape[2], 2)
     end = totals[batch, (count - 1).clamp(min=0)]  # [B, H] or [B, H, Dk]
-    taken = (torch.arange(path.shape[1], device=path.device) < count[:, None])[..., None, None]  # others may be NaN
+    taken = (torch.arange(path.shape[1], device=path.device) < count[:, None])[..., None, None]  # the rest may be NaN
     gap = (end[:, None] - totals).masked_fill(~taken if totals.dim() == 4 else ~taken[..., 0], -torch.inf)
     faded = keys * gap.to(wide).exp().view(*values.shape[:3], -1)
     lead = end.to(wide).exp().masked_fill((count == 0).view(-1, *[1] * (end.dim() - 1)), 1)
@@ -64,7 +64,7 @@ def _accept_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GATES: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, NORMALISED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A program for BV value columns of a head, and a sequence. GATES is 1, or DK where each key column has its own."""
+    """Each program does BV value columns of a head of a sequence. GATES is 1, or DK if each key column has a gate."""
     head, tile, batch = tl.program_id(0) // (DV // BV), tl.program_id(0) % (DV // BV), tl.program_id(1).to(tl.int64)
     count = tl.load(count_ptr + batch).to(tl.int32)
     if count > 0:
@@ -108,11 +108,11 @@ def _accept_kernel(
                 else:
                     state = tl.dot(tl.trans(key), update, state, input_precision="tf32x3")
                 tl.store(numbers, state)
-            tl.debug_barrier()  # the next nodes add to numbers that other threads have stored
+            tl.debug_barrier()  # the next iteration adds to numbers that other threads have stored
 
 
 def _launch(state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, normalised: bool) -> None:
-    """`accept_state` by the kernel."""
+    """Check the arguments and launch the kernel of `accept_state`."""
     batch, heads, key_columns, columns = state.shape
     key, update, totals = kept
     if state.dtype != torch.float32 or not state.is_contiguous():

@@ -1,21 +1,21 @@
-"""The Triton kernel of `tree_delta`, `tree_kda`, `tree_ssd`: block by block of 16 nodes, in the order they are given.
+"""The Triton kernel of `tree_delta`, `tree_kda` and `tree_ssd`: nodes in blocks of 16, in the order in which they come.
 
-In depth-first order all ancestors of a block of nodes that lie outside of it are ancestors of the block's first node.
-For if j < b is above some i >= b, then b lies in the subtree of j, too. So they are on one path, and few. They are
-gathered into tiles of 16, of which there is one for trees of up to 16 levels. (In another order the list has all nodes
-that any node of the block sees, and is longer.)
+In depth-first order all ancestors of a block's nodes that lie outside the block are ancestors of its first node b: if
+j < b is above some i >= b, then b lies in the subtree of j, too. So they are on one path, and few. They are gathered
+into tiles of 16; trees of up to 16 levels need one. (In another order the list has all nodes that any node of the block
+sees, and is longer.)
 
-A program has a tile of value columns of one head, and walks over the blocks. It needs the u of earlier blocks, which it
-has stored itself. Within a block (I + A) U = R is solved by an inverse T. It is merged of blocks on the diagonal, which
-are 2, 4, 8 and 16 rows large: T <- T - T A_off T, where A_off is A between the two halves. Each merge is exact and
-nothing grows. (Powers of A would grow like binomials: for 64 equal keys they are wrong by 2e9.)
+A program has a tile of value columns of one head, and loops over the blocks. It needs the u of earlier blocks, which it
+has stored itself. Within a block (I + A) U = R is solved by the inverse T of I + A. T is merged from diagonal blocks of
+2, 4, 8 and 16 rows: T <- T - T A_off T, where A_off is A between the two halves. Each merge is exact and no numbers
+grow. (Powers of A would grow like binomials: for 64 equal keys they are wrong by 2e9.)
 
-Where each key column has its own gate, A and P are those of `pairs`, which come before this kernel.
+If each key column has a gate, A and P come from `pairs`, which is launched before this kernel.
 
-16-bit queries and keys go into the tensor cores as they are, and their norms are multiplied in afterwards. A state has
-two terms of tf32, its first 10 bits and the rest. Products with 16-bit rows, which are exact in tf32, are then about as
-good as in fp32. Rows that a column's gate has faded are not exact, and have two terms, too. fp32 models take IEEE
-products.
+16-bit queries and keys go into the tensor cores without conversion, and are normalised after the product. A state is
+split into two tf32 terms, its first 10 bits and the rest. So products with 16-bit rows, which are exact in tf32, are
+about as accurate as in fp32. Rows multiplied by a column's decay are not exact in tf32, and are split, too. fp32 models
+use IEEE products.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -29,12 +29,12 @@ from heavypath.kernels.recurrent.pairs import launch_pairs
 from heavypath.kernels.recurrent.paths import BLOCK, Paths
 
 _BLOCK = tl.constexpr(BLOCK)
-_COLUMNS = 32  # of values, of a program
+_COLUMNS = 32  # value columns of a program
 
 
 @triton.jit
 def _with_state(rows, state, out, EXACT: tl.constexpr):
-    """out + rows @ state, about as good as in fp32."""
+    """Return out + rows @ state, about as accurate as in fp32."""
     if EXACT:
         return tl.dot(rows.to(tl.float32), state, out, input_precision="ieee")
     first = (state.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
@@ -44,7 +44,7 @@ def _with_state(rows, state, out, EXACT: tl.constexpr):
 
 @triton.jit
 def _product(one, other, out, EXACT: tl.constexpr):
-    """out + one @ other of fp32 numbers that are not large."""
+    """Return out + one @ other for fp32 numbers that are not large."""
     if EXACT:
         return tl.dot(one, other, out, input_precision="ieee")
     return tl.dot(one, other, out, input_precision="tf32x3")
@@ -52,7 +52,7 @@ def _product(one, other, out, EXACT: tl.constexpr):
 
 @triton.jit
 def _rows(pointer, inside, INTERPRETED: tl.constexpr):
-    """Rows of queries or keys; the interpreter does not know bf16."""
+    """Load rows of queries or keys, in fp32 in the interpreter, which does not support bf16."""
     loaded = tl.load(pointer, mask=inside, other=0.0)
     if INTERPRETED:
         loaded = loaded.to(tl.float32)
@@ -63,15 +63,15 @@ def _rows(pointer, inside, INTERPRETED: tl.constexpr):
 def _blocks_kernel(
     query_ptr,  # [B, N, KEY_HEADS, DK], rows of a node `query_node` apart
     key_ptr,
-    value_ptr,  # [B, N, HEADS, DV]; without DELTA it is u
+    value_ptr,  # [B, N, HEADS, DV]; without DELTA this is u
     beta_ptr,  # [B, N, HEADS], if DELTA
     totals_ptr,  # fp64 [B, N, HEADS]; with PAIRS [B, N, HEADS, DK]
-    of_keys_ptr,  # with PAIRS fp32 [B, HEADS, N, N], as of `pairs`: A, where a node sees the other
+    of_keys_ptr,  # with PAIRS fp32 [B, HEADS, N, N], from `pairs`: A, undefined where a node does not see the other
     of_queries_ptr,  # P
     state_ptr,  # fp32 [B, HEADS, DK, DV]
     mask_ptr,  # [B, N, N], bytes
-    above_ptr,  # int32 [B, blocks, N], the nodes outside of each block that any of its nodes sees, rising
-    count_ptr,  # int32 [B, blocks], how many they are
+    above_ptr,  # int32 [B, blocks, N], the nodes outside each block that any of its nodes sees, rising
+    count_ptr,  # int32 [B, blocks], the number of these nodes
     update_ptr,  # fp32 [B, N, HEADS, DV]
     out_ptr,  # [B, N, HEADS, DV]
     N, query_batch, query_node, key_batch, key_node, value_batch, value_node,
@@ -79,7 +79,7 @@ def _blocks_kernel(
     BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr, MERGES: tl.constexpr,
     PAIRS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program for BV value columns of a head, and a sequence."""
+    """Each program does BV value columns of a head of a sequence."""
     head, tile, batch = tl.program_id(0) // (DV // BV), tl.program_id(0) % (DV // BV), tl.program_id(1).to(tl.int64)
     key_head = head // (HEADS // KEY_HEADS)
     place, columns, values = tl.arange(0, _BLOCK), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
@@ -201,12 +201,12 @@ def _blocks_kernel(
 def launch_blocks(
     query: Tensor, key: Tensor, value: Tensor, beta: Tensor | None, total: Tensor, state: Tensor, paths: Paths,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The outputs [B, N, H, Dv] and u fp32 [B, N, H, Dv] of all nodes of trees that are given in one pass.
+    """Return outputs [B, N, H, Dv] and u fp32 [B, N, H, Dv] of all nodes of trees that come in one pass.
 
     beta: None for `tree_ssd`, whose values are u; total: fp64 [B, N, H], or [B, N, H, Dk] for `tree_kda`
-    The others are those of `tree_delta`.
+    The other arguments are those of `tree_delta`.
 
-    Raises ValueError for shapes, strides or types that the kernel does not take.
+    Raises ValueError if the kernel does not support the shapes, strides or dtypes.
     """
     batch, nodes, heads, columns = value.shape
     key_heads, key_columns = key.shape[2:]

@@ -1,4 +1,4 @@
-"""Recurrent layers over the nodes of a tree by what is fast: Triton's kernel, or compiled C++ on a CPU."""
+"""Recurrent layers over the nodes of a tree by the fast implementations: the Triton kernel, or C++ on a CPU."""
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ def by_kernel(
     function: str, impl: str, inputs: tuple[Tensor, ...], state: Tensor, paths: Paths, above: KeptNodes | None,
     weights: GateWeights | None = None,
 ) -> tuple[Tensor, KeptNodes] | None:  # fmt: skip
-    """The results of `function`, a rule such as `tree_delta`; None where its reference is to run.
+    """Return the results of `function`, a rule such as `tree_delta`; None if the caller must run its reference.
 
-    inputs: query, key, value, gate, and of a delta rule beta; with weights, what these are made of
-    The others are those of the rule.
+    inputs: query, key, value, gate, and for a delta rule beta; with weights, the inputs of gate and beta instead
+    The other arguments are those of the rule.
 
-    Raises ValueError for shapes that do not fit each other: kernels would read other memory.
+    Raises ValueError for shapes that do not fit each other, with which kernels would read other memory.
     """
     plain = all(size >= 16 and size & (size - 1) == 0 for size in state.shape[2:])
     if impl == "auto" and state.is_cuda and (above is not None or not plain):

@@ -2,8 +2,8 @@
 
     out_i = bias + sum_t w_(K-1-t) x_(a_t(i))        a_t(i) the t-th ancestor; before the root the newest of the state
 
-The state is the last K - 1 inputs of the text, oldest first. Behind an accepted node it is that node's own window
-without the oldest input: a gather, and nothing is computed again. `paths.Paths` has the windows.
+The state is the last K - 1 inputs of the sequence, oldest first. After an accepted node it is that node's window
+without the oldest input: a gather, without computing anything again. `paths.Paths` has the windows.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -15,19 +15,19 @@ from torch import Tensor
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 
-_NODES, _CHANNELS = tl.constexpr(16), tl.constexpr(64)  # of a program
+_NODES, _CHANNELS = tl.constexpr(16), tl.constexpr(64)  # nodes and channels of a program
 
 
 @operator
 def tree_conv(
     inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, *, impl: str = "auto"
 ) -> Tensor:
-    """The outputs [B, Q, C] of Q nodes, in the weight's dtype; the sum is in fp32.
+    """Return the outputs [B, Q, C] of Q nodes, in the weight's dtype; the sum is in fp32.
 
     inputs: [B, M, C], of all nodes so far; state: [B, K - 1, C]; weight: [C, K]; bias: [C]
     window: LongTensor[B, Q, K], columns of [state | inputs]; impl: see `implementation`
 
-    Raises ValueError where the kernel does not take shapes.
+    Raises ValueError if the kernel does not support the shapes.
     """
     if choose_impl("tree_conv", impl, inputs) == "triton":
         return _launch(inputs, state, weight, bias, window)
@@ -40,7 +40,7 @@ def tree_conv(
 
 
 def accept_conv(inputs: Tensor, state: Tensor, window: Tensor, last: Tensor) -> None:
-    """Move states [B, K - 1, C] behind the nodes `last` LongTensor[B], in place; -1 where a state is to stay.
+    """Set states [B, K - 1, C], in place, to the states after nodes `last`, LongTensor[B]; -1 leaves a state as it is.
 
     inputs, window: of all nodes, [B, M, C] and LongTensor[B, M, K]
     """
@@ -61,7 +61,7 @@ def _convolution_kernel(
     queries, nodes, channels, batch_stride, node_stride,
     TAPS: tl.constexpr,
 ):  # fmt: skip
-    """A program for 64 channels of 16 nodes of a sequence."""
+    """Each program does 64 channels of 16 nodes of a sequence."""
     batch = tl.program_id(2).to(tl.int64)
     query = tl.program_id(1) * _NODES + tl.arange(0, _NODES)
     channel = tl.program_id(0) * _CHANNELS + tl.arange(0, _CHANNELS)
@@ -87,7 +87,7 @@ def _convolution_kernel(
 
 
 def _launch(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor) -> Tensor:
-    """`tree_conv` by the kernel."""
+    """Check the arguments and launch the kernel of `tree_conv`."""
     (batch, queries, taps), channels = window.shape, inputs.shape[2]
     expected = {"state": (state, (batch, taps - 1, channels)), "weight": (weight, (channels, taps))}
     expected |= {"inputs": (inputs, (batch, inputs.shape[1], channels))}

@@ -9,9 +9,9 @@ In one pass over all nodes, with G_i the sum of g from the root to i, and S0 the
     (I + A) U = beta (V - e^G K S0)       A_ij = beta_i e^(G_i - G_j) k_i.k_j     for j strictly above i, else 0
     out = e^G Q S0 + P U                  P_ij = e^(G_i - G_j) q_i.k_j            for j above i, and i itself
 
-A is strictly lower triangular in an order that rises along each path. No node has a state of its own: what it leaves is
-its key, its u and its G (`KeptNodes`). Where a tree is given in several passes, A and P have columns of the earlier
-nodes, whose u are known.
+A is strictly lower triangular in an order that rises along each path. No state is stored for a node, only its key, its
+u and its G (`KeptNodes`). If a tree comes in several passes, A and P also have columns for the earlier nodes, whose u
+are known.
 """
 
 import torch
@@ -35,15 +35,15 @@ def tree_delta(
     weights: GateWeights | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, KeptNodes]:
-    """The outputs [B, Q, H, Dv] of Q nodes of a tree, in the query's dtype, and what all nodes so far leave.
+    """Return the outputs [B, Q, H, Dv] of Q nodes of a tree, in the query's dtype, and the `KeptNodes` of all so far.
 
     query, key: [B, Q, Hk, Dk], not normalised; Hk divides H, and each key head serves H / Hk value heads
-    value: [B, Q, H, Dv]; gate, beta: [B, Q, H]; with `weights` what these are made of, see `totals`
-    state: fp32 [B, H, Dk, Dv], before the tree; in fp64 all is computed in fp64
-    paths: of the Q nodes; above: the nodes that were given before them
-    impl:  see `implementation`; "triton" takes trees in one pass. Others go through "torch" by "auto" on a GPU
+    value: [B, Q, H, Dv]; gate, beta: [B, Q, H]; with `weights` the projections a and b instead, see `totals`
+    state: fp32 [B, H, Dk, Dv], before the tree; with fp64 everything is computed in fp64
+    paths: of the Q nodes; above: the nodes of earlier passes over the same tree, or None
+    impl:  see `implementation`; "triton" takes trees in one pass. For others "auto" on a GPU is "torch"
 
-    Raises ValueError where a kernel does not take shapes, strides or types.
+    Raises ValueError if a kernel does not support the shapes, strides or dtypes.
     """
     found = by_kernel("tree_delta", impl, (query, key, value, gate, beta), state, paths, above, weights)
     if found is not None:

@@ -1,11 +1,11 @@
 """The delta rule with a gate for each key column, over the nodes of a tree: Kimi Delta Attention (2510.26692).
 
-`delta` has the formulas. Here g and G have Dk columns: e^G scales the columns of K and Q before S0, and
+`delta` has the formulas. Here g and G have Dk columns: e^G scales the columns of K and Q before they meet S0, and
 
     A_ij = beta_i sum_d k_id k_jd e^(G_id - G_jd)        P_ij = sum_d q_id k_jd e^(G_id - G_jd)
 
-No product of two matrices is safe, since e^(-G_j) overflows. So the pairs of a node and an ancestor are computed alone,
-column by column. `pairs` has the kernel for that, compiled code gathers each node's ancestors.
+A and P cannot be products of two matrices, since e^(-G_j) overflows. So only pairs of a node and an ancestor are
+computed, column by column. `pairs` has the kernel for this; the C++ kernel gathers each node's ancestors.
 """
 
 import torch
@@ -28,7 +28,7 @@ def tree_kda(
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, KeptNodes]:
-    """As `tree_delta`, with gates [B, Q, H, Dk], and as many key heads as value heads."""
+    """Return what `tree_delta` returns, for gates [B, Q, H, Dk] and H key heads, the number of value heads."""
     found = by_kernel("tree_kda", impl, (query, key, value, gate, beta), state, paths, above)
     if found is not None:
         return found
@@ -37,7 +37,7 @@ def tree_kda(
     every = KeptNodes(key, value, total).joined(above)
     queries, keys = unit(query).to(wide) * query.shape[-1] ** -0.5, unit(key).to(wide)
     unit_keys, parts = unit(every.keys).to(wide), []
-    for begin in range(0, paths.new, BLOCK):  # which bounds the memory
+    for begin in range(0, paths.new, BLOCK):  # in blocks, to bound the memory
         rows = slice(begin, begin + BLOCK)
         gap = total[:, rows, None] - every.totals[:, None]
         fade = gap.masked_fill(~mask[:, rows, :, None, None], -torch.inf).to(wide).exp()  # [B, q, M, H, Dk]

@@ -1,9 +1,9 @@
-"""Weights of a node's ancestors where each key column has its own gate: pairs of Kimi Delta Attention.
+"""The matrices A and P of Kimi Delta Attention, where each key column has a gate: a kernel over (node, ancestor) pairs.
 
     A_ij = sum_d k_id k_jd e^(G_id - G_jd)        P_ij = sum_d q_id k_jd e^(G_id - G_jd)        j above i, or i itself
 
-Queries and keys are normalised, and queries divided by sqrt(Dk). No product of two matrices is safe, since e^(-G_j)
-overflows. So pairs are computed alone, N x depth of them, and no exponent is above 0.
+Queries and keys are normalised, and queries divided by sqrt(Dk). A and P cannot be products of two matrices, since
+e^(-G_j) overflows. So only pairs of a node and an ancestor are computed, N x depth of them, and no exponent is above 0.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -24,14 +24,14 @@ def _pairs_kernel(
     key_ptr,
     totals_ptr,  # fp64 [B, N, HEADS, DK]
     mask_ptr,  # [B, N, N], bytes
-    above_ptr,  # int32 [B, blocks, N], as of `Paths.outside`
+    above_ptr,  # int32 [B, blocks, N], from `Paths.outside`
     count_ptr,  # int32 [B, blocks]
-    of_keys_ptr,  # fp32 [B, HEADS, N, N]: A, where a node sees the other
+    of_keys_ptr,  # fp32 [B, HEADS, N, N]: A, written where a node sees the other
     of_queries_ptr,  # fp32 [B, HEADS, N, N]: P
     N, query_batch, query_node, key_batch, key_node,
     HEADS: tl.constexpr, DK: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A program for the pairs of 16 nodes in a head of a sequence."""
+    """Each program does the pairs of 16 nodes in a head of a sequence."""
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place, columns = tl.arange(0, _BLOCK), tl.arange(0, BK)
     node = (block * _BLOCK + place).to(tl.int64)
@@ -78,9 +78,9 @@ def _pairs_kernel(
 
 
 def launch_pairs(query: Tensor, key: Tensor, total: Tensor, paths: Paths) -> tuple[Tensor, Tensor]:
-    """A and P fp32 [B, H, N, N], see above, of trees in one pass; elsewhere they hold anything.
+    """Return A and P fp32 [B, H, N, N] of trees in one pass; undefined where a node does not see the other.
 
-    query, key: [B, N, H, Dk], whose columns lie side by side; Dk is a power of two, 16 or more; total: fp64, so shaped
+    query, key: [B, N, H, Dk] with contiguous columns; Dk is a power of two, 16 or more; total: fp64 [B, N, H, Dk]
     """
     batch, nodes, heads, columns = key.shape
     of_keys, of_queries = torch.empty(2, batch, heads, nodes, nodes, dtype=torch.float32, device=key.device)

@@ -1,9 +1,9 @@
-"""The paths of a tree, and the windows of short convolutions along them: for recurrent layers.
+"""The paths of a tree for recurrent layers: ancestor masks, decays, and windows of short convolutions.
 
-A mask bool [B, Q, M] says which of the M nodes given so far each of the last Q of them sees: itself and its ancestors.
-Nodes are given in an order that rises along each path, so the last columns are the Q nodes themselves. With the G of
-`totals` a node i keeps exp(G_i - G_j) of what its ancestor j leaves. Elsewhere G_i - G_j may be large and positive, and
-exp of it infinite. So the mask comes before exp, never after.
+A mask bool [B, Q, M] has for each of the last Q of M nodes which nodes it sees: itself and its ancestors. Parents come
+before their children, and the last columns are the Q nodes themselves. With the G of `totals`, the contribution of an
+ancestor j reaches node i with factor exp(G_i - G_j). For other pairs G_i - G_j may be large and positive, and exp
+infinite. So the mask must be applied before exp, never after.
 """
 
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 16  # nodes that a kernel takes at once
+BLOCK = 16  # nodes of a kernel's tile
 
 
 class KeptNodes(NamedTuple):
-    """M nodes in one layer, until some of them are accepted: all that is kept of them.
+    """What one layer keeps of a tree's M nodes, to update the state by those that are accepted.
 
-    keys:   [B, M, Hk, Dk], in the model's dtype, before they are normalised
-    values: [B, M, H, Dv], what each node adds to the state for its key. fp32: in bf16 the state would be off by 2e-3
-    totals: fp64 [B, M, H], the log-decay G from the root to each node; [B, M, H, Dk] if each key column has its own
+    keys:   [B, M, Hk, Dk], in the model's dtype, not normalised
+    values: [B, M, H, Dv], u, which each node adds to the state for its key. fp32: bf16 would cause errors of 2e-3
+    totals: fp64 [B, M, H], the log-decay G from the root to each node; [B, M, H, Dk] if each key column has a gate
     """
 
     keys: Tensor
@@ -29,29 +29,29 @@ class KeptNodes(NamedTuple):
     totals: Tensor
 
     def joined(self, others: "KeptNodes | None") -> "KeptNodes":
-        """These nodes after others, which were given before them."""
+        """Return `others`, the nodes of earlier passes, followed by these nodes."""
         if others is None:
             return self
         return KeptNodes(*(torch.cat(pair, 1) for pair in zip(others, self, strict=True)))
 
 
 def fades(new: Tensor, every: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(G_i - G_j) where node i sees node j, else 0: [B, H, Q, M]; new fp64 [B, Q, H], every fp64 [B, M, H]."""
+    """Return exp(G_i - G_j), [B, H, Q, M]; 0 where i does not see j. new: fp64 [B, Q, H]; every: fp64 [B, M, H]."""
     gap = new.transpose(1, 2)[..., :, None] - every.transpose(1, 2)[..., None, :]
     return gap.masked_fill(~mask[:, None], -torch.inf).to(dtype).exp()
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Rows [..., D] in fp32, or in fp64 if they are, divided by their norms."""
+    """Return rows [..., D] divided by their norms, in fp64 if the rows are, else in fp32."""
     rows = rows if rows.dtype == torch.float64 else rows.float()
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """The paths of a pass, with what all layers share of them.
+    """The paths of the nodes of one pass, with tensors that all layers share.
 
-    mask: bool [B, Q, M], see above
+    mask: bool [B, Q, M], see the top of this file
     """
 
     mask: Tensor
@@ -60,19 +60,19 @@ class Paths:
 
     @property
     def new(self) -> int:
-        """Nodes of the pass."""
+        """Q, the number of nodes of the pass."""
         return self.mask.shape[1]
 
     @property
     def before(self) -> int:
-        """Nodes that were given before."""
+        """M - Q, the number of nodes of earlier passes."""
         return self.mask.shape[2] - self.mask.shape[1]
 
     @property
     def outside(self) -> tuple[Tensor, Tensor]:
-        """The nodes outside of each block of `BLOCK` new nodes that some node of the block sees, of one pass.
+        """For each block of `BLOCK` nodes the nodes outside it that some node of it sees; for trees in one pass.
 
-        int32 [B, blocks, N], rising, and after them anything; int32 [B, blocks], how many they are
+        int32 [B, blocks, N], rising, undefined after the last one; int32 [B, blocks], the number of these nodes
         """
         if not self._outside:
             batch, nodes, device = len(self.mask), self.new, self.mask.device
@@ -84,10 +84,10 @@ class Paths:
         return self._outside[0]
 
     def windows(self, taps: int) -> Tensor:
-        """LongTensor[B, Q, taps], the window of each node for a convolution, oldest first.
+        """Return the window of each node for a convolution, LongTensor[B, Q, taps], oldest first.
 
-        It holds columns of [taps - 1 of the state | M nodes]: the node's nearest ancestors, and before the root the
-        newest of the state.
+        It holds columns of [taps - 1 of the state | M nodes]: the node and its nearest ancestors, and before the root
+        the newest inputs of the state.
         """
         if taps not in self._windows:
             nodes, device = self.mask.shape[2], self.mask.device

@@ -3,7 +3,7 @@
     S <- e^g S + k u^T        out = S^T q            along a path
     out = e^G Q S0 + P U      P_ij = e^(G_i - G_j) q_i.k_j      for j above i, and i itself: one pass over all nodes
 
-Of Mamba-2 the gate is g = dt A with A < 0, the key B, the query C, and u = dt x. Keys are not normalised.
+For Mamba-2 the gate is g = dt A with A < 0, the key B, the query C, and u = dt x. Keys are not normalised.
 """
 
 from torch import Tensor
@@ -24,10 +24,10 @@ def tree_ssd(
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, KeptNodes]:
-    """The outputs [B, Q, H, Dv] of Q nodes of a tree, fp32, and what all nodes so far leave.
+    """Return the outputs fp32 [B, Q, H, Dv] of Q nodes of a tree, and the `KeptNodes` of all nodes so far.
 
     query, key: [B, Q, Hk, Dk], where each key head serves H / Hk value heads; update: [B, Q, H, Dv]; gate: [B, Q, H]
-    state, paths, above, impl: as of `tree_delta`
+    state, paths, above, impl: as in `tree_delta`
     """
     found = by_kernel("tree_ssd", impl, (query, key, update, gate), state, paths, above)
     if found is not None:

@@ -1,16 +1,16 @@
-"""Log-decays from the root of a tree to its nodes: what gates sum up to along each path.
+"""Log-decays from the root of a tree to its nodes: sums of gates along each path.
 
     G_i = sum of g_j over the nodes j of the path from the root to i, both included          g <= 0
 
-What a node keeps of an ancestor is exp(G_i - G_j). In fp32 that would be off by 2e-3 where strong gates lie above weak
-ones (|G| of 3,000), so sums are in fp64.
+An ancestor's contribution reaches a node with factor exp(G_i - G_j). In fp32 the factor would be wrong by 2e-3 if
+strong gates are above weak ones (|G| of 3,000), so sums are in fp64.
 
-Gated DeltaNet makes its gates, and the strengths of its rule, of two projections a and b, with weights A and t:
+Gated DeltaNet computes its gates g and strengths beta from two projections a and b, with weights A and t:
 
     g = -e^A softplus(a + t)        beta = sigmoid(b)                    softplus(x) = log(1 + e^x)
 
-Operations of PyTorch are eight launches for what is a few KiB. The kernel computes the gates of all that it adds, and
-beta beside them: one launch. g is in fp32, and beta is rounded to the type of b, as by transformers.
+With PyTorch's operations this takes eight launches for a few KiB. The kernel computes gates, their sums and beta in one
+launch. g is in fp32, and beta is rounded to the dtype of b, as in transformers.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -31,21 +31,21 @@ _BLOCK, _COLUMNS = tl.constexpr(BLOCK), tl.constexpr(16)  # nodes and gates of a
 
 
 class GateWeights(NamedTuple):
-    """The weights of gates, see above: A and t, [H] both."""
+    """The weights A and t of the gates, both [H]; see the top of this file."""
 
     log_rate: Tensor
     bias: Tensor
 
     def opened(self, decay: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
-        """The reference: g in fp32 and beta, of a and b [B, Q, H]."""
+        """Return g in fp32 and beta, from the projections a and b [B, Q, H]: the reference."""
         gates = -self.log_rate.float().exp() * softplus(decay.float() + self.bias)
         return gates, strength.sigmoid()
 
 
 def path_totals(gates: Tensor, paths: Paths, above: KeptNodes | None, *, impl: str = "auto") -> Tensor:
-    """G of the Q new nodes, fp64 [B, Q, H] or [B, Q, H, Dk]; gates: shaped so; above: the nodes given before.
+    """Return G of the Q new nodes, fp64, shaped as gates: [B, Q, H] or [B, Q, H, Dk]; above: nodes of earlier passes.
 
-    impl: see `implementation`; "triton" takes trees in one pass. Others go through "torch" by "auto"
+    impl: see `implementation`; "triton" takes trees in one pass. For others "auto" is "torch"
     """
     mask, before = paths.mask, paths.before
     if (impl != "auto" or not before) and choose_impl("path_totals", impl, gates) == "triton":
@@ -54,15 +54,15 @@ def path_totals(gates: Tensor, paths: Paths, above: KeptNodes | None, *, impl: s
     if above is None:
         return totals
     number = torch.arange(before, device=mask.device)
-    nearest = number.where(mask[..., :before], -1).amax(-1) + 1  # 0 where none of these nodes is an ancestor
+    nearest = number.where(mask[..., :before], -1).amax(-1) + 1  # 0 if none of the earlier nodes is an ancestor
     with_none = torch.cat([torch.zeros_like(above.totals[:, :1]), above.totals], 1)
     return totals + with_none[torch.arange(len(mask), device=mask.device)[:, None], nearest]
 
 
 def totals_of_projected(decay: Tensor, strength: Tensor, weights: GateWeights, paths: Paths) -> tuple[Tensor, Tensor]:
-    """G of trees in one pass, fp64 [B, N, H], and beta in the type of `strength`, by the kernel.
+    """Return G of trees in one pass, fp64 [B, N, H], and beta in the dtype of `strength`, by the kernel.
 
-    decay, strength: [B, N, H], what gates and beta are made of; `GateWeights.opened` and `path_totals` do the same
+    decay, strength: [B, N, H], the projections a and b. `GateWeights.opened`, then `path_totals`, is the reference
     """
     rows, beta = _in_rows(strength), torch.empty(strength.shape, dtype=strength.dtype, device=strength.device)
     return _launch(decay, paths, rows, beta, weights), beta
@@ -70,7 +70,7 @@ def totals_of_projected(decay: Tensor, strength: Tensor, weights: GateWeights, p
 
 @triton.jit
 def _softplus(x):
-    """log(1 + e^x), exact where it is small, too (Kahan)."""
+    """Return log(1 + e^x), exact for small results, too (Kahan)."""
     power = tl.exp(tl.where(x > 20.0, 20.0, x))
     more = 1.0 + power
     rest = more - 1.0
@@ -80,19 +80,19 @@ def _softplus(x):
 
 @triton.jit(do_not_specialize=["N"])
 def _totals_kernel(
-    gates_ptr,  # [B, N, gates], rows of a node `gates_node` apart; with weights what gates are made of
+    gates_ptr,  # [B, N, gates], rows of a node `gates_node` apart; with weights the projection a
     mask_ptr,  # [B, N, N], bytes
-    above_ptr,  # int32 [B, blocks, N], as of `Paths.outside`
+    above_ptr,  # int32 [B, blocks, N], from `Paths.outside`
     count_ptr,  # int32 [B, blocks]
     totals_ptr,  # fp64 [B, N, gates]
     strength_ptr,  # [B, N, gates], rows of a node `strength_node` apart
     beta_ptr,  # [B, N, gates]
-    log_rate_ptr,  # [gates]; where it is None, there are no weights, and no strength
+    log_rate_ptr,  # [gates]; None if there are no weights and no strength
     bias_ptr,  # [gates]
     N, gates, gates_node, strength_node,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program for 16 gates of 16 nodes of a sequence."""
+    """Each program does 16 gates of 16 nodes of a sequence."""
     block, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     place, gate = tl.arange(0, _BLOCK), tl.program_id(0) * _COLUMNS + tl.arange(0, _COLUMNS)
     node, known = block * _BLOCK + place, gate < gates
@@ -130,7 +130,7 @@ def _totals_kernel(
 
 
 def _in_rows(each: Tensor) -> Tensor:
-    """[B, N, any] as [B * N, any], where it is if its rows are equally far apart."""
+    """Return [B, N, any] as [B * N, any]: a view if its rows are equally far apart, else a copy."""
     return in_rows(each.flatten(2).flatten(0, 1))
 
 
@@ -138,7 +138,7 @@ def _launch(
     gates: Tensor, paths: Paths, strength: Tensor | None = None, beta: Tensor | None = None,
     weights: GateWeights | None = None,
 ) -> Tensor:  # fmt: skip
-    """`path_totals` by the kernel, of trees in one pass; see also `totals_of_projected`."""
+    """Launch the kernel of `path_totals` and `totals_of_projected`, for trees in one pass."""
     if paths.before:
         raise ValueError("path_totals: impl 'triton' takes trees in one pass; take impl 'torch' for those that grow")
     batch, nodes = gates.shape[:2]

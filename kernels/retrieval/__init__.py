@@ -1,1 +1,1 @@
-"""The tokens that followed the last tokens of a text before: in a sorted corpus, and in the text itself."""
+"""Retrieval drafts: the tokens that followed the same context before, in a sorted corpus and in the sequence itself."""

@@ -1,19 +1,19 @@
-"""A corpus sorted by its contexts, so that all places with the same tokens before them are one range.
+"""A corpus sorted by contexts, so that all positions with the same preceding tokens are one range (an FM-index).
 
-N tokens, 0 between texts, lie on a ring. Entry i is a place of the ring; the entries are sorted by the tokens before
-their places, the nearest first, as far as M tokens back:
+N tokens, with 0 between texts, form a ring. Entry i is a position of the ring. The entries are sorted by the tokens
+before their positions, the nearest token first, up to M tokens back:
 
-    followers[i]    the token at the place of entry i
-    steps           (t, i) for all entries, sorted, where t = followers[i]; as numbers t N + i
+    followers[i]    the token at the position of entry i
+    steps           (t, i) for all entries, sorted, where t = followers[i]; stored as numbers t N + i
 
-Let the entries after some k < M tokens be those in [lo, hi). The entries after these tokens and t are, in their order,
-the next places of those entries that t follows. They, too, are one range (Burrows and Wheeler 1994; Ferragina and
-Manzini 2000, "Opportunistic data structures with applications", sec. 3.1, backward search):
+Let the entries whose context ends with some k < M tokens be [lo, hi). Those whose context ends with these tokens and
+then t are the positions after the entries in [lo, hi) that t follows, in the same order. They are one range, too
+(Ferragina and Manzini 2000, "Opportunistic data structures with applications", sec. 3.1, backward search):
 
     [lo', hi') = [LF(t, lo), LF(t, hi))        LF(t, i) = how many steps are less than (t, i)
 
-So a token is appended by two binary searches in one array, for every k at once, and what followed is read side by side.
-Beyond M tokens the order does not matter, so that a few rounds of doubling (Manber and Myers 1993) sort a corpus.
+So a token is appended by two binary searches in one array, for all k together, and the followers of a context are
+contiguous. Beyond M tokens the order is arbitrary, so that a few rounds of doubling (Manber and Myers 1993) suffice.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 2**31 - 1  # of a corpus
+MOST_TOKENS = 2**31 - 1  # limit for the tokens of a corpus
 
 
 class SortedCorpus(NamedTuple):
-    """A corpus, sorted. Tokens are numbered from 1 here, because 0 is between texts.
+    """A sorted corpus. Tokens are stored plus 1, because 0 separates texts.
 
     followers: IntTensor[N]; steps: LongTensor[N]; both on one device
     """
@@ -37,16 +37,16 @@ class SortedCorpus(NamedTuple):
 
 
 def sort_corpus(texts: Sequence[np.ndarray], longest: int) -> SortedCorpus:
-    """The corpus of these texts, on the CPU, sorted by the `longest` tokens before each place, or by more.
+    """Sort a corpus by the `longest` tokens before each position, or more, on the CPU.
 
-    texts: integers >= 0 [any] each, at least one token in all
+    texts: arrays [any] of integers >= 0, with at least one token in all
 
-    It takes O(N log N log longest) time: about 5 s for 3 million tokens.
+    Takes O(N log N log longest) time: about 5 s for 3 million tokens.
     """
     between = np.zeros(1, np.int32)
     ring = np.concatenate([part for text in texts for part in (between, text.astype(np.int32) + 1)])
     length = np.int64(len(ring))
-    rank, known = np.roll(ring, 1).astype(np.int64), 1  # by the tokens before a place, of which `known` are told apart
+    rank, known = np.roll(ring, 1).astype(np.int64), 1  # of a position by the last `known` tokens before it
     while True:
         order = np.argsort(rank)
         if known >= longest:

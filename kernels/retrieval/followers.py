@@ -1,20 +1,20 @@
-"""The tokens that followed the last tokens of a text before: in a sorted corpus, and earlier in the text itself.
+"""The retrieval draft's distribution: which tokens followed the same context in a corpus, and earlier in the sequence.
 
-For k = 1 .. M let the last k tokens, suffix k, occur n_k times in the corpus and t_k times in the text so far. An
-occurrence in the text counts as much as b in the corpus. Let c_k(v) be the shares of the n_k + b t_k occurrences that v
-followed. The law is interpolated from the longest suffix to the shortest:
+For k = 1 .. M let the last k tokens, suffix k, occur n_k times in the corpus and t_k times in the sequence so far. An
+occurrence in the sequence counts as much as b in the corpus. Let c_k(v) be the share of the n_k + b t_k occurrences
+that v followed. The distribution is interpolated from the longest suffix to the shortest:
 
     Q = sum_k s_k c_k     s_k = (1 - s_M - ... - s_(k+1)) (n_k + b t_k) / (n_k + b t_k + a_k)     a_k = a / k^2
 
-This is the predictive law of a Dirichlet prior of weight a_k around the law of the next shorter suffix (MacKay and Peto
-1995, "A hierarchical Dirichlet language model"). The longer a suffix, the fewer of its occurrences outweigh the shorter
-ones. A suffix that occurred nowhere has s_k = 0. The weight left after the shortest is left out, so that Q sums to less
-than 1, and so are suffixes for which less than 2**-10 is left. It is REST's draft (He et al. 2024, arXiv 2311.08252),
-which takes the longest suffix that occurs at all, with shorter ones for the rest. a and b were found by trial, on text
-that the shipped target wrote and on held-out text: twice or half as much changes little.
+This is the predictive distribution of a Dirichlet prior of weight a_k around that of the next shorter suffix (MacKay
+and Peto 1995, "A hierarchical Dirichlet language model"). The longer a suffix, the fewer of its occurrences outweigh
+the shorter ones. A suffix that never occurred has s_k = 0. The weight left after the shortest suffix is dropped, so
+that Q sums to less than 1; so are suffixes once less than 2**-10 is left. This extends REST's draft (He et al. 2024,
+arXiv 2311.08252), which uses only the longest suffix that occurs. a and b were chosen by trial, on text that the
+shipped target wrote and on held-out text: doubling or halving them changes little.
 
-Of more than R occurrences in the corpus R are taken, evenly spaced. Everything is added up as multiples of 2**-30, in
-integers, so that Q has the same bits in whatever order that happens.
+If a suffix has more than R occurrences in the corpus, R evenly spaced ones are used. Everything is added up as integer
+multiples of 2**-30, so that Q has the same bits whatever the order of the additions.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -51,15 +51,15 @@ def follower_logprobs(
     vocab_size: int,
     impl: str = "auto",
 ) -> Tensor:
-    """log Q after each of n nodes of B texts, fp32 [B, n, V]; -inf for what never followed.
+    """Return log Q after each of n nodes of B sequences, fp32 [B, n, V]; -inf for tokens that never followed.
 
-    cache_rows:     LongTensor[B, n], the nodes' rows, which are written
-    prefix_lengths: LongTensor[B]; the text so far is in rows 0 .. prefix_lengths[b], the last of which is the root's
+    cache_rows:     LongTensor[B, n], the nodes' rows, which `append_tokens` has written
+    prefix_lengths: LongTensor[B]; the sequence so far is in rows 0 .. prefix_lengths[b], and the last is the root's
     keys, values:   LongTensor[B, 2, rows, M], see `ranges`
-    vocab_size:     V, above every token of corpus and texts
+    vocab_size:     V, above every token of corpus and sequences
 
     impl "triton" is one launch and three of PyTorch, without host synchronisation; "torch" computes in NumPy. The
-    kernel raises ValueError for keys and values whose rows do not lie side by side.
+    kernel raises ValueError for keys and values whose rows are not contiguous.
     """
     if choose_impl("follower_logprobs", impl, keys) == "triton":
         return _launch(corpus, cache_rows, prefix_lengths, keys, values, vocab_size)
@@ -69,17 +69,17 @@ def follower_logprobs(
 def _reference(
     corpus: SortedCorpus, cache_rows: Tensor, prefix_lengths: Tensor, keys: Tensor, values: Tensor, vocab_size: int
 ) -> Tensor:
-    """Node by node, because calls for a few short rows cost more than what they compute."""
+    """Compute node by node in NumPy, because calls of PyTorch for a few short rows cost more than they compute."""
     followers, lows, highs = corpus.followers.numpy(), keys.numpy(), values.numpy()
-    columns = 1 + vocab_size  # the first is for what is between texts
+    columns = 1 + vocab_size  # column 0 is for the separator between texts
     sums = np.zeros(cache_rows.numel() * columns, np.int64)
-    first, entered, counted = 0, [], []  # what followed, as indices into sums, and what it counts; in pieces
+    first, entered, counted = 0, [], []  # pieces of: indices into sums of the followers, and their weights
     for b, (rows, length) in enumerate(zip(cache_rows.tolist(), prefix_lengths.tolist(), strict=True)):
         before, own = lows[b, 1, : length + 1], highs[b, 1, : length + 1, -1]
         last = before[:, -1]
         for row in rows:
             context, times, matched = highs[b, 1, row], _NEVER, None
-            there = (last == context[-1]).nonzero()[0]  # where the last token occurred in the text
+            there = (last == context[-1]).nonzero()[0]  # where the last token occurred in the sequence
             if len(there):
                 alike = before[there] == context
                 if context[0] < 0:
@@ -103,7 +103,7 @@ def _reference(
 
 
 class _Part(NamedTuple):
-    """Occurrences in the corpus: entries low .. low + n - 1, of which at most MOST are taken, each with this weight."""
+    """Occurrences in the corpus: entries low .. low + n - 1. At most MOST of them are used, each with this weight."""
 
     low: int
     n: int
@@ -116,14 +116,14 @@ class _Part(NamedTuple):
 
 
 def _weights(low: list[int], high: list[int], times: list[int]) -> tuple[list[int], list[_Part]]:
-    """The weights of one occurrence of each suffix in the text, and of all its occurrences in the corpus."""
+    """Return the weight of one occurrence of each suffix in the sequence, and a `_Part` of those in the corpus."""
     in_text, parts, left = [0] * len(low), [], 1.0
     for k in reversed(range(len(low))):
         if left < _LEAST.value:
             break
         n = high[k] - low[k]
         prior = PRIOR.value / (k + 1) ** 2
-        one = left / (n + IN_TEXT.value * times[k] + prior)  # of an occurrence in the corpus
+        one = left / (n + IN_TEXT.value * times[k] + prior)  # weight of one occurrence in the corpus
         left = one * prior
         in_text[k] = int(one * IN_TEXT.value * _UNIT.value)
         weight = int(one * (n / max(min(n, MOST.value), 1)) * _UNIT.value)
@@ -146,9 +146,9 @@ def _followers_kernel(
     V,
     M: tl.constexpr,
     LANES: tl.constexpr,
-    BLOCK: tl.constexpr,  # rows of the text that are looked at at once
+    BLOCK: tl.constexpr,  # rows of the sequence that are compared in one iteration
 ):
-    """A program for each node."""
+    """Each program does one node."""
     sequence = tl.program_id(1).to(tl.int64)
     node = sequence * nodes + tl.program_id(0)
     row = tl.load(rows_ptr + node)
@@ -197,7 +197,7 @@ def _followers_kernel(
 
 @triton.jit
 def _matches(before_ptr, context, start, text, M: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens before each of a block of rows are those of the context, nearest first; and the rows."""
+    """Return for a block of rows how many preceding tokens match the context, nearest first; and the rows."""
     lane = tl.arange(0, LANES)
     rows = start + tl.arange(0, BLOCK).to(tl.int64)
     mask = (rows < text)[:, None] & (lane < M)[None, :]
@@ -209,7 +209,7 @@ def _matches(before_ptr, context, start, text, M: tl.constexpr, LANES: tl.conste
 def _launch(
     corpus: SortedCorpus, cache_rows: Tensor, prefix_lengths: Tensor, keys: Tensor, values: Tensor, vocab_size: int
 ) -> Tensor:
-    """As `_reference`."""
+    """Compute `_reference` by the kernel."""
     check_kernel_takes(keys, values)
     (batch, count), longest = cache_rows.shape, keys.shape[-1]
     sums = torch.zeros(batch, count, 1 + vocab_size, dtype=torch.int32, device=keys.device)
@@ -219,5 +219,5 @@ def _launch(
             count, keys.stride(0), keys.stride(1), vocab_size,
             M=longest, LANES=triton.next_power_of_2(longest), BLOCK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    unit = torch.tensor(2.0**-30, dtype=torch.float32, device="cpu")  # a number would make torch's default type
+    unit = torch.tensor(2.0**-30, dtype=torch.float32, device="cpu")  # a Python number would give torch's default dtype
     return (sums[..., 1:] * unit).log_()

@@ -1,14 +1,14 @@
-"""The ranges of the last k tokens of a text in a sorted corpus, for every k <= M, after each node of a tree.
+"""Ranges of a sequence's last k tokens in a sorted corpus, for all k <= M, after each node of a tree.
 
-    [lo_k, hi_k) of a node with token t = [LF(t, lo), LF(t, hi)) of its parent's range k - 1
+    [lo_k, hi_k) of a node with token t = [LF(t, lo), LF(t, hi)), with [lo, hi) its parent's range k - 1
 
-where range 0 is the whole corpus, and LF is a binary search (see `corpus`). A text of fewer than k tokens has an empty
-range k. So a node's ranges follow from its parent's. They are kept in the rows of a cache, with the tokens:
+where range 0 is the whole corpus, and LF is a binary search (see `corpus`). A sequence of fewer than k tokens has an
+empty range k. So a node's ranges are computed from its parent's. They are kept in the rows of a cache, with the tokens:
 
     keys   [B, 2, rows, M]      lo_1 .. lo_M of the row's token;  and the M tokens before it
-    values [B, 2, rows, M]      hi_1 .. hi_M;                     and the token itself after M - 1 tokens before it
+    values [B, 2, rows, M]      hi_1 .. hi_M;                     and the M - 1 tokens before it and the token itself
 
-LongTensors; tokens are -1 where the text had not begun, oldest first.
+Both are LongTensors. Tokens are stored oldest first, -1 before the beginning of the sequence.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -27,11 +27,11 @@ from heavypath.kernels.retrieval.corpus import SortedCorpus
 
 
 class Appended(NamedTuple):
-    """n nodes of each of B texts: LongTensor[B, n] each.
+    """n new nodes of each of B sequences; LongTensor[B, n] each.
 
-    cache_rows:  where each node is kept
-    parent_rows: the rows of the tokens before them, -1 before the text. A parent that is appended in the same call
-                 stands right before its only child.
+    cache_rows:  the row in which each node is kept
+    parent_rows: the row of each node's parent, -1 for the first token of a sequence. A parent that is appended in the
+                 same call must come right before its only child.
     """
 
     tokens: Tensor
@@ -40,10 +40,10 @@ class Appended(NamedTuple):
 
 
 def store_tokens(tokens: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int] | None = None) -> Tensor:
-    """Write tokens LongTensor[B, T] of texts into their rows, the first of text b into row starts[b], by default 0.
+    """Write tokens LongTensor[B, T] into rows starts[b], starts[b] + 1, ... of sequence b; starts default to 0.
 
-    keys:   [B, rows, M], gets the M tokens before each; values: [B, rows, M], itself after M - 1 tokens before it
-    starts: the rows before them are written
+    keys:   [B, rows, M], gets the M tokens before each token; values: [B, rows, M], M - 1 tokens before it and itself
+    starts: the rows before them must have been written
 
     Returns the rows, LongTensor[B, T].
     """
@@ -63,11 +63,11 @@ def store_tokens(tokens: Tensor, keys: Tensor, values: Tensor, starts: Sequence[
 def store_texts(
     corpus: SortedCorpus, tokens: Tensor, keys: Tensor, values: Tensor, starts: Sequence[int] | None = None
 ) -> None:
-    """Write the rows of texts: those of `store_tokens`, and their ranges; keys, values: LongTensor[B, 2, rows, M]."""
+    """Write the rows of tokens, as `store_tokens` does, and their ranges; keys, values: LongTensor[B, 2, rows, M]."""
     rows = store_tokens(tokens, keys[:, 1], values[:, 1], starts)
     (batch, width), longest, size = tokens.shape, keys.shape[-1], len(corpus.steps)
     sequence = torch.arange(batch, device=rows.device)
-    before = rows[:, :1]  # with the ranges of the tokens before the first ones
+    before = rows[:, :1]  # the row before it has the ranges that the first token continues
     has_any = before > 0
     lows, highs = (field[sequence, 0, (before[:, 0] - 1).clamp(min=0)].where(has_any, 0) for field in (keys, values))
     low, high = tokens.new_zeros(batch, width), tokens.new_full((batch, width), size)
@@ -77,34 +77,34 @@ def store_texts(
         keys[sequence[:, None], 0, rows, k], values[sequence[:, None], 0, rows, k] = low, high
         low, high = (
             torch.cat([earlier[:, k, None], bound[:, :-1]], 1) for earlier, bound in ((lows, low), (highs, high))
-        )  # of the token before
+        )  # bounds of the token before
 
 
 def renew_ranges(corpus: SortedCorpus, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write the ranges in one row of each text anew, by the tokens that it has: of a corpus that has changed since.
+    """Recompute the ranges in one row of each sequence from the row's tokens, after the corpus has changed.
 
     rows: LongTensor[B]; keys, values: LongTensor[B, 2, any, M]
     """
     sequence, size, longest = torch.arange(len(rows), device=rows.device), len(corpus.steps), keys.shape[-1]
     tokens = values[sequence, 1, rows]  # [B, M]
-    bounds = tokens.new_zeros(len(rows), longest, 2)  # of the last 1 .. M tokens, each range the whole corpus at first
+    bounds = tokens.new_zeros(len(rows), longest, 2)  # of the last 1 .. M tokens; at first the whole corpus
     bounds[..., 1] = size
-    for k in reversed(range(longest)):  # the token with k after it is in the ranges of more than k
+    for k in reversed(range(longest)):  # the token that k tokens follow belongs to the suffixes of more than k tokens
         token = tokens[:, longest - 1 - k, None, None]
         found = torch.searchsorted(corpus.steps, (token + 1) * size + bounds[:, k:])
-        bounds[:, k:] = found.where(token >= 0, 0)  # before the text there is nothing
+        bounds[:, k:] = found.where(token >= 0, 0)  # empty before the beginning of the sequence
     keys[sequence, 0, rows], values[sequence, 0, rows] = bounds.unbind(-1)
 
 
 @operator
 def append_tokens(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor, *, impl: str = "auto") -> None:
-    """Write the rows of nodes whose parents' rows are written, or are among the nodes.
+    """Write the rows of new nodes. Their parents must have been written before, or be among the nodes.
 
     keys, values: LongTensor[B, 2, rows, M], whose last dimension is contiguous
 
     impl "triton" is one launch without host synchronisation; "torch" computes in NumPy.
 
-    Raises ValueError where the kernel does not take the strides of keys and values.
+    Raises ValueError if the kernel does not support the strides of keys and values.
     """
     if choose_impl("append_tokens", impl, keys) == "triton":
         _launch(corpus, nodes, keys, values)
@@ -113,7 +113,7 @@ def append_tokens(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: T
 
 
 def _reference(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor) -> None:
-    """Node by node, so that a parent's row is written before its child's."""
+    """Write node by node, so that a parent's row is written before its child's."""
     steps, lows, highs = corpus.steps.numpy(), keys.numpy(), values.numpy()
     size, longest = len(steps), keys.shape[-1]
     bounds = np.empty(2 * longest, np.int64)
@@ -135,7 +135,7 @@ def _reference(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tens
 
 @triton.jit
 def _less(steps_ptr, wanted, size):
-    """How many of the sorted steps are less than each number that is wanted."""
+    """Return how many of the sorted steps are less than each wanted number, by binary search."""
     low = tl.zeros_like(wanted)
     high = low + size
     while tl.max(high - low) > 0:
@@ -160,9 +160,9 @@ def _append_kernel(
     sequence_stride,
     head_stride,
     M: tl.constexpr,
-    LANES: tl.constexpr,  # of which the first half is for lower bounds, the second for upper ones
+    LANES: tl.constexpr,  # the first half is for lower bounds, the second for upper ones
 ):
-    """A program for each node. It reads no row that another writes: a parent among the nodes is computed again."""
+    """Each program does one node. It computes a parent among the nodes again, since another program writes its row."""
     node = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     given = sequence * nodes + node
@@ -174,15 +174,15 @@ def _append_kernel(
     later = node > 0
     before = tl.load(tokens_ptr + given - 1, mask=later, other=0)
     both = later & (parent >= 0) & (tl.load(rows_ptr + given - 1, mask=later, other=-1) == parent)
-    parent = tl.where(both, tl.load(parents_ptr + given - 1, mask=later, other=0), parent)  # the last row to be read
-    new = 1 + both.to(tl.int64)  # tokens behind that row
+    parent = tl.where(both, tl.load(parents_ptr + given - 1, mask=later, other=0), parent)  # the last row that is read
+    new = 1 + both.to(tl.int64)  # tokens after that row
 
     lane = tl.arange(0, LANES)
     lower = lane < LANES // 2
     upper = lane >= LANES // 2
     k = lane % (LANES // 2)  # range k + 1
     whole = tl.where(upper, size, 0).to(tl.int64)
-    there = tl.where(parent >= 0, M, 0)  # numbers in that row
+    there = tl.where(parent >= 0, M, 0)  # how many numbers that row has
     kept = (k >= new) & (k < there)
     low = tl.load(keys_ptr + parent * M + k - new, mask=kept & lower, other=0)
     high = tl.load(values_ptr + parent * M + k - new, mask=kept & upper, other=0)
@@ -206,14 +206,14 @@ def _append_kernel(
 
 
 def check_kernel_takes(keys: Tensor, values: Tensor) -> None:
-    """Raise ValueError unless keys and values [B, 2, rows, M] have equal strides, and rows that lie side by side."""
+    """Raise ValueError unless keys and values [B, 2, rows, M] have equal strides and contiguous rows."""
     if keys.stride() != values.stride() or keys.stride()[2:] != (keys.shape[3], 1):
         got = f"{keys.stride()} and {values.stride()} of {[*keys.shape]}"
         raise ValueError(f"impl 'triton' takes keys and values of equal strides with rows side by side, got {got}")
 
 
 def _launch(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor) -> None:
-    """As `_reference`."""
+    """Compute `_reference` by the kernel."""
     check_kernel_takes(keys, values)
     batch, count = nodes.tokens.shape
     longest = keys.shape[-1]

@@ -1,12 +1,12 @@
-"""Make a tree of the best slots of a tree that has grown: choose them, number them in heavy-path order, and feed them.
+"""Prune a grown tree to its best slots: choose them, number them in heavy-path order, and make the target's input.
 
-    kept       the N slots of largest value; of equal ones the shallower, then the one drafted earlier
-    order      `ordering.heavy_path_order` of the kept slots whose token is there; the others come last, as absent nodes
+    kept       the N slots of largest value; ties to the shallower slot, then to the one drafted earlier
+    order      `ordering.heavy_path_order` of the kept slots that have a token; the others come last, as absent nodes
     node j     slot s = kept[order.permutation[j]]: token, rank and depth of s, noise row root_row + s, and s itself as
                its row in the draft's cache
 
-On a GPU that is three launches. The first finds the N-th largest value bit by bit: values are not negative, and the
-bits of such numbers, read as integers, have the order of the numbers. The second is `heavy_path_order`.
+On a GPU this is three launches. The first finds the N-th largest value bit by bit: values are not negative, and such
+numbers have the same order as their bits, read as integers. The second is `heavy_path_order`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -29,12 +29,12 @@ from heavypath.kernels.trees.slots import Level, Roots, Slots, host
 class Assembled(NamedTuple):
     """Trees of N nodes in heavy-path order; LongTensor[B, N] each.
 
-    tokens:      -1 for an absent node; these come after all others, each below the node before it, at depth 0
-    parents, ranks, depths, subtree_end: as of a tree
-    slots:       the slot that the node was drafted in
-    inner:       the node's row of logits, of [B * L] after the L slots above the last level. Nodes of the last level
-                 have no children, and get another node's row
-    fed:         the nodes as a model is given them
+    tokens:      -1 for an absent node; absent nodes come last, each as child of the node before it, at depth 0
+    parents, ranks, depths, subtree_end: as in a tree
+    slots:       the slot in which the node was drafted
+    inner:       the node's row in the draft's logits [B * L], where L slots lie above the last level. Nodes of the last
+                 level have no children, and get another node's row
+    fed:         the nodes as input of a model
     """
 
     tokens: Tensor
@@ -50,10 +50,10 @@ class Assembled(NamedTuple):
 def assemble(
     slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool = False, impl: str = "auto"
 ) -> Assembled:
-    """Make trees of at most `nodes` nodes, the root included, of the slots [B, S] that are drafted.
+    """Make trees of at most `nodes` nodes, the root included, from the drafted slots [B, S].
 
     last:  the last level
-    trims: leave out nodes that are absent from all trees, which asks the host
+    trims: remove nodes that are absent from all trees, which synchronises with the host; only "torch" and "native" do
     impl:  see `implementation`; "triton" is three launches without host synchronisation, for at most
            `ordering.MAX_NODES` nodes
 
@@ -73,7 +73,7 @@ def assemble(
 
 def _reference(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     parents, ranks, depths, tokens, values = (host(field[:, : last.end]) for field in slots[:5])
-    # A stable sort: the root, of infinite value, comes first, and slots that stayed empty, of value 0, come last.
+    # A stable sort: the root, of infinite value, comes first, and empty slots, of value 0, come last.
     kept = np.sort(np.argsort(-values, axis=1, kind="stable")[:, :nodes], axis=1)
     each = np.arange(len(kept))[:, None]
     number = np.zeros_like(parents)
@@ -114,7 +114,7 @@ def _keep_kernel(
     N,
     BLOCK: tl.constexpr,
 ):
-    """A program for each tree: the kept slots in order, with parents in numbers of kept slots."""
+    """Each program does one tree: stores the kept slots in order, with parents as indices of kept slots."""
     sequence = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     exists = index < DRAFTED
@@ -163,7 +163,7 @@ def _number_kernel(
     N,
     BLOCK: tl.constexpr,
 ):
-    """A program for each block of nodes and each tree."""
+    """Each program does one block of nodes of one tree."""
     sequence = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < N
@@ -190,7 +190,7 @@ def _number_kernel(
 
 
 def _launch(slots: Slots, roots: Roots, last: Level, nodes: int) -> Assembled:
-    """As `_reference`, without trimming."""
+    """Compute `_reference` by the kernels, without trimming."""
     batch, stride = slots.tokens.shape
 
     def room() -> Tensor:

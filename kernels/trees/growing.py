@@ -1,8 +1,8 @@
-"""Grow trees by a level: choose the best of the slots below the nodes just drafted, before their tokens count.
+"""Grow trees by a level: choose the best slots below the nodes just drafted, by values that ignore the slot's token.
 
-A slot of a tree is a place for the next draw below a node. With Q the draft's distribution after a node, x_1, x_2, ...
-its children in draw order, R_k = 1 - Q(x_1) - ... - Q(x_{k-1}) and c_k the chance that x_k is accepted once x_1 ..
-x_{k-1} are rejected, let
+A slot of a tree is a place for one more child of a node. With Q the draft's distribution after a node, x_1, x_2, ...
+its children in draw order, R_k = 1 - Q(x_1) - ... - Q(x_{k-1}) and c_k the probability that x_k is accepted after x_1
+.. x_{k-1} were rejected, let
 
     worth(root) = 1,    worth(child x_k) = worth(node) (1 - c_1) ... (1 - c_{k-1}) c_k
     value(slot k below a node) = worth(node) (1 - c_1) ... (1 - c_{k-1}) e_k
@@ -11,13 +11,13 @@ x_{k-1} are rejected, let
     by measured confidence                     c_k = base_k + slope_k Q(x_k) / R_k,  e_k = E[c_k | x_1 .. x_{k-1}]
                                                    = base_k + slope_k sum_v Q(v)^2 / R_k^2 over v not drawn yet
 
-DySpec's products telescope: a slot is worth worth(node) R_k. By "node" a slot's value is the worth of the child drawn
-there, which is for deterministic drafts alone. A slot counts with the least of three values: its own, that of the slot
-of its parent, and that of the sibling before it. So the best slots of all levels are a tree. A level is the `width`
-best slots below the nodes of the level above, by falling value, then sibling index, then parent. By "beam" it is the
-next level of a stochastic beam search (`sampling.stochastic_beam`): the largest keys, ties to the lower parent.
+DySpec's products telescope: a slot has the value worth(node) R_k. By "node" a slot's value is the worth of the child
+drawn there, which is allowed only for deterministic drafts. Each slot gets the least of three values: its own, that of
+its parent's slot, and that of the sibling before it. So the best slots of all levels form a tree. A level has the
+`width` best slots below the nodes of the level above, by falling value, then sibling index, then parent. By "beam" it
+is the next level of a stochastic beam search (`sampling.stochastic_beam`): the largest keys, ties to the lower parent.
 
-The kernels are in `growing_kernel`, those for a CPU in `native.growth`.
+The Triton kernels are in `growing_kernel`, the CPU kernels in `native.growth`.
 """
 
 from typing import NamedTuple
@@ -49,15 +49,15 @@ class SlotArrays(NamedTuple):
 def grow(
     slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, *, impl: str = "auto"
 ) -> Grown:
-    """Fill the slots of the level below `above`, in place; below the root first slot 0 itself.
+    """Fill the slots of the level below `above`, in place; if `above` is the root, slot 0 as well.
 
     above:  a level of n nodes
-    draws:  [B, n, K], drawn for the children of each node, without replacement
-    logits: [B, n, V], fp32, fp16 or bf16, that they were drawn from
+    draws:  [B, n, K], tokens drawn for the children of each node, without replacement
+    logits: [B, n, V], fp32, fp16 or bf16, from which the tokens were drawn
     impl:   see `implementation`; "triton" is one or two launches without host synchronisation
 
-    By "slot" and "node" a level has min(width, n * K) slots, by "beam" `width`, of which some may stay empty. Only the
-    device is checked: a decoder calls this with tensors that other functions have checked.
+    By "slot" and "node" a level has min(width, n * K) slots, by "beam" `width`; some may stay empty. Only the device
+    is checked: a decoder calls this with tensors that other functions have checked.
     """
     parents, most = draws.tokens.shape[1:]
     count = policy.width if policy.by == "beam" else min(policy.width, parents * most)
@@ -67,16 +67,16 @@ def grow(
 
 
 def values(probs: np.ndarray, squares: np.ndarray | None, lines: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """The values of the slots below a node of worth 1, and the worth of the children drawn there; fp64 [..., K] each.
+    """Return the values of the slots below a node of worth 1, and the worths of the children there; fp64 [..., K].
 
     probs:   fp64 [..., K], Q of the children in draw order, 0 for an absent one
-    squares: fp64 [..., 1], the sum of Q(v)^2 over all tokens; needed with a confidence, else None
-    lines:   as of `Policy`
+    squares: fp64 [..., 1], the sum of Q(v)^2 over all tokens; only with a confidence, else None
+    lines:   fp64 [2, >= K], as in `Policy`
     """
     before = _after_the_first(0, probs)
     remaining = np.maximum(1 - before.cumsum(-1), 0)  # R_k
     if lines is None:
-        return remaining, np.minimum(probs, remaining)  # a probability exceeds what remains by rounding alone
+        return remaining, np.minimum(probs, remaining)  # only by rounding could a probability exceed the remaining mass
     assert squares is not None
     base, slope = lines[:, : probs.shape[-1]]
     left = np.where(remaining > 0, remaining, 1)
@@ -87,21 +87,21 @@ def values(probs: np.ndarray, squares: np.ndarray | None, lines: np.ndarray | No
 
 
 def _after_the_first(first: float, rows: np.ndarray) -> np.ndarray:
-    """Rows [..., K] moved by one place."""
+    """Shift rows [..., K] by one column, with `first` in column 0."""
     moved = np.empty_like(rows)
     moved[..., 0], moved[..., 1:] = first, rows[..., :-1]
     return moved
 
 
 def sum_of_squares(logits: Tensor, temperature: float) -> Tensor:
-    """The sum over tokens of squared probabilities, fp64 [..., 1], for logits [..., V] at a temperature."""
+    """Return the sum over tokens of squared probabilities, fp64 [..., 1], for logits [..., V] at a temperature."""
     scores = logits.float() / temperature
     total = scores.logsumexp(-1, keepdim=True).double()
     return ((2 * scores).logsumexp(-1, keepdim=True).double() - 2 * total).exp().nan_to_num()
 
 
 def logprobs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of tokens [B, n, K] by logits [B, n, V] at a temperature; -inf for a token of -1."""
+    """Return log-probabilities of tokens [B, n, K] for logits [B, n, V] at a temperature; -inf for token -1."""
     scores = logits.float() / temperature
     logprobs = scores.gather(-1, tokens.clamp(min=0)) - scores.logsumexp(-1, keepdim=True)
     return logprobs.masked_fill(tokens < 0, -torch.inf)
@@ -137,7 +137,7 @@ def _reference(
 
 
 def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:
-    """The `count` best of the slots below the n nodes `above`; parents count from the first of these."""
+    """Return the `count` best slots below the n nodes `above`; their parents are indices into these nodes."""
     tokens, lines = host(draws.tokens), None if policy.lines is None else host(policy.lines)
     logprobs = draws.logprobs if policy.noisy else logprobs_at(logits, draws.tokens, policy.temperature)
     squares = None if lines is None else host(sum_of_squares(logits, policy.temperature))
@@ -157,7 +157,7 @@ def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count
 
 
 def _next_of_beam(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:
-    """The `count` largest keys. Siblings come in the order drawn: an index counts those before it."""
+    """Return the `count` slots of largest keys. Siblings are in draw order; a rank counts the siblings before."""
     beam = conditioned(draws, above.worths, above.keys, count, noisy=policy.noisy)
     parent, tokens = np.maximum(host(beam.parent), 0), host(beam.tokens)
     rank = np.tril(parent[:, :, None] == parent[:, None, :], -1).sum(-1)
@@ -166,5 +166,5 @@ def _next_of_beam(draws: TopK, logits: Tensor, above: Slots, policy: Policy, cou
 
 
 def _one_deeper(above: Slots, like: np.ndarray) -> np.ndarray:
-    """The depth [B, n] of children of nodes of one depth."""
+    """Return the depths [B, n] of children of nodes that all have one depth."""
     return np.repeat(host(above.depths[:, :1]) + 1, like.shape[1], 1)

@@ -1,8 +1,8 @@
-"""The Triton kernels of `growing`, which has formulas and reference, and their launcher.
+"""The Triton kernels of `growing`, which has the formulas and the reference, and their launcher.
 
-Both are one launch a level. The first sums up the rows of logits, for values by confidence or at another temperature
-than the draws'. In the second a program for each sequence computes the values below each node, in draw order. The n
-rows of values fall; the program takes the best of their n heads, `width` times.
+There are two kernels, each one launch per level. The first computes sums over rows of logits; it is needed for values
+by confidence, or at another temperature than the draws'. In the second a program for each sequence computes the values
+below each node, in draw order. The n rows of values fall; the program takes the best of their n heads, `width` times.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -33,7 +33,7 @@ def _sums_kernel(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each chunk's largest logit, and sums of exponentials and of their squares, relative to it."""
+    """Store each chunk's largest logit, and sums of exponentials and of their squares, relative to it."""
     row, chunk = (tl.program_id(0) // CHUNKS).to(tl.int64), tl.program_id(0) % CHUNKS
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row // nodes * batch_stride + row % nodes * row_stride
@@ -48,7 +48,7 @@ def _sums_kernel(
 
 @triton.jit
 def _row_of(sums_ptr, there, temperature, CHUNKS: tl.constexpr):
-    """A row's largest logit, sum of exponentials and sum of squared probabilities, fp64, from those of its chunks."""
+    """Combine a row's chunks: largest logit, sum of exponentials, and sum of squared probabilities in fp64."""
     largest = tl.where(there, LOWEST, 0.0).to(tl.float32)
     for chunk in range(CHUNKS):
         largest = tl.maximum(largest, tl.load(sums_ptr + chunk * _SUMS, mask=there, other=LOWEST))
@@ -58,13 +58,13 @@ def _row_of(sums_ptr, there, temperature, CHUNKS: tl.constexpr):
         factor = tl.exp2((tl.load(part_ptr, mask=there, other=LOWEST) - largest) * (LOG2E / temperature))
         total += (tl.load(part_ptr + 1, mask=there, other=0.0) * factor).to(tl.float64)
         squares += (tl.load(part_ptr + 2, mask=there, other=0.0) * factor * factor).to(tl.float64)
-    # Below a row of -inf alone, or with NaN or +inf in it, nothing is drawn; its total is 0 or NaN, and not looked at.
+    # From a row of only -inf, or with NaN or +inf in it, nothing is drawn. Its total is 0 or NaN, and not used.
     return largest, total, tl.where(total > 0, squares / (total * total), 0.0)
 
 
 @triton.jit
 def _expm1(x):
-    """exp(x) - 1 of fp64 numbers, exact near 0 (Kahan)."""
+    """Return exp(x) - 1 for fp64 numbers, exact near 0 (Kahan)."""
     power = tl.exp(x)
     log = tl.log(power)
     return tl.where(power == 1.0, x, (power - 1.0) * (x / tl.where(log == 0.0, 1.0, log)))
@@ -72,7 +72,7 @@ def _expm1(x):
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) of fp64 numbers, exact near 0 (Kahan)."""
+    """Return log(1 + x) for fp64 numbers, exact near 0 (Kahan)."""
     one_more = 1.0 + x
     rest = one_more - 1.0
     return tl.where(rest == 0.0, x, tl.log(one_more) * (x / tl.where(rest == 0.0, 1.0, rest)))
@@ -80,10 +80,10 @@ def _log1p(x):
 
 @triton.jit
 def _conditioned(gap, key, parent_key):
-    """`sampling.conditioned` of one child: a key under the condition that its parent's largest is parent_key.
+    """`sampling.conditioned` for one child: its key, given that the largest key of its siblings is parent_key.
 
-    gap: how far the child's draw lies below the largest, at most 0; key: log-probability of the path to the parent, and
-    the draw's key, together
+    gap: the child's key minus the largest of its siblings, at most 0; key: log-probability of the path to the parent
+    plus the draw's key
     """
     below = tl.where(gap < 0, gap, -1.0)
     near = below > -0.6931471805599453
@@ -99,7 +99,7 @@ def _conditioned(gap, key, parent_key):
 def _offer_children(
     tokens_ptr, keys_ptr, logprobs_ptr, offers_ptr, worths_ptr, there, phi, parent_key, K, NOISY: tl.constexpr
 ):  # fmt: skip
-    """Keys and log-probabilities of the paths of a beam's children. Pointers are to the first draw of each parent."""
+    """Store keys and path log-probabilities of a beam's children. Pointers are to the first draw of each parent."""
     alive = there & (phi > float("-inf"))
     phi, parent_key = tl.where(alive, phi, 0.0), tl.where(alive, parent_key, 0.0)
     alive &= tl.load(tokens_ptr, mask=alive, other=-1) >= 0
@@ -122,9 +122,9 @@ def _offer_slots(
     temperature, BY_NODE: tl.constexpr, FROM_LOGITS: tl.constexpr, HAS_LINES: tl.constexpr, LINES: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`values` of the slots below each node, one rank after the other, and the least of them so far.
+    """Store each rank's slot value below each node, at most that of the rank before, and the child's worth.
 
-    node, slot: worth of the nodes, and value of their slots. Pointers are to the first draw, or the row, of each node.
+    node, slot: worths of the nodes, values of their slots. Pointers are to the first draw, or the row, of each node.
     """
     largest, total, squares = tl.zeros_like(node), tl.zeros_like(node), tl.zeros_like(node)
     if FROM_LOGITS or HAS_LINES:
@@ -165,7 +165,7 @@ def _offer_slots(
 
 @triton.jit
 def _best_heads(offers_ptr, there, n, K, W, lane, place, BEAM: tl.constexpr):
-    """Parent, rank and value of the W best of the falling rows [n, K] at offers_ptr, best first."""
+    """Merge the falling rows [n, K] at offers_ptr: return parent, rank and value of the W best, best first."""
     none = float("-inf") if BEAM else -1.0
     head = tl.load(offers_ptr + lane * K, mask=there, other=none)
     rank = tl.zeros_like(lane)
@@ -237,7 +237,7 @@ def _grow_kernel(
     BLOCK_W: tl.constexpr,  # W, likewise
     BLOCK: tl.constexpr,  # of the mask
 ):
-    """A program for each sequence. Its threads exchange values through memory, with barriers in between."""
+    """Each program does one sequence. Its threads exchange values through memory, with barriers in between."""
     sequence = tl.program_id(0).to(tl.int64)
     lane, place = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
     there, end = lane < n, first + n
@@ -321,7 +321,7 @@ def _grow_kernel(
 
 
 def _sums(logits: Tensor, temperature: float) -> Tensor:
-    """Each row's chunks' sums, fp32 [B * n, chunks, 3], of logits [B, n, V]."""
+    """Return the sums of `_sums_kernel`, fp32 [B * n, chunks, 3], of logits [B, n, V]."""
     batch, nodes, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, _CHUNK.value)
     sums = torch.empty(batch * nodes, chunks, _SUMS.value, dtype=torch.float32, device=logits.device)
@@ -336,7 +336,7 @@ def _sums(logits: Tensor, temperature: float) -> Tensor:
 def launch_grow(
     slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, count: int
 ) -> Grown:
-    """`growing.grow` of a level of `count` slots."""
+    """Fill the next level, of `count` slots, as `growing.grow` does."""
     batch, parents, most = draws.tokens.shape
     device, beam = logits.device, policy.by == "beam"
     from_logits = not beam and not policy.noisy

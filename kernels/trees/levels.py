@@ -1,19 +1,19 @@
-"""Give a model the nodes of a tree: a step's first two, then level by level what was drawn for them, then all.
+"""Inputs of a model's passes over a tree: the step's first two nodes, then each drawn level, then all nodes.
 
-A node i of a tree whose prefix has `length` tokens is given as
+A node i of a tree whose prefix has `length` tokens has the inputs
 
     token[i], or 0 if it is absent        position = length + depth[i]
-    cache row = length + i                parent's row = length + parent[i]         noise row, which is known before
+    cache row = length + i                parent's row = length + parent[i]         noise row, which is given
 
-In PyTorch operations this is a dozen launches a level on a few numbers each. `place` is one launch, of a program for
-each sequence. It puts the tokens drawn for a level into the trees, and gathers the nodes that a model is given next.
+In PyTorch operations this is a dozen launches a level on a few numbers each. `place` is one launch with a program for
+each sequence. It writes the tokens drawn for a level into the trees, and gathers the nodes of the next pass.
 
-Where siblings are independent draws, two of them may carry the same token. Their texts are equal then, and so must be
-the logits after them, because a verification takes the children of both for draws from one distribution. So with
+If siblings are independent draws, two of them may have the same token, and then the same path of tokens. The logits
+after both must be equal, because verification treats the children of both as draws from one distribution. So with
 
     text[i]    the first node of the level whose path from the root has the same tokens as node i's
 
-`place` tells for each node whose logits to take.
+`alike` returns for each node of a level the node whose logits to use.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -28,17 +28,17 @@ from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.native import steps
 
-_BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
+_BLOCK = tl.constexpr(128)  # nodes that a program reads in one iteration
 
 
 class Fed(NamedTuple):
-    """n nodes of each sequence, as a forward pass and a draw after it take them; LongTensor[B, n] each.
+    """n nodes of each sequence as input of a forward pass and of a draw after it; LongTensor[B, n] each.
 
     tokens:      0 for an absent node
-    positions:   places in the text
-    cache_rows:  where a cache keeps the nodes
-    parent_rows: the cache rows of the tokens before them; of the root it means nothing where all nodes are given
-    noise_rows:  names of the random numbers of each node
+    positions:   in the sequence
+    cache_rows:  the cache row of each node
+    parent_rows: the cache row of each node's parent; for the root it is undefined if all nodes are given
+    noise_rows:  the noise row of each node, from which its random numbers come
     """
 
     tokens: Tensor
@@ -51,7 +51,7 @@ class Fed(NamedTuple):
     def of(
         cls, lengths: Tensor, tokens: Tensor, depths: Tensor, nodes: Tensor, parents: Tensor, noise_rows: Tensor
     ) -> "Fed":
-        """By the formula at the top; lengths LongTensor[B], the others [B, n] or, but for tokens and noise, [n]."""
+        """Compute the formula at the top; lengths LongTensor[B], tokens and noise_rows [B, n], others [B, n] or [n]."""
         before = lengths[:, None]
         return cls(tokens.clamp(min=0), before + depths, before + nodes, before + parents, noise_rows)
 
@@ -59,7 +59,7 @@ class Fed(NamedTuple):
 class First(NamedTuple):
     """A step's first two nodes: the token before the root, and the root.
 
-    tokens, cache_rows, parent_rows: LongTensor[B, 2]; cache rows are positions, too, and -1 is before the text
+    tokens, cache_rows, parent_rows: LongTensor[B, 2]; cache rows equal positions; a parent's row may be -1
     ancestor_mask: bool [B, 2, M], which of the tree's first M nodes they see
     """
 
@@ -70,7 +70,7 @@ class First(NamedTuple):
 
 
 class CommonNodes(NamedTuple):
-    """n nodes that trees of one shape have in common; LongTensor[n] each: their numbers, parents and depths."""
+    """n nodes of trees that all have one shape; LongTensor[n] each: node numbers, parents and depths."""
 
     nodes: Tensor
     parents: Tensor
@@ -78,7 +78,7 @@ class CommonNodes(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The draws for a level. Node children[i] of a tree is draw number draws[i] of that tree.
+    """The draws for a level: node children[i] of a tree gets token draws[i] of that tree's D tokens.
 
     tokens:   LongTensor[B, D]
     children: LongTensor[m]
@@ -91,14 +91,14 @@ class Drawn(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Trees of N nodes, of one shape, that are being drafted.
+    """Trees of N nodes, all of one shape, while they are drafted.
 
     tokens:     LongTensor[B, N], of the nodes placed so far; -1 for an absent node
     roots:      LongTensor[B], the tokens of the roots, which are placed first
     noise_rows: LongTensor[B, N]
     lengths:    LongTensor[B], tokens before the root
     left:       LongTensor[B], tokens that a sequence may still write; at depth `left` and deeper all nodes are absent
-    texts:      LongTensor[B, N], 0 at the root, and known as far as nodes were given; None where siblings differ
+    texts:      LongTensor[B, N], text[i] of the formula at the top, filled level by level; None if siblings differ
     """
 
     tokens: Tensor
@@ -110,9 +110,9 @@ class Trees(NamedTuple):
 
 
 def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, impl: str = "auto") -> First:
-    """The first nodes of a step, from LongTensor[B] each: the token before the root, the root, and its cache row.
+    """Return a step's first two nodes. All LongTensor[B]: the token before the root, the root, and its cache row.
 
-    In a text of one token there is none before the root: then the root itself is given twice.
+    A sequence of one token has none before the root: then both nodes are the root.
 
     nodes: columns of the mask
     impl:  see `implementation`; "triton" is one launch
@@ -134,12 +134,12 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, 
 
 @operator
 def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, *, whole: bool = False, impl: str = "auto") -> Fed:
-    """Put what was drawn into trees.tokens, in place, and gather the nodes to be given to a model next.
+    """Write drawn tokens into trees.tokens, in place, and gather the nodes of the model's next pass.
 
-    drawn: None for trees of the root alone
-    given: nodes of one depth; or all nodes, and then those too deep for their sequence become absent
-    whole: whether these are all nodes
-    impl:  as in `first_nodes`
+    drawn: None for trees of only the root
+    given: the nodes of the next pass: those of one depth, or all nodes
+    whole: whether they are all nodes; then those too deep for their sequence become absent
+    impl:  see `implementation`; "triton" is one launch
 
     Only the device is checked: a decoder calls this with tensors that other functions have checked.
     """
@@ -152,9 +152,9 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, *, whole: bool 
 
 
 def alike(trees: Trees, given: CommonNodes, *, impl: str = "auto") -> Tensor:
-    """The first of the nodes of a level with the same text, as LongTensor[B, n] of places in the level.
+    """For each node of a level return the index in the level of the first node with the same path: LongTensor[B, n].
 
-    It extends trees.texts to the level, in place; impl as in `first_nodes`.
+    Extends trees.texts to the level, in place. impl: see `implementation`; "triton" is one launch
     """
     assert trees.texts is not None
     impl = choose_impl("alike", impl, trees.tokens, native=True)
@@ -192,7 +192,7 @@ def _first_kernel(
     NODES,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each sequence."""
+    """Each program does one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + sequence)
     which = tl.arange(0, 2)
@@ -224,7 +224,7 @@ def _place_kernel(
     positions_ptr, cache_rows_ptr, parent_rows_ptr, noise_rows_ptr, N, DRAWS, CHILDREN, GIVEN,
     HAS_DRAWN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each sequence."""
+    """Each program does one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     tokens_ptr += sequence * N
     noise_ptr += sequence * N
@@ -266,7 +266,7 @@ def _alike_kernel(
     N, GIVEN,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of a level's nodes and each sequence. It reads texts of the level above alone."""
+    """Each program does a block of a level's nodes of one sequence. Of texts it reads only the level above."""
     sequence = tl.program_id(1).to(tl.int64)
     tokens_ptr += sequence * N
     texts_ptr += sequence * N
@@ -299,7 +299,7 @@ def _launch_first(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -
 
 
 def _launch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
-    """As `_reference`."""
+    """Compute `_reference` by the kernel."""
     batch, nodes = trees.tokens.shape
     count, device = len(given.nodes), trees.tokens.device
     fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))

@@ -1,7 +1,7 @@
-"""The slots of growing trees: the data that `growing` and `assembly` hand to each other.
+"""Data of growing trees that `growing` passes to `assembly`: slots, roots, the growth policy, and levels.
 
-A slot of a tree is a place for the next draw below a node. Slots are numbered in the order in which they are drafted,
-level by level, and the best first. In the draft's cache slot s of a tree has the row s after the prefix.
+A slot of a tree is a place for one more child of a node. Slots are numbered in the order in which they are drafted,
+level by level, and within a level the best first. In the draft's cache slot s of a tree has the row s after the prefix.
 """
 
 from typing import Literal, NamedTuple
@@ -14,18 +14,18 @@ from heavypath.kernels.trees.levels import Fed
 
 
 def host(tensor: Tensor) -> np.ndarray:
-    """A tensor's numbers as an array on the host."""
+    """Return a tensor as a NumPy array on the host."""
     return tensor.cpu().numpy()
 
 
 class Slots(NamedTuple):
-    """The slots of B growing trees in the order in which they are drafted; [B, S] each. Slot 0 is the root's.
+    """The S slots of B growing trees, in the order in which they are drafted; [B, S] each. Slot 0 is the root.
 
     parents: LongTensor, the slot of the parent, -1 for the root
     ranks:   LongTensor, the node's index among its siblings
     depths:  LongTensor
-    tokens:  LongTensor, -1 where the slot stays empty
-    values:  fp64, 0 where the slot stays empty, +inf for the root
+    tokens:  LongTensor, -1 if the slot stays empty
+    values:  fp64, 0 if the slot stays empty, +inf for the root
     worths:  fp64, of the node; by "beam" the log-probability of its path
     keys:    fp64, by "beam" the node's key, else undefined
     """
@@ -40,18 +40,18 @@ class Slots(NamedTuple):
 
     @classmethod
     def room_for(cls, batch: int, slots: int, device: torch.device) -> "Slots":
-        """Memory for so many slots of each of `batch` trees."""
+        """Allocate memory for `slots` slots of each of `batch` trees."""
         parents, ranks, depths, tokens = torch.empty(4, batch, slots, dtype=torch.long, device=device)
         values, worths, keys = torch.empty(3, batch, slots, dtype=torch.float64, device=device)
         return cls(parents, ranks, depths, tokens, values, worths, keys)
 
 
 class Roots(NamedTuple):
-    """The beginning of each sequence's tree; LongTensor[B] each.
+    """The root of each sequence's tree; LongTensor[B] each.
 
-    tokens:     the root's
+    tokens:     the root's token
     lengths:    cache rows before the tree
-    noise_rows: the noise row of slot 0; that of slot s is s more
+    noise_rows: the noise row of slot 0; slot s has this row plus s
     left:       tokens that the sequence may still write; at depth `left` and deeper all slots stay empty
     """
 
@@ -62,13 +62,13 @@ class Roots(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """The way in which slots are chosen.
+    """How `growing.grow` chooses slots.
 
-    by:          "slot", "node" or "beam", see the top of this file
+    by:          "slot", "node" or "beam", see the top of `growing`
     width:       slots of a level, at most
     threshold:   slots of less value stay empty
-    noisy:       whether tokens are drawn at a temperature above 0; if not, `draws.logprobs` are not those of values
-    temperature: of the probabilities that values are made of, above 0
+    noisy:       whether tokens are drawn at a temperature above 0; if not, values need other logprobs than the draws'
+    temperature: of the probabilities from which values are computed, above 0
     lines:       fp64 [2, >= K], base_k and slope_k of a confidence; None for DySpec's values
     """
 
@@ -81,9 +81,9 @@ class Policy(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The slots first .. first + size - 1 of all trees: nodes of one depth, the last drafted.
+    """The level that was drafted last: slots first .. first + size - 1 of all trees, nodes of one depth.
 
-    mask: bool [B, size, first + size], which slots each of them sees, itself among them
+    mask: bool [B, size, first + size], which slots each of them sees, itself included
     """
 
     first: int
@@ -98,7 +98,7 @@ class Level(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """A new level, and what the draft is given of it."""
+    """A new level, and its nodes as input of the draft."""
 
     level: Level
     fed: Fed

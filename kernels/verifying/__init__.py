@@ -1,1 +1,1 @@
-"""Parts of verify_tree: which child one node of a drafted tree accepts, by each rule, and the walk down the tree."""
+"""Parts of verify_tree: the methods' rules for which child of a node is accepted, and the walk down the tree."""

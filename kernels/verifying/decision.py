@@ -1,14 +1,14 @@
-"""Decide on a GPU, for every node of a tree at once, which of its children is accepted if the walk reaches the node.
+"""Decide on a GPU, for all nodes of a tree in parallel, which child is accepted if the walk reaches the node.
 
-`residual` and `k_seq` have the formulas and the references of what is decided at one node. Several programs share a
-node's rows of logits in the one pass that normalises them, and the last of them to finish tries the children. It leads
-the passes that this takes, which programs at the end of the grid share with it (see `sharing`). It stores the accepted
-child and, for the case that there is none, the law of the recovered token: a few numbers that stand for
+`residual` and `k_seq` have the formulas and references for one node. Several programs share a node's rows of logits in
+the one pass that normalises them, and the last of them to finish tries the children. It leads the passes that this
+takes, which programs at the end of the grid share with it (see `sharing`). It stores the accepted child and, if none is
+accepted, the distribution of the recovered token, as a few numbers that define
 
     P(v) - share * min(P(v), l Q(v))
 
-where P and Q may be restricted to the tokens that no rejected child carries. A pass sums the part of P that these
-numbers stand for, so whoever shares it reads them where the draw of the token finds them later (see `distributions`).
+where P and Q may be restricted to tokens that no rejected child has. A pass sums these weights, so programs that share
+it read the numbers from the same memory as the later draw of the token (see `distributions`).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -57,7 +57,7 @@ def help_at(
     temperature, draft_temperature, index, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Take part in the pass of node `place`, of which this program has taken a piece."""
+    """Take part in the pass of node `place` (its index in [B * N]), beginning with the piece that was taken."""
     batch, node = (place // N).to(tl.int64), place % N
     target, draft = stored_sides(
         facts_ptr + place * FACTS, marks_ptr + place * FACTS,
@@ -88,7 +88,7 @@ def _decide_kernel(
     rows_ptr,  # [B, N] if HAS_ROWS
     target_ptr,  # [B, N, V]
     draft_ptr,  # [B, N, V]
-    cut_ptr,  # [B, N] if FILTERED, as end_ptr: where the target's rows are cut off, see `filter_cuts`
+    cut_ptr,  # [B, N] if FILTERED, as end_ptr: the cuts of the target's rows, see `filter_cuts`
     end_ptr,
     draft_cut_ptr,  # the same of the draft's rows, if DRAFT_FILTERED
     draft_end_ptr,
@@ -98,13 +98,13 @@ def _decide_kernel(
     marks_ptr,  # int32 [B, N, FACTS]
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
     sums_ptr,  # fp32 [B, N, PIECES]
-    tickets_ptr,  # [B, N], and behind them the counters of `sharing`
+    tickets_ptr,  # [B, N], followed by the counters of `sharing`
     N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, seed_ptr,
     seed_low, seed_high, temperature, draft_temperature,
     REPLACEMENT: tl.constexpr, HELD: tl.constexpr, K_SEQ: tl.constexpr, POINT_MASSES: tl.constexpr,
     HAS_DRAFT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_ROWS: tl.constexpr, FILTERED: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr, CHUNKS: tl.constexpr, PIECES: tl.constexpr,
-    HELPERS: tl.constexpr,  # programs that take part in others' passes only; 0 if there are no passes
+    HELPERS: tl.constexpr,  # programs that only take part in others' passes; 0 if there are no passes
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
 ):  # fmt: skip
     rows = (tl.num_programs(0) - HELPERS) // CHUNKS
@@ -144,7 +144,7 @@ def _decide_kernel(
         child &= parent == node
     has_children = tl.max(child.to(tl.int32)) > 0
     first = tl.argmax(child.to(tl.int32), 0)
-    source = tl.max(tl.where(index == first, parent, 0))  # whose draft row the children were drawn from
+    source = tl.max(tl.where(index == first, parent, 0))  # the node from whose draft row the children were drawn
 
     target_row = target_ptr + batch.to(tl.int64) * target_batch_stride + node.to(tl.int64) * target_stride
     draft_row = draft_ptr + batch.to(tl.int64) * draft_batch_stride + source.to(tl.int64) * draft_stride
@@ -214,12 +214,12 @@ def _decide_kernel(
 
 
 class Decided(NamedTuple):
-    """The decision for each of B * N nodes before the walk.
+    """Decisions for all B * N nodes, which `walk` follows.
 
-    choice:   the accepted child, int32; where facts is None, the token that the target chose, int64. -1 for neither,
+    choice:   the accepted child, int32; if facts is None, the token that the target chose, int64. -1 for neither,
               -2 for a node without a distribution
     left_out: int32, 1 for a rejected child whose token is no longer part of P; None if that cannot happen
-    facts:    fp32 [B * N * FACTS], what a recovered token is drawn by
+    facts:    fp32 [B * N * FACTS], numbers that define the recovered token's distribution, see `distributions`
     marks:    int32 [B * N * FACTS], likewise
     """
 
@@ -230,14 +230,14 @@ class Decided(NamedTuple):
 
 
 def decide(given: VerifyInputs) -> Decided:
-    """Decide for every node of [B, N] at once which child it accepts, by a method of DRAFT_AWARE.
+    """Decide for all nodes [B, N] which child they accept, by a method of DRAFT_AWARE.
 
-    They are `laid_out`.
+    given: from `laid_out`
     """
     (tokens, _, _), draft, method = given.nodes, given.draft_logits, given.method
     batch, count = tokens.shape
     device, vocab_size = tokens.device, given.target_logits.shape[-1]
-    if count == 1:  # no children; and Triton 3.6 crashes on loads in a loop that a known node, 0, leaves without a turn
+    if count == 1:  # no children; and Triton 3.6 crashes on loads in a loop that never runs for a constant node 0
         draft = None
     point_masses = given.draft_filters.temperature == 0
     chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)

@@ -1,4 +1,4 @@
-"""A node's distributions, the target's P and the draft's Q, from rows of logits; and how much of P l Q covers.
+"""The distributions P (target) and Q (draft) of a node, computed from rows of logits; and the overlap of P and l Q.
 
 For a row of logits x with the largest m, at temperature T, and with all logarithms to base 2:
 
@@ -7,8 +7,8 @@ For a row of logits x with the largest m, at temperature T, and with all logarit
     F(l)         sum_v max(P(v) - l Q(v), 0)
     C(l)         sum_v min(P(v), l Q(v))
 
-No row of probabilities is stored on a GPU. Kernels hand a row of logits around with the numbers that turn it into a
-distribution, and compute P and Q where they read x. Each of the programs that share a row finds the largest logit and
+No row of probabilities is stored on a GPU. Kernels pass a row of logits with the numbers that turn it into a
+distribution, and compute P and Q when they read x. Each of the programs that share a row finds the largest logit and
 the sum of its chunk, and the last of them to finish combines these.
 """
 
@@ -30,7 +30,7 @@ from heavypath.kernels.sharing import finish_chunks, open_pass, take_chunk, wait
 
 
 def used_row(logits: Tensor, side: str, sequence: int, node: int) -> np.ndarray:
-    """The row [V] of one node in fp32; on a CPU ValueError for one that is no distribution."""
+    """Return the row [V] of one node in fp32; on a CPU ValueError if it has no finite maximum."""
     row = logits[sequence, node].detach().float().cpu().numpy()
     if logits.device.type == "cpu" and not np.isfinite(row.max()):
         raise no_maximum(side, sequence, node, row.max())
@@ -38,7 +38,7 @@ def used_row(logits: Tensor, side: str, sequence: int, node: int) -> np.ndarray:
 
 
 def no_maximum(side: str, sequence: int, node: int, largest: float | np.floating) -> ValueError:
-    """The error for a row without a finite maximum."""
+    """Return the error for a row without a finite maximum."""
     return ValueError(
         f"{side}_logits must have a finite maximum in every row that is used, "
         f"but [{sequence}, {node}] has {float(largest)}"
@@ -46,20 +46,20 @@ def no_maximum(side: str, sequence: int, node: int, largest: float | np.floating
 
 
 def log_weights(row: np.ndarray, filters: Filters) -> np.ndarray:
-    """log2 of P up to a constant, 0 at its largest: fp32 [V] of fp32 logits [V]; temperature > 0."""
+    """Return log2 P up to a constant, with largest element 0: fp32 [V] from fp32 logits [V]; temperature > 0."""
     if filters.drop(len(row)):
         return filtered_scores(row, row.max(keepdims=True), filters) * np.float32(math.log2(math.e))
     return (row - row.max()) * np.float32(math.log2(math.e) / raised(filters.temperature))
 
 
 def best_tokens(keys: np.ndarray) -> np.ndarray:
-    """The token with the largest key in each row [A, V], of several the first; -1 where no key is above -inf."""
+    """Return the token with the largest key in each row [A, V], ties to the first; -1 if no key is above -inf."""
     token = keys.argmax(-1)
     return np.where(keys[np.arange(len(keys)), token] > -np.inf, token, -1)
 
 
 def verified_by_draws(given: VerifyInputs, ends: list[tuple[list[int], np.ndarray]]) -> Verified:
-    """The answer for each sequence's path, and the weights [V] that the token after it is drawn by."""
+    """Draw the token after each sequence's path; ends: per sequence a path, and the weights [V] of the next token."""
     (seed, rows), count = given.noise, given.nodes.tokens.shape[1]
     last = torch.tensor([path[-1] for path, _ in ends], device="cpu")[:, None]
     row = last + count * torch.arange(len(ends), device="cpu")[:, None] if rows is None else rows.cpu().gather(1, last)
@@ -68,22 +68,22 @@ def verified_by_draws(given: VerifyInputs, ends: list[tuple[list[int], np.ndarra
     return as_verified([path for path, _ in ends], best_tokens(keys), given)
 
 
-LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile
+LANES = tl.constexpr(256)  # threads of a program; each holds eight adjacent tokens of a tile
 TILE = tl.constexpr(8 * 256)
 CHUNK = tl.constexpr(4 * 8 * 256)
-PIECE = tl.constexpr(8 * 256)  # tokens of a chunk of a shared pass; more would take registers from the first pass
-FACTS = tl.constexpr(8)  # numbers that are stored about a node, and as many integers
-NONE = tl.constexpr(2**31 - 1)  # above every child's place in draw order: there is no child
+PIECE = tl.constexpr(8 * 256)  # tokens of a piece of a shared pass; more would take registers from the first pass
+FACTS = tl.constexpr(8)  # fp32 numbers stored for each node (facts), and the same number of integers (marks)
+NONE = tl.constexpr(2**31 - 1)  # above every child's index in draw order: there is no child
 
 
-# A row and what turns its logits into a filtered distribution, as kernels hand it around:
+# A row with the numbers that turn its logits into a filtered distribution, as kernels pass it:
 #     side = (row_ptr, largest, log_total, temperature, cut, end)
-# largest is the largest logit; log_total, and every logarithm here, is to base 2. For cut and end see `filter_cuts`.
+# largest is the largest logit; all logarithms here, as log_total, are to base 2. For cut and end see `filter_cuts`.
 
 
 @triton.jit
 def unread(row_ptr, temperature, cut_ptr, end_ptr, place, V, FILTERED: tl.constexpr):
-    """The side of a row before its logits are read. place: of the row, in cut_ptr and end_ptr."""
+    """Return the side of a row before its logits are read. place: the row's index in cut_ptr and end_ptr."""
     cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
     if FILTERED:
         cut, end = tl.load(cut_ptr + place), tl.load(end_ptr + place)
@@ -92,9 +92,9 @@ def unread(row_ptr, temperature, cut_ptr, end_ptr, place, V, FILTERED: tl.conste
 
 @triton.jit
 def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.constexpr):
-    """The largest logit of tokens begin .. end - 1, and the sum of their exponentials relative to it.
+    """Return the largest logit of tokens begin .. end - 1, and the sum of their exponentials relative to it.
 
-    Tokens that the filters drop do not count, nor do those of left_out children.
+    Tokens that the filters drop do not count, nor do tokens of left_out children.
     """
     row_ptr, _, _, temperature, cut, end_of_ties = side
     scale = softmax_scale(temperature)
@@ -115,7 +115,7 @@ def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.conste
 
 @triton.jit
 def store_part(side, part_ptr, chunk, V, token, left_out, FILTERED: tl.constexpr, CHUNKS: tl.constexpr):
-    """Store `softmax_part` of a chunk among those of the row, for `normalized`."""
+    """Store `softmax_part` of one chunk of a row, for `normalized`."""
     begin = chunk * CHUNK
     largest, total = softmax_part(side, begin, tl.minimum(begin + CHUNK, V), V, token, left_out, FILTERED)
     tl.store(part_ptr + chunk, largest)
@@ -126,7 +126,7 @@ def store_part(side, part_ptr, chunk, V, token, left_out, FILTERED: tl.constexpr
 def normalized(
     side, part_ptr, V, token, left_out, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """The side with its numbers filled in, log2 of its mass outside left_out children, and if it is a distribution."""
+    """Return the side with its numbers set, log2 of its mass outside left_out children, and if it is a distribution."""
     row_ptr, _, _, temperature, cut, end = side
     scale = softmax_scale(temperature)
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
@@ -142,7 +142,7 @@ def normalized(
         largest = tl.maximum(largest, tl.max(x))
         total = outside * tl.exp2((outside_largest - largest) * scale) + tl.sum(tl.where(x != x, x, 0.0))  # or NaN
         out = tl.min(tl.where(left_out, token, V))
-        while out < V:  # so that a token of several children counts once
+        while out < V:  # token by token, so that a token of several children counts once
             total += tl.exp2((tl.max(tl.where(left_out & (token == out), x, float("-inf"))) - largest) * scale)
             out = tl.min(tl.where(left_out & (token > out), token, V))
     usable = total > 0
@@ -153,7 +153,7 @@ def normalized(
 
 @triton.jit
 def log_prob(side, x, token, FILTERED: tl.constexpr):
-    """log2 of the probability of tokens with logits x."""
+    """Return log2 of the probabilities of tokens with logits x."""
     _, largest, log_total, temperature, cut, end = side
     if FILTERED:
         x = filtered(x, token, cut, end)
@@ -162,7 +162,7 @@ def log_prob(side, x, token, FILTERED: tl.constexpr):
 
 @triton.jit
 def without(values, token, start, end, child_token, left_out, V):
-    """The values [...] of tokens start <= token < end, but -inf for tokens that left_out children carry."""
+    """Return the values [...] of tokens start <= token < end, with -inf for tokens of left_out children."""
     here = left_out & (child_token >= start) & (child_token < end)
     out = tl.min(tl.where(here, child_token, V))
     while out < V:
@@ -176,9 +176,9 @@ def shares(
     target, draft, log_multiple, uniform, token, start, end, V, child_token, left_out,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """P and min(P, l Q) of tokens start <= token < end.
+    """Return P and min(P, l Q) of tokens start <= token < end.
 
-    log_multiple is log2 l. uniform is log2 Q of each token left after a restart, and 1 where Q is the draft's.
+    log_multiple is log2 l. uniform is log2 Q of each token left after a restart, and 1 if Q is the draft's.
     """
     x = tl.load(target[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
     log_p = log_prob(target, x, token, FILTERED)
@@ -192,21 +192,21 @@ def shares(
     return p, tl.minimum(p, tl.exp2(log_q + log_multiple))
 
 
-# What is stored about a node, by index:
+# Facts and marks stored for each node, by index:
 #
 #     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 unless K-SEQ
 #                    1  the target's log_total          3  the draft's      5  uniform   7  p_offset
 #     marks, int32   0  the bits of the target's cut    2  the draft's      4  the node whose draft row is Q
 #                    1  the target's end                3  the draft's      5, 6, 7  unused
 #
-# For K-SEQ l is its g. Otherwise l is 0, and a token is drawn by P, where no child was rejected, or none since the
-# chain restarted (see `residual`). After a restart, uniform is log2 Q of each token left, and p_offset is log2 of the
-# sum of P over these tokens. Without a restart uniform is 1, which no such logarithm can be, and p_offset is 0.
+# For K-SEQ l is its g. Otherwise l is 0, and a token is drawn by P, if no child was rejected at all or since the chain
+# restarted (see `residual`). After a restart, uniform is log2 Q of each token left, and p_offset is log2 of the sum of
+# P over these tokens. Without a restart uniform is 1, which no such logarithm can be, and p_offset is 0.
 
 
 @triton.jit
 def store_sides(facts_ptr, marks_ptr, target, draft, source):
-    """Store what does not change any more once both rows are normalised. source: the node whose draft row is Q."""
+    """Store the numbers that are final once both rows are normalised. source: the node whose draft row is Q."""
     tl.store(facts_ptr, target[1])
     tl.store(facts_ptr + 1, target[2])
     tl.store(facts_ptr + 2, draft[1])
@@ -220,7 +220,7 @@ def store_sides(facts_ptr, marks_ptr, target, draft, source):
 
 @triton.jit
 def stored_sides(facts_ptr, marks_ptr, target_row, draft_ptr, draft_stride, temperature, draft_temperature):
-    """Both sides of a node as they were stored. draft_ptr: row 0 of the node's tree."""
+    """Load both sides of a node that `store_sides` stored. draft_ptr: row 0 of the node's tree."""
     target = (
         target_row, tl.load(facts_ptr, cache_modifier=".cg"), tl.load(facts_ptr + 1, cache_modifier=".cg"), temperature,
         tl.load(marks_ptr, cache_modifier=".cg").to(tl.float32, bitcast=True),
@@ -238,7 +238,7 @@ def stored_sides(facts_ptr, marks_ptr, target_row, draft_ptr, draft_stride, temp
 
 @triton.jit
 def offset(side, p_offset):
-    """The side with its distribution divided by 2^p_offset."""
+    """Return the side with its distribution divided by 2^p_offset."""
     return (side[0], side[1], side[2] + p_offset, side[3], side[4], side[5])
 
 
@@ -252,7 +252,7 @@ def sum_pieces(
     job, piece, target, draft, log_multiple, uniform, V, child_token, left_out,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """Store F(l) of this piece of the rows, and of each that nobody has taken yet."""
+    """Store F(l) over this piece of the rows, and over each further piece that no program has taken yet."""
     counters_ptr, rows, row, _, sums_ptr = job
     count = tl.full([], 0, tl.int32)
     while piece >= 0:
@@ -272,7 +272,7 @@ def shared_sum(
     job, target, draft, log_multiple, uniform, p_offset, V, child_token, left_out,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """F(l) = sum max(P - l Q, 0) of a node whose sides and left_out children are stored."""
+    """Return F(l) = sum max(P - l Q, 0) of a node whose sides and left_out children are stored."""
     counters_ptr, rows, row, facts_ptr, sums_ptr = job
     tl.store(facts_ptr + 4, log_multiple)
     tl.store(facts_ptr + 5, uniform)

@@ -1,4 +1,4 @@
-"""A drafted tree inside a kernel: nodes and their sibling indices, equal contexts, coins, and a node's path."""
+"""Device functions on a drafted tree, for the verification kernels: nodes, ranks, equal contexts, coins, and paths."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -19,7 +19,7 @@ _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 
 @triton.jit
 def nodes_of(tokens_ptr, parents_ptr, index, N, V):
-    """A tree's parents and tokens, -1 for places behind its N nodes, and which nodes were drafted and are there."""
+    """Load a tree's parents and tokens, -1 beyond its N nodes; and which nodes are drafted, not the root or absent."""
     parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
     token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
     return parent, token, (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
@@ -27,7 +27,7 @@ def nodes_of(tokens_ptr, parents_ptr, index, N, V):
 
 @triton.jit
 def ranks_of(parent, index, parents_ptr, ranks_ptr, begin, N, HAS_RANKS: tl.constexpr):
-    """Each node's place among its siblings: from ranks_ptr + begin on if HAS_RANKS, else they are in index order."""
+    """Return each node's rank among its siblings: loaded from ranks_ptr + begin if HAS_RANKS, else by index order."""
     if HAS_RANKS:
         rank = tl.load(ranks_ptr + begin + index, mask=index < N, other=0).to(tl.int32)
     else:
@@ -53,7 +53,7 @@ def equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
 
 @triton.jit
 def coins_of(rank, row, seed_ptr, seed_low, seed_high):
-    """The coin of each child, from its rank and the noise row of the node above it."""
+    """Return each child's coin, a uniform random number from its rank and the noise row of its parent."""
     c0, c1, c2 = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
     seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
     w0, w1, w2, w3 = philox_words(seed_low, seed_high, c0, c1, c2, tl.full([], _ACCEPT, tl.uint32))
@@ -64,7 +64,7 @@ def coins_of(rank, row, seed_ptr, seed_low, seed_high):
 
 @triton.jit
 def store_path(path_ptr, length_ptr, parents_ptr, last, length, max_depth, PATH: tl.constexpr):
-    """Store the path of so many edges to node `last`, and its length. PATH: max_depth + 1, up to a power of two."""
+    """Store the path of `length` edges to node `last`, and the length. PATH: max_depth + 1, up to a power of two."""
     place = tl.arange(0, PATH)
     path = tl.where(place == 0, 0, -1)
     node, position = last, length
@@ -77,9 +77,9 @@ def store_path(path_ptr, length_ptr, parents_ptr, last, length, max_depth, PATH:
 
 
 def laid_out(given: VerifyInputs) -> VerifyInputs:
-    """The same, with copies of tensors that kernels cannot read.
+    """Return the same inputs, with copies of tensors that kernels cannot read.
 
-    Tokens and noise.rows are then contiguous LongTensors [B, N]; all else is contiguous in the last axis.
+    Tokens and noise.rows are then contiguous LongTensors [B, N]; all others are contiguous in the last axis.
     """
     (tokens, parents, ranks), (seed, rows), draft = given.nodes, given.noise, given.draft_logits
     return given._replace(
@@ -91,7 +91,7 @@ def laid_out(given: VerifyInputs) -> VerifyInputs:
 
 
 def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
-    """The arguments of kernels for trees that are `laid_out`, by the names of their parameters."""
+    """Return the kernels' arguments for inputs from `laid_out`, by parameter name."""
     (tokens, parents, ranks), (seed, rows), target = given.nodes, given.noise, given.target_logits
     draft = target if given.draft_logits is None else given.draft_logits
     return {
@@ -109,7 +109,7 @@ def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
 
 
 def cut_arguments(given: VerifyInputs, both: bool = True) -> dict[str, Any]:
-    """The arguments for the cuts of filters, in the same way; both: whether the draft's rows are cut, too."""
+    """Return the kernels' arguments for filters, by parameter name; both: whether to filter the draft's rows, too."""
     draft = given.draft_logits
     cuts = filter_cuts(given.target_logits, given.target_filters)
     draft_cuts = filter_cuts(draft, given.draft_filters) if both and draft is not None else None
@@ -122,7 +122,7 @@ def cut_arguments(given: VerifyInputs, both: bool = True) -> dict[str, Any]:
 
 
 def launch(kernel: Any, programs: int, shared: Mapping[str, Any], **own: Any) -> None:
-    """Launch a kernel with its own arguments and options, and those of the shared ones that it has."""
+    """Launch a kernel with `own` arguments, and those of the shared arguments and options that the kernel has."""
     options = {"num_warps", "enable_fp_fusion", "maxnreg"}
     known = {name: shared[name] for name in shared if name in options or name in kernel.arg_names}
     kernel[(programs,)](**known | own)

@@ -1,51 +1,51 @@
-"""Held siblings: a child that rejection would accept is held back, and later children are tried first.
+"""Held siblings: a child that rejection sampling would accept is held back, and later children are tried first.
 
 At a node with target distribution P and draft distribution Q let x_1, x_2, ... be its children in draw order, R_j the
 mass of Q outside the children before x_j (1 for independent draws), and F(l) = sum_v max(P(v) - l Q(v), 0). W_i is the
-weight of child i, the probability that it is the one accepted, and h the sum of the weights so far. From l = 0, c = 1:
+weight of child i, the probability that it is the accepted one, and h the sum of the weights so far. From l = 0, c = 1:
 
     t_j = min(1, c max(P(x_j) - l Q(x_j), 0) R_j / Q(x_j))
     l  += 1 / (c R_j)
     s_j = (1 - t_j) / (h + c F(l))                            with the new l
     W_i *= s_j for all i < j;  W_j = t_j;  c *= s_j           so that h becomes t_j + s_j h
-    at last: x_j is accepted with probability W_j, none with 1 - h; then the recovered token ~ max(P - l Q, 0)
+    at the end: x_j is accepted with probability W_j, none with 1 - h; then the recovered token ~ max(P - l Q, 0)
 
 Recursive rejection (`residual`) tries x_j only if all children before it were rejected. Here children that would have
-been accepted are held back, and x_j is offered to all that is still to be emitted. With h = 0 and c = 1 / F(l)
-throughout, t and l are those of `residual`. The rule is our own; we have found it in no paper.
+been accepted are held back, and x_j is compared with all mass that is still to be emitted. With h = 0 and c = 1 / F(l)
+throughout, t and l are those of `residual`. We know of no paper with this rule.
 
-**The law is the target's.** Say that before x_j is drawn the token is emitted by
+**The output has the target's distribution.** Suppose that before x_j is drawn the token is emitted by
 
     M = sum_{i<j} W_i [x_i] + c max(P - l Q, 0)               [x] is a mass of 1 on x; together it is a mass of 1
 
-which is P for j = 1. Let q be the law of x_j: Q / R_j outside the children before it, or Q. With the common part
-m = min(q, c max(P - l Q, 0)) of both, t_j = m(x_j) / q(x_j). Emit x_j with probability t_j, else a token by
-(M - m) / (1 - sum m): on average over x_j that is m + (1 - sum m) (M - m) / (1 - sum m) = M. Now
+which is P for j = 1. Let q be the distribution of x_j: Q / R_j outside the children before it, or Q. With the common
+part m = min(q, c max(P - l Q, 0)) of both, t_j = m(x_j) / q(x_j). Emit x_j with probability t_j, else a token by
+(M - m) / (1 - sum m): on average over x_j this is m + (1 - sum m) (M - m) / (1 - sum m) = M. Now
 
     M - m = sum_{i<j} W_i [x_i] + c max(P - (l + 1 / (c R_j)) Q, 0)    of mass 1 - sum m = h + c F(new l)
 
 because max(a, 0) - min(b, max(a, 0)) = max(a - b, 0) for b >= 0. So M after x_j, with the weights above, is on average
 M before x_j, and in the end P on average, whatever was drawn. (A token drawn before without replacement has q = 0. No
-mass of P is left on it: t < 1 says that P < l Q there with the new l. Where t = 1, s = 0: it has all the weight.)
-The number of children may depend on those drawn so far. The subtree of the accepted child is verified by the law
-there.
+mass of P is left on it: t < 1 implies P < l Q there with the new l. If t = 1, then s = 0, and it has all the weight.)
+The number of children may depend on those drawn so far. Below the accepted child the same is done again.
 
-**It accepts at least as much**, for independent draws. Let H_0 = F and H_k(l) = H_{k-1}(l + F(l)): rejection accepts
-none of k children with probability H_k(0). H_k falls with l, because F does and l + F(l) rises. Here none is accepted
-with probability c F(l) of the last l and c. From any l and c on this is at most c H_k(l) on average after k children.
-The proof is by induction. The first child takes l to l + 1 / c, and c to some c' that is c on average. So it is at most
+**It accepts at least as much as rejection**, for independent draws. Let H_0 = F and H_k(l) = H_{k-1}(l + F(l)):
+rejection accepts none of k children with probability H_k(0). H_k falls with l, because F does and l + F(l) rises. Here
+none is accepted with probability c F(l), for the last l and c. From any l and c on this is at most c H_k(l) on average
+after k children, by induction. The first child changes l to l + 1 / c, and c to some c' that is c on average. So it is
+at most
 
     E[c'] H_{k-1}(l + 1 / c) <= c H_{k-1}(l + F(l)) = c H_k(l)                    h + c F(l) = 1, so 1 / c >= F(l)
 
-Without replacement the proof does not carry over, and `tests/kernels/test_held.py` enumerates cases instead.
+The proof does not hold without replacement; `tests/kernels/test_held.py` enumerates cases instead.
 
-Of a single child, and of point masses (draft temperature 0, where all s_j are 1), the rule is rejection itself. Where
-the draft's support is used up, the chain restarts as in `residual`, with c such that c F(l) stays. A child that is
-drawn again changes l and c, though its t is 0. A child that the draft could not have drawn is skipped.
+For a single child, and for point masses (draft temperature 0, where all s_j are 1), the rule equals rejection. If the
+draft's support is used up, the chain restarts as in `residual`, with c such that c F(l) stays. A token that is drawn
+again changes l and c, though its t is 0. A child that the draft could not have drawn is skipped.
 
-One coin decides at a node, that of its first child: x_j is accepted where it lies in W_1 + ... + W_{j-1} and below
-W_1 + ... + W_j. Single children so get the decisions of `residual`, whose `Chain.hold` is the reference. On a GPU every
-child but a single one takes a pass over both rows: one more than of rejection where that rejects all of them.
+One coin decides at a node, that of its first child: x_j is accepted if W_1 + ... + W_{j-1} <= coin < W_1 + ... + W_j.
+So single children get the decisions of `residual`, whose `Chain.hold` is the reference. On a GPU every child, except a
+single one, takes a pass over both rows. This is one pass more than rejection takes if it rejects all children.
 """
 
 # pyright: reportOperatorIssue=false
@@ -56,7 +56,7 @@ from heavypath.kernels.verifying.distributions import NONE
 
 @triton.jit
 def hold_at_node(weight, elder, one, chance, left):
-    """The new weights of all children, their sum, which was `elder`, and s. one: the child that is offered."""
+    """Return the new weights of all children, their sum, and s. one: the offered child; `elder`: the sum before."""
     whole = elder + left
     scale = tl.where(whole > 0, (1 - chance) / whole, 0.0)
     return tl.where(one, chance, weight * scale), chance + elder * scale, scale
@@ -64,7 +64,7 @@ def hold_at_node(weight, elder, one, chance, left):
 
 @triton.jit
 def held_child_at_node(weight, order, coin, choice, N):
-    """The child in whose share the coin of the first lies; `choice` where there is none."""
+    """Return the child whose interval of weights holds the first child's coin; `choice` if there is none."""
     upto = tl.full([], 0.0, tl.float32)
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     node_coin = tl.sum(tl.where(order == next_order, coin, 0.0))

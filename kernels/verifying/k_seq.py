@@ -1,4 +1,4 @@
-"""K-SEQ (SpecTr, Sun et al. 2023): accept one of a node's independent children.
+"""K-SEQ (SpecTr, Sun et al. 2023): accept at most one of a node's children, which are independent draws.
 
 At a node with target distribution P and draft distribution Q let K children be independent draws from Q. With
 
@@ -11,18 +11,18 @@ the algorithm is
     accept x_k  iff  coin_k < P(x_k) / (g Q(x_k))
     all rejected     recovered token ~ P - min(P, g Q) (1 - R(g)) / (1 - F(g))
 
-The paper has C = 1 - F and A = 1 - R. These are close to 1 where the draft is good, and fp32 would not tell which is
-larger. The target's law is kept for every g with R(g) >= F(g), so the search for the least one may stop anywhere above
-it. It begins between 1 and
+The paper has C = 1 - F and A = 1 - R. Both are close to 1 if the draft is good, and fp32 could not distinguish them.
+The method is lossless for every g with R(g) >= F(g), so the search for the least one may stop anywhere above it. It
+begins between 1 and
 
     1 + x + .. + x^(K-1),      x = F(1)^(1/K)
 
-where R(g) >= F(g). For there R^(1/K) - F^(1/K) is 0 for F = F(1) and for F = 1. It is convex in F, as a linear function
-less a concave one, so that it is not negative for F(g) <= F(1). The search is regula falsi with the Illinois rule. A
-child that the draft could not have drawn is skipped, as if absent.
+where R(g) >= F(g): for this g, R^(1/K) - F^(1/K) is 0 at F = 1 and at F = F(1). As a function of F it is convex, a
+linear function minus a concave one. So it is not negative for F(g) <= F(1). The search is regula falsi with the
+Illinois rule. A child that the draft could not have drawn is skipped, as if absent.
 
-On a GPU the last of a node's programs tries its children (see `decision`). Each step of the search is a pass over both
-rows, which is shared by programs that are free (see `sharing`). It ends once fp32 cannot tell the bounds of g apart.
+On a GPU the last of a node's programs to finish tries its children (see `decision`). Each step of the search is a pass
+over both rows, which free programs share (see `sharing`). It ends when the bounds of g are equal in fp32.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -37,7 +37,7 @@ SEARCH_STEPS = tl.constexpr(12)  # of the search for g
 
 
 def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tuple[list[float | None], np.ndarray]:
-    """The thresholds P / (g Q) of one node's children, and the weights by which the recovered token is drawn.
+    """Return the thresholds P / (g Q) of one node's children, and the weights by which the recovered token is drawn.
 
     log_target, log_draft: log2 P and log2 Q up to constants, [V]
     drawn:                 the children's tokens
@@ -49,7 +49,7 @@ def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tu
     children = sum(log_draft[token] > -np.inf for token in drawn)
 
     def measured(g: float) -> tuple[float, float]:
-        """F(g) and R(g)."""
+        """Return F(g) and R(g)."""
         uncovered = min(float(np.maximum(target - target.dtype.type(g) * draft, 0).sum()), 1.0)
         return uncovered, (1 - (1 - uncovered) / g) ** children
 
@@ -57,7 +57,7 @@ def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tu
         uncovered, refusing = measured(g)
         return refusing - uncovered
 
-    # Regula falsi with the Illinois rule: the least g is in [low, high], and high always satisfies the condition.
+    # Regula falsi with the Illinois rule: the least g is in [low, high], and high always has R >= F.
     low, before = 1.0, None
     root = measured(low)[0] ** (1 / max(children, 1))
     high = sum((root**power for power in range(1, children)), 1.0)
@@ -82,7 +82,7 @@ def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tu
 
 @triton.jit
 def _refusing(g, uncovered, children):
-    """R(g), in fp64."""
+    """Return R(g) in fp64."""
     refuse = tl.maximum(1 - (1 - uncovered.to(tl.float64)) / g, 1e-300)
     return tl.exp(children * tl.log(refuse))
 
@@ -93,7 +93,7 @@ def try_k_seq(
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
-    """`k_seq` at one node, in a kernel: the accepted child (`choice` where there is none), log2 g, (1 - R) / (1 - F).
+    """K-SEQ at one node: return the accepted child (`choice` if there is none), log2 g, and (1 - R) / (1 - F).
 
     job is as in `distributions`.
     """
@@ -103,14 +103,14 @@ def try_k_seq(
     low = tl.full([], 1.0, tl.float64)
     high = tl.maximum(children, 1.0)
     low_gap, high_gap = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    missing = tl.full([], 0.0, tl.float32)  # F(high); of a single child only (1 - R) / (1 - F) = 1 counts
+    missing = tl.full([], 0.0, tl.float32)  # F(high); with a single child only (1 - R) / (1 - F) = 1 is used
     before = tl.full([], -1, tl.int32)
     step = tl.full([], 0, tl.int32)
     while (choice == -1) & (step < SEARCH_STEPS + 2) & (high - low > high * 2.0**-24):
         slope = high_gap - low_gap
         middle = high - high_gap * (high - low) / tl.where(slope == 0, 1.0, slope)
         middle = tl.minimum(tl.maximum(middle, low), high)
-        middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))  # the first two steps are at both ends
+        middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))  # the first two steps are the two ends
         uncovered = shared_sum(
             job, target, draft, tl.log2(middle.to(tl.float32)), 1.0, 0.0, V, token, order < 0,
             FILTERED, DRAFT_FILTERED, PIECES,

@@ -1,4 +1,4 @@
-"""One node of a drafted tree: try its children in draw order, and find the law of a recovered token.
+"""Recursive rejection at one node: try its children in draw order, and find the distribution of the recovered token.
 
 At a node with target distribution P and draft distribution Q, let x_1, x_2, ... be its children in draw order,
 F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0, and R_k the mass of Q outside the children before x_k. Then
@@ -7,18 +7,18 @@ F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0, and R_k the mass of Q outside the c
     if rejected      l_{k+1} = l_k + F(l_k) / R_k
     all rejected     recovered token ~ max(P - l Q, 0)
 
-which is Sequoia's algorithm 2 (Chen et al. 2024) and RSD's recursive rejection sampling (Jeon et al. 2024) without
-a residual distribution ever being stored; with R = 1 it is SpecInfer's multi-step speculative sampling (Miao et al.
-2023), and with one child standard speculative sampling (Leviathan et al. 2023). The factor of Q stays in the log
-domain, and R_k is summed over the tokens not yet drawn, so nothing cancels or underflows.
+which is Sequoia's algorithm 2 (Chen et al. 2024) and RSD's recursive rejection sampling (Jeon et al. 2024), but no
+residual distribution is stored; with R = 1 it is SpecInfer's multi-step speculative sampling (Miao et al. 2023), and
+with one child standard speculative sampling (Leviathan et al. 2023). The factor of Q stays in the log domain, and R_k
+is summed over the tokens not yet drawn, so nothing cancels or underflows.
 
-Where the children so far have used up the draft's support, the next child was drawn uniformly from the tokens left. The
+If the children so far have used up the draft's support, the next child was drawn uniformly from the tokens left. The
 chain restarts with P and Q restricted to those tokens. A child drawn at draft temperature 0 is the same case, with the
-child's own token as the only one left. A child that the draft could not have drawn is skipped like an absent one.
+child's token as the only one left. A child that the draft could not have drawn is skipped like an absent one.
 
 `Chain` is the reference, for all rules that offer children one after the other. On a GPU the last of a node's programs
-tries its children (see `decision`). The first child takes two loads, since F(0) = 1; each later child takes a pass over
-both rows, which is shared by programs that are free (see `sharing`).
+to finish tries its children (see `decision`). The first child takes two loads, since F(0) = 1; each later child takes a
+pass over both rows, which free programs share (see `sharing`).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -33,18 +33,18 @@ from heavypath.kernels.language import tl, triton
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
 from heavypath.kernels.verifying.held import held_child_at_node, hold_at_node
 
-_LITTLE = 2.0**-60  # of a row's largest weight: what is left of the row is computed anew before fp32 loses digits of it
-_LEAST = -126  # log2 of the least weight that is not taken for 0, as in kernels
+_LITTLE = 2.0**-60  # of a row's largest weight: below it the row's rest is rescaled, before fp32 loses digits
+_LEAST = -126  # log2 of the least weight that does not count as 0, as in the kernels
 
 
 class Chain:
     """The mass still to be emitted at one node, while its children are offered one after the other.
 
-    In the words of `traversal`, of which recursive rejection is the case of weight 1, where 1 / c is F:
+    The symbols are those of `traversal`. Recursive rejection is the case of weight 1, where 1 / c is F.
 
     left:    c max(P - l Q, 0) up to a factor, [V]
-    ending:  n, its sum
-    leaving: the chance to leave the subtree, 1 - n but for what is held
+    ending:  n, the sum of c max(P - l Q, 0)
+    leaving: the chance to leave the subtree, 1 - n minus the held weights
     held:    the weights W of held siblings so far, see `held`
     """
 
@@ -61,13 +61,13 @@ class Chain:
             self.draw_from(log_draft)
 
     def draw_from(self, log_draft: np.ndarray) -> None:
-        """Set the distribution that the next children are drawn from."""
+        """Set the distribution from which the next children are drawn; log_draft: log2 Q up to a constant, [V]."""
         self.log_draft, self.largest = log_draft, float(np.float32(log_draft.max()))
-        self.draft = np.exp2(log_draft - np.float32(self.largest))  # Q up to a factor, of which `largest` is log2
+        self.draft = np.exp2(log_draft - np.float32(self.largest))  # Q up to a factor, whose log2 is `largest`
         self.mass = float(self.draft.sum())  # R
 
     def offer(self, token: int) -> float | None:
-        """The probability to take the next child; None if the draft could not have drawn it."""
+        """Return the probability to take the next child; None if the draft could not have drawn it."""
         if self.undrawn is not None and not self.undrawn[token]:
             return None
         log_ratio = math.log2(self.factor)
@@ -85,7 +85,7 @@ class Chain:
         return 0.0 if log_ratio < _LEAST else 2.0 ** min(0.0, log_ratio)
 
     def pass_over(self, token: int, share: float = 1.0) -> None:
-        """Leave the child that was offered last; share: 1, or what is not taken of it if it is held."""
+        """Pass over the child that was offered last; share: 1, or 1 - its weight if it is held."""
         if self.log_draft is not None:
             covered = np.float32(min(1 / (self.factor * self.mass), 2.0**120))
             np.maximum(self.left - covered * self.draft, 0, out=self.left)
@@ -97,16 +97,16 @@ class Chain:
                 self.mass = float(self.draft.sum())
         emitted = self.factor * float(self.left.sum())  # S
         total = self.leaving + sum(self.held) + emitted
-        self.ending = (emitted / total if total > 0 else self.ending) * share  # 1 where nothing is leaving or held
-        if total > 0:  # else rounding has left nothing where something must be emitted: the node ends it
+        self.ending = (emitted / total if total > 0 else self.ending) * share  # 1 if nothing is leaving or held
+        if total > 0:  # otherwise the mass is 0 by rounding, and the walk ends at the node
             share /= total
             self.factor *= share
             self.leaving *= share
             self.held = [weight * share for weight in self.held]
 
     def hold(self, children: list[int], tokens: list[int]) -> list[tuple[int, float]]:
-        """Offer all children, whose tokens are at these places of `tokens`; those that the draft could have drawn, each
-        with its weight W."""
+        """Offer all children; tokens: of all nodes, indexed by child. Returns the children that the draft could have
+        drawn, with their weights W."""
         offered = []
         for child in children:
             taken = self.offer(tokens[child])
@@ -123,14 +123,14 @@ class Chain:
 
 @triton.jit
 def add_logs(a, b):
-    """log2(2^a + 2^b)"""
+    """Return log2(2^a + 2^b)."""
     larger = tl.maximum(tl.maximum(a, b), LOWEST)
     return larger + tl.log2(tl.exp2(a - larger) + tl.exp2(b - larger))
 
 
 @triton.jit
 def log_sum(logs, where, also):
-    """log2 of the sum of 2^logs over the places that `where` marks, and of 2^also."""
+    """Return log2 of the sum of 2^also and of 2^logs over the elements that `where` marks."""
     logs = tl.where(where, logs, float("-inf"))
     larger = tl.maximum(tl.maximum(tl.max(logs), also), LOWEST)
     return larger + tl.log2(tl.sum(tl.exp2(logs - larger)) + tl.exp2(also - larger))
@@ -138,11 +138,11 @@ def log_sum(logs, where, also):
 
 @triton.jit
 def undrawn(left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, POINT_MASSES: tl.constexpr):
-    """log2 R before the next child; the chain restarts where the children `passed` have used up the draft's support.
+    """Return log2 R before the next child. Restart the chain if the children `passed` have used up the draft's support.
 
-    rest: log2 l, and since the last restart `uniform` as in `distributions`, 1 / 2^uniform, and the children passed
-    before it. Returns log2 R, whether the chain restarts, and `rest` behind that; these children are stored at
-    left_out_ptr, too, for programs that share a pass.
+    rest: log2 l; and since the last restart `uniform` as in `distributions`, 1 / 2^uniform, and the children passed
+    before it. Returns log2 R, whether the chain restarts, and the new `rest`; these children are also stored at
+    left_out_ptr, for programs that share a pass.
     """
     log_multiple, uniform, tokens_then, restricted = rest
     tokens_left = V - tl.sum(passed).to(tl.float32)
@@ -170,21 +170,21 @@ def try_chain(
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Recursive rejection at one node, in a kernel.
+    """Recursive rejection at one node, or the rule of held siblings if HELD.
 
-    job is as in `distributions`. Returns the accepted child (`choice` where there is none), log2 l, log2 of the sum of
-    P over the tokens left, `uniform` as there, and which children were rejected before the last restart. The last is
-    stored at left_out_ptr, too, for programs that share a pass.
+    job and uniform are as in `distributions`. Returns the accepted child (`choice` if there is none), log2 l, log2 of
+    the sum of P over the tokens left, uniform, and which children were rejected before the last restart. The last is
+    also stored at left_out_ptr, for programs that share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
     left = tl.full([], 0.0, tl.float32)  # log2 of the sum of P over the tokens left
     uniform = tl.full([], 1.0, tl.float32)
     over = tl.full([], 1.0, tl.float32)  # 1 / c
-    weight, elder = tl.zeros_like(coin), tl.full([], 0.0, tl.float32)  # of held children, and the sum of it
+    weight, elder = tl.zeros_like(coin), tl.full([], 0.0, tl.float32)  # weights of held children, and their sum
     mass_left = tl.full([], 1.0, tl.float32)  # c F(l)
     rejected, restricted = tl.zeros_like(index), tl.zeros_like(index)
-    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
+    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
         this = next_order % N
@@ -207,7 +207,7 @@ def try_chain(
                 over = 1 / mass_left if HELD else tl.full([], 1.0, tl.float32)
             if uniform <= 0:
                 this_q = uniform
-        # (P - l Q) R / (Q F), computed in an order in which nothing overflows.
+        # (P - l Q) R / (Q F), in an order in which nothing overflows.
         ratio = tl.exp2(this_p - left - this_q + log_mass) - tl.exp2(log_multiple + log_mass)
         ratio = tl.maximum(ratio, 0.0) / over
         here = (this_q > float("-inf")) & (fresh > 0)

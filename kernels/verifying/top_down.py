@@ -1,22 +1,22 @@
-"""Verify a tree by a rule for one node: the law of the token after it, given the tokens of all its children.
+"""Verify a tree by a user's rule for one node: the distribution of the next token, given the tokens of its children.
 
 With P the target's distribution at a node, Q the draft's, and x_1, x_2, ... the tokens of its children in draw order, a
-rule says
+rule defines
 
-    the token after the node  ~  L(. | x_1, x_2, ...)           accepted is the child that carries it, if one does
+    the token after the node  ~  L(. | x_1, x_2, ...)           a child with this token is accepted, if there is one
 
-and the walk goes on below that child, or ends with the token. It keeps the target's law iff
+and the walk continues below that child, or ends with the token. The rule is lossless iff
 
     sum over all draws of p(x_1, x_2, ...) L(v | x_1, x_2, ...)  =  P(v)            for every token v
 
-Every verification that decides from the root down is such a rule; L = P is naive sampling. To verify a tree by a rule
-is to verify it by a sample of the target, "target_sample" of `verification`, with L in the place of P. So a rule is a
-few lines of PyTorch, and the walk around it is that of the methods here.
+Every verification that decides from the root down is such a rule; L = P is naive sampling. The tree is then verified
+by method "target_sample" of `verification`, with L in place of P. So a rule is a few lines of PyTorch, and the walk is
+shared with the built-in methods.
 
-The condition is on one node. It asks of a tree that all children of a node are drawn before any node below them, and
-that their number depends on no token. Static trees are drawn so. Trees that grow are not, and a rule has to be proved
-for the way in which they grow. Independent draws may give children of equal tokens, which are followed together. The
-rule is told of the children of the first of them, and the token may be found below any.
+The condition is about one node. It requires that all children of a node are drawn before any node below them, and that
+their number depends on no token. Static trees are drawn so. Trees that grow are not, and a rule must be proved for the
+way in which they grow. Independent draws may give children of equal tokens, which are followed together. The rule gets
+the children of the first of them, but the walk may find the token below any of them.
 """
 
 from collections.abc import Callable
@@ -32,23 +32,23 @@ from heavypath.kernels.noise import Noise
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.verification import verify_unchecked
 
-# L [..., V] of log P and log Q [..., V], natural logarithms, and the children's tokens LongTensor[..., K]: in draw
-# order, -1 after the last one. Of a node without children, whose Q may be anything, L is not looked at.
+# (log P, log Q, children) -> L: natural logarithms [..., V], and children LongTensor[..., K]: tokens in draw order, -1
+# after the last one. At nodes without children Q may be anything, and L is ignored.
 NodeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_ROUNDING = 1e-3  # what the sum of a law may differ from 1
+_ROUNDING = 1e-3  # allowed difference of the sum of L from 1
 
 
 def top_down(rule: NodeRule) -> Callable[..., Verified]:
-    """A verifier of whole trees by a rule for one node, as `verifier` of SpeculativeDecoder takes it.
+    """Return a verifier of trees by a rule for one node; pass it as `verifier` to SpeculativeDecoder.
 
     rule: a function of (log_target, log_draft, children), fp32 [B, N, V] twice and LongTensor [B, N, K], which returns
-        L [B, N, V], of all nodes at once. P and Q are after temperature and filters. On a GPU the rule is captured in
-        a CUDA graph, so it may not ask the host for a value
+        L [B, N, V] of all nodes in one call. P and Q are after temperature and filters. On a GPU the rule is captured
+        in a CUDA graph, so it must not synchronise with the host
 
-    At temperature 0 the text is greedy, and the rule is not asked. The verifier raises TypeError or ValueError for an
-    answer that is no L; on a GPU it looks at its shape alone. It raises ValueError for a draft at temperature 0 beside
-    a target that samples, because such children are drawn from no Q.
+    At temperature 0 decoding is greedy, and the rule is not called. The verifier raises TypeError or ValueError if the
+    rule returns no distributions; on a GPU it checks only their shape. It raises ValueError for a draft at temperature
+    0 if the target samples, because such children are drawn from no Q.
     """
     name = getattr(rule, "__name__", type(rule).__name__)
 
@@ -84,7 +84,7 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
 
 
 def children_of(nodes: Nodes) -> Tensor:
-    """The tokens of each node's children by their ranks, LongTensor [B, N, N]; -1 where there is none."""
+    """Return the tokens of each node's children by rank, LongTensor [B, N, N]; -1 if there is no such child."""
     tokens, parents, ranks = nodes
     ranks = sibling_order(parents) if ranks is None else ranks
     batch, count = tokens.shape
@@ -95,7 +95,7 @@ def children_of(nodes: Nodes) -> Tensor:
 
 
 def _log_probs(logits: Tensor, filters: Filters) -> Tensor:
-    """`filtered_logprobs` of logits [B, N, V] in fp32; on a GPU without asking the host."""
+    """Return `filtered_logprobs` of logits [B, N, V] in fp32; on a GPU without host synchronisation."""
     on_gpu = choose_impl("top_down", "auto", logits) == "triton"
     cuts = filter_cuts(logits, filters) if on_gpu else None
     if cuts is not None:
@@ -106,7 +106,7 @@ def _log_probs(logits: Tensor, filters: Filters) -> Tensor:
 
 
 def _check(name: str, law: Tensor, inner: Tensor, shape: torch.Size) -> None:
-    """Raise TypeError or ValueError unless a rule returned laws: of nodes that have children, on a CPU."""
+    """Raise TypeError or ValueError unless a rule returned distributions; values only on a CPU, at inner nodes."""
     if not isinstance(law, Tensor):
         raise TypeError(f"rule {name!r} must return a tensor of probabilities {[*shape]}, got {type(law).__name__}")
     if law.shape != shape or not law.is_floating_point():

@@ -1,9 +1,9 @@
-"""One node of traversal verification in a kernel: the weights of its children, and the chance to end at the node.
+"""One node of traversal verification on a GPU: the weights of its children, and the chance that the walk ends there.
 
-`traversal` has the formulas and the reference. Here all children are offered, since nodes are visited side by side;
-results for those after the accepted node are not used. As soon as a child's weight is known, its own chain may begin. A
-child takes a pass over both rows, which is shared by programs that are free (see `sharing`). So does the last one,
-unless nothing leaves the subtree or is held. In that case the node ends all that is left, as at the root.
+`traversal` has the formulas and the reference. Here all children are offered, since nodes are visited in parallel;
+results for nodes after the accepted one are not used. As soon as a child's weight is known, its own chain may begin. A
+child takes a pass over both rows, which free programs share (see `sharing`). So does the last child, unless no mass
+leaves the subtree or is held. Then the walk ends at the node with all mass that is left, as at the root.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -14,7 +14,7 @@ from heavypath.kernels.sharing import call_leader
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
 from heavypath.kernels.verifying.residual import add_logs, log_sum, undrawn
 
-# What is stored about a node beside what `distributions` names, by index:
+# Stored for a node, in addition to facts and marks of `distributions`, by index:
 #
 #     states, fp32   0  its weight, 0 if none reaches it         2  log2 of the target's mass outside its children
 #                    1  the chance that the walk ends at it      3  the same of the draft
@@ -28,8 +28,8 @@ CHAIN, BEGUN = tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def _reach(below, child, weight, has_chain):
-    """Store a child's weight, which is its chance to end the walk, too, until its own chain says better; and let that
-    begin. below: the counters of `sharing`, the place of the tree's root, and the states of its nodes."""
+    """Store a child's weight, also as its chance to end the walk until its chain computes that; start this chain.
+    below: the counters of `sharing`, the index of the tree's root, and the states of its nodes."""
     counters_ptr, root, states_ptr = below
     tl.store(states_ptr + child * STATES, weight)
     tl.store(states_ptr + child * STATES + 1, weight)
@@ -44,20 +44,20 @@ def weigh_children(
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The chain of a node of this weight, with all its children.
+    """Offer all children of a node of this weight.
 
-    job is as in `distributions`, below as of `_reach`; chained: whether a child has a chain. The children's weights are
+    job is as in `distributions`, below as in `_reach`; chained: whether a child has a chain. The children's weights are
     stored as soon as they are known. Returns the chance to end at the node, log2 l, `uniform` as in `distributions`,
-    and which children's tokens are no longer part of P. The last is stored at left_out_ptr, too, for programs that
+    and which children's tokens are no longer part of P. The last is also stored at left_out_ptr, for programs that
     share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
     uniform = tl.full([], 1.0, tl.float32)
-    factor, ending, leaving = weight, weight, 1 - weight  # c, n, and 1 - n less what is held
-    weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # of those that are held, and the sum of it
+    factor, ending, leaving = weight, weight, 1 - weight  # c, n, and 1 - n minus the held weights
+    weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # of held children, and their sum
     passed, restricted = tl.zeros_like(index), tl.zeros_like(index)
-    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
+    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.min(order)
     while next_order < NONE:
         this = next_order % N
@@ -67,7 +67,7 @@ def weigh_children(
         this_q = tl.sum(tl.where(one, log_q, 0.0))
         again = (
             tl.max(tl.where((order < NONE) & (token == this_token), passed, 0)) > 0
-        )  # an elder sibling has the same token
+        )  # an earlier sibling has the same token
         log_mass = tl.full([], 0.0, tl.float32)
         here = this_q > float("-inf")
         if leaves_out:
@@ -93,7 +93,7 @@ def weigh_children(
             else:
                 passed = tl.where(one, 1, passed)
                 share = 1 - taken if HELD else tl.full([], 1.0, tl.float32)
-                emitted = tl.full([], 1.0, tl.float32)  # S; where it is all that is left, it does not matter
+                emitted = tl.full([], 1.0, tl.float32)  # S; its value does not matter if nothing else is left
                 if POINT_MASSES:
                     restricted = passed
                     open = (order < NONE) & (passed == 0)
@@ -108,7 +108,7 @@ def weigh_children(
                 total = leaving + held + emitted
                 ending *= share  # where rounding has left nothing
                 if total > 0:
-                    ending = tl.div_rn(emitted, total) * share  # exactly 1 where nothing is leaving or held
+                    ending = tl.div_rn(emitted, total) * share  # exactly 1 if nothing is leaving or held
                     share = share / total
                     factor = tl.minimum(factor * share, 2.0**120)
                     leaving *= share
@@ -116,7 +116,7 @@ def weigh_children(
                 if HELD:
                     weights = tl.where(one, taken, weights * tl.where(total > 0, share, 1.0))
                     held += taken
-    if HELD:  # of each child, its part of what it and all behind it have
+    if HELD:  # each child's weight, as a share of its own, those of later children, and the rest
         rest = ending + leaving
         if rest > 0:
             ending = tl.div_rn(ending, rest)

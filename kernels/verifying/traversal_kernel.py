@@ -1,19 +1,19 @@
 """Traversal verification on a GPU: `traversal` has the formulas and the reference.
 
-A node's chain needs its weight, which its parent's chain gives: the eldest child's after a few loads, each later one's
-after the passes of those before it. So chains begin when their weights are known, in four launches for any depth, after
-one that sets their counters to zero:
+A node's chain needs its weight, which its parent's chain computes: the first child's after a few loads, each later
+child's after the passes of those before it. So chains begin when their weights are known. It takes four launches for
+any depth, after one that sets the counters to zero:
 
     normalize   programs share each row in one pass, as in `decision`; every row of the tree is read once
     chains      each multiprocessor has a program, which takes part in open passes, or leads a chain whose weight is
-                known, until no chain is left (see `sharing`). The root's is open from the start
-    choose      a program for each tree finds the first node in post-order that its coin accepts, and marks the way
-    walk        as for the other methods: along the marks, and the token after the last node (see `walk`)
+                known, until no chain is left (see `sharing`). The root's chain is open from the start
+    choose      a program for each tree finds the first node in post-order that its coin accepts, and marks the path
+    walk        as in the other methods: follow the marks, and draw the token after the last node (see `walk`)
 
-Nodes that no weight reaches have no chain: those below a child that cannot be accepted, and those after one that is
-accepted for certain. The longest way down takes most time; a step to the j-th child costs the j - 1 passes before it. A
-walk that stops at the accepted node would need fewer passes, but one after the other. A launch for each level would
-need the sum of the most passes of each level. `python bench/predict.py verification` has the figures.
+Nodes of weight 0 have no chain: those below a child that cannot be accepted, and those after a child that is accepted
+for certain. The longest path takes most time; a step to the j-th child costs the j - 1 passes before it. A walk that
+stops at the accepted node would need fewer passes, but one after the other. A launch for each level would need the sum
+of the most passes of each level. `python bench/predict.py verification` has the figures.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -53,7 +53,7 @@ from heavypath.kernels.verifying.walk import launch_walk
 
 @triton.jit
 def _depth(node, parents_ptr, max_depth):
-    """Edges from the root to a node, or max_depth + 1 if there are more."""
+    """Return the depth of a node, or max_depth + 1 if it is deeper."""
     depth = tl.full([], 0, tl.int32)
     while (node > 0) & (depth <= max_depth):
         above = tl.load(parents_ptr + node).to(tl.int32)
@@ -68,7 +68,7 @@ def _normalize_kernel(
     parents_ptr,  # [B, N], rows parents_stride apart
     target_ptr,  # [B, N, V]
     draft_ptr,  # [B, N, V]
-    cut_ptr,  # [B, N] if FILTERED, as end_ptr: where the target's rows are cut off, see `filter_cuts`
+    cut_ptr,  # [B, N] if FILTERED, as end_ptr: the cuts of the target's rows, see `filter_cuts`
     end_ptr,
     draft_cut_ptr,  # the same of the draft's rows, if DRAFT_FILTERED
     draft_end_ptr,
@@ -79,7 +79,7 @@ def _normalize_kernel(
     states_ptr,  # fp32 [B, N, STATES]
     traits_ptr,  # int32 [B, N, TRAITS]
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
-    tickets_ptr,  # [B, N], and behind them the counters of `sharing` for the next kernel
+    tickets_ptr,  # [B, N], followed by the counters of `sharing` for the next kernel
     N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, max_depth, temperature,
     draft_temperature,
     POINT_MASSES: tl.constexpr, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
@@ -154,12 +154,12 @@ def _lead(
     REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr, HAS_RANKS: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The chain of a node whose weight is stored."""
+    """Lead the chain of a node whose weight is stored."""
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     place = row.to(tl.int64)
     batch, node = place // N, row % N
     root = batch * N
-    tl.debug_barrier()  # all threads have seen that the chain had not begun
+    tl.debug_barrier()  # after all threads have read that the chain had not begun
     tl.store(traits_ptr + place * TRAITS, BEGUN)
     parents_ptr += batch * parents_stride
     parent, token, child = nodes_of(tokens_ptr + root, parents_ptr, index, N, V)
@@ -181,7 +181,7 @@ def _lead(
         temperature, draft_temperature,
     )  # fmt: skip
     usable = (tl.load(choice_ptr + place) == -1) & (tl.load(traits_ptr + origin * TRAITS + 2) > 0)
-    tl.debug_barrier()  # all threads have loaded what is stored anew
+    tl.debug_barrier()  # all threads must have loaded the values that are overwritten below
     if usable:
         if not leaves_out:
             store_sides(own_facts_ptr, own_marks_ptr, target, draft, source)
@@ -226,7 +226,7 @@ def _chains_kernel(
     states_ptr,  # fp32 [B, N, STATES]
     traits_ptr,  # int32 [B, N, TRAITS]
     sums_ptr,  # fp32 [B, N, PIECES]
-    tickets_ptr,  # as of the kernel before
+    tickets_ptr,  # as in the kernel before
     sequences, N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride,
     temperature, draft_temperature,
     REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr, HAS_RANKS: tl.constexpr,
@@ -274,7 +274,7 @@ def _choose_kernel(
     rows_ptr,  # [B, N] if HAS_ROWS
     states_ptr,  # fp32 [B, N, STATES]
     traits_ptr,  # int32 [B, N, TRAITS]
-    choice_ptr,  # int32 [B, N]: becomes the next node for those on the way to the accepted one
+    choice_ptr,  # int32 [B, N]: on the path to the accepted node set to the next node
     N, parents_stride, ranks_stride, max_depth, seed_ptr, seed_low, seed_high,
     MERGES: tl.constexpr,  # whether siblings of equal tokens share their children
     HAS_RANKS: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -293,7 +293,7 @@ def _choose_kernel(
         context = tl.load(traits_ptr + (batch * N + index) * TRAITS + 1, mask=index < N, other=0)
     above = tl.gather(context, tl.maximum(parent, 0), 0)
 
-    # Whether a node or any below it is accepted goes up level by level; then the way down takes the first such child.
+    # Pass up level by level whether a node or one below it is accepted. On the way down take the first such child.
     level = tl.full([], 0, tl.int32)
     while level < max_depth:
         below = tl.histogram(above, BLOCK, mask=reached)
@@ -312,9 +312,9 @@ def _choose_kernel(
 
 
 def launch_traversal(given: VerifyInputs) -> Verified:
-    """`traversal` in four launches, and one for the filters of each side that has any.
+    """Verify trees by `traversal`: four launches, and one more for each side with filters.
 
-    They are `laid_out`, and N > 1.
+    given: from `laid_out`, with N > 1
     """
     tokens = given.nodes.tokens
     batch, count = tokens.shape
@@ -327,7 +327,7 @@ def launch_traversal(given: VerifyInputs) -> Verified:
     sizes = [places * size for size in (FACTS.value, STATES.value, 4 * chunks, pieces)]
     facts, states, parts, sums = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     helping = helpers(device)
-    # Not those of `tickets`, which all threads share on a stream: these are not zero between the first two launches.
+    # Separate counters, not those of `tickets` that a stream shares: these are not 0 between the first two launches.
     counting = torch.zeros(places + counters(places), dtype=torch.int32, device=device)
     shared = tree_arguments(given) | cut_arguments(given, both=not point_masses)
     shared |= {

@@ -1,13 +1,13 @@
-"""Walk down every tree along the decisions for its nodes, and draw the token after the last accepted node.
+"""Walk down each tree along the decisions for its nodes, and draw the token after the last accepted node, on a GPU.
 
-Either a choice or a token is known for each node (see `decision` and `verification`):
+For each node there is either a choice or a token (see `decision` and `verification`):
 
-    choice    the accepted child, or none; where the walk ends, the token is drawn by P - share * min(P, l Q)
-    token     what the target chose; the walk goes to a child that carries it, and ends with the token where none does
+    choice    the accepted child, or none; at the end of the walk the token is drawn by P - share * min(P, l Q)
+    token     the target's choice; the walk goes to a child with this token, and ends with it if there is none
 
-One launch does it. Programs share the vocabulary of each sequence. Every one of them walks, which takes a few loads,
-and finds the best token of its chunk; the last of them to finish stores the best of all. As in `sampling_kernel`, a
-token's key is computed exactly only where an upper bound of it is above the best key so far.
+It is one launch. Several programs share the vocabulary of each sequence. Each of them walks, which takes a few loads,
+and finds the best token of its chunk; the last one to finish stores the best of all. As in `sampling_kernel`, a token's
+key is computed exactly only if an upper bound of it is above the best key so far.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -47,12 +47,12 @@ def _best(
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The best key of the tokens begin .. end - 1 and its token, packed: a draw by P - share * min(P, l Q).
+    """Return the best key of the tokens begin .. end - 1 and its token, packed: a draw by P - share * min(P, l Q).
 
-    log_multiple is log2 l, or -inf where tokens are drawn by P; uniform is as in `decision`.
+    log_multiple is log2 l, or -inf to draw by P; uniform is as in `distributions`.
     """
     best = tl.full([], NEVER, tl.int64)
-    bar = tl.full([], float("-inf"), tl.float32)  # the best key so far, to base 2, which a bound must exceed
+    bar = tl.full([], float("-inf"), tl.float32)  # the best key so far, to base 2, which an upper bound must exceed
     for start in range(begin, end, TILE):
         octet = start // 8 + tl.arange(0, LANES)
         here = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -83,7 +83,7 @@ def _walk_kernel(
     ranks_ptr,  # the same, if HAS_RANKS
     rows_ptr,  # [B, N] if HAS_ROWS
     decision_ptr,  # [B, N]: the accepted child if CHAIN, else the target's token; less than 0 for none
-    target_ptr,  # [B, N, V]; this one and all down to tickets_ptr are None unless CHAIN
+    target_ptr,  # [B, N, V]; this and all pointers down to tickets_ptr are None unless CHAIN
     draft_ptr, left_out_ptr, facts_ptr, marks_ptr,
     best_ptr,  # int64 [B, CHUNKS]
     tickets_ptr,  # [B]
@@ -130,8 +130,8 @@ def _walk_kernel(
             going = (decision >= 0) & (length < max_depth)
 
     if chunk == 0:
-        # The path is read from the last node upwards. On the way down, `last` was one of several siblings of equal
-        # token, and the accepted child may belong to another of them.
+        # The path is read upwards from the last node. On the way down `last` may have been one of several siblings with
+        # the same token, and the accepted child may belong to another of them.
         path_ptr += batch * (max_depth + 1)
         store_path(path_ptr, length_ptr + batch, parents_ptr, last, length, max_depth, PATH)
     if not CHAIN:
@@ -150,7 +150,7 @@ def _walk_kernel(
         noise_row = batch * N + last
         if HAS_ROWS:
             noise_row = tl.load(rows_ptr + noise_row)
-        at_end = length == max_depth  # the node's children, if it has any, are too deep to be tried
+        at_end = length == max_depth  # the node's children, if there are any, are too deep
         log_multiple = tl.where(at_end, float("-inf"), log_multiple)
         p_offset = tl.where(at_end, 0.0, p_offset)
         left_out = present & (parent == tl.where(at_end, -2, last))
@@ -171,7 +171,7 @@ def _walk_kernel(
                 best_ptr + batch * CHUNKS + every, mask=every < CHUNKS, other=NEVER, cache_modifier=".cg"
             )
             best = tl.max(all_best)
-            if (best == NEVER) & (decision != -2):  # rounding has left nothing of the residual: draw by P
+            if (best == NEVER) & (decision != -2):  # the residual is 0 by rounding: draw by P
                 best = _best(
                     target, draft, float("-inf"), 1.0, 1.0, 0, V, V, token, index < 0,
                     noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, INTERPRETED,
@@ -181,9 +181,9 @@ def _walk_kernel(
 
 
 def launch_walk(given: VerifyInputs, decided: Decided) -> Verified:
-    """Walk down the trees of nodes [B, N], by choices, or by tokens if `decided` has no facts.
+    """Walk down trees [B, N] from `laid_out`, by choices, or by tokens if `decided` has no facts.
 
-    They are `laid_out`; draft_logits may be any where no node has children.
+    draft_logits may hold anything if no node has children.
     """
     tokens, max_depth = given.nodes.tokens, given.max_depth
     device, vocab_size, batch = tokens.device, given.target_logits.shape[-1], len(tokens)

@@ -1,6 +1,6 @@
-"""`heavypath chat`: a conversation with a model, in which each turn computes its new tokens alone.
+"""`heavypath chat`: a conversation with a model. Each turn computes only its new tokens.
 
-A line of standard input, typed or piped, is a turn. Answers go to standard output, everything else to standard error.
+Each line of standard input, typed or piped, is a turn. Answers go to standard output, all else to standard error.
 """
 
 import sys
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 HELP = f"""\
 /stats        counts and times of the last answer
-/method NAME  go on with another method: {", ".join(options.METHODS)}
+/method NAME  continue with another method: {", ".join(options.METHODS)}
 /reset        begin a new conversation
 /help         this list
-/quit         end the chat, as Ctrl-D does; Ctrl-C ends an answer alone"""
-# For a tokenizer without a template: an answer continues its question, and a new line begins after it.
+/quit         end the chat, as Ctrl-D does; Ctrl-C ends only the current answer"""
+# For a tokenizer without a template: an answer continues its question, and ends with a new line.
 PLAIN = "{% for message in messages %}{{ message.content }}{{ '' if message.role == 'user' else '\n' }}{% endfor %}"
 CODE = """\
-This small model has read nothing but Python source, and continues code: type `def read_lines(path):`.
-An answer ends at a blank line. --target and --draft take models that can talk."""
-CODE_TEMPERATURE = 0.6  # at 0 so small a model soon repeats itself
+This small model was trained only on Python source, and continues code: type `def read_lines(path):`.
+An answer ends at a blank line. Use --target and --draft for models that can chat."""
+CODE_TEMPERATURE = 0.6  # at 0 such a small model soon repeats itself
 
 
 def chat(
@@ -40,7 +40,7 @@ def chat(
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0, help="0 takes the likeliest token; > 0 samples. Default: as the model's generation_config says."
+            min=0, help="0 takes the likeliest token; > 0 samples. Default: from the model's generation_config."
         ),
     ] = None,
     top_k: options.TopK = None,
@@ -56,7 +56,7 @@ def chat(
 ) -> None:
     """Chat with a model through its tokenizer's chat template. Lines that begin with / are commands; see /help.
 
-    Without --target it is the shipped model, which has read Python source alone: type code, and it goes on.
+    Without --target it is the shipped model, which was trained only on Python source: type code, and it continues.
     """
     options.check_method(method)
     with starting():
@@ -79,7 +79,7 @@ def chat(
         _say(CODE)
     elif own_template is None and pair.tokenizer.chat_template is None:
         own_template = PLAIN
-        _say("the tokenizer has no chat template: each answer continues the text of both sides; see --template")
+        _say("the tokenizer has no chat template: each answer continues the whole conversation as text; see --template")
 
     def decoder_of(method: str) -> SpeculativeDecoder:
         return SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size, profile=measured)
@@ -97,7 +97,7 @@ def chat(
 
 
 def _obey(line: str, conversation: "Conversation", decoder_of: "Callable[[str], SpeculativeDecoder]") -> None:
-    """Do what a line that begins with / says."""
+    """Run a command, a line that begins with /."""
     match line.split():
         case ["/help"]:
             _say(HELP)
@@ -119,15 +119,15 @@ def _obey(line: str, conversation: "Conversation", decoder_of: "Callable[[str], 
 
 
 def _next_line() -> str | None:
-    """The next line of standard input; None at its end."""
+    """Read the next line of standard input; None at its end."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
-            line.encode()  # standard input may have bytes that are no text
+            line.encode()  # fails for bytes that are not text
             return line
         except EOFError:
             if sys.stdin.isatty():
-                _say("")  # the shell's prompt comes on a line of its own
+                _say("")  # so that the shell's prompt begins on a new line
             return None
         except KeyboardInterrupt:
             _say("\nCtrl-D or /quit ends the conversation")

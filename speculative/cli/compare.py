@@ -1,4 +1,4 @@
-"""`heavypath compare` measures methods and drafts on prompts of one's own; `heavypath demo` shows its table, too."""
+"""`heavypath compare`: measure methods and drafts on the user's prompts. `heavypath demo` prints the same table."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,7 @@ def compare(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            exists=True, help="A file of texts to continue, one on each line; in a .jsonl file, as JSON strings."
+            exists=True, help="A file with a text to continue on each line; in a .jsonl file, as JSON strings."
         ),
     ] = None,
     target: options.Target = None,
@@ -33,7 +33,7 @@ def compare(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeat it for several. Default: all but lossy ones, of {', '.join(options.METHODS)}."),
+        typer.Option(help=f"Repeat it for several. Default: all lossless ones of {', '.join(options.METHODS)}."),
     ] = None,
     max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = 0.0,
@@ -45,7 +45,7 @@ def compare(
     verifier: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"What verifies methods that take it, of {', '.join(options.VERIFIERS)}; repeat it for several."
+            help=f"Verifier for the methods that accept one: {', '.join(options.VERIFIERS)}; repeat it for several."
         ),
     ] = None,
     device: options.Device = None,
@@ -57,7 +57,7 @@ def compare(
     plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into this file, .png or .svg.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare methods and drafts with transformers' own generate, on prompts of your own."""
+    """Compare methods and drafts with transformers' generate, on your prompts."""
     names, drafts = method or [*options.LOSSLESS_METHODS], draft or []
     for name in names:
         options.check_word("--method", name, options.METHODS)
@@ -118,9 +118,9 @@ def compare(
 
 
 def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device", *, as_json: bool) -> None:
-    """Print what `compare` measured on a device, with what one needs to know to read it.
+    """Print the rows that `compare` measured on a device, with notes that explain the columns.
 
-    settings: by which it was measured
+    settings: of the measurement
     """
     from rich.console import Console
 
@@ -136,24 +136,24 @@ def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device"
     new_tokens, temperature, repeats = (settings[name] for name in ("max_new_tokens", "temperature", "repeats"))
     often = "after a short run to warm up" + (f"; the fastest of {repeats} runs counts" if repeats > 1 else "")
     where = f"{here['device']} with {here['threads']} CPU thread{'' if here['threads'] == 1 else 's'}"
-    against = ["to plain: the median over our own plain decoding (autoregressive), which is what drafts bring."]
+    against = ["to plain: the median over our plain decoding (autoregressive), which is the gain by drafts."]
     if all(gain is None for gain in over_plain(rows)):
-        against = ["--method autoregressive would show what drafts bring over our own plain decoding."]
+        against = ["--method autoregressive would show the gain by drafts over our plain decoding."]
     notes = [
         f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {where}, "
         f"one after the other; {often}.",
         "tokens/forward: new tokens for each forward pass of the target that yields some.",
-        "tokens/s: new tokens a second, with the time that reading the prompt takes, for all ways to decode alike.",
+        "tokens/s: new tokens a second; the time includes the prompt's prefill, for every way to decode.",
         f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and quartiles.",
         *against,
-        f"text: equal is the text of {PLAIN}, token for token; tie: the texts differ from a place on where the target "
-        f"scores two tokens within {TIE:g} of each other, so that rounding decides; differs: any other difference."
+        f"text: equal is the text of {PLAIN}, token for token; tie: the texts first differ where the target scores two "
+        f"tokens within {TIE:g} of each other, so that rounding decides; differs: any other difference."
         if temperature == 0
-        else "text: ersd must have that of autoregressive under the same seed. The others draw other tokens from the "
-        "same law, which the test suite checks and this table does not.",
+        else "text: ersd must give the text of autoregressive under the same seed. The others draw other tokens from "
+        "the same distribution (same law), which the test suite checks and this table does not.",
     ]
     if any(row.text == "other law" for row in rows):
-        notes.append("other law: the method changes the law of the text, so that its speed buys another text.")
+        notes.append("other law: the method changes the output's distribution, so its speed is not comparable.")
     for note in notes:
         console.print(note, style="dim")
     if (best := headline(rows)) is not None:

@@ -1,4 +1,4 @@
-"""`heavypath distil` trains a draft for a target on texts of one's own."""
+"""`heavypath distil`: train a draft for a target on the user's texts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from heavypath.speculative.training.documents import Document
 
 DEFAULTS = DistilSettings()
-KINDS = {  # of drafts, and the options that some of them alone have
+KINDS = {  # kind of draft -> the options that only this kind, or some kinds, have
     "head": ("--draft-vocab-size", "--depths"),
     "model": ("--layers", "--config"),
     "block": ("--draft-vocab-size", "--depths", "--term"),
 }
 TERMS = ("gated", "vanilla", "rnn", "none")
-LARGEST_VOCABULARY = 32000  # of a head, unless told; that of EAGLE-3's own heads for targets of 128,256 tokens
+LARGEST_VOCABULARY = 32000  # default limit of a head; EAGLE-3's published heads for 128,256 tokens have it, too
 
 
 def distil(
@@ -45,10 +45,10 @@ def distil(
         ),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Train a model of these layers of the target, as 0,1,..., in place of a head.")
+        str | None, typer.Option(help="Train a model of these layers of the target, as 0,1,..., instead of a head.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Train a new model of this config.json, in place of a head.")
+        Path | None, typer.Option(help="Train a new model with this config.json, instead of a head.")
     ] = None,
     draft_vocab_size: Annotated[
         int | None,
@@ -56,29 +56,29 @@ def distil(
     ] = None,
     term: Annotated[
         str | None,
-        typer.Option(help=f"What a block adds to a node's law, one of {', '.join(TERMS)}; default: {TERMS[0]}."),
+        typer.Option(help=f"What a block adds to a node's logits, one of {', '.join(TERMS)}; default: {TERMS[0]}."),
     ] = None,
     loss: Annotated[str, typer.Option(help=f"One of {', '.join(LOSS_NAMES)}.")] = DEFAULTS.loss,
     epochs: Annotated[float, typer.Option(help="How often to go through the data.")] = DEFAULTS.epochs,
     length: Annotated[int, typer.Option(help="Tokens of a row of text.")] = DEFAULTS.length,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of a batch.")] = DEFAULTS.tokens_per_step,
     depths: Annotated[
-        int | None, typer.Option(help="Levels below the root that are trained; default: 5 of a head, 7 of a block.")
+        int | None, typer.Option(help="Levels below the root to train; default: 5 for a head, 7 for a block.")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate; default: 2 / width of the draft.")] = None,
     written: Annotated[
-        float, typer.Option(help="Share of the texts that the target writes anew, from their beginnings.")
+        float, typer.Option(help="Share of the texts whose continuations the target generates, from their beginnings.")
     ] = DEFAULTS.written,
     held_out: Annotated[
-        float, typer.Option(help="Share of the texts to measure on, and never to train on.")
+        float, typer.Option(help="Share of the texts that are used only to measure, never to train.")
     ] = DEFAULTS.held_out,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = DEFAULTS.checkpoint_steps,
-    seed: Annotated[int, typer.Option(help="Of the weights, the order of texts, and the text written.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the order of texts, and generated texts.")] = 0,
     device: Device = None,
     threads: Threads = None,
     dtype: Dtype = None,
     offline: Offline = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's last checkpoint.")] = False,
 ) -> None:
     """Train an EAGLE-3 head, a block draft or a draft model for a target, on texts like those to be continued."""
     settings = DistilSettings(
@@ -135,7 +135,7 @@ def distil(
 
 
 def _kind(given: dict[str, object], kind: str | None) -> str:
-    """The kind of draft by --kind and the options of kinds; ValueError for those that do not go together."""
+    """Return the kind of draft by --kind and the kinds' options; ValueError for options that do not go together."""
     if given["--layers"] is not None and given["--config"] is not None:
         raise ValueError("--layers and --config are of different kinds of drafts; give one of them")
     of_model = [name for name in KINDS["model"] if given[name] is not None]
@@ -149,14 +149,14 @@ def _kind(given: dict[str, object], kind: str | None) -> str:
     if given["--term"] not in (None, *TERMS):
         raise ValueError(f"--term must be one of {', '.join(TERMS)}, got {given['--term']!r}")
     if kind == "model" and not of_model:
-        raise ValueError("--kind model needs --layers, those of the target that it has, or --config, a config.json")
+        raise ValueError("--kind model needs --layers, the target's layers to copy, or --config, a config.json")
     return kind
 
 
 def _tokens(
     target: "PreTrainedModel", documents: "list[Document]", draft_vocab_size: int | None
 ) -> "torch.Tensor | None":
-    """The tokens that a head or a block draft can propose; None for all."""
+    """Return the tokens that a head or a block draft can propose; None for all."""
     from heavypath.speculative.training.beginnings import most_frequent
 
     vocab_size = target.config.get_text_config(decoder=True).vocab_size

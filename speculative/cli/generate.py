@@ -1,4 +1,4 @@
-"""`heavypath generate` continues a text."""
+"""`heavypath generate`: continue a text."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def generate(
     tree_size: options.TreeSize = None,
     profile: options.ProfileFile = None,
     replan: Annotated[
-        bool, typer.Option("--replan", help="With --profile: choose the tree anew by what is accepted of this text.")
+        bool, typer.Option("--replan", help="With --profile: adapt the tree to the acceptance in this text.")
     ] = False,
     verifier: options.Verifier = None,
     seed: options.Seed = 0,
@@ -53,7 +53,7 @@ def generate(
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
+    """Continue a text. Without --target and --draft this is done by the shipped pair, trained on Python source."""
     ranks = join_ranks()
     text = _read_prompt(prompt, file) if ranks is None else ranks.decided(lambda: _read_prompt(prompt, file))
     options.check_method(method, verifier)
@@ -64,7 +64,7 @@ def generate(
     if trace is not None and not trace.parent.is_dir():
         raise ValueError(f"--trace must be in a folder that exists, got {str(trace)!r}")
     if profile is not None and tree_size is not None:
-        raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
+        raise ValueError("a profile chooses the trees; leave out --tree-size or --profile")
     on_terminal = sys.stdout.isatty() if ranks is None else ranks.decided(sys.stdout.isatty)
     if show_accepted and (as_json or not on_terminal):
         raise ValueError("--show-accepted colours a text on a terminal; leave it out with --json, files and pipes")
@@ -96,7 +96,7 @@ def generate(
 
         def write(piece: str) -> None:
             end_status()
-            while before:  # now that the request is known to be right
+            while before:  # print the prompt only now, after the request has been checked
                 show_dimmed(before.pop())
             (pieces.append if as_json else options.write_now)(piece)
 
@@ -145,7 +145,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
             text = file.read_text(encoding="utf-8")
         elif prompt is not None and file is None:
             text = sys.stdin.read() if prompt == "-" else prompt
-            text.encode()  # an argument or standard input may have bytes that are no text, too
+            text.encode()  # fails for bytes that are not text, in an argument or standard input
         else:
             raise typer.BadParameter("give either a text (or - for standard input) or --file", param_hint="PROMPT")
     except UnicodeError as error:
@@ -158,14 +158,14 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def in_a_line(stats: "Statistics") -> str:
-    """The statistics that matter most; -v shows all."""
+    """Return the most important statistics in a line; -v shows all."""
     counts = f"{stats.new_tokens} new tokens in {stats.steps} steps, {stats.tokens_per_step:.2f} tokens per step"
-    law = f"; the text's law is changed by {stats.law_changed_by}" if stats.law_changed_by else ""
+    law = f"; the output distribution is changed by {stats.law_changed_by}" if stats.law_changed_by else ""
     return f"[{counts}, {stats.tokens_per_second:.0f} tokens per second{law}]"
 
 
 def summary(stats: "Statistics") -> dict:
-    """The statistics as JSON has them."""
+    """Return the statistics for --json."""
     waiting = None if math.isnan(stats.waiting_share) else stats.waiting_share  # JSON has no NaN
     return {
         "law_changed_by": stats.law_changed_by,

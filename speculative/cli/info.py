@@ -1,6 +1,6 @@
-"""`heavypath info`: what is installed, what the machine is like, and what would make decoding faster here.
+"""`heavypath info`: show what is installed, the machine, and what would make decoding faster here.
 
-PyTorch takes seconds to start. So it is asked only where there may be a GPU, or where all facts are wanted.
+PyTorch takes seconds to import. So it is imported only if there may be a GPU, or if all facts are requested.
 """
 
 import importlib.metadata
@@ -31,14 +31,14 @@ from heavypath.speculative.waiting import waiting
 if TYPE_CHECKING:
     import torch
 
-MAPS = Path("/proc/self/maps")  # the files that this process has in its memory
+MAPS = Path("/proc/self/maps")  # the files that are mapped into this process
 DRIVER = Path("/proc/driver/nvidia/version")
-DEVICES = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")))  # of GPUs where there may be no DRIVER
-IN_C = ("gumbel_topk", "verify_tree", "commit")  # on a CPU, where there is a compiler
+DEVICES = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")))  # of GPUs, on systems without DRIVER
+IN_C = ("gumbel_topk", "verify_tree", "commit")  # in C++ on a CPU, if there is a compiler
 KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
 COMPILED, COMPILES, SLOW = "compiled", "compiled at the first start", "PyTorch's operations"
 PROCESSOR = Path("/proc/cpuinfo")
-# What changes how decoding runs, of the environment. Only these are shown, since a user may post what is shown.
+# Environment variables that affect decoding. Only these are shown, since users may publish the output.
 VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY",
     "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", SWITCH, MARCH, "CXX", "XDG_CACHE_HOME",
@@ -49,7 +49,7 @@ OPENMP = {"libgomp": "GNU", "libiomp5": "Intel", "libomp": "LLVM"}
 def info(as_json: AsJson = False, verbose: Verbose = False) -> None:
     """Show versions, processor, threads, load, GPUs and kernels, and what would make decoding faster here.
 
-    With --verbose or --json also PyTorch's own facts, for which it is started; where there is a GPU always.
+    With --verbose or --json, and always on a machine with a GPU, it also imports PyTorch and shows its facts.
     """
     if whole := as_json or verbose or DRIVER.exists() or any(device.exists() for device in DEVICES):
         facts, load = _of_pytorch()
@@ -72,11 +72,11 @@ def info(as_json: AsJson = False, verbose: Verbose = False) -> None:
     for sentence in advice or ["Nothing was found that would make decoding faster here."]:
         typer.echo(f"* {sentence}")
     if not whole:
-        typer.echo("* `heavypath info -v` starts PyTorch and says more: its libraries, and how each kernel runs.")
+        typer.echo("* `heavypath info -v` imports PyTorch and shows more: its libraries, and how each kernel runs.")
 
 
 def _installed() -> dict[str, Any]:
-    """Facts that need no PyTorch, on a machine without a GPU."""
+    """Return the facts for a machine without a GPU, without importing PyTorch."""
     kernels = COMPILED if is_kept() else COMPILES
     if compiler_path() is None or os.environ.get(SWITCH) == "0":
         kernels = SLOW
@@ -92,7 +92,7 @@ def _installed() -> dict[str, Any]:
 
 
 def is_kept() -> bool:
-    """True if no kernel for CPUs has to be compiled: all are in the cache, or none can be, or they are off."""
+    """Whether no CPU kernels have to be compiled: they are in the cache, or cannot be compiled, or are turned off."""
     compiler = compiler_path()
     if compiler is None or os.environ.get(SWITCH) == "0":
         return True
@@ -103,11 +103,11 @@ def is_kept() -> bool:
 
 
 def _of_pytorch() -> tuple[dict[str, Any], Load]:
-    """The same, and PyTorch's own of itself and of the GPUs."""
+    """Return the facts of `_installed`, and those that need PyTorch: its build and the GPUs; and the load."""
     import torch
 
     load = current_load()
-    native, reason = _native()  # first, since the first look for compiled kernels logs why there are none
+    native, reason = _native()  # first, since the first search for compiled kernels logs why there are none
     blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return installation() | {
         "openmp": _openmp(),
@@ -123,7 +123,7 @@ def _of_pytorch() -> tuple[dict[str, Any], Load]:
 
 
 def installation(device: "torch.device | None" = None) -> dict:
-    """The versions that are installed, the threads, and the implementation that each kernel has on a device.
+    """Return the installed versions, the threads, and the implementation of each kernel on a device.
 
     device: default a GPU if there is one
     """
@@ -144,19 +144,19 @@ def installation(device: "torch.device | None" = None) -> dict:
 
 
 def _on_cpu(kernel: str) -> str:
-    """The implementation of a kernel's function for CPU tensors."""
+    """Return the implementation of a kernel's function for CPU tensors."""
     return "C++" if kernel in IN_C and library() is not None else "reference"
 
 
 def current_load() -> Load:
-    """The load of the machine now."""
+    """Return the current load of the machine."""
     import torch
 
     return Load(running(), usable_cores(), torch.get_num_threads())
 
 
 def machine(load: Load) -> dict[str, Any]:
-    """The processor, its load, how threads wait, and what compiles for it."""
+    """Return facts of the machine: processor, load, how threads wait, compiler, cache and environment."""
     return {
         "system": platform.platform(),
         "processor": _processor(),
@@ -172,7 +172,7 @@ def machine(load: Load) -> dict[str, Any]:
 
 
 def _version_of(package: str) -> str:
-    """Of an installed package."""
+    """Return the version of a package, or "missing"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -180,13 +180,13 @@ def _version_of(package: str) -> str:
 
 
 def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
-    """Sentences that say what would make decoding faster here, from the facts that `info` shows."""
+    """Return sentences with advice on faster decoding here, from the facts that `info` shows."""
     advice, gpus = [], facts.get("gpus")
     if not gpus and facts["nvidia_driver"]:
         found = "built for CUDA " + facts["torch_cuda"] if facts["torch_cuda"] else "without CUDA"
         advice.append(
             f"An NVIDIA driver ({facts['nvidia_driver']}) was found, but torch {facts['torch']}, {found}, sees no GPU: "
-            "install a torch built for a CUDA that this driver has, and check CUDA_VISIBLE_DEVICES."
+            "install a torch built for a CUDA version that this driver supports, and check CUDA_VISIBLE_DEVICES."
         )
     if gpus and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         advice.append("TRITON_INTERPRET is set: the kernels run in an interpreter instead of on the GPU; unset it.")
@@ -201,15 +201,15 @@ def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
         )
     if load.busy:
         free = max(1, round(load.cores - load.working))
-        fewer = f" or take fewer threads (OMP_NUM_THREADS={free})" if free < load.threads else ""
+        fewer = f" or use fewer threads (OMP_NUM_THREADS={free})" if free < load.threads else ""
         advice.append(f"The machine is busy ({load}): timings are noisy; wait until it is idle{fewer}.")
     if load.threads > 1 and not gpus:
         advice.append(
-            "In programs of your own, set OMP_WAIT_POLICY=PASSIVE in the environment where the machine is shared: "
-            "threads that wait by spinning slow each other down many times. This command does so by itself."
+            "In your programs, set OMP_WAIT_POLICY=PASSIVE in the environment if the machine is shared: "
+            "threads that wait by spinning slow each other down many times. This command does so automatically."
         )
     if facts.get("blas") not in (None, "mkl", "unknown") and not facts["onednn"] and not gpus:
-        advice.append("torch has neither MKL nor oneDNN, whose products are faster on x86: use a torch of PyPI.")
+        advice.append("torch has neither MKL nor oneDNN, which are faster on x86: use the torch from PyPI.")
     if facts["cpu_kernels"] == SLOW and not gpus:
         advice.append("The kernels for CPUs are not compiled, which makes decoding several times slower: install g++.")
     if facts.get("cpu_capability") == "DEFAULT" and not gpus:
@@ -225,12 +225,12 @@ class _Kept(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
+        """Keep the line of a record."""
         self.lines.append(record.getMessage())
 
 
 def _native() -> tuple[str, str | None]:
-    """The code that computes on a CPU, and if it is not compiled kernels, why not; None where that was said before."""
+    """Return the kind of CPU kernels, and the reason if they are not compiled; None if it was logged before."""
     logger, kept = logging.getLogger("heavypath.kernels.native.library"), _Kept()
     level, propagates = logger.level, logger.propagate
     logger.addHandler(kept)
@@ -247,7 +247,7 @@ def _native() -> tuple[str, str | None]:
 
 
 def _compiler() -> str:
-    """The path of the C++ compiler, and its version."""
+    """Return the path and version of the C++ compiler."""
     path = compiler_path()
     if path is None:
         return "none"
@@ -259,7 +259,7 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
-    """The folder of compiled kernels."""
+    """Return the folder of compiled kernels."""
     try:
         return str(cache_folder())
     except RuntimeError as error:
@@ -267,7 +267,7 @@ def _cache() -> str:
 
 
 def _processor() -> str:
-    """Its name."""
+    """Return the processor's name."""
     try:
         named = re.search(r"^model name\s*: (.+)$", PROCESSOR.read_text(encoding="utf-8"), re.M)
     except OSError:
@@ -276,7 +276,7 @@ def _processor() -> str:
 
 
 def _openmp() -> str:
-    """Whose OpenMP was loaded with PyTorch."""
+    """Return the vendor of the OpenMP that PyTorch has loaded."""
     if not MAPS.exists():
         return "unknown"
     loaded = MAPS.read_text(encoding="utf-8")
@@ -284,7 +284,7 @@ def _openmp() -> str:
 
 
 def _driver() -> str | None:
-    """The version of the NVIDIA driver; None if there is none."""
+    """Return the version of the NVIDIA driver; None if there is none."""
     if not DRIVER.exists():
         return None
     found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]*)", DRIVER.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`heavypath layers`: find out which of a target's layers make the best early-exit draft."""
+"""`heavypath layers`: find the layers of a target that make the best early-exit draft."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,8 +24,8 @@ def layers(
             exists=True, help="A file with a prompt on each line, or a .jsonl file; without it the target samples some."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to look at behind each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the texts and of both laws, above 0.")] = 1.0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens after each prompt on which drafts are measured.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the texts and of both distributions; above 0.")] = 1.0,
     device: options.Device = None,
     threads: options.Threads = None,
     dtype: options.Dtype = None,
@@ -34,7 +34,7 @@ def layers(
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Find out which of a target's layers draft best for it, for --draft early-exit:LAYERS. Nothing is trained."""
+    """Find the layers of a target that draft best for it, for --draft early-exit:LAYERS. Nothing is trained."""
     from rich.console import Console
 
     with starting():
@@ -65,7 +65,7 @@ def layers(
 
 
 def _listed(choice: "LayerChoice") -> str:
-    """The layers in the form of `--draft early-exit:`."""
+    """Return the layers in the form of `--draft early-exit:`."""
     first = choice.layers == tuple(range(len(choice.layers)))
     return str(len(choice.layers)) if first else ",".join(map(str, choice.layers))
 

@@ -9,20 +9,19 @@ from heavypath.speculative.output.page import sampling_in_words
 from heavypath.speculative.profile import Profile
 
 NOTES = (
-    "expected: tokens per step of the target that the tree accepts of the texts walked along, with the gain of the "
-    "method's verifier or growing trees where that was measured. For naive it is a little too low, as it does not "
+    "expected: tokens per step of the target with this tree, by the acceptance counted on the calibration texts, with "
+    "the measured gain of the method's verifier or growing trees. For naive it is a little too low, as it does not "
     "count the children of equal siblings together.",
     "planned by acceptance as counted; children beyond the counts follow a power law, deeper levels the mean of all.",
-    "speed-up: over plain decoding of as many sequences, by the costs that were measured. What follows +- is one "
-    "standard error, by the "
-    "timings' spread and by the number of nodes whose acceptance was counted.",
+    "speed-up: over plain decoding of the same number of sequences, by the measured costs. The figure after +- is one "
+    "standard error, by the timings' spread and by the number of nodes whose acceptance was counted.",
     "MBSU: memory-bound speed-up, expected / (1 + depth x draft's parameters / target's parameters) (RSD).",
-    "rsd-s, dyspec and eagle-2 grow their trees anew in each step: shown is the static tree that gives their size.",
+    "rsd-s, dyspec and eagle-2 grow new trees in each step: shown is the static tree from which they take their size.",
 )
 
 
 def warnings_of(profile: Profile) -> list[str]:
-    """A line for each sampling setting for which not even the best trees, those of sequoia, are expected to pay."""
+    """Return a line for each sampling setting at which even the best trees, those of sequoia, do not pay."""
     lines = []
     for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
         planned = profile.plan("sequoia", filters)
@@ -41,7 +40,7 @@ def warnings_of(profile: Profile) -> list[str]:
 
 
 def drawing_in_words(profile: Profile) -> list[str]:
-    """A line for each sampling for which a block draft has temperatures of its depths."""
+    """Return a line for each sampling at which a block draft has a temperature for each depth."""
     found = {entry.filters: entry.temperatures for entry in profile.acceptance if entry.temperatures}
     return [
         f"{sampling_in_words(filters._asdict())}: the draft's depths are drawn at "
@@ -51,7 +50,7 @@ def drawing_in_words(profile: Profile) -> list[str]:
 
 
 def limit(profile: Profile, method: str, filters: Filters) -> dict:
-    """The limit on the plan of a method under some sampling."""
+    """Return what limits the speed-up of a method's plan at some sampling."""
     planned = profile.plan(method, filters)
     return {
         "temperature": filters.temperature,
@@ -62,7 +61,7 @@ def limit(profile: Profile, method: str, filters: Filters) -> dict:
 
 
 def limit_in_words(facts: dict) -> str:
-    """The same in a line."""
+    """Return the facts of `limit` in a line."""
     return (
         f"{facts['method']}: {facts['speedup']:.2f} times as fast as plain decoding, limited by {facts['limited_by']}, "
         f"{facts['without_that']:.2f} without that; up to {facts['free_nodes']} nodes a step takes the time of reading "
@@ -71,7 +70,7 @@ def limit_in_words(facts: dict) -> str:
 
 
 def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict:
-    """The figures of the best tree of a method, under some sampling and for so many sequences."""
+    """Return the figures of a method's best tree at some sampling, for `batch` sequences."""
     found = profile.plan(method, filters, batch)
     planned, tree = found.plan, found.plan.tree
     return {
@@ -89,7 +88,7 @@ def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict
 
 
 def table(rows: list[dict], key: str = "method") -> Table:
-    """The rows, each with what it has under `key` first."""
+    """Return a table of the rows, with the column `key` first."""
     table = Table(Column(key, no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("nodes", "depth", "expected", "speed-up", "MBSU"):
         table.add_column(heading, justify="right")
@@ -104,7 +103,7 @@ def table(rows: list[dict], key: str = "method") -> Table:
 
 
 def costs_in_words(costs: Costs, batch: int) -> str:
-    """The costs of steps of a batch, with errors, in milliseconds."""
+    """Return the costs of a batch's steps, with errors, in milliseconds."""
     steps = ", ".join(
         f"{size}: {_milliseconds(seconds, costs.step_error.get(size, 0.0))}" for size, seconds in costs.step.items()
     )

@@ -1,4 +1,4 @@
-"""`heavypath calibrate` measures a pair of models; `heavypath plan` shows the trees that follow from that."""
+"""`heavypath calibrate`: measure a pair of models; `heavypath plan`: show the best trees by this profile."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from heavypath.speculative.loading import Pair
 
 PROMPT_TOKENS = 64  # of each piece of the text that is continued
-PROMPTS = 64  # pieces, at most
-FEW = 16  # fewer pieces than this are few
-LIMIT = 90  # seconds, of `calibrate` by default
+PROMPTS = 64  # most pieces
+FEW = 16  # with fewer pieces `calibrate` warns
+LIMIT = 90  # seconds, the default of `calibrate`
 
 
 def calibrate(
@@ -34,16 +34,16 @@ def calibrate(
     limit: Annotated[
         float | None,
         typer.Option(
-            help=f"Seconds that it may take, loading aside; less leaves the figures less sure. Default: {LIMIT}, or "
-            "with --memory the time of 80 passes."
+            help=f"Seconds that it may take, without loading; less time gives less exact figures. Default: {LIMIT}, "
+            "or with --memory the time of 80 passes."
         ),
     ] = None,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="Numbers of sequences decoded together to time trees for; 1 is always among them. Default: 1,2,4,8,16 "
-            "and, on a GPU, 32,64.",
+            help="Batch sizes (sequences decoded together) at which trees are timed; 1 is always one of them. Default: "
+            "1,2,4,8,16 and, on a GPU, 32,64.",
         ),
     ] = None,
     verifier: options.Verifier = None,
@@ -57,7 +57,7 @@ def calibrate(
     seed: options.Seed = 0,
     verbose: options.Verbose = False,
 ) -> None:
-    """Measure what steps cost on this machine and which drafts are accepted, for `plan` and `generate --profile`."""
+    """Measure costs of steps on this machine and acceptance of drafts, for `plan` and `generate --profile`."""
     temperatures = sorted(set(temperature or [0.0, 0.6, 1.0]))
     if limit is not None and not limit > 0:
         raise ValueError(f"--limit must be a number of seconds above 0, got {limit}")
@@ -76,7 +76,7 @@ def calibrate(
 
     for each in temperatures:
         Filters(each, top_k, top_p, min_p).check()
-    row_of("sequoia", verifier)  # refuses a word that is none
+    row_of("sequoia", verifier)  # raises ValueError for an unknown verifier
     pair = load(target, draft, dtype, memory, host_memory, device=device, threads=threads, offline=offline)
     assert pair.draft is not None
     say_if_busy()
@@ -166,7 +166,7 @@ def plan(
 
 
 def _numbers(given: str) -> list[int]:
-    """The numbers of sequences that --batch-sizes lists."""
+    """Parse --batch-sizes; ValueError if it is not a list of numbers from 1."""
     try:
         numbers = [int(number) for number in given.split(",")]
     except ValueError:
@@ -189,14 +189,14 @@ def _read(file: Path) -> str:
 
 
 def pieces(pair: "Pair", content: str) -> "list[Tensor]":
-    """Up to PROMPTS pieces of PROMPT_TOKENS tokens each, LongTensors [T], spread over the text."""
+    """Return up to PROMPTS pieces of PROMPT_TOKENS tokens each, LongTensors [T], spread over the text."""
     from heavypath.speculative.cli.support import encode
 
     ids = encode(pair, content)[0]
     found = [piece for piece in ids.split(PROMPT_TOKENS) if len(piece) == PROMPT_TOKENS] or [ids]
     if len(found) < FEW:
         typer.echo(
-            f"heavypath: the text has {len(ids):,} tokens, so that what is counted repeats itself, most at T = 0; "
+            f"heavypath: the text has {len(ids):,} tokens, too few for independent counts, above all at T = 0; "
             f"expected at least {FEW * PROMPT_TOKENS:,}, the more, the better",
             err=True,
         )

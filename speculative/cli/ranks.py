@@ -20,14 +20,14 @@ def rank_count() -> int:
 
 
 def this_rank() -> int:
-    """The number of this process among them, from 0."""
+    """The rank of this process among those that torchrun has started, from 0; 0 without torchrun."""
     return int(os.environ.get("RANK", "0")) if rank_count() > 1 else 0
 
 
 def check_command(name: str | None) -> None:
     """Raise ValueError for a command that does not support torchrun."""
     if rank_count() > 1 and name not in (None, "generate"):
-        raise ValueError(f"torchrun starts `generate` alone, got {name} in {rank_count()} processes")
+        raise ValueError(f"torchrun can start only `generate`, got {name} in {rank_count()} processes")
 
 
 def join_ranks() -> "Ranks | None":

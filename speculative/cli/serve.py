@@ -1,4 +1,4 @@
-"""`heavypath serve`: an HTTP server in the shapes of OpenAI's API."""
+"""`heavypath serve`: an HTTP server with OpenAI's API."""
 
 import gc
 import logging
@@ -20,7 +20,7 @@ TOOL_CALLS = ("hermes", "mistral", "llama3", "qwen3_coder", "glm4", "seed_oss") 
 REASONING = ("auto", "none", "think", "mistral", "seed_oss", "kimi")  # of http.answer_forms and http.reasoning
 DEMO_NAME = "heavypath-demo"
 WARM_UP_TOKENS = 4
-NOISE = 0  # the seed of all noise, in which a request's seed names its own: the same on every server
+NOISE = 0  # the service's seed. With a request's seed it determines the noise, so results are equal on all servers
 
 
 def serve(
@@ -34,12 +34,12 @@ def serve(
     threads: options.Threads = None,
     dtype: options.Dtype = None,
     offline: options.Offline = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; by default nobody but this machine reaches it.")] = (
+    host: Annotated[str, typer.Option(help="Address to listen on; by default only this machine can reach it.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="What requests call the model; default: --target, of a folder the last part.")
+        str | None, typer.Option(help="The model's name in requests; default: --target, for a folder its last part.")
     ] = None,
     slots: options.Slots = 8,
     max_tokens: options.Room = 2048,
@@ -47,8 +47,8 @@ def serve(
     prefix_cache: Annotated[
         str | None,
         typer.Option(
-            help="Memory, such as 500M, for what was computed of texts that have ended, for prompts that begin alike; "
-            "0 for none: requests then share nothing. Default: half of what the slots take."
+            help="Memory, such as 500M, for caches of ended texts, which prompts with the same beginning reuse; 0 for "
+            "none: requests then share nothing. Default: half of the slots' memory."
         ),
     ] = None,
     max_choices: Annotated[
@@ -57,48 +57,46 @@ def serve(
     ] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Most bytes of a request.")] = 1 << 20,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a text may take, the queue included.")] = 600,
-    grace: Annotated[
-        int, typer.Option(min=0, help="Seconds that requests under way have after SIGTERM or Ctrl-C.")
-    ] = 30,
+    grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have after SIGTERM or Ctrl-C.")] = 30,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable with a key, which clients then have to send.")
+        str | None, typer.Option(help="Environment variable with an API key that clients must send.")
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Name in Host headers that is answered, beside this machine's own; may be given again."),
+        typer.Option(help="Further host name that is accepted in Host headers, besides local ones; repeat it."),
     ] = None,
     template: options.Template = None,
     tool_calls: Annotated[
         str | None,
         typer.Option(
-            help=f"How the model writes calls of tools: {', '.join(TOOL_CALLS)}. Default: what its chat template says."
+            help=f"Format of the model's tool calls: {', '.join(TOOL_CALLS)}. Default: as in its chat template."
         ),
     ] = None,
     reasoning: Annotated[
         str,
         typer.Option(
-            help=f"How the model writes thinking, which answers then have apart: {', '.join(REASONING)}. auto is what "
-            "its chat template says; none leaves it in the text."
+            help=f"Format of the model's thinking, which is separated from answers: {', '.join(REASONING)}. auto: as "
+            "in its chat template; none leaves it in the text."
         ),
     ] = "auto",
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(help="A site whose pages may ask from a browser, such as https://example.org, or *; repeat it."),
+        typer.Option(help="Origin whose pages may send requests, such as https://example.org, or *; repeat it."),
     ] = None,
     per_request_metrics: Annotated[
-        bool, typer.Option("--per-request-metrics", help="Say in each answer what drafts brought to it, as vLLM does.")
+        bool, typer.Option("--per-request-metrics", help="Report acceptance of drafts in each answer, as vLLM does.")
     ] = False,
     seed: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Where the random numbers of requests without a seed come from, in the order in which they come. "
-            "Default: a random number, said at the start. A request's own seed means the same on every server.",
+            help="Seed for the requests without a seed, in the order in which they arrive. Default: a random "
+            "number, printed at the start. A request's seed selects the same random numbers on every server.",
         ),
     ] = None,
     verbose: options.Verbose = False,
 ) -> None:
-    """Serve a model over HTTP, in the shapes of OpenAI's API, until SIGTERM or Ctrl-C."""
+    """Serve a model over HTTP, with OpenAI's API, until SIGTERM or Ctrl-C."""
     options.check_method(method, verifier)
     check_can_serve()
     own_template = None if template is None else options.read_template(template)
@@ -120,12 +118,12 @@ def serve(
 
     api_key = None if api_key_env is None else _key(api_key_env)
     if profile is not None and tree_size is not None:
-        raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
+        raise ValueError("a profile chooses the trees; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
     prefix_bytes = None if prefix_cache is None else 0 if prefix_cache == "0" else bytes_of(prefix_cache)
     share = min(slots, max(1, queue // 2))
     if max_choices is not None and max_choices > share:
-        most = "--slots, and half of --queue, which one client may have waiting"
+        most = "--slots, and half of --queue, the most that one client may have waiting"
         raise ValueError(f"--max-choices must be at most {most}, here {share}; got {max_choices}")
     hosts = None
     if allowed_host or (is_loopback(host) and api_key is None):
@@ -133,7 +131,7 @@ def serve(
     method, draft = choose(method, target, draft, verifier, default="ersd", offline=offline)
     raise_limit_of_files()
     limits = Limits(max_tokens, choices=max_choices or share, body_bytes=max_body, seconds=timeout)
-    with bound_socket(host, port) as bound:  # an address that is taken is said before models are loaded
+    with bound_socket(host, port) as bound:  # so that a taken address is reported before models are loaded
         if not is_loopback(host):
             keyed = "with its key" if api_key else "without a key: give --api-key-env"
             logger.warning("other machines reach this server on %s, %s; it does not encrypt", host, keyed)
@@ -146,7 +144,7 @@ def serve(
         service = decoder.serve(
             slots=slots, max_tokens=max_tokens, queue=queue, prefix_bytes=prefix_bytes, seed=NOISE, unseeded=seed
         )
-        limits = replace(limits, max_tokens=service.limits.max_tokens)  # which the models' positions may make less
+        limits = replace(limits, max_tokens=service.limits.max_tokens)  # the models' positions may lower it
         try:
             served = Served(
                 service=service,
@@ -160,13 +158,13 @@ def serve(
                 reasoning=reasoning,
                 measured=per_request_metrics,
             )
-            with progress("warming up"):  # which also finds settings of the model that are not served
+            with progress("warming up"):  # raises errors for settings of the model that cannot be served
                 service.submit([1], min(WARM_UP_TOKENS, limits.max_tokens - 1), seed=0).result()
             app = create_app(served, fingerprint_of(method, NOISE), api_key, hosts, cors_origin or ())
             address, number = bound.getsockname()[:2]
             where = f"http://{f'[{address}]' if ':' in address else address}:{number}/v1"
             ready = f"heavypath: serving {served.name} by {method} at {where}, --seed {service.unseeded}"
-            gc.freeze()  # what a request leaves behind is then found without a look at the models: 0.02 s, not 0.5 s
+            gc.freeze()  # garbage collection then skips the models: it takes 0.02 s, not 0.5 s
             Server(app, grace=grace, ready=lambda: typer.echo(ready, err=True)).serve_until_stopped(bound)
         finally:
             gc.unfreeze()
@@ -175,7 +173,7 @@ def serve(
 
 
 def check_can_serve() -> None:
-    """Raise ImportError, with what to install, where the server's packages are missing."""
+    """Raise ImportError, with what to install, if the server's packages are missing."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -193,7 +191,7 @@ def _key(variable: str) -> str:
 
 
 def name_of(target: str | None) -> str:
-    """The name by which requests call the model, unless the server was told."""
+    """Return the default of the model's name in requests: the target's name, or its folder's."""
     if target is None:
         return DEMO_NAME
     folder = Path(target).expanduser()
@@ -201,7 +199,7 @@ def name_of(target: str | None) -> str:
 
 
 def default_temperature(pair: "Pair") -> float:
-    """The temperature of a request that has none: the model's own if it samples, else OpenAI's."""
+    """Return the temperature for requests without one: that of the model's generation_config if it samples, else 1."""
     config = pair.target.generation_config
     own = config.temperature if config is not None and config.do_sample else None
     return 1.0 if own is None else own

@@ -109,7 +109,7 @@ def choose(
     default: str = "sequoia",
     offline: bool = False,
 ) -> tuple[str, str | None]:
-    """The method and the draft, as given or by default.
+    """Return the method and the draft, as given or by default.
 
     The defaults for a target without a draft are printed in a line.
 
@@ -134,7 +134,7 @@ def lacks_draft(target: str | None, draft: str | None, method: str | None) -> bo
 
 
 def say_recall(how: str = "") -> None:
-    """Print to standard error what is used as the draft if none was given, and how."""
+    """Print to standard error which draft is used because none was given; how: text to append, such as the method."""
     if this_rank() == 0:
         typer.echo(f"heavypath: no --draft: drafting from text already written (Recall){how}", err=True)
 

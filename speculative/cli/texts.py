@@ -20,8 +20,8 @@ def show_dimmed(text: str, end: str = "") -> None:
 class ColouredStream(TextStream):
     """A `TextStream` that colours the tokens which the draft proposed.
 
-    A step produces the accepted tokens, and last the target's own one. If the end of the text cuts a step short, its
-    last token is shown as the target's. A character of several tokens has the colour of its last one.
+    A step produces the accepted tokens and then the target's bonus token. If the end of the text cuts a step short, its
+    last token is shown as the bonus token. A character of several tokens has the colour of its last one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
@@ -29,7 +29,7 @@ class ColouredStream(TextStream):
         self._out, self._drafted, self._begun = write, False, False
 
     def put(self, value: Tensor) -> None:
-        """The prompt in the first call, then the tokens of a step."""
+        """Take the prompt in the first call, then the tokens of a step."""
         if not self._begun:
             self._begun = True
             super().put(value)

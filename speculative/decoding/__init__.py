@@ -1,1 +1,1 @@
-"""The loop: draft a tree, score it with the target, verify, commit; again until every sequence has ended."""
+"""The decoding loop: draft a tree, score it with the target, verify, commit, until all sequences have ended."""

@@ -1,4 +1,4 @@
-"""A drafted tree, and what static and growing trees have in common while they are drafted."""
+"""Drafted trees, and the interfaces and helpers that static and growing drafters share."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,15 +21,15 @@ Lap = Callable[[str], object]  # called with the name of a phase when it ends
 
 
 def no_lap(phase: str) -> None:
-    """Nobody times the phases."""
+    """A `Lap` that does nothing, if no one times the phases."""
 
 
 class Reach(NamedTuple):
-    """The host's knowledge of how far a batch's texts reach, where it does not know their lengths.
+    """Upper bounds that the host knows without reading device tensors.
 
-    visible_rows: cache rows that hold the longest prefix, or more
-    news:         how many of a text's last tokens may be new since the last step, the root among them
-    trims:        whether trees may be cut to the nodes that they have; ranks' must be of one size even if they differ
+    visible_rows: at least the cache rows of the longest prefix
+    news:         how many of a sequence's last tokens, the root included, may be new since the last step, at most
+    trims:        whether absent nodes may be removed; not with several ranks, whose trees must have one size
     """
 
     visible_rows: int
@@ -38,15 +38,15 @@ class Reach(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """Each sequence's tree of N nodes, in depth-first order. What all sequences share is [N] instead of [B, N].
+    """Each sequence's drafted tree of N nodes, in depth-first order. Fields that all sequences share are [N].
 
     tokens:      LongTensor[B, N], -1 for an absent node
-    parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as `TokenTree`'s
-    fed:         the nodes as the target is given them
-    draft_rows:  LongTensor[B, N], the node's row in the draft's cache after the prefix; None where it is the node's
-                 own number
-    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone. Of a draft of D
-                 `laws` [B, N + D - 1, V]: the others after the root follow
+    parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as in `TokenTree`
+    fed:         the nodes as input of the target
+    draft_rows:  LongTensor[B, N], each node's row in the draft's cache, counted from the end of the prefix; None if it
+                 is the node's number
+    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for trees of only a root. With D
+                 drafts (`laws`) [B, N + D - 1, V]: D - 1 more rows, the logits of drafts 2 .. D after the root
     """
 
     tokens: Tensor
@@ -60,25 +60,25 @@ class Drafted(NamedTuple):
 
     @property
     def nodes(self) -> Nodes:
-        """The trees as a verification is told of them."""
+        """The trees as input of a verification."""
         return Nodes(self.tokens, self.parents, self.ranks)
 
     @property
     def noise_rows(self) -> Tensor:
-        """LongTensor[B, N], see `noise_rows`."""
+        """LongTensor[B, N], each node's noise row, see `sequences`."""
         return self.fed.noise_rows
 
     @property
     def given(self) -> "Given":
-        """The trees as the target is given them."""
+        """The trees as input of the target."""
         return Given(self.fed.tokens, self.fed.positions, self.fed.cache_rows, self.subtree_end)
 
 
 class Shape(Protocol):
-    """The trees that a method drafts: one static tree, or how trees grow; it is hashable.
+    """The trees that a method drafts: a static `TokenTree`, or a `Growth`. Hashable; len() is the most nodes of a tree.
 
-    depth: its levels; branching: the most children of a node; cache_rows: that it takes; its length: nodes, at most
-    grows: whether its nodes depend on what is drafted
+    depth: levels; branching: the most children of a node; cache_rows: rows that a tree takes in a cache
+    grows: whether the shape depends on the draft's probabilities
     """
 
     @property
@@ -93,7 +93,7 @@ class Shape(Protocol):
 
 
 class Drafter(Protocol):
-    """Drafts a tree for each sequence. depth: its levels."""
+    """Drafts a tree of `depth` levels for each sequence."""
 
     @property
     def depth(self) -> int: ...  # noqa: D102
@@ -101,14 +101,14 @@ class Drafter(Protocol):
     def __call__(
         self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
     ) -> Drafted:
-        """The trees. A node is absent where its draft proposes nothing more, and after the end of its text."""
+        """Draft the trees. Nodes are absent if the draft proposes too few tokens, and beyond the sequence's length."""
         ...
 
 
 class Given(NamedTuple):
-    """The nodes of a pass of the target: LongTensor[B, N] each; subtree_end may be [N], which all sequences share.
+    """The nodes of a pass of the target: LongTensor[B, N] each; subtree_end may be [N], shared by all sequences.
 
-    They are those of the drafted trees, and after them any that a `LogitChange` adds, as more subtrees of the root.
+    First come the drafted nodes, then those that a `LogitChange` adds, as more subtrees of the root.
     """
 
     tokens: Tensor
@@ -118,13 +118,13 @@ class Given(NamedTuple):
 
 
 def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
-    """The first feed of a step: the root, and the token before it.
+    """Return the first feed of a step: the token before the root, and the root.
 
-    That token may have been an accepted leaf, which the draft has not been given yet. In a text of one token there is
-    none before the root: then the root itself is given twice.
+    The token before may have been an accepted leaf, which the draft has not read yet. A sequence of one token has none
+    before the root: then both are the root.
 
-    nodes: of the tree so far, for the columns of the mask; at least 2, since there are as many queries
-    levels: that are drafted in this step
+    nodes: columns of the mask, which are nodes of the tree; at least 2, since there are 2 queries
+    levels: levels that are drafted in this step
     """
     first = first_nodes(state.previous, state.root, state.lengths, nodes)
     return Feed(
@@ -143,7 +143,7 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
 def feed_of(
     fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: int, branches: Tensor | None = None
 ) -> Feed:
-    """The feed of a level below the root. visible_rows, mask, level, branches: as in `Feed`."""
+    """Return the feed of a level below the root. visible_rows, mask, level, branches: as in `Feed`."""
     return Feed(
         tokens=fed.tokens,
         positions=fed.positions,
@@ -158,15 +158,15 @@ def feed_of(
 
 
 def any_drafted(tokens: Tensor) -> bool:
-    """True if there is any among drawn tokens, of which those below 0 are absent; waits for the device."""
+    """Whether any drawn token is present, which is at least 0; waits for the device."""
     return ask(lambda: bool((tokens >= 0).any()))
 
 
 def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> None:
-    """Raise ValueError for logits with NaN or +inf. On a GPU nothing is checked here, since asking would stop it.
+    """Raise ValueError for logits with NaN or +inf. Does nothing on a GPU, where it would have to synchronise.
 
-    logits: [B, n, any]; or keys of draws from them, which are NaN where the logits are no distribution
-    depths: of the n nodes, an int, [n] or [B, n]
+    logits: [B, n, any]; or keys of draws from them, which are NaN if the logits give no distribution
+    depths: depths of the n nodes: an int, [n] or [B, n]
     """
     if not host_can_read(logits.device):
         return

@@ -1,20 +1,20 @@
-"""Steps as CUDA graphs: captured once, then launched as one.
+"""Replay decoding steps as CUDA graphs: each is captured once, then launched by one call.
 
-A graph is bound to the memory that it was captured with, so it lives as long as its workspace. All graphs of a
-workspace share one pool for what a step needs between its own operations, since no two of them run at the same time. A
-capture that is only tried out has a pool of its own.
+A graph is bound to the memory with which it was captured, so it lives as long as its workspace. All graphs of a
+workspace share one memory pool for a step's temporary tensors, since no two of them run at the same time. A trial
+capture has a separate pool.
 
-All captures of a process on a device are on one stream. torch has 32 streams and gives them out in turn, so a new one
-for each workspace would soon be one that somebody else uses meanwhile.
+All captures of a process on a device use one stream. torch has 32 streams and returns them in turn, so a new one for
+each workspace would soon be a stream that other code uses at the same time.
 
-But torch knows the memory that cuBLAS works in by the stream. The first capture takes it, from its own pool, and later
-ones use it, whatever their pool. From version 2.12 on torch lets it go with any graph that was captured on the stream
-(pytorch#193402). The graphs of one workspace would then work in memory that went with another's. Therefore torch is
-made to forget it where a capture is into another pool than the one before: each pool's graphs work in its own.
+But torch caches cuBLAS's workspace memory by stream. The first capture allocates it, from its own pool, and later
+captures reuse it, whatever their pool. From version 2.12 on torch frees it with any graph that was captured on the
+stream (pytorch#193402). Then graphs of one workspace would use memory freed with another's. Therefore this module makes
+torch drop it before a capture into another pool than the last one, so that each pool's graphs use their own.
 
-torch.cuda.graph is not used, for three reasons. It empties torch's caches of memory before each capture, which takes
-longer than the capture. Its stream belongs to the device that was current when it was first used. And it does not leave
-that stream where a capture fails.
+torch.cuda.graph is not used, for three reasons. It empties torch's memory caches before each capture, which takes
+longer than the capture. Its stream belongs to the device that was current at its first use. And it does not restore the
+current stream if a capture fails.
 """
 
 import logging
@@ -43,54 +43,54 @@ if TYPE_CHECKING:  # which has a launcher of these graphs
 
 logger = logging.getLogger(__name__)
 
-MOST = 32  # graphs kept: those used last
+MOST = 32  # graphs that are kept, the most recently used
 
 Result = TypeVar("Result")
 
-_capturing = threading.Lock()  # one capture may be underway in a process
-_streams: dict[torch.device, torch.cuda.Stream] = {}  # to capture on; a graph is replayed on any stream
-_pools: dict[torch.device, Any] = {}  # that the last capture on each stream was into
+_capturing = threading.Lock()  # only one capture at a time in a process
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # for captures; a graph can be replayed on any stream
+_pools: dict[torch.device, Any] = {}  # the pool of the last capture on each device
 
 
 class Pool:
-    """Memory that graphs share. torch takes no more of them once all are gone, so that it is another memory then."""
+    """A memory pool that graphs share. Once all its graphs are gone, torch accepts no more, so a new handle is made."""
 
     def __init__(self) -> None:
         self._graphs = WeakSet[torch.cuda.CUDAGraph]()
         self._handle: Any = None
 
     def handle(self) -> Any:
-        """The handle by which torch knows the pool, for a capture."""
+        """Return torch's handle of the pool, for a capture."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
 
     def keeps(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Know of a graph that was captured into it."""
+        """Register a graph that was captured into this pool."""
         self._graphs.add(graph)
 
 
 class Graph(Generic[Result]):
-    """One function's graph. It has no `result` until it is captured; replaying overwrites the result's tensors."""
+    """The CUDA graph of one function. `result` is None until it is captured; a replay overwrites its tensors."""
 
     def __init__(self, pool: Pool, device: torch.device):
         self._pool, self._device = pool, device
         self._counters = new_counters(device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.is_warm = False  # whether the function ran once, which compiles kernels and fills tables
-        self.fails = False  # whether the function cannot be captured
+        self.is_warm = False  # whether the function has run once, which compiles kernels and fills tables
+        self.fails = False  # whether the function could not be captured
         self.result: Result | None = None
 
     @property
     def is_captured(self) -> bool:
-        """True if `replay` can run."""
+        """Whether the graph can be replayed."""
         return self._graph is not None
 
     def capture(self, function: Callable[[], Result]) -> None:
-        """Capture what the function launches, instead of running it.
+        """Capture the function's launches, without running them.
 
-        Raises RuntimeError for a function that cannot be captured, such as one that asks the host for a value. Then
-        nothing has run, and the current stream is the one that it was before.
+        Raises RuntimeError for a function that cannot be captured, such as one that synchronises with the host. Then
+        nothing has run, and the current stream is restored.
         """
         graph, self.fails = torch.cuda.CUDAGraph(), True
         with _capturing:
@@ -109,11 +109,11 @@ class Graph(Generic[Result]):
         self._graph, self.result, self.fails = graph, result, False
 
     def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """End a capture. Raises RuntimeError for one that CUDA has broken, and leaves nothing underway.
+        """End a capture. Raises RuntimeError if CUDA invalidated it, and restores torch's state.
 
-        Before version 2.13 torch would go on as if it were. Its allocator would refuse to empty its caches, as it does
-        where memory is short. A later one says that it has ended the capture already. And its generator would refuse
-        random numbers to everybody until another capture comes to its end.
+        Before version 2.13 torch would still act as if a capture were running. Its allocator would refuse to empty its
+        caches, as it does if memory is short; later versions have ended this already. And its random generator would
+        refuse to work until another capture ends.
         """
         try:
             graph.capture_end()
@@ -125,15 +125,15 @@ class Graph(Generic[Result]):
             raise
 
     def replay(self) -> None:
-        """Launch what was captured."""
+        """Launch the captured graph."""
         assert self._graph is not None
         self._graph.replay()
 
 
 class Graphs(Generic[Result]):
-    """The graphs of functions that change memory of the current CUDA device in place and return tensors there.
+    """CUDA graphs, by key, of functions that change memory of a device in place and return tensors on it.
 
-    device: that device
+    device: must be the current CUDA device
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,12 +144,12 @@ class Graphs(Generic[Result]):
         return sum(graph.is_captured for graph in self._graphs.values())
 
     def try_out(self, function: Callable[[], object]) -> None:
-        """Do what a function does on the host. Nothing runs; nothing is kept, not even that it cannot be captured."""
+        """Capture a function and drop the graph: only its host code runs. Errors of the capture are ignored."""
         with suppress(RuntimeError):
             Graph(Pool(), self._device).capture(function)
 
     def of(self, key: object) -> Graph[Result]:
-        """The graph of a function, known by its key; a new one if there is none, and the oldest one is dropped."""
+        """Return the graph with this key; if there is none, a new one, dropping the least recently used beyond MOST."""
         if key not in self._graphs:
             self._graphs[key] = Graph(self._pool, self._device)
             if len(self._graphs) > MOST:
@@ -161,7 +161,7 @@ class Graphs(Generic[Result]):
 class CudaGraphs(Launcher):
     """Replays steps as CUDA graphs of one device. A step runs once before it is captured.
 
-    warned: reasons why steps could not be captured that a user knows of
+    warned: reasons that were already logged why steps cannot be captured
     """
 
     outlives = True
@@ -172,12 +172,12 @@ class CudaGraphs(Launcher):
         self._is_prepared = False
 
     def prepare(self, step: Step, launch: Launch) -> None:
-        """Compile what a step launches, side by side.
+        """Compile a step's kernels in parallel.
 
-        A capture tells what would be launched, and nothing runs in it. It ends where rows of a cache are first moved:
-        the few kernels after that are compiled when they are launched. Code that is not ours may keep what its first
-        call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
-        with ranks, whose first collective makes their connections.
+        A trial capture collects the launches without running them. It ends where rows of a cache are first moved: the
+        few kernels after that are compiled at their first launch. Code outside the package may keep results of its
+        first call, which therefore must not be captured: with such models nothing is done here. The same holds for
+        ranks, whose first collective sets up their connections.
         """
         self._is_prepared = True
         if not _is_ours(step):
@@ -188,8 +188,8 @@ class CudaGraphs(Launcher):
         compile_all(compilations, self._device)
 
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """See `Launcher`."""
-        if not self._is_prepared:  # memory of another size has other variants of kernels, too
+        """Run a step: the first time call by call, the second time captured, then replayed."""
+        if not self._is_prepared:  # for each launcher, since a workspace of another size may need other kernel variants
             self.prepare(step, launch)
         graph = self.graphs.of((step, slots))
         if graph.is_warm and not graph.is_captured and not graph.fails:
@@ -212,7 +212,7 @@ class CudaGraphs(Launcher):
         return stepped
 
     def _warn(self, step: Step, error: RuntimeError) -> None:
-        """Say once why steps are not captured. Nothing has run: the same step follows, call by call."""
+        """Log once why steps are not captured. Nothing has run; the caller runs the same step call by call."""
         if not self._warned:
             names = [type(model.model).__name__ for model in _models(step)]
             names += (step.draft or NO_DRAFT).foreign
@@ -225,9 +225,9 @@ class CudaGraphs(Launcher):
 
 
 def warm_up(runner: Any, request: Request, plan: StepPlan, tree_of: Callable[[int], Shape] | None) -> None:
-    """Do what the first generation like a request would do besides decoding.
+    """Compile and capture whatever the first generation like this request would, without returning tokens.
 
-    runner: a `StepRunner`; tree_of: see `warm_up_steps`
+    runner: a `StepRunner`; tree_of: as in `warm_up_steps`
     """
     batch, longest = len(request.prompt), request.prompt.shape[1] + request.max_new_tokens
     with torch.inference_mode(), runner.workspace(request, plan) as workspace:
@@ -246,10 +246,10 @@ def warm_up_steps(
     longest: int,
     tree_of: Callable[[int], Shape] | None,
 ) -> None:
-    """Run each step that a batch may take, twice: a step is run once before it is captured.
+    """Run each step that a batch may take twice: once, and once to capture it.
 
-    longest: as of `StepRunner.run`
-    tree_of: the tree of so many sequences, beside the root; None for any of the plan's
+    longest: as in `StepRunner.run`
+    tree_of: returns the tree for a number of sequences, besides the tree of only a root; None if any tree may be used
     """
     sizes = [batch, *(1 << power for power in reversed(range((batch - 1).bit_length())))]
     for each in plan.each():
@@ -263,10 +263,10 @@ def warm_up_steps(
 
 
 def _compile_prompts(request: Request, plan: StepPlan, workspace: "Workspace") -> None:
-    """Compile side by side what prompts of any length launch, up to those of a request.
+    """Compile in parallel the kernels for prompts of any length up to the request's.
 
-    Attention has a variant for every power of two or so of a piece's tokens. Launches that would compile are left out,
-    so what is in the workspace afterwards means nothing. Where graphs are not prepared, nothing is done.
+    Attention has about one variant for each power of two of a piece's tokens. Launches that would compile are skipped,
+    so the workspace's contents are undefined afterwards. Does nothing if foreign code or several ranks take part.
     """
     if not _is_ours(plan):
         return
@@ -279,7 +279,7 @@ def _compile_prompts(request: Request, plan: StepPlan, workspace: "Workspace") -
 
 
 def _is_ours(what: Step | StepPlan) -> bool:
-    """True if one process calls the package's code alone, so that nothing of what is launched need be run."""
+    """Whether only the package's code runs, in one process, so that launches may be skipped."""
     foreign = (what.draft or NO_DRAFT).foreign or any(model.is_foreign for model in _models(what))
     return what.peers.is_alone and not foreign
 
@@ -289,16 +289,16 @@ def _models(step: Step | StepPlan) -> list[Drafting]:
 
 
 def _stream_for(device: torch.device) -> torch.cuda.Stream:
-    """The stream that everything is captured on, of the current device."""
+    """Return the stream for captures on the current device."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream()
     return _streams[device]
 
 
 def _capture_nothing(counters: Tensor) -> None:
-    """Capture a graph on the current stream and drop it: torch then lets go what it keeps for captures on the stream.
+    """Capture a graph on the current stream and drop it: torch then frees what it keeps for captures on the stream.
 
-    counters: of which one is set to the zero that it is; a graph of no work at all would have torch warn of it
+    counters: one of them is set to zero, which it already is, because torch warns of an empty graph
     """
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")

@@ -1,26 +1,25 @@
-"""Grow a tree where the draft is confident: DySpec, EAGLE-2's expansion and re-ranking, and RSD-S's stochastic beam.
+"""Grow trees where the draft is confident: DySpec, EAGLE-2's expansion and re-ranking, and RSD-S's stochastic beam.
 
-A slot of a tree is a place for the next draw below a node. `kernels.trees.growing` says its worth, known before
-its token is drawn. A slot counts with the least of three values: its own, that of the slot of its parent, and that of
-the sibling before it. So the N slots of largest value are a tree. DySpec's heap finds it with a draft call for
-each node; here a level is drafted in one call:
+A slot of a tree is a place for one more child of a node. `kernels.trees.growing` defines its value, which is known
+before its token is drawn. Each slot gets the least of three values: its own, that of its parent's slot, and that of the
+sibling before it. So the N slots of largest value form a tree. DySpec's heap finds it with a draft call for each node;
+here a level is drafted in one call:
 
     depth times:  the `width` best slots below the nodes just drafted get their tokens, and one draft forward
-    at the end:   the best size - 1 of all of them stay
+    at the end:   keep the best size - 1 of all slots
 
-That is the heap's tree whenever no level of it is wider than `width` and it is no deeper than `depth`. Ties go to the
-shallower slot, then to the lower sibling index, then to the parent drafted earlier.
+This is the heap's tree if no level of that is wider than `width` and it is not deeper than `depth`. Ties go to the
+shallower slot, then to the lower rank, then to the parent drafted earlier.
 
-What is lossless: slots may be left out by value, because a value is known before the slot's token is drawn. To leave
-out nodes by their token would change the distribution of the text. By "node" the value is the node's own worth, which
-is for deterministic drafts alone (EAGLE-2, Li et al. 2024, sec. 4). By "beam" a level is the next one of a stochastic
-beam search (RSD-S, Jeon et al. 2024, algorithms 7 to 9): the keys that it keeps are independent of the tokens that have
-them.
+Why it is lossless: slots may be left out by value, because a value is known before the slot's token is drawn. Leaving
+out nodes by their token would change the output's distribution. By "node" the value is the worth of the drawn child,
+which is allowed only for deterministic drafts (EAGLE-2, Li et al. 2024, sec. 4). By "beam" a level is the next one of a
+stochastic beam search (RSD-S, Jeon et al. 2024, algorithms 7 to 9): the kept keys are independent of their tokens.
 
-A slot's value by DySpec takes the draft's probability of a token for its chance of being accepted. A drawn token is
-accepted more often than that where the draft is flat, so DySpec's trees are too wide there.
-`trees.growth.Confidence` has the line as it is measured, and a slot's value is then what it is expected to add to the
-tokens of a step: `kernels.trees.growing` has the formulas.
+DySpec's value uses the draft's probability of a token as its chance of being accepted. If the draft's distribution is
+flat, drawn tokens are accepted more often than that, so DySpec's trees are too wide there. `trees.growth.Confidence`
+has a measured line instead; a slot's value is then the number of tokens that it is expected to add to a step
+(`kernels.trees.growing` has the formulas).
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +52,7 @@ from heavypath.speculative.trees.growth import Growth
 class GrowingDrafter:
     """Grows a tree for each sequence; slot s of a tree has its root's noise row + s.
 
-    It has growth.size nodes on a GPU or by several processes; else as many as the largest one has.
+    Trees have growth.size nodes on a GPU or with several ranks; else the number of nodes of the largest tree.
     """
 
     growth: Growth
@@ -61,13 +60,13 @@ class GrowingDrafter:
 
     @property
     def depth(self) -> int:
-        """Levels of the tree."""
+        """The levels of a tree."""
         return self.growth.depth
 
     def __call__(
         self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
     ) -> Drafted:
-        """See `Drafter`."""
+        """Draft the trees level by level, then keep the best nodes."""
         assert draft is not None
         assert cache is not None
         growth, rules = self.growth, self.rules
@@ -94,7 +93,7 @@ class GrowingDrafter:
             noise_rows = fed.noise_rows
             feed = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth)
         tree = assemble(slots, roots, level, growth.size, trims=can_trim)
-        every = torch.cat(logits, 1)  # [B, n, V], after the slots of all levels but the last
+        every = torch.cat(logits, 1)  # [B, n, V], after the slots of all levels except the last
         chosen = every.flatten(0, 1).index_select(0, tree.inner.flatten())
         drafted = Drafted(
             tokens=tree.tokens,
@@ -111,15 +110,15 @@ class GrowingDrafter:
 
 
 def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device) -> GrowingDrafter:
-    """The drafter of trees that grow by `depth` levels."""
+    """Return the drafter of trees that grow by `depth` levels."""
     top = replace(tree, depth=depth)
     if top.confidence is not None:
-        top.confidence.lines(top.width, device)  # now: a capture copies nothing from the host
+        top.confidence.lines(top.width, device)  # fill the cache now: a capture must not copy from the host
     return GrowingDrafter(top, rules)
 
 
 def _policy(growth: Growth, rules: Rules, depth: int, device: torch.device) -> Policy:
-    """The way in which slots below nodes of a depth are chosen."""
+    """Return the `Policy` that chooses slots below nodes of a depth."""
     noisy = rules.drawing_filters.temperature > 0
     lines = None if growth.confidence is None or not noisy else growth.confidence.lines(growth.width, device)
     return Policy(

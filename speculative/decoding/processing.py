@@ -1,4 +1,4 @@
-"""Repetition penalty and a minimum of new tokens: the target's logits, changed along each path of a tree.
+"""Repetition penalty and min_new_tokens: change the target's logits along each path of a tree.
 
 With text(i) = the prompt, the new tokens so far, and the drafted ones from the root down to node i, the logits x after
 node i become
@@ -6,9 +6,9 @@ node i become
     repetition penalty    x_t / penalty if x_t > 0, else x_t * penalty,   for every token t of text(i)
     min_new_tokens        -inf,   for every end-of-sequence token t, where text(i) has fewer new tokens
 
-before temperature and filters. This is what transformers' RepetitionPenaltyLogitsProcessor (Keskar et al. 2019, "CTRL",
-sec. 4.1) and MinNewTokensLengthLogitsProcessor do to one text. Left padding is not part of the text. The draft's logits
-stay those that the children were drawn from: verification is exact for any draft.
+before temperature and filters. transformers' RepetitionPenaltyLogitsProcessor (Keskar et al. 2019, "CTRL", sec. 4.1)
+and MinNewTokensLengthLogitsProcessor do the same for one sequence. Left padding does not count. The draft's logits are
+not changed: verification is exact for any draft.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from heavypath.speculative.drafts.changes import LogitChange
 
 @dataclass(frozen=True)
 class Processing(LogitChange):
-    """Changes of the target's logits; min_new_tokens is 0 where no token ends a sequence."""
+    """Repetition penalty and min_new_tokens of the target's logits; min_new_tokens is 0 if no token ends a sequence."""
 
     repetition_penalty: float
     min_new_tokens: int
 
     def before_verifying(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
-        """The logits that are sampled, of the logits [B, N, V] after each node.
+        """Return the changed logits of logits [B, N, V] after each node.
 
-        They are fp32 after a penalty, which is a product; else of the type that was given: -inf is in all of them.
+        They are fp32 if there is a penalty, which is a product; else of the given dtype, since every dtype has -inf.
         """
         if self.repetition_penalty != 1:
             path, logits = _paths(drafted), logits.float()
@@ -49,7 +49,7 @@ class Processing(LogitChange):
 
 
 def _paths(drafted: Drafted) -> Tensor:
-    """The tokens from the root down to each node, LongTensor[B, N, N]; all other entries are the root's token."""
+    """Return the tokens from the root down to each node, LongTensor[B, N, N]; other entries are the root's token."""
     node = torch.arange(drafted.tokens.shape[1], device=drafted.tokens.device)
     above = (node <= node[:, None]) & (node[:, None] < drafted.subtree_end[..., None, :])  # [N, N] or [B, N, N]
     there = above & (drafted.tokens >= 0)[:, None, :]

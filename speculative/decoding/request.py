@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts without their left padding, and how to continue them.
+    """The checked arguments of a call of `generate`: prompts without left padding, and how to continue them.
 
     prompt:       LongTensor[B, T], right-padded
     lengths:      LongTensor[B], tokens of each prompt
-    filters:      how the target is sampled
-    sequence_ids: LongTensor[B], which name the sequences' noise
+    filters:      temperature and filters of the target
+    sequence_ids: LongTensor[B], which select the sequences' noise
     stops:        LongTensor[any], end-of-sequence tokens
-    pad:          the token that follows them
-    processing:   what is done to the target's logits before the filters; None for nothing
+    pad:          the padding token after a sequence has ended
+    processing:   repetition penalty and min_new_tokens, applied before the filters; None for neither
     processors:   logits processors of each sequence, for target and draft, before the filters; None for none at all
-    input_ids:    LongTensor[B, T], the prompts as they were given, which processors are shown
-    stopping:     what else ends a sequence; None for nothing
-    past:         cached texts that prompts may have prefixes in common with; None for none
-    inputs:       what the prompts have besides tokens, or had in the past; None for nothing
+    input_ids:    LongTensor[B, T], the prompts as given by the caller, which processors get
+    stopping:     other criteria that end a sequence; None for none
+    past:         cached sequences whose prefixes prompts may share; None for none
+    inputs:       inputs of the prompts besides tokens (images ...), of this call or in the past; None for none
     """
 
     prompt: Tensor
@@ -69,14 +69,14 @@ class Request:
         seed: int = 0,
         penalties_as_processors: bool = False,
     ) -> "Request":
-        """The request that the arguments of a call make, with what the target's generation_config adds to them.
+        """Make a request from the arguments of a call, with defaults from the target's generation_config.
 
         drafting: the models that draft
-        options: of `GenerateOptions`, without the seed
-        penalties_as_processors: whether penalties are logits processors also where there are no others: in a batch of
-            requests that differ
+        options: `GenerateOptions` without the seed
+        penalties_as_processors: make penalties logits processors even if there are no others, for a batch in which
+            requests differ
 
-        Raises TypeError or ValueError that says what was given and what is expected, also for what a model cannot do.
+        Raises TypeError or ValueError for invalid arguments, and for requests that a model does not support.
         """
         temperature = None if temperature is None else real("temperature", temperature)
         settings = with_generation_config(options, temperature, target.model.generation_config, target.vocab_size)
@@ -120,11 +120,11 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """The tokens that the longest text may have."""
+        """The most tokens that a sequence may have, prompt included."""
         return self.prompt.shape[1] + self.max_new_tokens
 
     def to_compare(self) -> dict[str, object]:
-        """The values that all ranks of a generation must have alike, by name."""
+        """Return the values, by name, that must be equal on all ranks of a generation."""
         return {
             "prompt": self.prompt,
             "lengths of prompts": self.lengths,
@@ -139,7 +139,7 @@ class Request:
 
 
 def filters_of(settings: Mapping[str, Any]) -> Filters:
-    """The filters of settings that have all of `SamplingOptions`, and the temperature; one that is off is None."""
+    """Return filters from settings with all of `SamplingOptions` and the temperature; a filter that is off is None."""
     given = {name: settings[name] for name in ("top_k", "top_p", "min_p")}
     on = {name: value for name, value in given.items() if value != NOTHING[name]}
     return Filters(settings["temperature"], **on)
@@ -148,7 +148,7 @@ def filters_of(settings: Mapping[str, Any]) -> Filters:
 def _inputs(
     input_ids: Tensor, lengths: Tensor, target: Forward, new: int, options: Mapping[str, Any]
 ) -> "PromptInputs | Seen | None":
-    """What the prompts have besides tokens, or had in the past."""
+    """Return the prompts' inputs besides tokens, of this call or of the past; None if there are none."""
     given, past = options.get("model_inputs"), options.get("past")
     if given is None and (past is None or past.seen is None):
         return None
@@ -158,7 +158,7 @@ def _inputs(
 def _stopping(
     input_ids: Tensor, stop_strings: str | Sequence[str] | None, options: Mapping[str, Any]
 ) -> "Stopping | None":
-    """The criteria that end a sequence besides end-of-sequence tokens and length; None for none."""
+    """Return the criteria that end a sequence besides end-of-sequence tokens and length; None if there are none."""
     if stop_strings is None and options.get("stopping_criteria") is None:
         return None
     return load("stopping_of")(input_ids, stop_strings, options.get("tokenizer"), options.get("stopping_criteria"))
@@ -167,7 +167,7 @@ def _stopping(
 def _stop_tokens(
     eos_token_id: int | Sequence[int] | None, pad_token_id: int | None, vocab_size: int
 ) -> tuple[list[int], int]:
-    """The end-of-sequence tokens, and the token that follows them."""
+    """Return the end-of-sequence tokens, and the padding token."""
     if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
         eos = [whole("eos_token_id", token) for token in eos_token_id]
     else:
@@ -183,7 +183,7 @@ def _stop_tokens(
 
 
 def _processing(settings: Mapping[str, Any], max_new_tokens: int, has_stops: bool) -> "Processing | None":
-    """The penalties of the target's logits; None where there would be none."""
+    """Return repetition penalty and min_new_tokens as a `Processing`; None if they change nothing."""
     repetition_penalty = real("repetition_penalty", settings["repetition_penalty"])
     if not 0 < repetition_penalty < math.inf:
         raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
@@ -223,7 +223,7 @@ def _check_past(past: object, target: Forward) -> None:
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The number of tokens of each prompt, LongTensor[B]."""
+    """Return the number of tokens of each prompt, LongTensor[B]; ValueError for a mask that is not left padding."""
     if attention_mask is None:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
     if not isinstance(attention_mask, Tensor):
@@ -238,7 +238,7 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _check_positions(target: Forward, drafting: Sequence[Drafting], lengths: Tensor, new: int) -> None:
-    """Raise ValueError where prompts of these lengths have no room for `new` tokens, the last of which is not read."""
+    """Raise ValueError if `new` tokens after these prompts exceed a model's positions; the last one is never read."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     target.check_positions(longest + new - 1, f"({longest} + {new} - 1: the last is not read)")
     for model in (target, *drafting):

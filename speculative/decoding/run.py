@@ -1,16 +1,16 @@
 """Run the steps of a generation: the loop, one step of it, and how a step is launched.
 
-    decode            one step after another until every sequence has ended
-      Engine          runs a step, and says what became of each sequence in it; the service has one, too
+    decode            runs one step after another until all sequences have ended
+      Engine          runs a step, and returns the new numbers of each sequence; the service uses it, too
         StepRunner    keeps steps and their memory
           Recordings  replays steps on a CPU; `graphs` does so on a GPU, and a plain `Launcher` runs call by call
 
-Sequences that go on take the slots of those that have ended, and the next steps are smaller. What else happens after a
-step is done by watchers: streams, stopping criteria, traces, another tree.
+Running sequences move into the slots of those that have ended, so that later steps are smaller. Everything else after a
+step is done by watchers: streams, stopping criteria, traces, changes of the tree.
 
-On a GPU the host learns what a step did while the next one is under way. So one more step may run after the end, where
-the host could not know that it was one; what it did is discarded. A recording and a graph are bound to the memory that
-they were made with, so a launcher belongs to one workspace.
+On a GPU the host reads the result of a step while the next one is running. So one more step may run after the end,
+before the host knows that all sequences have ended; its result is discarded. Recordings and graphs are bound to the
+memory with which they were made, so a launcher belongs to one workspace.
 """
 
 import logging
@@ -37,9 +37,9 @@ from heavypath.speculative.names import load
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2  # caches of texts, for each thread: that of a chat which goes on, and of one text between its turns
-MOST_STEPS = 64  # kept: one for each plan and, on a CPU, for each depth near the end of a text
-BRANCHES = 6  # recordings of a step that are kept, each with memory of its own
+KEPT = 2  # text caches that each thread keeps: for a chat that goes on, and another generation between its turns
+MOST_STEPS = 64  # that are kept: one for each plan and, on a CPU, for each depth near the end of a sequence
+BRANCHES = 6  # recordings of a step that are kept, each with separate memory
 
 Who = TypeVar("Who")
 What = TypeVar("What")
@@ -54,13 +54,13 @@ def decode(
     stats: Statistics,
     watchers: Sequence["Watcher"] = (),
 ) -> Tensor:
-    """The new tokens of each sequence, LongTensor[B, most new tokens of a sequence], with padding after them.
+    """Decode until all sequences have ended; return their new tokens, LongTensor[B, most new tokens], then padding.
 
-    workspace: holds the prompts already
-    watchers: of which one may choose the plan of later steps, among those whose trees `plan` names
+    workspace: must hold the prompts already
+    watchers: one of them may change the tree of later steps, to one of the trees of `plan`
 
-    Raises ValueError for logits that are no distribution. With ranks all of them raise RankMismatchError after the step
-    in which they differ, and what one of them is to raise, see `Agreement.hold`.
+    Raises ValueError for logits that give no distribution. With ranks, all of them raise RankMismatchError after the
+    step in which they differ, and each raises the errors of the others, see `Agreement.hold`.
     """
     peers, state, batch = plan.peers, workspace.state, len(request.prompt)
     looks = [watcher.looks_at(state) for watcher in watchers]
@@ -71,7 +71,7 @@ def decode(
     ended: dict[int, SlotNumbers] = {}
     members = [*workspace.order]  # the sequences in the slots
     longest, most_left = request.prompt.shape[1] - 1, request.max_new_tokens
-    seen = 0  # steps whose outcome the host knows
+    seen = 0  # steps whose result the host has read
     while True:
         for watcher in watchers:
             watcher.before(state)
@@ -104,7 +104,7 @@ def decode(
         longest, most_left = max(row.lengths for row in outcome.rows), max(row.left for row in rows.values())
         running = batch - len(ended)
         slots = running if engine.on_host else 1 << (running - 1).bit_length()
-        close_up(workspace, members, ended, slots, longest + 2 * (plan.depth + 1))  # a step may be under way
+        close_up(workspace, members, ended, slots, longest + 2 * (plan.depth + 1))  # a step may be running
         before, shortest = plan, min(row.lengths for row in rows.values() if row.left > 0)
         for watcher, copy in zip(watchers, looked, strict=True):
             plan = watcher.replanned(plan, seen, len(members), copy)
@@ -125,20 +125,20 @@ def decode(
 
 
 def close_up(workspace: Workspace, members: list[int], ended: Container[int], slots: int, rows: int) -> None:
-    """Move the sequences that go on, of at most `rows` rows, into the first slots; `members` says who is in these."""
+    """Move the running sequences, of at most `rows` rows, into the first slots; updates `members`, those in slots."""
     if slots < len(members):
         logger.debug("the batch closes up from %d slots to %d", len(members), slots)
     free = [slot for slot, member in enumerate(members[:slots]) if member in ended]
     for slot in range(slots, len(members)):
         if members[slot] not in ended:
             destination = free.pop(0)
-            workspace.swap(slot, destination, rows)  # what has ended keeps its cache rows, for a later text
+            workspace.swap(slot, destination, rows)  # an ended sequence keeps its cache rows, for a later request
             members[destination] = members[slot]
     del members[slots:]
 
 
 class SlotNumbers(NamedTuple):
-    """The numbers of one slot after a step, in the order of `StateField`, which says what they are."""
+    """The numbers of one slot after a step, in the order of `StateField`, which describes them."""
 
     root: int
     previous: int
@@ -151,7 +151,7 @@ class SlotNumbers(NamedTuple):
     noise: int
 
     def error(self, where: str) -> ValueError:
-        """The error to be raised where a step has left a `left` below 0; where: in whose text, for the message."""
+        """Return the error for logits without a distribution, when `left` is -1; where: the sequence in words."""
         return ValueError(
             "the target's logits hold NaN or +inf, or nothing but -inf, within a step after position "
             f"{self.lengths}{where}"
@@ -161,37 +161,37 @@ class SlotNumbers(NamedTuple):
 class Watcher:
     """Hooks around the steps of a generation; here they do nothing.
 
-    waits: whether the host waits for each step, so that it knows what the last one did, and not the one before
+    waits: whether the host waits for each step, so that it has the results of the last step, not the one before
     """
 
     waits = False
 
     def looks_at(self, state: Sequences) -> Tensor | None:
-        """A tensor of the state, whose copy on the host is `looked` after each step."""
+        """Return a tensor of the state to copy to the host after each step (`looked` below), or None."""
         return None
 
     def before(self, state: Sequences) -> None:
         """Called before each step."""
 
     def ends(self, rows: Sequence[SlotNumbers], state: Sequences) -> dict[int, int]:
-        """After a step, {sequence: with how many new tokens it ends now}. rows: of sequences that went on before it."""
+        """Return {sequence: new tokens} for sequences to end now. rows: of the sequences that took part in the step."""
         return {}
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Called after each step. rows: as of `ends`, with 0 `left` where a sequence has ended.
+        """Called after each step. rows: as in `ends`; `left` is 0 if a sequence has ended.
 
-        stepped, state: are of this step if the host waits
+        stepped, state: of this step if the host waits, else of a later one
         """
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
-        """The plan of the next steps, after so many of them, for so many slots; with one of the trees of `plan`."""
+        """Return the plan of later steps, with one of the trees of `plan`. steps: so far; running: slots in use."""
         return plan
 
 
 class Outcome(NamedTuple, Generic[Who]):
-    """The host's knowledge after a step: the sequences in it, the numbers of their slots, and the values it looked at.
+    """What the host has read after a step: its sequences, the numbers of their slots, and the watched tensors.
 
-    stepped: what the last step did, which is this one if the host waits for steps
+    stepped: the result of the step launched last, which is the same step only if the host waits for steps
     """
 
     who: Sequence[Who]
@@ -203,7 +203,7 @@ class Outcome(NamedTuple, Generic[Who]):
 class Engine(Generic[Who]):
     """Runs the steps of a workspace.
 
-    looked_at: tensors of its state, copies of which are looked at after each step; waits: as of `Watcher`
+    looked_at: tensors of its state that are copied to the host after each step; waits: as in `Watcher`
     """
 
     def __init__(self, runner: "StepRunner", workspace: Workspace, looked_at: Sequence[Tensor], *, waits: bool):
@@ -214,9 +214,9 @@ class Engine(Generic[Who]):
     def step(
         self, plan: StepPlan, who: Sequence[Who], *, slots: int, levels: int, longest: int, lap: Lap, ends: bool = False
     ) -> Outcome[Who] | None:
-        """Run a step, as `StepRunner.run` does; what came of it, or of the one before, None where there was none.
+        """Run a step, as `StepRunner.run`; return its outcome, or that of the step before (None if there is none).
 
-        who: is in the first slots; ends: whether a step ends all texts. If one is under way, it does, and none is run
+        who: the sequences in the first slots; ends: a single step will end all of them. If one is running, it is enough
         """
         if ends and self._snapshots.taken:
             taken = self._snapshots.next()
@@ -233,19 +233,19 @@ class Engine(Generic[Who]):
 class Snapshots(Generic[What]):
     """Copies of small tensors on the host: as they are after this step or, if `late`, as they were one step before.
 
-    If the host waited for the step that a GPU is working at, the GPU would have nothing to do until the host had looked
-    and launched the next step. So the host looks at the step before the one under way.
+    If the host waited for the running step, the GPU would be idle until the host had read the copies and launched the
+    next step. So the host reads the copies of the step before.
     """
 
     def __init__(self, tensors: list[Tensor], late: bool):
         self._tensors, self._late = tensors, late
-        self.taken: list[tuple[list[Tensor], torch.cuda.Event, What]] = []  # that nobody has seen
+        self.taken: list[tuple[list[Tensor], torch.cuda.Event, What]] = []  # copies that are not returned yet
         self._free = [[_on_host(tensor) for tensor in tensors] for _ in range(2 * late)]
 
     def take(self, what: What) -> tuple[list[Tensor], What] | None:
-        """Copy the tensors. Returns what is known on the host, and the `what` that was given for it, as who was there.
+        """Copy the tensors. Return the copies that the host may read now, with the `what` of their step.
 
-        That is None if `late` and there was no step before.
+        Returns None if `late` and there was no step before.
         """
         if not self._late:
             return [tensor.cpu() for tensor in self._tensors], what
@@ -257,7 +257,7 @@ class Snapshots(Generic[What]):
         return None if len(self.taken) < 2 else self.next()
 
     def next(self) -> tuple[list[Tensor], What]:
-        """The first copies that nobody has seen, as of `take`; waits for them."""
+        """Wait for the oldest copies that were not returned yet, and return them as `take` does."""
         copies, event, what = self.taken.pop(0)
         event.synchronize()
         self._free.append(copies)
@@ -265,33 +265,33 @@ class Snapshots(Generic[What]):
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Memory for a copy of a tensor, which a GPU can write to by itself."""
+    """Allocate memory for a copy of a tensor, pinned so that a GPU can write to it asynchronously."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
 
 
 class StepRunner:
     """Runs the steps of one decoder.
 
-    cuda_graphs: replay each step as a CUDA graph. Then the memory of the last generation is kept, for the next one.
+    cuda_graphs: replay steps as CUDA graphs. Then the memory of the last generation is kept for the next one.
     """
 
     def __init__(self, cuda_graphs: bool):
         self.cuda_graphs = cuda_graphs
         self.idle: Workspace | None = None  # kept for the next generation
-        self._warned = set[str]()  # why steps cannot be captured
+        self._warned = set[str]()  # logged reasons why steps cannot be captured
         self._of_thread, self._lock = threading.local(), threading.Lock()
         self.step = lru_cache(MOST_STEPS)(new_step)
 
     @property
     def kept(self) -> deque[TextCache]:
-        """The texts of this thread's last generations: other threads must not take them away before they are used."""
+        """Caches of this thread's last generations. They are per thread, so that others cannot drop them before use."""
         if not hasattr(self._of_thread, "kept"):
             self._of_thread.kept = deque(maxlen=KEPT)
         return self._of_thread.kept
 
     @contextmanager
     def workspace(self, request: Request, plan: StepPlan) -> Iterator[Workspace]:
-        """A workspace for one generation: the idle one if it fits, or a new one. The models' GPU is the current one."""
+        """Yield a workspace for one generation: the idle one if it fits, else a new one. Makes the GPU current."""
         size, device = Size.of(request, plan), plan.target.device
         with nullcontext() if host_can_read(device) else torch.cuda.device(device):
             if not self.cuda_graphs:
@@ -300,14 +300,14 @@ class StepRunner:
             with self._lock:
                 workspace, self.idle = self.idle, None
             if workspace is None or not workspace.fits(size, plan):
-                del workspace  # before memory is taken for another one
+                del workspace  # before memory is allocated for another one
                 workspace = self.new_workspace(plan, size.rounded())
             with workspace.in_turn():
                 yield workspace
-            self.idle = workspace  # not after an exception: what it holds may be half done
+            self.idle = workspace  # not after an exception, when its contents may be inconsistent
 
     def new_workspace(self, plan: StepPlan, size: Size) -> Workspace:
-        """A new workspace; where memory is short, the texts kept for later give theirs."""
+        """Allocate a workspace; if memory is short, drop the kept text caches first."""
         launcher: Launcher = Recordings() if host_can_read(plan.target.device) else Launcher()
         if self.cuda_graphs:
             launcher = load("CudaGraphs")(plan.target.device, self._warned)
@@ -316,13 +316,13 @@ class StepRunner:
         except torch.OutOfMemoryError:
             if not self.kept:
                 raise
-        self.kept.clear()  # outside of the handler, whose traceback holds a part of what was allocated
+        self.kept.clear()  # outside of the handler, whose traceback keeps part of the allocated memory
         return Workspace(plan, size, launcher)
 
     def keep(self, workspace: Workspace, request: Request, plan: StepPlan) -> TextCache:
-        """Keep the texts of a request that has been decoded: where memory is short those alone, or without rows."""
+        """Keep a decoded request's sequences with their cache rows; if memory is short, only these, or without rows."""
         if len(self.kept) == KEPT:
-            self.kept.popleft()  # before memory is taken for another one
+            self.kept.popleft()  # before memory is allocated for another one
         for rows in (None, None, 0):
             with suppress(torch.OutOfMemoryError):
                 self.kept.append(workspace.finish(request, plan, rows))
@@ -333,24 +333,24 @@ class StepRunner:
     def run(self, plan: StepPlan, workspace: Workspace, *, slots: int, levels: int, longest: int, lap: Lap) -> Stepped:
         """Run one step of the sequences in the first `slots` slots.
 
-        levels:  how many levels of the tree can still be emitted; on a CPU no more are drafted
+        levels:  how many levels of the tree can still be emitted; on a CPU no more levels are drafted
         longest: rows of the longest prefix, at most
         """
         depth, visible = plan.tree.depth, workspace.most_visible(plan)
-        if host_can_read(plan.target.device):  # elsewhere the host does not know the lengths, and one step serves all
+        if host_can_read(plan.target.device):  # on a GPU the host does not know the lengths, and one step serves all
             depth, visible = min(depth, levels), longest
         step = self.step(plan, depth)
         launch = partial(step, *workspace.first(slots), visible)
-        if workspace.changes:  # which ask the host
+        if workspace.changes:  # they run on the host, so the step cannot be replayed
             return launch(lap, workspace.changes)
-        again = depth == plan.tree.depth  # a tree is cut once, near the end of a text
+        again = depth == plan.tree.depth  # a shortened tree is used once, near the end of a sequence
         return workspace.launcher.run(step, slots, launch, lap, again=again)
 
 
 def has_graphs(given: bool | None, target: Forward) -> bool:
-    """True if a decoder's steps are graphs: as it was told, or else wherever they can be.
+    """Whether a decoder's steps run as CUDA graphs: `given`, or by default wherever they can.
 
-    Raises ValueError for graphs on a CPU, and of a target that the host reads from disk in each step.
+    Raises ValueError if True is given on a CPU, or with a target that the host reads from disk in each step.
     """
     on_host, stream = host_can_read(target.device), target.stream
     if given and on_host:
@@ -365,20 +365,20 @@ def has_graphs(given: bool | None, target: Forward) -> bool:
 
 
 class Recorded(NamedTuple):
-    """A step that can be replayed, and what it did, in tensors that each replay writes anew."""
+    """A step that can be replayed, and its result, whose tensors each replay overwrites."""
 
     recording: Recording
     result: Stepped
 
 
 class Recordings(Launcher):
-    """Replays steps on a CPU by `kernels.native.recording`. One that branches has several recordings."""
+    """Replays steps on a CPU by `kernels.native.recording`. A step with branches has several recordings."""
 
     def __init__(self) -> None:
-        self._known = dict[tuple[Step, int], list[Recorded] | None]()  # the last used first; None for an obstacle
+        self._known = dict[tuple[Step, int], list[Recorded] | None]()  # most recently used first; None: an obstacle
 
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """See `Launcher`."""
+        """Replay a recording of the step whose branches fit. If there is none, run the step; record it if `again`."""
         known = self._known.get((step, slots), [])
         for place, each in enumerate(known or ()):
             if known and each.recording.replay():

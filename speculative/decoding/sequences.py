@@ -1,18 +1,18 @@
-"""The state of a batch between steps, on its device. `kernels.commit` moves it on.
+"""The state of a batch between steps, on its device, and the noise rows of its nodes. `kernels.commit` updates it.
 
-A step changes these tensors in place and never asks the host, so that a CUDA graph can replay it. Each sequence that is
-still decoded has a slot; a sequence that has ended may leave its slot to another.
+A step changes these tensors in place and never synchronises with the host, so that a CUDA graph can replay it. Each
+running sequence has a slot; when a sequence has ended, another may take its slot.
 
-Each node has a row of random numbers, in the layout of `rows` that drawing and verifying take:
+Each node has a row of random numbers, a `noise_row` for drawing and verifying:
 
     row  =  | sequence id, 27 bits | position of the root, 24 bits | node, 12 bits |
 
 A row is used for one node of one step and never again: the next step has another root. So results do not depend on the
-batch, and a sequence has the same noise in any batch in which it has the same id. A node's number is the one that it
-has in the whole tree, so a tree that is cut near the end of a text keeps its noise.
+batch, and a sequence has the same noise in every batch in which it has the same id. Nodes are numbered as in the whole
+tree, so a tree that is cut near the end of a sequence keeps its noise.
 
-An exponential race keys its noise by the node's own position in the text instead, with node number 0. A position has
-the same noise wherever in the tree it is reached, and in plain decoding: so the text depends neither on tree nor on
+An exponential race takes the row of the node's position in the sequence instead, with node number 0. So a position has
+the same noise on every path of the tree, and in plain decoding: the output depends neither on the tree nor on the
 draft.
 """
 
@@ -26,21 +26,21 @@ from heavypath.speculative.trees.tree import NODE_BITS
 
 POSITION_BITS = 24
 SEQUENCE_BITS = 27
-ROWS_PER_ROOT = 1 << NODE_BITS  # nodes of a tree, or slots of a growing one, are at most so many
+ROWS_PER_ROOT = 1 << NODE_BITS  # the most nodes of a tree, or slots of a growing one
 MAX_SEQUENCES = 1 << SEQUENCE_BITS  # sequence ids are below this
 
 
 @dataclass
 class Sequences:
-    """B sequences in b slots, each with a length of its own.
+    """B sequences of different lengths in b slots.
 
     numbers: LongTensor[9, b], a row for each `StateField` of kernels.commit; root, previous, .. noise are its rows
-    output: LongTensor[B, M], the new tokens; what follows them is undefined
+    output: LongTensor[B, M], the new tokens; undefined after them
     stops:  LongTensor[any], end-of-sequence tokens, -1 for none
-    seen:   bool [b, V], the tokens of the text so far, if a repetition penalty asks for them; else [b, 0]
+    seen:   bool [b, V], the tokens of each sequence so far, if there is a repetition penalty; else [b, 0]
     seed:   LongTensor[], of all noise
     counts: LongTensor[2, any], how often each child was offered below an accepted node, and accepted; see `commit`
-    settings: fp64 [b, 2, 4], how the target and the draft are sampled, as `kernels.sequence_scores` has it, where
+    settings: fp64 [b, 2, 4], sampling settings of target and draft, as in `kernels.sequence_scores`; used only if
             `serving.own_settings.OwnSettings` is among the changes of logits
     """
 
@@ -69,9 +69,9 @@ class Sequences:
     def room_for(
         cls, batch: int, *, new_tokens: int, stops: int, vocab_size: int, count_slots: int, device: torch.device
     ) -> "Sequences":
-        """Memory for `batch` sequences, all of them ended.
+        """Allocate memory for `batch` sequences, all of them marked as ended.
 
-        vocab_size: for a repetition penalty, else 0; count_slots: the columns of `counts`
+        vocab_size: 0 without a repetition penalty; count_slots: the columns of `counts`
         """
         return cls(
             numbers=torch.zeros(len(StateField), batch, dtype=torch.long, device=device),
@@ -96,7 +96,7 @@ class Sequences:
     ) -> None:
         """Put right-padded prompts LongTensor[B, T] into the first slots. The last token of each is its root.
 
-        members: LongTensor[B], the row of `output` that each has (default: as they are given)
+        members: LongTensor[B], the row of `output` of each sequence (default: 0, 1, ...)
         """
         batch, width = prompt.shape
         ends = prompt_lengths[:, None] - 1
@@ -122,7 +122,7 @@ class Sequences:
             self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)
 
     def first(self, slots: int) -> "Sequences":
-        """A view of the first `slots` slots."""
+        """Return a view of the first `slots` slots."""
         return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots], settings=self.settings[:slots])
 
     def swap(self, one: int, other: int) -> None:
@@ -133,32 +133,32 @@ class Sequences:
             rows[other] = kept
 
     def receive(self, slot: int, source: "Sequences", of: int) -> None:
-        """Take over what other sequences, or these, have in slot `of`; the row of `output` stays where it is."""
+        """Copy slot `of` of `source`, which may be this object, to `slot`; rows of `output` are not copied."""
         for own, other in zip(self._of_slots(), source._of_slots(), strict=True):
             own[slot] = other[of]
 
     def _of_slots(self) -> list[Tensor]:
-        """The values of each slot, [b, ...]."""
+        """The tensors with one entry per slot, [b, ...]."""
         return [self.numbers.T, self.seen, self.settings]
 
 
 def sequence_rows(sequence_ids: Tensor) -> Tensor:
-    """The first noise row of each sequence, LongTensor[B]."""
+    """Return the first noise row of each sequence, LongTensor[B]."""
     return sequence_ids << (POSITION_BITS + NODE_BITS)
 
 
 def root_rows(sequence_rows: Tensor, positions: Tensor) -> Tensor:
-    """The noise rows of roots at these positions, LongTensor[B]; sequence_rows: of `sequence_rows`."""
+    """Return the noise rows of roots at these positions, LongTensor[B]; sequence_rows: from `sequence_rows`."""
     return _below(sequence_rows, positions[:, None], ROWS_PER_ROOT)[:, 0]
 
 
 def node_rows(root_rows: Tensor, nodes: Tensor) -> Tensor:
-    """The noise rows LongTensor[B, n] of the nodes (or slots) LongTensor[n] or [B, n] below these roots."""
+    """Return the noise rows LongTensor[B, n] of nodes (or slots) LongTensor[n] or [B, n] below these roots."""
     return _below(root_rows, nodes, 1)
 
 
 def race_rows(root_rows: Tensor, depths: Tensor) -> Tensor:
-    """The noise rows LongTensor[B, N] of the positions that nodes of depths LongTensor[N] have, for a race."""
+    """Return the noise rows LongTensor[B, N] for a race: those of the positions of nodes at depths LongTensor[N]."""
     return _below(root_rows, depths, ROWS_PER_ROOT)
 
 

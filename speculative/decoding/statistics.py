@@ -10,10 +10,10 @@ from torch import Tensor
 
 from heavypath.speculative.models.layer_weights import StreamCounts, WeightStream
 
-ENOUGH_STEPS = 32  # to tell whether a draft pays
-LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
-LEAST_WAITING = 0.1  # of the time: a streamed target that waits less for its weights has a larger tree than is free
-MOST_REPLANS = 5  # that the table shows
+ENOUGH_STEPS = 32  # before `does_not_pay` judges
+LEAST_GAIN = 1.02  # a smaller gain is less than the tree's costs outside of drafting, which are not measured separately
+LEAST_WAITING = 0.1  # of the time: if weight loading takes less, the tree is larger than what loading hides
+MOST_REPLANS = 5  # changes of the tree that the table shows
 PHASES = (
     "prefill", "draft", "sampling", "target", "processing", "verification", "compaction", "step", "host", "trace",
 )  # fmt: skip
@@ -24,27 +24,27 @@ class Statistics:
     """Sums over the batch. `str()` is a small table.
 
     depth, branching: levels of the largest tree drafted, and the most children of a node
-    tree:          its size in words, and what it was chosen by
-    replans:       after which step the tree changed, and to what: with replan=True, or because fewer sequences ran
-    law_changed_by: what gave the text another law than the target's, such as typical acceptance; "" for nothing
-    verification:  what verified: `method` of `verify_tree`, "typical", or "own" for the user's or the draft's
+    tree:          its size in words, and how it was chosen
+    replans:       (step, new tree) for each change of the tree: with replan=True, or because fewer sequences ran
+    law_changed_by: name of what changed the output's distribution, such as typical acceptance; "" if it is lossless
+    verification:  `method` of `verify_tree`, "typical", or "own" for a user's or the draft's verifier
     steps:         target forwards over a tree; the prompt's forward pass does not count
     new_tokens:    tokens generated, end-of-sequence tokens included, padding not
     seconds:       wall time by phase. "prefill"; "draft", its forward passes; "sampling" of its tokens; "target", its
                    forward pass; "processing", logits processors on both; "verification"; "compaction" of the caches,
-                   and commit; "trace"; "host", the rest. Where steps are CUDA graphs, "step" stands for all they do
+                   and commit; "trace"; "host", the rest. With CUDA graphs "step" replaces the phases inside a step
     total_seconds: wall time of the whole call
     nodes:         nodes that the target scored, roots and absent ones included
-    cache_bytes:   of the target's and the draft's caches
+    cache_bytes:   bytes of the target's and the draft's caches
     prefill_tokens: prompt tokens that the target computed before the first step; each prompt's last one is a root
-    reused_tokens: prompt tokens that it did not compute, since their rows were in `past`
-    streaming:     what the stream of the target's weights did meanwhile; None where they are all in memory
+    reused_tokens: prompt tokens that it did not compute, because their rows were in `past`
+    streaming:     counts of the target's weight stream during the call; None if all weights stay in memory
     steps_of, tokens_of: LongTensor[B], steps and new_tokens of each sequence
     offered:       LongTensor[depth, branching], how often an accepted node at depth d had child j
     accepted:      LongTensor[depth, branching], how often that child was the accepted one
-    clock:         returns seconds; on a GPU only a clock that waits for it can tell phases apart
-    begin:         what the clock said at the beginning; None for now
-    stream:        what reads the target's weights meanwhile, if anything does
+    clock:         returns seconds; on a GPU it must wait for the device to separate phases
+    begin:         the clock's value at the beginning; None for now
+    stream:        the stream of the target's weights; None if all stay in memory
     """
 
     depth: int
@@ -88,15 +88,15 @@ class Statistics:
 
     @property
     def drafting_share(self) -> float:
-        """Of the time after the prompt, the share of drafting; 0 where steps are CUDA graphs, which hide it."""
+        """The share of drafting in the time after the prompt; 0 with CUDA graphs, which hide it."""
         steps = sum(seconds for phase, seconds in self.seconds.items() if phase not in ("prefill", "trace"))
         return sum(self.seconds.get(phase, 0.0) for phase in ("draft", "sampling")) / steps if steps else 0.0
 
     @property
     def waiting_share(self) -> float:
-        """Of the time of the whole call, the share in which the target waited for its weights to be read.
+        """The share of the call's time in which the target waited for its weights to be read.
 
-        NaN where CUDA graphs copied them, which do not tell.
+        NaN if CUDA graphs copied them, where it cannot be measured.
         """
         if self.streaming is None or not self.total_seconds:
             return 0.0
@@ -104,16 +104,16 @@ class Statistics:
 
     @property
     def gain_at_most(self) -> float:
-        """The most by which the text was written sooner than by plain decoding, as a factor.
+        """An upper bound of the speedup over plain decoding.
 
-        A step of plain decoding does, for one node, all that a step here does but drafting; so it takes no longer than
-        that does for a whole tree.
+        A step of plain decoding does for one node everything that a step here does for a tree, except drafting. So it
+        takes no longer than this step without drafting.
         """
         return self.tokens_per_step * (1 - self.drafting_share)
 
     @property
     def does_not_pay(self) -> str:
-        """A message that speculation costs more than it brings; "" where it pays, or after too few steps to tell."""
+        """A message that speculation costs more than it gains; "" if it pays, or after too few steps to judge."""
         if self.streaming and self.nodes > self.steps > 7 and self.waiting_share < LEAST_WAITING:
             return (
                 f"the target waited for its weights in {self.waiting_share:.0%} of the time: its trees of "
@@ -129,15 +129,15 @@ class Statistics:
 
     @property
     def acceptance_by_rank(self) -> list[float]:
-        """For each rank j: of the accepted nodes with a child of rank j, the share whose child j was accepted.
+        """For each rank j, of the accepted nodes with a child of rank j, the share whose child j was accepted.
 
-        Where draws with replacement gave equal siblings, only the node on the accepted path counts.
+        If draws with replacement gave equal siblings, only the node on the accepted path counts.
         """
         return _shares(self.accepted.sum(0), self.offered.sum(0))
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """For each depth d: of the accepted nodes at depth d with children, the share with an accepted child."""
+        """For each depth d, of the accepted nodes at depth d with children, the share with an accepted child."""
         first = self.offered[:, :1].sum(1)  # a node with children has one of rank 0
         return _shares(self.accepted.sum(1), first)
 
@@ -148,7 +148,7 @@ class Statistics:
         self._last = now
 
     def end(self, counts: Tensor, tokens_of: Tensor, steps_of: Tensor, nodes: int) -> None:
-        """Take over what the steps counted: `counts` as `commit` has them, the other tensors on the CPU."""
+        """Set the final counts, and end the clock. counts: as in `commit`; the other tensors are on the CPU."""
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
         self.tokens_of, self.steps_of = tokens_of, steps_of
         self.new_tokens, self.steps, self.nodes = int(tokens_of.sum()), int(steps_of.sum()), nodes
@@ -158,20 +158,20 @@ class Statistics:
         self.total_seconds = self._last - (self.begin or 0.0)
 
     def _rows_of_sequences(self) -> list[tuple[str, str]]:
-        """A row of the table for how the sequences of a batch differ."""
+        """A row of the table for the range over the sequences of a batch."""
         if len(self.steps_of) < 2:
             return []
         each = self.tokens_of / self.steps_of.clamp(min=1)
         return [("  of each sequence", f"{float(each.min()):.2f} to {float(each.max()):.2f} tokens per step")]
 
     def _rows_of_streaming(self) -> list[tuple[str, str]]:
-        """Rows of the table for weights that were read meanwhile."""
+        """Rows of the table for streamed weights."""
         if self.streaming is None:
             return []
         read, rate = self.streaming.bytes_read / 1e9, self.streaming.bandwidth / 1e9
         waited = f"{self.waiting_share:.0%} of the time"
         if self.streaming.untimed:
-            waited = "not known where steps are CUDA graphs"
+            waited = "not known with CUDA graphs"
         return [("weights read, GB", f"{read:.2f} at {rate:.2f} GB/s"), ("  waited for them", waited)]
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ class Statistics:
             ("steps", f"{self.steps}"),
             ("tree", self.tree),
             *(("  after step " + str(step), tree) for step, tree in self.replans[-MOST_REPLANS:]),
-            *([("the text's law", f"changed by {self.law_changed_by}")] if self.law_changed_by else []),
+            *([("output distribution", f"changed by {self.law_changed_by}")] if self.law_changed_by else []),
             ("tokens per step", f"{self.tokens_per_step:.2f}"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
             *self._rows_of_sequences(),
@@ -199,5 +199,5 @@ def _shares(accepted: Tensor, offered: Tensor) -> list[float]:
 
 
 def _to_the_last(shares: list[float]) -> list[float]:
-    """Without the zeros at the end: a grown tree has hundreds of ranks."""
+    """Remove zeros at the end: a grown tree has hundreds of ranks."""
     return shares[: max((place for place, share in enumerate(shares, 1) if share > 0), default=1)]

@@ -1,8 +1,8 @@
-"""One step of decoding a batch, as a function of its state alone.
+"""One step of decoding a batch, a function only of the batch's state:
 
     draft a tree level by level -> target forward on all its nodes -> verify -> compact both caches -> commit
 
-A step changes a `Workspace` alone, and on a GPU asks the host nothing. So a CUDA graph can replay it.
+A step changes only a `Workspace`, and on a GPU never synchronises with the host. So a CUDA graph can replay it.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 
 class Stepped(NamedTuple):
-    """The result of a step: the trees, the target's logits after their nodes, and the nodes that were accepted.
+    """The result of a step: the trees, the target's logits after their nodes, and the accepted nodes.
 
-    raw_logits, logits: [B, N, V], as the model gave them, in its own dtype, and after the changes of logits
+    raw_logits, logits: [B, N, V], the model's output in its dtype, and the logits after all changes of logits
     """
 
     drafted: Drafted
@@ -41,10 +41,10 @@ class Stepped(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The common part of all steps of a generation: whose text, the drafter (or None), the trees, the rules.
+    """What stays fixed during a generation: models, candidate trees, sampling and verification rules.
 
-    tree:   what the next steps draft
-    others: what other steps of the same texts may draft
+    tree:   the trees that the next steps draft
+    others: the trees that other steps of the same generation may draft
     peers:  the processes that decode together
     """
 
@@ -56,18 +56,18 @@ class StepPlan:
     peers: Peers = ALONE
 
     def each(self) -> "list[StepPlan]":
-        """The plan with each of its trees, this one's first."""
+        """Return a plan for each of the trees, this one's first."""
         return [replace(self, tree=tree) for tree in self.trees]
 
     @property
     def trees(self) -> tuple[Shape, ...]:
-        """Each of the trees once, this one first."""
+        """All candidate trees, each once; `tree` is the first."""
         return tuple(dict.fromkeys((self.tree, *self.others)))
 
     def after(self, shortest: int) -> "StepPlan":
-        """The plan of steps whose texts have so many tokens before their roots, or more.
+        """Return the plan of later steps, where all sequences have at least `shortest` tokens before their roots.
 
-        It is of roots alone where the draft has no more positions.
+        Its trees are only roots if the draft has no more positions.
         """
         if self.draft is None or shortest < self.draft.positions or self.tree.depth == 0:
             return self
@@ -76,27 +76,27 @@ class StepPlan:
 
     @property
     def depth(self) -> int:
-        """The most levels that any of the trees has."""
+        """The levels of the deepest candidate tree."""
         return max(tree.depth for tree in self.trees)
 
     @property
     def branching(self) -> int:
-        """The most children that a node of any of the trees has."""
+        """The most children of a node in any candidate tree."""
         return max(tree.branching for tree in self.trees)
 
     @property
     def rows(self) -> int:
-        """The most cache rows that any of the trees takes, with the nodes that the draft adds to it."""
+        """The most cache rows that a candidate tree takes, with the nodes that the draft adds to it."""
         return max(tree.cache_rows for tree in self.trees) + (self.draft or NO_DRAFT).extra_nodes
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The work of a step, with any batch.
+    """The work of a step, for any batch.
 
-    drafter:   drafts the trees; near the end of a text only their top levels
-    branching: the most children that a node has in any tree of the text, which is how `commit` numbers its counts
-    most_levels: that any step of the text drafts
+    drafter:   drafts the trees; near the end of a sequence only their top levels
+    branching: the most children of a node in any tree of the generation, by which `commit` indexes its counts
+    most_levels: the most levels that any step of the generation drafts
     peers:     the processes that decode together
     """
 
@@ -112,7 +112,7 @@ class Step:
         self, state: Sequences, target_cache: KeyValueCache, draft_cache: RowCache | None, visible_rows: int, lap: Lap,
         changes: Sequence[LogitChange] = (),
     ) -> Stepped:  # fmt: skip
-        """Run one step. visible_rows: cache rows that hold the longest prefix, or more; changes: before the rules'."""
+        """Run one step. visible_rows: at least the rows of the longest prefix; changes: applied before the rules'."""
         changes = [change.of_step(state, lap) for change in (*self._own(draft_cache), *changes, *self.rules.changes)]
         reach = Reach(visible_rows, self.most_levels + 1, trims=self.peers.is_alone)
         with self.target.reading_ahead:
@@ -142,21 +142,21 @@ class Step:
         return Stepped(drafted, raw_logits, logits, verified)
 
     def _changed(self, changes: Sequence[LogitChange], state: Sequences) -> Draft | None:
-        """The draft with its logits changed."""
+        """Return the draft, wrapped so that its logits are changed."""
         draft = self.draft
         for change in changes:
             draft = None if draft is None else change.before_drawing(draft, state)
         return draft
 
     def _own(self, cache: RowCache | None) -> Sequence[LogitChange]:
-        """The draft's own changes, which come first; none in a step that drafts nothing."""
+        """Return the draft's changes of logits, which come first; none in a step that drafts nothing."""
         return () if self.draft is None or cache is None or self.drafter.depth == 0 else self.draft.changes(cache)
 
     def _keep(
         self, drafted: Drafted, verified: Verified, state: Sequences, target_cache: KeyValueCache,
         draft_cache: RowCache | None,
     ) -> None:  # fmt: skip
-        """Move the accepted rows of both caches to the text, and the texts on."""
+        """Move the accepted rows of both caches to the end of the prefix, and commit the accepted tokens."""
         if draft_cache is not None and drafted.tokens.shape[1] > 1:
             target_cache.accept(verified.path, verified.length, state.lengths)
             draft_cache.accept(verified.path, verified.length, state.lengths, drafted.draft_rows)
@@ -168,7 +168,7 @@ class Step:
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:
-    """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
+    """Return the step of a plan that drafts the top `depth` levels of its tree: not all near the end of a sequence."""
     tree, device = plan.tree if depth > 0 else ROOT, plan.target.device
     if tree.grows:
         drafter: Drafter = load("growing_drafter")(tree, depth, plan.rules, device)

@@ -1,4 +1,4 @@
-"""Check a user's own verifier and its answers."""
+"""Check a user's verifier and its results."""
 
 import inspect
 from typing import Any
@@ -12,18 +12,18 @@ from heavypath.speculative.models.forward import host_can_read
 
 
 def checked_verifier(verifier: Verifier) -> Verifier:
-    """A user's own verifier, whose answers are checked: shapes always, and on a CPU that the path is one.
+    """Wrap a user's verifier so that its results are checked: always their shapes, and on a CPU also their values.
 
-    It is given logits in fp32, of whatever dtype the models are.
+    The verifier gets logits in fp32, whatever the models' dtype.
 
-    Raises TypeError for something that cannot be called so. What is returned raises TypeError or ValueError for an
-    answer that is none.
+    Raises TypeError if it cannot be called as a `Verifier`. The returned function raises TypeError or ValueError for
+    an invalid result.
     """
     name = getattr(verifier, "__name__", type(verifier).__name__)
     if not callable(verifier) or isinstance(verifier, type):
         given = f"the class {name}" if isinstance(verifier, type) else type(verifier).__name__
         raise TypeError(
-            "verifier must be None, for the method's own, a name, or a callable of your own as Verifier describes it; "
+            "verifier must be None, for the method's default, a name, or a callable as described by Verifier; "
             f"got {given}"
         )
     names = [*inspect.signature(Verifier.__call__).parameters][1:]

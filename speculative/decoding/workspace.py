@@ -1,4 +1,4 @@
-"""The memory that steps work in: the caches and the state of a batch, allocated once, for as many batches as fit."""
+"""The memory of decoding steps: the caches and the state of a batch, allocated once and reused by batches that fit."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Launch = Callable[[Lap], Stepped]  # runs a step in a workspace
 
-# How many rows take as long as to read the weights, and on a GPU to launch a pass, once more.
+# One more pass costs about as much time as this many rows: weights are read again, and on a GPU kernels are launched.
 ROWS_OF_A_PASS = {"cpu": 16, "cuda": 512}
 
 
@@ -38,8 +38,8 @@ class Size(NamedTuple):
     cache_rows:  of each cache
     new_tokens:  of a sequence
     stops:       end-of-sequence tokens
-    count_slots: columns of the counts, as `commit` has them
-    penalised:   1 where a repetition penalty needs the tokens seen, else 0
+    count_slots: columns of `counts` in `commit`
+    penalised:   1 if a repetition penalty needs the tokens seen, else 0
     """
 
     sequences: int
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, plan: StepPlan) -> "Size":
-        """The size for a request that is decoded by a plan."""
+        """Return the size for a request that is decoded by a plan."""
         batch, width = request.prompt.shape
         return cls(
             sequences=batch,
@@ -63,11 +63,11 @@ class Size(NamedTuple):
         )
 
     def covers(self, other: "Size") -> bool:
-        """True if a workspace of this size has room for another size."""
+        """Whether a workspace of this size is large enough for the other size."""
         return all(have >= need for have, need in zip(self, other, strict=True))
 
     def rounded(self) -> "Size":
-        """A larger size, which more generations fit: small numbers as powers of two, the rest as multiples of 1,024."""
+        """Round up, so that more generations fit: small numbers to powers of two, the others to multiples of 1,024."""
         small = self.sequences, max(8, self.stops), max(64, self.count_slots)
         sequences, stops, count_slots = (1 << (number - 1).bit_length() for number in small)
         cache_rows, new_tokens = (-(-number // 1024) * 1024 for number in (self.cache_rows, self.new_tokens))
@@ -83,28 +83,28 @@ class Launcher:
     outlives = False
 
     def prepare(self, step: Step, launch: Launch) -> None:
-        """Do ahead what the first run of a step would do besides the step. Nothing is run."""
+        """Compile kernels for this step without executing it."""
 
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """Run a step in the first `slots` slots; again: whether it may be expected to come again."""
+        """Run a step in the first `slots` slots; again: whether the same step is likely to run again."""
         return launch(lap)
 
 
 class Workspace:
-    """The caches of a target and, unless there is none, of a draft; the state of the batch; what launches its steps.
+    """The caches of a target and of a draft (if there is one), the state of the batch, and the launcher of its steps.
 
-    order: which sequence of the request is in each of the first slots when it begins
+    order: the sequence of the request that is in each of the first slots at the beginning
     """
 
     def __init__(self, plan: StepPlan, size: Size, launcher: Launcher):
         target, draft = plan.target, plan.draft
         self.size, self.launcher = size, launcher
-        self.changes: tuple[LogitChange, ...] = ()  # that ask the host, of the generation that is under way
+        self.changes: tuple[LogitChange, ...] = ()  # changes of logits that run on the host, of the current generation
         if launcher.outlives:
             self._home = torch.cuda.current_stream()
-            self._left: Any = None  # the event at which the last generation ends
+            self._left: Any = None  # the event at the end of the last generation
         self._target, self._draft = target, draft
-        self._behind = dict[int, int]()  # see `turn`
+        self._behind = dict[int, int]()  # rows that a resting draft has read of each sequence, see `turn`
         self.order: list[int] = []
         self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache | None]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
@@ -122,10 +122,10 @@ class Workspace:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Use the workspace on the current stream, for the block, after whoever used it before on another one.
+        """Use the workspace on the current stream, for the block, after its last use on another stream.
 
-        A generation ends while its last step is still running. So the stream that takes the workspace next waits for
-        that step, and so does the stream that the memory was allocated on, which may get it back.
+        A generation ends while its last step is still running. So the stream that uses the workspace next waits for
+        that step, and so does the stream on which the memory was allocated, since it may reuse freed memory.
         """
         stream = torch.cuda.current_stream()
         if self._left is not None:
@@ -142,20 +142,20 @@ class Workspace:
         return sum(cache.nbytes for cache in (self.target_cache, self.draft_cache) if cache is not None)
 
     def most_visible(self, plan: StepPlan) -> int:
-        """Rows of the longest prefix that there is room for."""
+        """Return the rows of the longest prefix for which there is room."""
         return self.size.cache_rows - plan.rows
 
     def fits(self, size: Size, plan: StepPlan) -> bool:
-        """True if a generation of this size, by this plan, can use it."""
+        """Whether a generation of this size, by this plan, can use the workspace."""
         same_models = self._target is plan.target and (plan.draft is None or plan.draft is self._draft)
         return self.size.covers(size) and same_models
 
     def begin(self, request: Request, plan: StepPlan) -> list[int]:
-        """Put a request's prompts into the first slots, and all of their tokens but the last into the caches.
+        """Put a request's prompts into the first slots, and prefill all tokens except the last of each.
 
-        Returns how many tokens of each prompt the target did not compute, because their rows were in the request's
-        past. A draft that is no model makes its rows anew, which costs nothing. Both are in the order of the slots:
-        what lacks most tokens comes first, so that those that lack few take no part in later passes.
+        Returns for each slot how many tokens of the prompt the target did not compute, because their rows were in the
+        request's past. (A draft that is not a model computes its rows again, which costs nothing.) Sequences with the
+        most missing tokens come first, so that those with few take no part in later passes.
         """
         *_, reused = self.beginning(request, plan, order=_most_missing_first(request))
         return reused
@@ -163,11 +163,11 @@ class Workspace:
     def beginning(
         self, request: Request, plan: StepPlan, chunk: int | None = None, order: list[int] | None = None
     ) -> Iterator[list[int]]:
-        """`begin` piece by piece: at most `chunk` tokens of each prompt (None for all) go through a model at a time.
+        """`begin` piece by piece: a pass reads at most `chunk` tokens of each prompt (None for all).
 
-        order: which sequence is in which slot (default: as they are given)
+        order: the sequence in each slot (default: 0, 1, ...)
 
-        Each piece yields what `begin` returns.
+        Yields the result of `begin` after each piece.
         """
         batch = len(request.prompt)
         self.order = [*range(batch)] if order is None else order
@@ -188,7 +188,7 @@ class Workspace:
         before_roots = prompt[:, :-1]
         width = before_roots.shape[1]
         draft = plan.draft
-        rests = draft is not None and plan.tree.depth == 0  # and has read nothing until it drafts
+        rests = draft is not None and plan.tree.depth == 0  # such a draft reads nothing until it drafts
         self._behind = dict.fromkeys(range(batch), 0) if rests else {}
         _, target_cache, draft_cache = self.first(batch)
         target_cache.begin(lengths - 1)
@@ -206,11 +206,11 @@ class Workspace:
         parts = [] if draft is None or draft_cache is None else draft.parts(draft_cache)
         in_parts = [[0] * batch if part.forward is None else copied(part.forward, cache) for part, cache in parts]
         readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
-        if shared is not None:  # a head must have read what the target does not compute again
+        if shared is not None:  # a head must have cached all tokens that the target does not compute again
             most = zip(shared.lengths, *(in_parts[reader] for reader in readers), strict=True)
             shared = shared.limited([min(each) for each in most])
         cached = copied(self._target, target_cache)
-        for reader in readers:  # the last entry was made of another next token
+        for reader in readers:  # the last entry depends on the next token, which may be another one now
             in_parts[reader] = [max(0, rows - 1) for rows in cached]
         rows_of_pass = rows_of_a_pass(plan, alone=request.inputs is not None)
         blocks = blocks_of(ends, cached, rows_of_pass)
@@ -230,7 +230,7 @@ class Workspace:
             self._behind = dict(zip(self.order, in_parts[0], strict=True))
             yield reused
             return
-        cache: Any  # each part's own kind
+        cache: Any  # of the part's type
         for number, ((part, cache), have) in enumerate(zip(parts, in_parts, strict=True)):
             if part.overlap is None:
                 part.prefill(before_roots, cache)
@@ -244,13 +244,13 @@ class Workspace:
         yield reused
 
     def turn(self, request: Request, before: StepPlan, after: StepPlan, slots: int) -> None:
-        """Have the draft rest or catch up, between steps by one plan and steps by another; waits for the device.
+        """Let the draft rest, or catch up, when steps change from one plan to another; waits for the device.
 
-        A step that drafts nothing gives the draft nothing to read. So the length that it had read of each text is noted
-        before the first of such steps. Before the next step that drafts, it reads the tokens written since, in one
-        pass.
+        A step that drafts nothing gives the draft nothing to read. So before the first of such steps the number of
+        tokens that it has read of each sequence is stored. Before the next step that drafts, it reads the tokens
+        written since.
 
-        slots: the first of them, which go on
+        slots: the number of running slots
         """
         if before.tree.depth > 0 and after.tree.depth == 0:
             self._rest(slots)
@@ -258,16 +258,16 @@ class Workspace:
             self._catch_up(request, after, slots)
 
     def _rest(self, slots: int) -> None:
-        """Note how many rows the draft's cache has of the texts in the first slots.
+        """Store how many rows the draft's cache has of the sequences in the first slots.
 
-        It may lack an accepted leaf, the token before the root.
+        The cache may lack an accepted leaf, the token before the root.
         """
         numbers = self.state.numbers[:, :slots].cpu()
         lengths, members = numbers[[StateField.LENGTHS, StateField.MEMBER]].tolist()
         self._behind |= {member: max(0, length - 1) for member, length in zip(members, lengths, strict=True)}
 
     def _catch_up(self, request: Request, plan: StepPlan, slots: int) -> None:
-        """Give the draft the tokens before the roots in the first slots that it has not read."""
+        """Let the draft read the tokens before the roots of the first slots that it has not read."""
         (state, _, cache), draft = self.first(slots), cast(Any, plan.draft)
         assert draft.can_rest
         assert cache is not None
@@ -282,26 +282,25 @@ class Workspace:
         logger.debug("the draft has caught up with %d texts", slots)
 
     def _texts(self, request: Request) -> Tensor:
-        """The tokens of all texts so far, LongTensor[B, T + M]; what is after a text's end is undefined."""
+        """Return the tokens of all sequences so far, LongTensor[B, T + M]; undefined after a sequence's end."""
         batch, width = request.prompt.shape
         texts = pad(request.prompt, (0, self.state.output.shape[1]))
         after = request.lengths[:, None] + torch.arange(texts.shape[1] - width, device=texts.device)
         return texts.scatter(1, after, self.state.output[:batch])
 
     def _text_lengths(self, request: Request, numbers: Tensor) -> Tensor:
-        """The numbers of tokens before the roots in some slots, LongTensor[b] on the CPU.
+        """Return the tokens before the roots in some slots, LongTensor[b] on the CPU.
 
-        They are those of the target's cache; where a text has ended, more may have been accepted than it has tokens.
-
-        numbers: of these slots, on the CPU
+        They are the lengths in the target's cache, but not more than an ended sequence has tokens: more may have been
+        accepted. numbers: of these slots, on the CPU
         """
         prompts = request.lengths.cpu()[numbers[StateField.MEMBER]]
         return numbers[StateField.LENGTHS].minimum(prompts + numbers[StateField.PRODUCED])
 
     def finish(self, request: Request, plan: StepPlan, rows: int | None = None) -> TextCache:
-        """The texts of a request that has been decoded, or so many tokens of them, with their cache rows.
+        """Return a decoded request's sequences, or their first `rows` tokens, with their cache rows.
 
-        Where another generation will use the same memory, the rows are copied.
+        If another generation will use the same memory, the rows are copied.
         """
         draft = plan.draft
         numbers = self.state.numbers[:, : len(request.prompt)].cpu()
@@ -321,21 +320,21 @@ class Workspace:
         return cache.trimmed(slice(len(texts)), texts.shape[1]) if self.launcher.outlives else cache
 
     def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache | None]:
-        """Views of the state, the target's and the draft's cache for the first `slots` slots."""
+        """Return views of the state, the target's and the draft's cache for the first `slots` slots."""
         if slots not in self._views:
             draft_cache = None if self.draft_cache is None else self.draft_cache.first(slots)
             self._views[slots] = self.state.first(slots), self.target_cache.first(slots), draft_cache
         return self._views[slots]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
-        """Exchange the sequences in two slots, with their caches, which have `rows` rows in use; None: maybe all."""
+        """Exchange the sequences in two slots, with their first `rows` cache rows (None: all)."""
         self.state.swap(one, other)
         for cache in (self.target_cache, self.draft_cache):
             if cache is not None:
                 cache.swap(one, other, rows)
 
     def receive(self, slot: int, source: "Workspace", of: int, rows: int) -> None:
-        """Take over the sequence in slot `of` of another workspace, or of this one; its caches have `rows` rows."""
+        """Copy the sequence in slot `of` of `source` (maybe this workspace) to `slot`; its caches have `rows` rows."""
         self.state.receive(slot, source.state, of)
         self.target_cache.receive(slot, source.target_cache, of, rows)
         if self.draft_cache is not None and source.draft_cache is not None:
@@ -343,9 +342,9 @@ class Workspace:
 
 
 class Block(NamedTuple):
-    """Tokens that go through a model side by side: `width` of each of the texts in the first `slots` slots.
+    """Tokens of one prefill pass: `width` tokens of each sequence in the first `slots` slots.
 
-    starts: the place of the first of them in each text
+    starts: the position of the first of them in each sequence
     """
 
     slots: int
@@ -354,19 +353,19 @@ class Block(NamedTuple):
 
 
 def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[Block]:
-    """The blocks in which texts go through a model that end at `ends` and of which `cached` tokens are cached.
+    """Split prefill into blocks, for sequences that end at `ends` and of which `cached` tokens are cached.
 
-    All texts that lack tokens take part in the first block. Those that lack most go on alone, where that saves more
-    rows than a pass costs: the cheapest of all ways to part the tokens missing, by dynamic programming. Where a text
-    lacks fewer tokens than a block is wide, some of its rows are computed again, so that no padding lies after the end
-    of the cache.
+    All sequences with missing tokens take part in the first block. Those with most continue in further blocks, if this
+    saves more rows than another pass costs: the cheapest split of the missing tokens, by dynamic programming. If a
+    sequence lacks fewer tokens than a block's width, some of its rows are computed again, so that no padding lies after
+    the end of the cache.
 
-    rows_of_pass: how many rows cost as much as one more pass
+    rows_of_pass: the number of rows that cost as much as one more pass
     """
     missing = [max(0, end - have) for end, have in zip(ends, cached, strict=True)]
-    places = [0, *sorted({*missing} - {0})]  # tokens after which a block may end
+    places = [0, *sorted({*missing} - {0})]  # numbers of tokens after which a block may end
     slots = [1 + max((slot for slot, lacks in enumerate(missing) if lacks > place), default=-1) for place in places]
-    best: list[tuple[float, list[int]]] = [(0, [0])]  # cost, and where blocks end, up to each place
+    best: list[tuple[float, list[int]]] = [(0, [0])]  # for each of these: the least cost, and where the blocks end
     for last in range(1, len(places)):
         ways = (
             (best[first][0] + slots[first] * (places[last] - places[first]) + rows_of_pass, first)
@@ -383,11 +382,10 @@ def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[B
 
 
 def rows_of_a_pass(plan: StepPlan, *, alone: bool = False) -> float:
-    """The number of rows that cost as much as one more pass; infinity where all texts are to go through together.
+    """Return how many rows cost as much as one more pass; infinity if all sequences must go through in one pass.
 
-    That is where weights are read for each pass, and where the longest text of a pass decides its rotary embeddings.
-
-    alone: whether prompts hold more than tokens
+    This is so if weights are streamed for each pass, if the longest sequence of a pass decides its rotary embeddings,
+    and if prompts hold more than tokens (`alone`).
     """
     models = [plan.target, *(plan.draft or NO_DRAFT).models]
     if alone or plan.target.stream is not None or any(model.rope_limit is not None for model in models):
@@ -396,7 +394,7 @@ def rows_of_a_pass(plan: StepPlan, *, alone: bool = False) -> float:
 
 
 def _most_missing_first(request: Request) -> list[int]:
-    """The sequences of a request, those first that lack most tokens."""
+    """Return the sequences of a request, those with the most missing tokens first."""
     ends = (request.lengths - 1).tolist()
     have = [0] * len(ends)
     if request.inputs is None and request.past is not None:
@@ -409,14 +407,14 @@ def _most_missing_first(request: Request) -> list[int]:
 def _pieces(
     tokens: Tensor, blocks: Sequence[Block], chunk: int | None, shared: int = 0
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """The blocks of texts LongTensor[B, T] in pieces, which are of the first slots' texts, and where each begins.
+    """Cut blocks of tokens LongTensor[B, T] into pieces; yield each piece and the position at which it begins.
 
-    Pieces of at most `chunk` tokens of each text and the first `shared` ones of the next piece, LongTensor[any, any].
+    A piece, LongTensor[slots, any], has at most `chunk` tokens of each sequence and the next `shared` tokens.
     """
     for block in blocks:
         first = torch.tensor(block.starts, device=tokens.device)[:, None]
         whole = block.width + (0 if block is blocks[-1] else shared)
         for begin in range(0, block.width, chunk or block.width):
             column = torch.arange(begin, min(whole, begin + (chunk or block.width) + shared), device=tokens.device)
-            places = (first + column).clamp(max=tokens.shape[1] - 1)  # after a text's end they mean nothing
+            places = (first + column).clamp(max=tokens.shape[1] - 1)  # undefined after a sequence's end
             yield tokens[: block.slots].gather(1, places), [start + begin for start in block.starts]

@@ -36,7 +36,7 @@ class AnswerReader(Protocol):
         ...
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """The remaining parts; stopped: whether the model ended the text by itself, so that it is complete."""
+        """The remaining parts; stopped: whether the model ended the text, so that it is complete."""
         ...
 
 
@@ -71,7 +71,7 @@ class MarkedAnswer:
         return AnswerParts(thought, self._calls.add(said), tuple(self._calls.new_calls()))
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """The remaining parts; stopped: whether the model ended the text by itself."""
+        """The remaining parts; stopped: whether the model ended the text, so that it is complete."""
         thought, said = self._reasoning.end()
         thought = self._thought(thought)
         said = self._calls.add(said) + self._calls.end()[0]

@@ -112,7 +112,7 @@ class Exchange:
 
     client: who sent the request; the queue is shared fairly among clients
 
-    Raises Refusal if the request asks for something that is not allowed, the queue is full, or the service is closed.
+    Raises Refusal if the request needs something that is not allowed, the queue is full, or the service is closed.
     Nothing of the request is decoded then.
     """
 
@@ -355,11 +355,11 @@ def _processors(request: Sampling, grammar: Grammar | None, prompt_length: int, 
 def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
     """The largest number of new tokens of a choice.
 
-    Asked: the requested number, None for as many as there is room for.
+    Asked: the requested number, None for the largest possible.
     """
     room = limits.max_tokens - len(prompt.tokens)
     if room < 1 or (asked or 1) > room:
-        have = f"the prompt has {len(prompt.tokens)} tokens" + (f" and {asked} more are asked for" if asked else "")
+        have = f"the prompt has {len(prompt.tokens)} tokens" + (f" and {asked} more are requested" if asked else "")
         message = f"there is room for {limits.max_tokens} tokens of prompt and answer, and {have}"
         raise Refusal(400, message, param="max_tokens" if asked else None, code="context_length_exceeded")
     return room if asked is None else max(1, asked)

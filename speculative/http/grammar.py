@@ -31,7 +31,7 @@ KEPT = 16  # how many grammars are kept; one usually takes 1 MiB
 
 
 class GrammarSource(NamedTuple):
-    """A grammar as text; what: its name in messages; field: the field of the request that asked for it."""
+    """A grammar as text; what: its name in messages; field: the request's field that has it."""
 
     text: str
     what: str

@@ -51,13 +51,13 @@ def chi_square_p_value(counts: Tensor, law: Tensor) -> float:
 def detectable_total_variation(
     law: Tensor, sequences: int, *, significance: float = SIGNIFICANCE, power: float = 0.99
 ) -> float:
-    """The total variation from a law [V, ..., V] that a run of so many sequences finds with a probability of `power`.
+    """The total variation from a law [V, ..., V] that a run of `sequences` finds with a probability of `power`.
 
-    Four times as many sequences find half as much. 1.0 where there are too few of them to tell one text from another.
+    Four times as many sequences find half of it. 1.0 if there are too few of them to distinguish texts at all.
     """
     freedom = int(cells_of(law.flatten().double(), sequences).max())
     x, y = math.log(2 / significance), -math.log1p(-power)
-    if not freedom:  # of a law that is certain, any other text is found
+    if not freedom:  # if the law is certain, any other text is found
         return 1.0 if law.max() < 1 else -math.expm1(-y / sequences)
     least = 2 * math.sqrt(freedom * x) + 2 * x
     moved = least + 4 * y + math.sqrt(8 * least * y + 16 * y**2 + 4 * y * freedom)

@@ -14,9 +14,9 @@ of them is so far off. A departure is named where it arises: tokens that follow 
 The p-value is that of both tests: twice the lesser.
 
 A good fit does not show some things. A total variation below the detectable one is not seen, nor other prompts,
-settings and models. Nor are tokens after the first T, as of trees that reach farther and caches that wrap around. Draws
-that are too even, and so not independent, are not seen. The fit does not show that a seed gives the same text again.
-Where logits are equal, or nearly, two right programs may cut top-p or top-k at other tokens.
+settings and models. Nor are errors after the first T tokens, such as those of deeper trees and caches that wrap around.
+Draws that are too even, and so not independent, are not seen. The fit does not show that a seed gives the same text
+again. If logits are equal, or nearly, two right programs may cut top-p or top-k at other tokens.
 """
 
 import math
@@ -197,7 +197,7 @@ def _departures(seen: Tensor, came: Tensor, law: Tensor, prefix: int, asked: int
 
 
 def _checked_law(law: Tensor, sequences: int) -> Tensor:
-    """The law in fp64 on the CPU, if it is one that so many sequences can be compared with."""
+    """The law in fp64 on the CPU, if it fits a test with this number of sequences."""
     if not isinstance(law, Tensor) or not law.is_floating_point() or len({*law.shape}) != 1:
         raise TypeError(f"law must be probabilities [V, ..., V] with a dimension for each token, got {_described(law)}")
     law = law.detach().double().cpu()

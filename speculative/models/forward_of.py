@@ -95,7 +95,7 @@ def peers_of(models: Sequence[Forward], device: torch.device) -> Peers:
 
 
 def check_alone(what: str, *models: Any) -> None:
-    """Raise ValueError for a model that is split over processes, where `what` would let each rank decide by itself."""
+    """Raise ValueError for a model that is split over processes, where `what` would let each rank decide alone."""
     for model in models:
         if model.ranks is not None:
             raise ValueError(

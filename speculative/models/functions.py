@@ -186,7 +186,7 @@ def _chain(function: Any) -> list[Any]:
 
 
 def _is_usual(owner: Owner, value: Any) -> bool:
-    """Whether the owner has this value by itself: the libraries' own code, or for a class, code of its own package."""
+    """Whether this value is the owner's default: the libraries' code, or for a class, code of the class's package."""
     if value is None:
         return True
     if isinstance(owner, type) and isinstance(value, FunctionType):

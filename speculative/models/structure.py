@@ -103,9 +103,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _captures(hook: object) -> bool:
-    """Whether transformers registered this hook, permanently, when it was first asked for hidden states.
+    """Whether transformers registered this hook, permanently, at the first call that requested hidden states.
 
-    Such hooks do nothing except in calls that ask for hidden states, so they do not count as a change of the model.
+    Such hooks do nothing except in calls that request hidden states, so they do not count as a change of the model.
     """
     return getattr(hook, "__globals__", {}).get("__name__") == "transformers.utils.output_capturing"
 

@@ -38,7 +38,7 @@ from heavypath.speculative.decoding.typical import Typical
 #     accepted   it is on the accepted path
 #     rejected   its coin was not below its threshold
 #     skipped    it could not be accepted: the draft could not have drawn it, or its token was rejected before
-#     elder      a sibling drawn earlier was accepted, so this one was not tried
+#    `elder`     a sibling drawn earlier was accepted, so this one was not tried
 #     beyond     held siblings: the coin lies in the interval of a sibling drawn earlier
 #     equal      its token was accepted, but the path continues below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token

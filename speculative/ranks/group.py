@@ -3,8 +3,8 @@
 All ranks must call the same collectives in the same order, with tensors of the same shapes. So the calls must not
 depend on anything that may differ between ranks, such as a clock or a user's function. `decided` lets rank 0 decide.
 
-How long a rank waits for another one is the timeout of the process group, which is set by whoever made the group. A
-process that ends closes its connections, which the others notice at once.
+A rank waits for another one until the timeout of the process group, which is set where the group is made. A process
+that ends closes its connections, which the others notice at once.
 """
 
 from collections.abc import Callable

@@ -35,7 +35,7 @@ class Completion:
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        """Log-probabilities of new tokens so far, if `submit` was asked for them.
+        """Log-probabilities of new tokens so far, if they were requested from `submit`.
 
         At least for all tokens that were read.
         """
@@ -43,7 +43,7 @@ class Completion:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
-        """The log-probabilities of the prompt's tokens, if `submit` was asked for them.
+        """The log-probabilities of the prompt's tokens, if they were requested from `submit`.
 
         Complete with the first new token.
         """

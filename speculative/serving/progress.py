@@ -1,7 +1,7 @@
 """The state of a request, which the decoding thread writes and any number of other threads read.
 
-The tokens are kept as long as somebody holds the completion. So a slow reader holds up nobody, and takes no more memory
-than the tokens of the request.
+The tokens are kept as long as the completion is referenced. So a slow reader delays no other request, and takes only
+the memory of the request's tokens.
 """
 
 import threading

@@ -194,7 +194,7 @@ class ServiceSlots:
     def may_follow(self, group: Sequence[Arrival], arrival: Arrival) -> bool:
         """Whether a prompt can be read together with `group`.
 
-        With an empty group, whether it may run beside the running ones.
+        With an empty group, whether it may run with the running ones.
         """
         if not group:
             return not self.running or self._is_long(arrival) == self._is_long(self.running[0].arrival)

@@ -81,12 +81,12 @@ def device_of(tensors: list[Offloaded]) -> torch.device:
     if len(devices) > 1 or device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"the weights are offloaded for {', '.join(devices)}; streams are for a CPU or for one CUDA GPU: load the "
-            'model with a device_map of that GPU, "cpu" and "disk" alone'
+            'model with a device_map of only that GPU, "cpu" and "disk"'
         )
     in_memory = next((tensor.key for tensor in tensors if tensor.is_in_memory), None)
     if device.type == "cpu" and in_memory is not None:
         raise ValueError(
-            f"{in_memory} is offloaded from a CPU to its own memory; streams for a CPU take weights on disk alone: "
+            f"{in_memory} is offloaded from a CPU to its own memory; streams for a CPU need weights on disk: "
             'load the model with a device_map of "cpu" and "disk"'
         )
     return device

@@ -70,7 +70,7 @@ class DeviceStream(WeightStream):
     Raises what `HostLayers` raises.
     """
 
-    resident: frozenset[int] = frozenset()  # layers that stay on the GPU are no part of the stream
+    resident: frozenset[int] = frozenset()  # layers that stay on the GPU are not part of the stream
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class Layout:
         for place in sorted(source.values(), key=lambda place: (place.path, place.begin)):
             if place.begin % place.dtype.itemsize:
                 raise ValueError(
-                    f"{place.path!r} has a tensor of type {place.dtype} at the odd byte {place.begin}; write it anew "
+                    f"{place.path!r} has a tensor of type {place.dtype} at the odd byte {place.begin}; write it again "
                     "with save_pretrained, which aligns tensors"
                 )
             begin, end = place.begin // BLOCK * BLOCK, -(-place.end // BLOCK) * BLOCK

@@ -18,7 +18,7 @@ def bytes_of(memory: int | str) -> int:
 
 
 def resident_layers(sizes: Sequence[int], memory: int, wanted: Collection[int], others: int) -> list[int]:
-    """The layers that stay: the wanted ones, and as many others as the memory has room for, evenly spread.
+    """The layers that stay: the wanted ones, and the others for which there is memory, evenly spread.
 
     sizes: bytes of each layer; memory: for all layers; others: bytes of everything else, for the error message
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heavypath.speculative.streaming.source import Place
 
-ALIGNMENT = 256  # bytes, the same as of torch's own allocations on a GPU
+ALIGNMENT = 256  # bytes, as for torch's allocations on a GPU
 
 
 class Packing:

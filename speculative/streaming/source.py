@@ -54,7 +54,7 @@ def places_in(path: str | Path) -> dict[str, Place]:
     """
     path = Path(path)
     try:
-        with safe_open(path, "np"), path.open("rb") as file:  # which checks all that the header says
+        with safe_open(path, "np"), path.open("rb") as file:  # safe_open checks the header
             length = int.from_bytes(file.read(8), "little")
             header = parsed(file.read(length).decode())
     except SafetensorError as error:

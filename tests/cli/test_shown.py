@@ -30,7 +30,7 @@ def test_statistics_are_one_line_and_all_of_them_with_v(heavypath):
     assert re.fullmatch(line, heavypath(*given)[2])
     assert {"acceptance by depth", "tokens per second", "seconds, target"} <= {*table(heavypath(*given, "-v")[2])}
     lossy = heavypath(*given, "--method", "typical-lossy", "--temperature", 1)[2]
-    assert lossy.endswith("; the text's law is changed by typical acceptance, epsilon 0.09, delta 0.3]\n")
+    assert lossy.endswith("; the output distribution is changed by typical acceptance, epsilon 0.09, delta 0.3]\n")
 
 
 def table(text):

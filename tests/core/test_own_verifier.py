@@ -74,9 +74,9 @@ def test_a_verifier_is_called_in_each_step(tiny_pair):
 
 
 @pytest.mark.parametrize(("verifier", "error", "message"), [
-    ("speculation", ValueError, "verifier must be None, for the method's own, one of rejection, held, .*or a callable "
-                                "of your own as Verifier describes it; got 'speculation'"),
-    (3, TypeError, "or a callable of your own as Verifier describes it; got int"),
+    ("speculation", ValueError, "verifier must be None, for the method's default, one of rejection, held, .*or a "
+                                "callable as described by Verifier; got 'speculation'"),
+    (3, TypeError, "or a callable as described by Verifier; got int"),
     (Verified, TypeError, "got the class Verified"),
     (lambda nodes, target_logits: None, TypeError, r"must be callable as <lambda>\(nodes, target_logits, draft_logits, "
                                                    r"\*, max_depth, target_filters, draft_filters, noise\): too many"),

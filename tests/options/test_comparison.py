@@ -118,7 +118,7 @@ def test_shapes_and_profiles_are_those_of_the_decoders(pair, tmp_path):
     profile = profile_of(greedy_counts([[600, 200]], [1000]))
     replace(profile, verifier=None, target=describe(target), draft=describe(draft)).save(tmp_path / "profile")
     assert compare(target, draft, PROMPTS, profile=tmp_path / "profile", **options)[-1].text == "equal"
-    with pytest.raises(ValueError, match="a profile says what trees to take"):
+    with pytest.raises(ValueError, match="a profile chooses the trees"):
         compare(target, draft, PROMPTS, profile=tmp_path / "profile", tree_size=3, **options)
     lookup = compare(target, PromptLookup(), PROMPTS, **options)
     assert [row.method for row in lookup] == [PLAIN, "sequoia"]  # assisted generation needs a model

@@ -386,7 +386,7 @@ def test_several_gpus_are_refused_and_so_is_a_cpu_beside_itself():
 
     with pytest.raises(ValueError, match="offloaded for cuda:0, cuda:1; streams are for a CPU or for one CUDA GPU"):
         device_of([place("cuda:0"), place("cuda:1")])
-    with pytest.raises(ValueError, match="weight is offloaded from a CPU to its own memory; streams for a CPU take"):
+    with pytest.raises(ValueError, match="weight is offloaded from a CPU to its own memory; streams for a CPU need"):
         device_of([place("cpu")])
     assert device_of([place("cuda:1")]) == torch.device("cuda", 1)
 

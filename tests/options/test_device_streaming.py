@@ -180,7 +180,7 @@ def test_statistics_have_the_bytes_of_each_pass(pair, shared, ids):
     replayed = text_of(shared, pair[1], ids[:1]).stats
     assert replayed.streaming.bytes_read - replayed.streaming.untimed >= one_pass  # the prompt, and a step before
     assert replayed.waiting_share != replayed.waiting_share, "not known"
-    assert "not known where steps are CUDA graphs" in str(replayed)
+    assert "not known with CUDA graphs" in str(replayed)
 
 
 def test_closing_gives_the_gpus_memory_and_pinned_memory_back(pair, folder, ids):

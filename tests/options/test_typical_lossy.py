@@ -79,8 +79,8 @@ def test_the_statistics_the_log_and_the_trace_page_say_that_the_law_was_changed(
     with caplog.at_level(logging.DEBUG, "heavypath"):
         out = decoder.generate(PROMPT[None], max_new_tokens=20, temperature=0.8, trace=tmp_path / "trace")
     assert out.stats.law_changed_by == SAID
-    assert f"the text's law        changed by {SAID}" in str(out.stats)
-    assert f"the text's law is changed by {SAID}" in caplog.text
+    assert f"output distribution   changed by {SAID}" in str(out.stats)
+    assert f"the output distribution is changed by {SAID}" in caplog.text
     header, steps = read_trace(tmp_path / "trace")
     assert (header["verify"], header["law_changed_by"]) == ("typical", SAID)
     assert f"<dt>output distribution</dt><dd>changed by {SAID}</dd>" in trace_page(header, steps)
@@ -124,7 +124,7 @@ def test_the_command_line_says_it_too(heavypath):
     assert (code, json.loads(out)["stats"]["law_changed_by"]) == (0, SAID)
     code, out, _ = heavypath("compare", *options)
     assert code == 0
-    assert "other law: the method changes the law of the text" in " ".join(out.split())
+    assert "other law: the method changes the output's distribution" in " ".join(out.split())
 
 
 def test_limits_are_options_of_this_method_alone(tiny_pair):

@@ -96,7 +96,7 @@ def test_a_conversation_has_the_text_of_the_target_alone(options, folder, chat):
 def test_the_shipped_pair_continues_the_text_says_so_and_computes_a_turns_new_tokens_alone(chat, prompts, tokenizer):
     code, out, err = chat("--max-new-tokens=24", lines=["import os", "/stats", "import re", "/stats"])
     assert code == 0
-    assert "has read nothing but Python source, and continues code: type `def read_lines(path):`" in err
+    assert "was trained only on Python source, and continues code: type `def read_lines(path):`" in err
     assert "sequoia; /help lists the commands" in err
     (_, first), (_, second) = prompts
     text = tokenizer.decode(second)

@@ -1,4 +1,4 @@
-"""`heavypath batch` answers a file of requests, on this machine or on those of a Ray cluster."""
+"""`heavypath batch`: answer a file of requests, on this machine or on a Ray cluster."""
 
 import asyncio
 import json
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from heavypath.speculative.http.batches.output import Output
     from heavypath.speculative.http.batches.worker import Worker
 
-AHEAD = 4  # lines under way for each slot: the answers wait for each other, since they are in order
+AHEAD = 4  # lines in progress for each slot: answers are written in order, so they wait for each other
 
 
 def batch(
     file: Annotated[
         Path, typer.Argument(exists=True, help="Requests, one on each line: OpenAI's batch lines, bodies, or prompts.")
     ],
-    out: Annotated[Path, typer.Option(help="Answers, in the order of the lines; goes on where it ended.")],
+    out: Annotated[Path, typer.Option(help="File for answers, in the order of the lines; continues where it ended.")],
     target: options.Target = None,
     draft: options.Draft = None,
     method: options.Method = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Where a line has none. Default: the model's own, or 1 if it has none.")
+        float | None, typer.Option(min=0, help="For lines without one. Default: the model's, or 1 if it has none.")
     ] = None,
     template: options.Template = None,
     tree_size: options.TreeSize = None,
@@ -40,11 +40,11 @@ def batch(
     max_tokens: options.Room = 2048,
     ray: Annotated[
         str | None,
-        typer.Option(help="Work on the machines of a Ray cluster: auto, or its address. Needs the extra ray."),
+        typer.Option(help="Run on the machines of a Ray cluster: auto, or its address. Needs the extra ray."),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="With --ray: decoders. Default: one for each GPU, or for each machine without any."),
+        typer.Option(min=1, help="With --ray: decoders. Default: one for each GPU, or each machine if there are none."),
     ] = None,
     device: options.Device = None,
     threads: options.Threads = None,
@@ -53,15 +53,15 @@ def batch(
     seed: options.Seed = 0,
     verbose: options.Verbose = False,
 ) -> None:
-    """Answer a file of requests. Run it again after it was ended, and it goes on with the lines that have no answer.
+    """Answer a file of requests. If it was interrupted, run it again: it continues with the lines without an answer.
 
-    Lines that are refused are answered in a file of their own beside OUT, whose name ends with .errors.jsonl.
+    Errors of refused lines go to a second file next to OUT, whose name ends with .errors.jsonl.
     """
     options.check_method(method, verifier)
     check_can_serve()
     own_template = None if template is None else options.read_template(template)
     if workers is not None and ray is None:
-        raise ValueError("--workers says how many decoders a Ray cluster runs; give --ray, or leave it out")
+        raise ValueError("--workers is the number of decoders on a Ray cluster; give --ray, or leave it out")
     with starting():
         from heavypath.speculative.cli.support import choose, load
         from heavypath.speculative.http.batches.lines import count_lines, read_lines
@@ -130,7 +130,7 @@ def _say(output: "Output", count: int) -> None:
 
 @contextmanager
 def _bar(count: int, done: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error with the rate and the time left; the block calls what it is given after each line."""
+    """Show a bar on standard error, with the rate and the time left; yields a function to call after each line."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -46,7 +46,7 @@ _HARMLESS = re.compile(
 
 
 def load_block(path_or_name: str | Path, target: PreTrainedModel, *, dtype: torch.dtype | None = None) -> BlockHead:
-    """A block draft for a target, in eval mode and without gradients; arguments as of `load_head`.
+    """A block draft for a target, in eval mode and without gradients; arguments as in `load_head`.
 
     Raises FileNotFoundError for missing files. Raises ValueError for a kind that is not supported, and for keys and
     tensors that do not fit the target, are missing, or are not known.

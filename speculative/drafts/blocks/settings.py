@@ -1,12 +1,12 @@
 """The block draft that a checkpoint holds: its `BlockConfig`, from config.json, its tensors and the target.
 
-Nothing but the number of accepted tokens would show a wrong reading of these, where layouts differ:
+These settings differ between layouts, and only the number of accepted tokens would show an error in them:
 
-    what row r says     z-lab, JetSpec, DFlash2 and transformers' assistants: the law at depth r. DeepSpec, whose keys
-                        lie at the top level, and DSpark: that at depth r + 1. speculators say it, `sample_from_anchor`
-    block rows seen     all layers as `is_causal`, `causal` or `causal_head` say, the first that is given; else a layer
-                        with a window is causal and one without is not. Not in transformers' assistants and Domino,
-                        nor where speculators say `sliding_window_non_causal`
+    output of row r     the distribution at depth r: z-lab, JetSpec, DFlash2 and transformers' assistants. At depth
+                        r + 1: DeepSpec, whose keys are at the top level, and DSpark. speculators: `sample_from_anchor`
+    block rows seen     causal or not for all layers, by the first given of `is_causal`, `causal`, `causal_head`; else
+                        layers with a window are causal, those without are not. In transformers' assistants, Domino,
+                        and with speculators' `sliding_window_non_causal`, no layer is then causal
     hidden states       `target_layer_ids` count layers, whose outputs are read: hidden state id + 1. Those of
                         speculators, `aux_hidden_state_layer_ids`, are numbers of hidden states
 """
@@ -23,7 +23,7 @@ from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSett
 
 MAX_BLOCK = 1024  # rows of a pass
 KINDS = ("dflash", "dspark", "dflash2", "domino")
-_MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # of a block draft, beside block_size
+_MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # of a block draft, with block_size
 _ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _STRANGE = ("use_swa", "attention_sink_bias", "fc_layernorm")  # of drafts that compute something else, wherever given
 _SELECTOR = "candidate_selector.predecessor"
@@ -222,7 +222,7 @@ def _check_agree(options: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """True if row r is the law at depth r + 1, in place of depth r."""
+    """Whether row r is the distribution at depth r + 1, instead of depth r."""
     if "speculators_model_type" in settings:
         given = settings.get("sample_from_anchor")
         return settings["speculators_model_type"] == "dspark" if given is None else given
@@ -260,7 +260,7 @@ def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int)
 
 
 def _taps(options: Mapping[str, Any], layers: int, of_target: int) -> tuple[int, ...]:
-    """The hidden states that it reads of a target of so many layers, by transformers' numbers."""
+    """The hidden states that it reads of a target of `of_target` layers, by transformers' numbers."""
     told = options.get("num_target_layers", of_target)
     if told != of_target:
         raise ValueError(

@@ -78,9 +78,9 @@ class Output:
         if sum(dropped) > most_dropped:
             lacking = self.path if dropped[1] > dropped[0] else self.errors
             raise ValueError(
-                f"line {self.done + 1} has no answer, and {sum(dropped)} lines behind it have one. Probably "
+                f"line {self.done + 1} has no answer, and {sum(dropped)} lines after it have one. Probably "
                 f"{str(lacking)!r} was moved away or cut: put it back, or move {str(self.path)!r} and "
-                f"{str(self.errors)!r} both away to begin anew"
+                f"{str(self.errors)!r} both away to start again"
             )
         last = {some[-1].number: (file, some[-1]) for file, some in zip(self._files, kept, strict=True) if some}
         for line in lines:

@@ -51,7 +51,7 @@ class HybridCache(StatesCache, KeyValueCache):
     states:   after the tokens so far; prompts: after the prompts
     ends:     LongTensor[B], up to how many tokens a prefill reads of each sequence
     origin:   LongTensor[B], how many tokens the states included before the first new one
-    lag:      by how many tokens the states lag behind the root: 0, for a draft 1
+    lag:      how many tokens before the root the states end: 0, for a draft 1
     """
 
     def __init__(self, layout: StateLayout, batch: int, rows: int, like: Tensor, lag: int = 0):

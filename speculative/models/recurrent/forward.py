@@ -122,7 +122,7 @@ class _NotedLayers(StatesCache):
     """A cache that keeps nothing, and records what layers would keep.
 
     rows:      {layer: heads and columns of its keys, and of its values}
-    asked:     the states that mixers asked for
+    asked:     the states that mixers requested
     used:      the states that a known rule used, with their shapes
     convolved: shapes of convolutions' states
     """
