@@ -163,7 +163,8 @@ def _without_adapter_wrapper(model: Any, name: str) -> PreTrainedModel:
     inside = model.modules() if isinstance(model, nn.Module) else ()
     wrapped = [module for module in inside if isinstance(module, PreTrainedModel)]
     if not wrapped:
-        raise TypeError(f"{name} must be a transformers causal language model, got {type(model).__name__!r}")
+        hint = "; a module that drafts without a cache inherits heavypath.Draft, too" if name == "draft" else ""
+        raise TypeError(f"{name} must be a transformers causal language model, got {type(model).__name__!r}{hint}")
     if not hasattr(model, "get_base_model"):
         raise TypeError(
             f"{name} must be a transformers causal language model, got {type(model).__name__!r} around a "
