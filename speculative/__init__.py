@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # the public names for type checkers and editors; at run time
     from heavypath.speculative.training.beginnings import new_head as new_head
     from heavypath.speculative.training.documents import read_documents as read_documents
     from heavypath.speculative.training.settings import DistilSettings as DistilSettings
+    from heavypath.speculative.tree_policy import TreePolicy as TreePolicy
     from heavypath.speculative.trees.growth import Confidence as Confidence
     from heavypath.speculative.trees.planning import Plan as Plan
     from heavypath.speculative.trees.planning import expected_tokens as expected_tokens

@@ -44,6 +44,7 @@ PUBLIC = {
     "TextStream": "heavypath.speculative.output.text_stream",
     "TokenTree": "heavypath.speculative.trees.tree",
     "Translated": "heavypath.speculative.drafts.translated",
+    "TreePolicy": "heavypath.speculative.tree_policy",
     "Verified": "heavypath.kernels.nodes",
     "Verifier": "heavypath.speculative.decoding.rules",
     "calibrate": "heavypath.speculative.calibration",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from heavypath.speculative.models.text_cache import TextCache
     from heavypath.speculative.output.watchers import Streamer
     from heavypath.speculative.profile import Profile
+    from heavypath.speculative.tree_policy import TreePolicy
     from heavypath.speculative.trees.growth import Confidence
     from heavypath.speculative.trees.planning import Acceptance
     from heavypath.speculative.trees.tree import TokenTree
@@ -125,6 +126,7 @@ class TreeOptions(TypedDict, total=False):
         step takes the tree with which decoding is expected to be fastest at the current batch size. So the same seed
         and sequence id can give another sample of the same distribution in another batch, except with ersd. If that
         must not happen, calibrate with batch_sizes=[1]
+    trees: a `TreePolicy`, which chooses the tree of each step, instead of all options above
     replan: with a profile: choose the tree again every few steps, by the acceptance in this sequence so far, see
         `tree_by_profile`
     """
@@ -138,6 +140,7 @@ class TreeOptions(TypedDict, total=False):
     threshold: float | None
     confidence: 'Confidence | Literal["draft"] | None'
     profile: "Profile | str | Path | None"
+    trees: "TreePolicy | None"
     replan: bool
 
 
