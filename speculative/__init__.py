@@ -50,7 +50,10 @@ if TYPE_CHECKING:  # the public names for type checkers and editors; at run time
     from heavypath.speculative.methods import LOSSLESS_METHODS as LOSSLESS_METHODS
     from heavypath.speculative.methods import METHODS as METHODS
     from heavypath.speculative.methods import Method as Method
+    from heavypath.speculative.models.caches import KeyValueCache as KeyValueCache
     from heavypath.speculative.models.caches import RowCache as RowCache
+    from heavypath.speculative.models.forward import Forward as Forward
+    from heavypath.speculative.models.forward_of import FORWARDS as FORWARDS
     from heavypath.speculative.models.layer_weights import stream_of as stream_of
     from heavypath.speculative.models.text_cache import TextCache as TextCache
     from heavypath.speculative.output.generation import Generation as Generation

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 PUBLIC = {
+    "FORWARDS": "heavypath.speculative.models.forward_of",
     "LOSSLESS_METHODS": "heavypath.speculative.methods",
     "METHODS": "heavypath.speculative.methods",
     "BlockHead": "heavypath.speculative.drafts.blocks.head",
@@ -19,9 +20,11 @@ PUBLIC = {
     "EagleHead": "heavypath.speculative.drafts.heads.eagle",
     "EarlyExit": "heavypath.speculative.drafts.model",
     "Feed": "heavypath.speculative.drafts.draft",
+    "Forward": "heavypath.speculative.models.forward",
     "Generation": "heavypath.speculative.output.generation",
     "GoodnessOfFit": "heavypath.speculative.losslessness.goodness_of_fit",
     "Grammar": "heavypath.speculative.processors.grammar",
+    "KeyValueCache": "heavypath.speculative.models.caches",
     "LayerChoice": "heavypath.speculative.layer_choice",
     "LayerStream": "heavypath.speculative.streaming.stream",
     "Lookahead": "heavypath.speculative.drafts.lookahead",
@@ -85,6 +88,7 @@ OPTIONS = {
     "Processing": "heavypath.speculative.decoding.processing",
     "profile_of": "heavypath.speculative.tree_by_profile",
     "recurrent_forward": "heavypath.speculative.models.recurrent.qwen",
+    "registered_forward": "heavypath.speculative.models.registered",
     "Rest": "heavypath.speculative.adapting",
     "serve": "heavypath.speculative.serving.opening",
     "shards_of": "heavypath.speculative.ranks.shards",

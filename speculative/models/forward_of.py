@@ -3,11 +3,11 @@
 A model that is a Llama, Mistral, Qwen2 or Qwen3 exactly as transformers has it runs by `LlamaForward`, which calls the
 smallest of its modules directly. A Qwen3.5 runs by `QwenForward` in the same way. Every other model runs by
 transformers' own forward pass, so hooks, adapters, patches and subclasses take effect. Each model is first tried on a
-small tree (`probe`).
+small tree (`probe`). A forward pass of a user's own, registered in `FORWARDS`, comes before all of these.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from heavypath.speculative.models.generic import TransformersForward
 
 logger = logging.getLogger(__name__)
+
+# Forward passes of users by `config.model_type`: a class that inherits `Forward`, or a function of model and name.
+FORWARDS: dict[str, Callable[[PreTrainedModel, str], Forward]] = {}
 
 # How far logits may differ from the model's own by rounding, in their standard deviations; 0.003 for wider types.
 _TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -47,6 +50,8 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
         if not parts.are_usual(inner):
             raise ValueError("an early exit needs a target that is whole, or split by its own tensor-parallel plan")
         forward = LlamaForward(inner, name, layers)
+    elif inner.config.model_type in FORWARDS:
+        forward = load("registered_forward")(inner, name, model)
     elif is_as_published(inner, parts) and _is_a_llama(inner, name):
         forward = LlamaForward(inner, name)
     else:
