@@ -62,9 +62,11 @@ if TYPE_CHECKING:  # the public names for type checkers and editors; at run time
     from heavypath.speculative.processors.grammar import Grammar as Grammar
     from heavypath.speculative.profile import Profile as Profile
     from heavypath.speculative.ranks.agreement import RankMismatchError as RankMismatchError
-    from heavypath.speculative.ranks.group import RankFailedError as RankFailedError
+    from heavypath.speculative.ranks.communication import Communication as Communication
+    from heavypath.speculative.ranks.communication import RankFailedError as RankFailedError
     from heavypath.speculative.streaming.load import load_streamed as load_streamed
     from heavypath.speculative.streaming.offloaded import stream_layers as stream_layers
+    from heavypath.speculative.streaming.own import stream_from as stream_from
     from heavypath.speculative.streaming.stream import LayerStream as LayerStream
     from heavypath.speculative.training.beginnings import draft_of_layers as draft_of_layers
     from heavypath.speculative.training.beginnings import most_frequent as most_frequent

@@ -99,7 +99,7 @@ class SpeculativeDecoder:
             by_profile = load("TreeByProfile")
             self.trees = by_profile(self.profile, method, self._row, self._target, self._draft, replan=replan)
         self._trees_of_options = self.trees
-        self._peers = peers_of(self._models, self._target.device)
+        self._peers = peers_of(self._models, self._target.device, given.get("communication"))
 
     def __repr__(self) -> str:
         target = type(self.target).__name__

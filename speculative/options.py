@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from heavypath.speculative.models.text_cache import TextCache
     from heavypath.speculative.output.watchers import Streamer
     from heavypath.speculative.profile import Profile
+    from heavypath.speculative.ranks.communication import Communication
     from heavypath.speculative.tree_policy import TreePolicy
     from heavypath.speculative.trees.growth import Confidence
     from heavypath.speculative.trees.planning import Acceptance
@@ -175,9 +176,12 @@ class DecoderOptions(TreeOptions, RuleOptions, total=False):
 
     cuda_graphs: replay each step as one CUDA graph (default: on a GPU). False runs the same step eagerly, for a
         debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
+    communication: for models that you have split over processes by means of your own, a `Communication` between these
+        processes, which all make the same calls
     """
 
     cuda_graphs: bool | None
+    communication: "Communication | None"
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -84,16 +84,17 @@ def _check_one_adapter(model: nn.Module, name: str) -> None:
                     )
 
 
-def peers_of(models: Sequence[Forward], device: torch.device) -> Peers:
+def peers_of(models: Sequence[Forward], device: torch.device, communication: Any = None) -> Peers:
     """The processes that the weights of some models are split over; `ALONE` if this process has all weights.
 
+    communication: the option of a decoder: of models that a user has split
     Raises ValueError for NaN or infinite weights; with several processes, what `agreement.agreement_of` raises.
     """
     for model in models:
         kinds = type(model.model).__name__, type(model).__name__
         logger.debug("%s: a %s, %s on %s, by %s", model.name, kinds[0], model.dtype, model.device, kinds[1])
-    if any(model.ranks is not None for model in models):
-        return load("agreement_of")(models, device)
+    if communication is not None or any(model.ranks is not None for model in models):
+        return load("agreement_of")(models, device, communication)
     for model in models:
         model.check_weights()
     return ALONE
