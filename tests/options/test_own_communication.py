@@ -76,7 +76,9 @@ def test_all_ranks_write_the_text_of_one_process(count):
 def test_ranks_that_differ_are_found_and_named():
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
     another = tiny_llama(3, layers=1)
-    found = on_ranks(3, lambda each: split_decoder(target, draft, each).generate(PROMPTS, seed=int(each.rank == 1)))
+    found = on_ranks(
+        3, lambda each: split_decoder(target, draft, each).generate(PROMPTS, seed=int(each.rank == 1), **OPTIONS)
+    )
     assert {str(error).split(";")[0] for error in found} == {
         "rank 1 has another seed than the other ranks before the first step"
     }
