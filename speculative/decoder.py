@@ -64,7 +64,7 @@ class SpeculativeDecoder:
     generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError for models or options
     that do not fit.
 
-    `trees` is the `TreePolicy` that chooses the tree of each step; you may assign your own. `runner` runs the steps;
+    `trees` is the `TreePolicy` that chooses the tree of each step, see the option `trees`. `runner` runs the steps;
     you may replace it by an object that observes them. `runner.kept` holds the caches of the last two generations, for
     the option `past`; `runner.kept.clear()` frees them.
     """
@@ -99,7 +99,7 @@ class SpeculativeDecoder:
             by_profile = load("TreeByProfile")
             self.trees = by_profile(self.profile, method, self._row, self._target, self._draft, replan=replan)
         self._trees_of_options = self.trees
-        self._peers = peers_of(self._models, self._target.device)
+        self._peers = peers_of(self._models, self._target.device, given.get("communication"))
 
     def __repr__(self) -> str:
         target = type(self.target).__name__
@@ -270,6 +270,11 @@ class SpeculativeDecoder:
         drafts = max(sizes) > 1
         if drafts:
             self._notice_changes_of_draft()
+        if drafts and self._draft is None:
+            raise ValueError(f"without a draft a tree must be the root alone, got one of {max(sizes)} nodes")
+        levels, most = max(each.depth for each in candidates), (self._draft or NO_DRAFT).levels
+        if most is not None and drafts and levels > most:
+            raise ValueError(f"the draft can draft {most} levels of a tree, got one of {levels} levels")
         if self._draft is not None and not self._draft.can_rest and drafts and min(sizes) == 1:
             raise ValueError(
                 "this draft cannot read later what was written while it drafted nothing: the tree policy must give "

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from heavypath.speculative.models.text_cache import TextCache
     from heavypath.speculative.output.watchers import Streamer
     from heavypath.speculative.profile import Profile
+    from heavypath.speculative.ranks.communication import Communication
+    from heavypath.speculative.tree_policy import TreePolicy
     from heavypath.speculative.trees.growth import Confidence
     from heavypath.speculative.trees.planning import Acceptance
     from heavypath.speculative.trees.tree import TokenTree
@@ -125,6 +127,7 @@ class TreeOptions(TypedDict, total=False):
         step takes the tree with which decoding is expected to be fastest at the current batch size. So the same seed
         and sequence id can give another sample of the same distribution in another batch, except with ersd. If that
         must not happen, calibrate with batch_sizes=[1]
+    trees: a `TreePolicy`, which chooses the tree of each step, instead of all options above
     replan: with a profile: choose the tree again every few steps, by the acceptance in this sequence so far, see
         `tree_by_profile`
     """
@@ -138,6 +141,7 @@ class TreeOptions(TypedDict, total=False):
     threshold: float | None
     confidence: 'Confidence | Literal["draft"] | None'
     profile: "Profile | str | Path | None"
+    trees: "TreePolicy | None"
     replan: bool
 
 
@@ -172,9 +176,12 @@ class DecoderOptions(TreeOptions, RuleOptions, total=False):
 
     cuda_graphs: replay each step as one CUDA graph (default: on a GPU). False runs the same step eagerly, for a
         debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
+    communication: for models that you have split over processes by means of your own, a `Communication` between these
+        processes, which all make the same calls
     """
 
     cuda_graphs: bool | None
+    communication: "Communication | None"
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -59,6 +59,9 @@ class TreesByBatch:
 
     def __init__(self, by_batch: Mapping[int, TokenTree | Growth]):
         self.by_batch = dict(sorted(by_batch.items()))
+        for tree in self.by_batch.values():
+            if not isinstance(tree, TokenTree | Growth):
+                raise TypeError(f"a tree policy must return a TokenTree or a Growth, got {tree!r}")
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]:
@@ -108,7 +111,7 @@ class TreePolicy:
 
         It is called before the first step, and between steps if there are several `candidates`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define tree(filters, running)")
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
         """All trees that the steps of a generation of `batch` sequences may draft; on a GPU a graph is captured for
@@ -123,9 +126,10 @@ class TreePolicy:
             least one token is drafted in every step, or none in any
         """
         trees = {running: self.tree(filters, running) for running in range(1, most + 1)}
-        if not rests and max(map(len, trees.values())) > 1:
-            trees = {running: tree if len(tree) > 1 else TokenTree.chain(1) for running, tree in trees.items()}
-        return TreesByBatch(trees)
+        found = TreesByBatch(trees)
+        if rests or max(map(len, found.trees)) == 1:
+            return found
+        return TreesByBatch({running: tree if len(tree) > 1 else TokenTree.chain(1) for running, tree in trees.items()})
 
     def for_serving(self, slots: int) -> TreesByBatch:
         """The trees of a service, whose requests come and go, and are sampled differently."""
@@ -295,7 +299,14 @@ def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forw
     given = given_trees(options)
     if not given:
         return TreeByCosts(method, row, target, draft)
-    return FixedTree(*chosen_tree(method, given, target, draft))
+    if "trees" not in given:
+        return FixedTree(*chosen_tree(method, given, target, draft))
+    policy = given.pop("trees")
+    if not isinstance(policy, TreePolicy):
+        raise TypeError(f"trees must be an object of a class that inherits TreePolicy, got {policy!r}")
+    if given:
+        raise ValueError(f"trees chooses all trees; leave out {', '.join(given)}")
+    return policy
 
 
 def given_trees(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,22 +5,15 @@ from pathlib import Path
 
 import torch
 
-from heavypath.speculative import RowCache, SpeculativeDecoder, load_demo_pair
+from heavypath.speculative import SpeculativeDecoder, load_demo_pair
 
 
 class Bigrams:
-    """A `Draft`: the logits after a token are the logarithms of how often each token followed it in a text."""
+    """A draft without a cache. After a token, each token is as likely as it is often found there in a text."""
 
     def __init__(self, text, vocab_size):  # text LongTensor[T]
         counts = torch.zeros(vocab_size, vocab_size, device=text.device)
         self.logits = counts.index_put_((text[:-1], text[1:]), counts.new_ones(()), accumulate=True).log()
-
-    def new_cache(self, batch, rows):
-        """Rows without columns: nothing is remembered."""
-        return RowCache(*self.logits.new_empty(2, batch, 1, rows, 0))
-
-    def prefill(self, tokens, cache):
-        """Nothing to do for a prompt."""
 
     def __call__(self, feed, cache):
         """The logits [B, n, V] after each node."""

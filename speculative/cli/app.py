@@ -32,7 +32,7 @@ from heavypath.speculative.cli.ranks import check_command, this_rank
 OTHER_ERRORS = {
     "torch": "OutOfMemoryError",
     "heavypath.speculative.ranks.agreement": "RankMismatchError",
-    "heavypath.speculative.ranks.group": "RankFailedError",
+    "heavypath.speculative.ranks.communication": "RankFailedError",
 }
 
 app = typer.Typer(

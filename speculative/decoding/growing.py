@@ -110,7 +110,16 @@ class GrowingDrafter:
 
 
 def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device) -> GrowingDrafter:
-    """Return the drafter of trees that grow by `depth` levels."""
+    """The drafter of trees that grow by `depth` levels.
+
+    Raises ValueError for a method whose children are drawn in another way than growing trees draw them.
+    """
+    fitting = {"without_replacement": ("slot", "beam"), "top_k": ("slot", "node", "beam")}.get(rules.draw, ())
+    if tree.by not in fitting:
+        raise ValueError(
+            f"a tree that grows by {tree.by!r} does not fit children drawn {rules.draw!r}: the output would not have "
+            "the target's distribution; give a TokenTree, or take another method"
+        )
     top = replace(tree, depth=depth)
     if top.confidence is not None:
         top.confidence.lines(top.width, device)  # fill the cache now: a capture must not copy from the host

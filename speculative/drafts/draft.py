@@ -1,23 +1,16 @@
-"""`Draft`: the interface between the decoder and whatever proposes tokens. Your own is an object with these methods:
+"""`Draft`: the interface between the decoder and whatever proposes tokens. Your own is an object that can be called:
 
     class Bigrams:                                          # what followed each token in some text
         def __init__(self, logits):                         # [V, V], -inf for tokens that never followed
             self.logits = logits
-
-        def new_cache(self, batch, rows):                   # nothing is remembered: rows without columns
-            nothing = self.logits.new_empty(batch, 1, rows, 0)
-            return RowCache(nothing, nothing)
-
-        def prefill(self, tokens, cache):
-            pass
 
         def __call__(self, feed, cache):
             return self.logits[feed.tokens]                 # [B, n, V]
 
     SpeculativeDecoder(target, Bigrams(logits))
 
-The output has the target's distribution for any logits: a draft only decides how many tokens a step accepts.
-`docs/examples/own_draft.py` in the repository is a complete program.
+The output has the target's distribution for any logits: a draft only decides how many tokens a step accepts. A draft
+that remembers its sequences has `new_cache` and `prefill`, too. `docs/guides/extend.md` in the repository has both.
 """
 
 import math
@@ -77,8 +70,9 @@ class Feed:
 class Draft:
     """Base class of drafts: returns the logits of the next token after each node of a growing tree.
 
-    Your own draft does not have to be of this class; only the three methods new_cache, prefill and __call__ are called.
-    The package's own drafts also override the attributes and methods that follow, where the defaults do not fit.
+    Your own draft does not have to be of this class, unless it is an nn.Module without a cache. Of a user's draft only
+    __call__, new_cache and prefill are called; one that remembers nothing has neither of the last two. The package's
+    own drafts also override the attributes and methods that follow, where the defaults do not fit.
 
     In each step a draft is called once for each level of the tree. The first call has the root (and the token before
     it), the next one the nodes drafted below it, and so on. Tokens are drawn from the returned logits, and verified

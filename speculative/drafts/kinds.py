@@ -52,8 +52,8 @@ def is_own(given: object) -> TypeGuard[Draft]:
 
 
 def has_methods(draft: object) -> bool:
-    """Whether an object has a method that drafts have and transformers models do not have."""
-    return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
+    """Whether an object is a `Draft`, or has a method that drafts have and transformers models do not have."""
+    return isinstance(draft, Draft) or any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
 
 
 @singledispatch

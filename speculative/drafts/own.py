@@ -10,8 +10,8 @@ from heavypath.kernels.native.recording import refuse
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.models.caches import RowCache
 
-_METHODS = {name: [*inspect.signature(getattr(Draft, name)).parameters][1:]
-            for name in ("new_cache", "prefill", "__call__")}  # fmt: skip
+_OF_THE_CACHE = ("new_cache", "prefill")  # a draft has both of them, or neither and then no cache
+_METHODS = {name: [*inspect.signature(getattr(Draft, name)).parameters][1:] for name in (*_OF_THE_CACHE, "__call__")}
 _EXPECTED = (
     "a causal language model of transformers, PromptLookup(), Retrieval(texts), Recall(), EarlyExit(layers), "
     "or a Draft of your own"
@@ -20,6 +20,8 @@ _EXPECTED = (
 
 class OwnDraft(Draft):
     """Wraps a user's own draft for a target with this vocabulary size on this device.
+
+    A draft without `new_cache` and `prefill` remembers nothing: its cache has rows without columns.
 
     Raises TypeError for an object that lacks a method of `Draft`, or has it with other parameters. Its methods raise
     ValueError or TypeError if the draft returns a cache or logits of another type, shape, dtype or device.
@@ -36,13 +38,17 @@ class OwnDraft(Draft):
         if isinstance(draft, str):
             loading = "heavypath.speculative.loading.load_draft(name, target) loads it"
             raise TypeError(f"draft must be an object, got the name {draft!r}; {loading}")
-        lacking = [_lacking(draft, name) for name in _METHODS if not _has(draft, name)]
+        absent = [name for name in _METHODS if not _has(draft, name)]
+        self._has_cache = not {*_OF_THE_CACHE} <= {*absent} or any(_similar(draft, name) for name in _OF_THE_CACHE)
+        lacking = [_lacking(draft, name) for name in absent if self._has_cache or name not in _OF_THE_CACHE]
         if lacking:
-            has = ", ".join(map(_call, _METHODS))
             raise TypeError(
-                f"draft must be {_EXPECTED}, got {self.name!r}, which lacks {' and '.join(lacking)}; a Draft has {has}"
+                f"draft must be {_EXPECTED}, got {self.name!r}, which lacks {' and '.join(lacking)}; a Draft has "
+                f"{_call('__call__')}, and {' and '.join(map(_call, _OF_THE_CACHE))} if it remembers sequences"
             )
         for name, parameters in _METHODS.items():
+            if name in absent:
+                continue
             try:
                 inspect.signature(draft if name == "__call__" else getattr(draft, name)).bind(
                     *[None for _ in parameters]
@@ -52,6 +58,9 @@ class OwnDraft(Draft):
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
         """The draft's empty cache, checked."""
+        if not self._has_cache:
+            nothing = torch.empty(batch, 1, rows, 0, device=self._device)
+            return RowCache(nothing, nothing)
         cache = self._draft.new_cache(batch, rows)
         if not isinstance(cache, RowCache):
             raise TypeError(f"{self.name}.new_cache must return a RowCache, got {type(cache).__name__}")
@@ -67,7 +76,8 @@ class OwnDraft(Draft):
 
     def prefill(self, tokens: Tensor, cache: RowCache) -> None:
         """Let the draft read right-padded sequences LongTensor[B, T]."""
-        self._draft.prefill(tokens, cache)
+        if self._has_cache:
+            self._draft.prefill(tokens, cache)
 
     def __call__(self, feed: Feed, cache: RowCache) -> Tensor:
         """The draft's logits after each node, fp32 [B, n, V]; copied, because the draft may reuse its memory."""
@@ -98,8 +108,13 @@ def _call(name: str) -> str:
 
 def _lacking(draft: object, name: str) -> str:
     """A missing method, with similar names that the object has, for messages."""
-    similar = [one for one in get_close_matches(name, dir(draft)) if one != name and not one.startswith("_")]
+    similar = _similar(draft, name)
     return _call(name) + (f" (it has {', '.join(similar)})" if similar else "")
+
+
+def _similar(draft: object, name: str) -> list[str]:
+    """Public attributes with names similar to a method's: probably that method, misspelt."""
+    return [one for one in get_close_matches(name, dir(draft)) if one != name and not one.startswith("_")]
 
 
 def _described(tensor: Tensor) -> str:

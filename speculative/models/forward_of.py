@@ -3,11 +3,11 @@
 A model that is a Llama, Mistral, Qwen2 or Qwen3 exactly as transformers has it runs by `LlamaForward`, which calls the
 smallest of its modules directly. A Qwen3.5 runs by `QwenForward` in the same way. Every other model runs by
 transformers' own forward pass, so hooks, adapters, patches and subclasses take effect. Each model is first tried on a
-small tree (`probe`).
+small tree (`probe`). A forward pass of a user's own, registered in `FORWARDS`, comes before all of these.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from heavypath.speculative.models.generic import TransformersForward
 
 logger = logging.getLogger(__name__)
+
+# Forward passes of users by `config.model_type`: a class that inherits `Forward`, or a function of model and name.
+FORWARDS: dict[str, Callable[[PreTrainedModel, str], Forward]] = {}
 
 # How far logits may differ from the model's own by rounding, in their standard deviations; 0.003 for wider types.
 _TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -47,6 +50,8 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
         if not parts.are_usual(inner):
             raise ValueError("an early exit needs a target that is whole, or split by its own tensor-parallel plan")
         forward = LlamaForward(inner, name, layers)
+    elif inner.config.model_type in FORWARDS:
+        forward = load("registered_forward")(inner, name, model)
     elif is_as_published(inner, parts) and _is_a_llama(inner, name):
         forward = LlamaForward(inner, name)
     else:
@@ -79,16 +84,17 @@ def _check_one_adapter(model: nn.Module, name: str) -> None:
                     )
 
 
-def peers_of(models: Sequence[Forward], device: torch.device) -> Peers:
+def peers_of(models: Sequence[Forward], device: torch.device, communication: Any = None) -> Peers:
     """The processes that the weights of some models are split over; `ALONE` if this process has all weights.
 
+    communication: the option of a decoder: of models that a user has split
     Raises ValueError for NaN or infinite weights; with several processes, what `agreement.agreement_of` raises.
     """
     for model in models:
         kinds = type(model.model).__name__, type(model).__name__
         logger.debug("%s: a %s, %s on %s, by %s", model.name, kinds[0], model.dtype, model.device, kinds[1])
-    if any(model.ranks is not None for model in models):
-        return load("agreement_of")(models, device)
+    if communication is not None or any(model.ranks is not None for model in models):
+        return load("agreement_of")(models, device, communication)
     for model in models:
         model.check_weights()
     return ALONE
@@ -163,7 +169,8 @@ def _without_adapter_wrapper(model: Any, name: str) -> PreTrainedModel:
     inside = model.modules() if isinstance(model, nn.Module) else ()
     wrapped = [module for module in inside if isinstance(module, PreTrainedModel)]
     if not wrapped:
-        raise TypeError(f"{name} must be a transformers causal language model, got {type(model).__name__!r}")
+        hint = "; a module that drafts without a cache inherits heavypath.Draft, too" if name == "draft" else ""
+        raise TypeError(f"{name} must be a transformers causal language model, got {type(model).__name__!r}{hint}")
     if not hasattr(model, "get_base_model"):
         raise TypeError(
             f"{name} must be a transformers causal language model, got {type(model).__name__!r} around a "

@@ -60,7 +60,7 @@ def gap(forward: Forward, model: nn.Module, prefix: int = 3, chain: int = 6) -> 
         raise ValueError(f"expected logits {[2, count, vocab_size]} from its vocabulary, got {[*logits.shape]}")
     distance = (logits[:, paths] - expected).square().mean(-1).sqrt()
     found = float((distance / expected.std(-1)).max())
-    return found if forward.ranks is None else max(forward.ranks.told(found))  # all ranks decide alike
+    return found if forward.ranks is None else max(forward.ranks.exchange(found))  # all ranks decide alike
 
 
 def lengths_to_try(forward: Any) -> list[int | None]:

@@ -24,6 +24,7 @@ from transformers import Cache
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, chain_mask
 from heavypath.speculative.models.forward_of import check_alone, tolerance_of
+from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache, cache_argument
 
 # Arguments of a model's call that are no part of the prompt, or that the decoder makes.
@@ -231,8 +232,8 @@ def _check_names(inputs: dict[str, Any], target: Forward) -> None:
     for name in inputs:
         if name not in takes:
             raise ValueError(f"model_inputs has {name!r}, which {kind} does not take; it takes {', '.join(takes)}")
-        if not target.is_foreign:
+        if not (target.is_foreign and isinstance(target, TransformersForward)):
             raise ValueError(
-                f"model_inputs has {name!r}, but {kind} runs by this package's forward pass, which reads tokens alone; "
+                f"model_inputs has {name!r}, but {kind} runs by {type(target).__name__}, which reads tokens alone; "
                 "leave it out, and give the tokens as input_ids"
             )

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.nodes import Verified
-from heavypath.speculative.ranks.group import RankFailedError, Ranks, said_of, whole_ranks
+from heavypath.speculative.ranks.communication import Communication, RankFailedError, said_of
+from heavypath.speculative.ranks.group import whole_ranks
 from heavypath.speculative.ranks.parts import local_of
 from heavypath.speculative.ranks.peers import Peers
 
@@ -83,12 +84,15 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 class Agreement(Peers):
-    """The communication between the ranks of a decoder while it decodes. One generation at a time."""
+    """Keeps the ranks of a decoder together while it decodes. One generation at a time.
+
+    compares_weights: whether to compare the weights that every rank has in full, which only DTensors show
+    """
 
     is_alone = False
 
-    def __init__(self, ranks: Ranks, device: torch.device):
-        self.ranks = ranks
+    def __init__(self, ranks: Communication, device: torch.device, *, compares_weights: bool = True):
+        self.ranks, self._compares_weights = ranks, compares_weights
         self._words = torch.zeros(
             len(PARTS), dtype=torch.long, device=device
         )  # digests of the last step, or of the first step that differs
@@ -112,7 +116,7 @@ class Agreement(Peers):
             number.zero_()
         self._problem = None
         described = {name: _text_of(fact) for name, fact in facts.items()}
-        every = self.ranks.told(described)
+        every = self.ranks.exchange(described)
         for name in facts:
             values = [one.get(name) for one in every]
             if len({*values}) > 1:
@@ -120,7 +124,7 @@ class Agreement(Peers):
 
     def begin_text(self, facts: Mapping[str, object], target: Any) -> None:
         """Begin a generation: `begin` with these facts, and with the target's weights that every rank has in full."""
-        self.begin({**facts, **own_weights(target)})
+        self.begin({**facts, **own_weights(target)} if self._compares_weights else facts)
 
     def of_first(self, streamers: list[Any], trace: str | Path | None) -> tuple[list[Any], str | Path | None]:
         """Streamers and trace on rank 0.
@@ -167,7 +171,7 @@ class Agreement(Peers):
             raise problem
 
     def _ending(self) -> BaseException | None:
-        problems = self.ranks.told(None if self._problem is None else said_of(self._problem))
+        problems = self.ranks.exchange(None if self._problem is None else said_of(self._problem))
         if self._problem is not None:
             return self._problem
         for rank, one in enumerate(problems):
@@ -211,32 +215,53 @@ class Agreement(Peers):
             signal.signal(signal.SIGINT, before)
 
     def decided(self, by: Callable[[], Any]) -> Any:
-        """The result of rank 0, see `Ranks.decided`."""
+        """The result of rank 0, see `Communication.decided`."""
         return self.ranks.decided(by)
 
     def any(self, fact: bool) -> bool:
         """Whether `fact` is true on any rank."""
-        return any(self.ranks.told(fact))
+        return any(self.ranks.exchange(fact))
 
 
-def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement:
+def agreement_of(models: Sequence[Any], device: torch.device, communication: Communication | None = None) -> Agreement:
     """The agreement of the ranks that some models' weights are split over.
 
     models: their forward passes. Their weights are checked; weights that every rank has in full must be equal
+    communication: for models that a user has split. Which weights every rank has in full is not known then, so none
+        are compared
 
-    Raises errors of these checks on all ranks, RankMismatchError if weights differ, and ValueError if one model is
-    split and another one is streamed.
+    Raises errors of these checks on all ranks, and RankMismatchError if weights differ. Raises TypeError if
+    `communication` is not a `Communication`, and ValueError if one model is split and another one is streamed, or if
+    both transformers and `communication` split a model.
     """
     ranks = whole_ranks([model.ranks for model in models])
+    if communication is not None:
+        _check_communication(communication)
+        if ranks is not None:
+            raise ValueError(
+                "communication is for models that you have split by means of your own, and one of these is split over "
+                f"{ranks.count} processes by transformers or FSDP, which have theirs; leave it out"
+            )
+        ranks = communication
     assert ranks is not None
     streamed = [model.name for model in models if getattr(model, "stream", None) is not None]
     if streamed:
         raise ValueError(f"{streamed[0]} is streamed, and another model split over {ranks.count} processes; do one")
-    agreement = Agreement(ranks, device)
+    agreement = Agreement(ranks, device, compares_weights=communication is None)
     for model in models:
         agreement.ranks.together(model.check_weights)
-        agreement.begin(own_weights(model))
+        if communication is None:
+            agreement.begin(own_weights(model))
     return agreement
+
+
+def _check_communication(given: object) -> None:
+    if not isinstance(given, Communication):
+        raise TypeError(f"communication must be an object of a class that inherits Communication, got {given!r}")
+    numbers = [getattr(given, name, None) for name in ("rank", "count")]
+    rank, count = numbers
+    if not (isinstance(rank, int) and isinstance(count, int) and 0 <= rank < count):
+        raise ValueError(f"communication must have rank and count, with 0 <= rank < count, got {numbers}")
 
 
 def own_weights(model: Any) -> dict[str, object]:

@@ -1,44 +1,37 @@
 """The ranks of a model: processes that each hold a part of its weights, and the collectives between them.
 
-All ranks must call the same collectives in the same order, with tensors of the same shapes. So the calls must not
-depend on anything that may differ between ranks, such as a clock or a user's function. `decided` lets rank 0 decide.
-
 A rank waits for another one until the timeout of the process group, which is set where the group is made. A process
 that ends closes its connections, which the others notice at once.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from heavypath.speculative.ranks.communication import Communication
 
 T = TypeVar("T")
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
-class RankFailedError(RuntimeError):
-    """Another rank has raised an exception, or was interrupted, during a common operation."""
-
-
 @dataclass(frozen=True)
-class Ranks:
+class Ranks(Communication):
     """The processes of a group, seen from one of them."""
 
     group: dist.ProcessGroup
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The number of this process, from 0."""
         return self.group.rank()
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The number of processes."""
         return self.group.size()
 
@@ -66,61 +59,11 @@ class Ranks:
         _all_gather(every, part.contiguous(), group=self.group)
         return every.view(self.count, rows, widest).transpose(0, 1).reshape(rows, -1)[:, :columns]
 
-    def all_of(self, numbers: Tensor) -> Tensor:
-        """The tensors of all ranks, [ranks, ...]."""
-        every = [torch.empty_like(numbers) for _ in range(self.count)]
-        dist.all_gather(every, numbers, group=self.group)
-        return torch.stack(every)
-
-    def told(self, what: T) -> list[T]:
-        """Exchange objects that can be pickled: returns those of all ranks."""
+    def exchange(self, what: T) -> list[T]:
+        """The objects of all ranks, by a collective of the process group."""
         every: list[T] = [what] * self.count
         dist.all_gather_object(every, what, group=self.group)
         return every
-
-    def decided(self, by: Callable[[], T]) -> T:
-        """The result of a function that only rank 0 calls.
-
-        Raises rank 0's exception there, and RankFailedError with its message on the others.
-        """
-        answer: list[T | None] = [None]
-        problem: BaseException | None = None
-        if self.rank == 0:
-            try:
-                answer = [by()]
-            except BaseException as error:
-                problem = error
-        told = [None if problem is None else said_of(problem), *answer]
-        dist.broadcast_object_list(told, group=self.group, group_src=0)
-        if problem is not None:
-            raise problem
-        if told[0] is not None:
-            raise RankFailedError(f"rank 0 has raised {told[0]}")
-        return told[1]  # pyright: ignore[reportReturnType]
-
-    def together(self, function: Callable[[], T]) -> T:
-        """Call a function without collectives on each rank, and return its result; if it raises on one rank, all raise.
-
-        A rank raises its own exception; the others raise RankFailedError with its message.
-        """
-        problem: Exception | None = None
-        result: list[T] = []
-        try:
-            result.append(function())
-        except Exception as error:
-            problem = error
-        said = self.told(None if problem is None else said_of(problem))
-        if problem is not None:
-            raise problem
-        for rank, one in enumerate(said):
-            if one is not None:
-                raise RankFailedError(f"rank {rank} has raised {one}")
-        return result[0]
-
-
-def said_of(problem: BaseException) -> str:
-    """An exception as one line."""
-    return f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
 
 
 def ranks_of(model: nn.Module, name: str) -> Ranks | None:

@@ -56,6 +56,8 @@ def serve(
     """
     plan = new_plan()
     check_alone("serve", plan.target)
+    if not plan.peers.is_alone:
+        raise ValueError("serve runs in one process, and this decoder has the option communication; use `generate`")
     seed, unseeded = whole("seed", seed), None if unseeded is None else whole("unseeded", unseeded)
     if unseeded is not None and unseeded < 0:
         raise ValueError(f"unseeded must be None or an integer >= 0, got {unseeded!r}")

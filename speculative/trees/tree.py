@@ -175,7 +175,7 @@ class TokenTree:
         if not self.is_depth_first:
             raise ValueError(
                 f"subtree_end needs depth-first order, but node {1 + self._strays.argmax()} breaks it; "
-                "call reordered('depth_first')"
+                "take tree.reordered('depth_first')[0]"
             )
         return _tensor(np.arange(len(self)) + self._sizes)
 

@@ -138,22 +138,51 @@ def test_a_module_may_be_a_draft():
         SpeculativeDecoder(decoder.target, draft)
 
 
+def test_a_draft_without_state_needs_no_cache_and_writes_the_same_text():
+    """In a batch whose sequences end at different times, so that rows and whole sequences are moved."""
+    target, table = tiny_llama(1), random_table(VOCAB)
+    prompts = torch.tensor([[3, 1, 4], [1, 5, 2], [6, 5, 3]])
+    options = {"max_new_tokens": 24, "temperature": 0.9, "eos_token_id": 2, "pad_token_id": 0}
+    found = [
+        SpeculativeDecoder(target, draft, tree_size=7).generate(prompts, **options)
+        for draft in (Bigrams(table), without("new_cache", "prefill")(table))
+    ]
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert found[0].stats.tokens_per_step == found[1].stats.tokens_per_step > 1
+
+
+def test_a_module_without_state_is_a_draft_if_it_inherits_draft():
+    class Module(nn.Module, Draft):
+        forward = Bigrams.__call__
+
+    draft = Module()
+    draft.logits = nn.Parameter(random_table(VOCAB))
+    decoder = SpeculativeDecoder(tiny_llama(1), draft)
+    expected = transformers_greedy(decoder.target, PROMPT[None], 20)
+    assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, expected)
+
+
 def without(*names, **added):
     members = {name: vars(Bigrams)[name] for name in ("__init__", "new_cache", "prefill", "__call__")}
     return type("Mine", (), {name: value for name, value in members.items() if name not in names} | added)
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (without("prefill"), r"got 'Mine', which lacks prefill\(tokens, cache\); a Draft has new_cache\(batch, rows\), "
-                         r"prefill\(tokens, cache\), __call__\(feed, cache\)"),
+    (without("prefill"), r"got 'Mine', which lacks prefill\(tokens, cache\); a Draft has __call__\(feed, cache\), and "
+                         r"new_cache\(batch, rows\) and prefill\(tokens, cache\) if it remembers sequences"),
+    (without("new_cache"), r"lacks new_cache\(batch, rows\);"),
+    (without("new_cache", "prefill", newcache=Bigrams.new_cache),
+     r"lacks new_cache\(batch, rows\) \(it has newcache\) and prefill\(tokens, cache\);"),
+    (without("new_cache", "prefill", "__call__"), r"got 'Mine', which lacks __call__\(feed, cache\);"),
     (lambda logits: type("Mine", (Draft,), {"new_cache": Bigrams.new_cache})(),
      r"which lacks prefill\(tokens, cache\) and __call__\(feed, cache\);"),
     (without("prefill", pre_fill=Bigrams.prefill), r"lacks prefill\(tokens, cache\) \(it has pre_fill\)"),
     (without(prefill=lambda self, tokens: None), r"must be callable as prefill\(tokens, cache\): too many"),
     (lambda logits: "prompt-lookup", r"draft must be an object, got the name 'prompt-lookup'; .*load_draft"),
     (lambda logits: Bigrams, r"draft must be an object, got the class Bigrams; give Bigrams\(...\)"),
-    (lambda logits: 5, "must be a causal language model of transformers, .* got 'int', which lacks new_cache"),
-    (lambda logits: nn.Linear(2, 2), "draft must be a transformers causal language model, got 'Linear'"),
+    (lambda logits: 5, "must be a causal language model of transformers, .* got 'int', which lacks __call__"),
+    (lambda logits: nn.Linear(2, 2), "draft must be a transformers causal language model, got 'Linear'; a module that "
+                                     "drafts without a cache inherits heavypath.Draft, too"),
 ])  # fmt: skip
 @pytest.mark.few(3)
 def test_what_a_draft_lacks_is_named_when_a_decoder_is_made(make, message):

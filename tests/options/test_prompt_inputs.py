@@ -240,7 +240,7 @@ def test_images_that_no_tokens_follow_and_targets_without_eyes_are_refused(model
     why = r"model_inputs pixel_values: read as text, .* images, audio and embeddings must end before that token"
     with pytest.raises(ValueError, match=why):
         decoder.generate(prompts["input_ids"][:, :-4], 8, model_inputs=prompts["model_inputs"])
-    with pytest.raises(ValueError, match="'inputs_embeds', but LlamaForCausalLM runs by this package's forward pass"):
+    with pytest.raises(ValueError, match="'inputs_embeds', but LlamaForCausalLM runs by LlamaForward, which"):
         SpeculativeDecoder(*tiny_pair).generate(IDS, 8, model_inputs={"inputs_embeds": torch.zeros(1, 3, 16)})
     with decoder.serve() as service, pytest.raises(TypeError, match="submit has no option 'model_inputs'"):
         service.submit(IDS[0], model_inputs={"pixel_values": prompts["model_inputs"]["pixel_values"]})

@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative import EarlyExit, SpeculativeDecoder, TokenTree
 from heavypath.speculative.ranks.agreement import RankMismatchError
-from heavypath.speculative.ranks.group import RankFailedError
+from heavypath.speculative.ranks.communication import RankFailedError
 
 METHODS = ("autoregressive", "chain", "specinfer", "sequoia", "dyspec", "ersd")
 PROMPTS = torch.tensor([[5, 9, 8, 7, 33, 2], [0, 0, 4, 4, 17, 60], [0, 11, 12, 13, 14, 15]])
