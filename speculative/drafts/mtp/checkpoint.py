@@ -49,15 +49,16 @@ def load_mtp(given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: 
     for quantized models, and for tensors that are missing, unknown or of another shape.
     """
     checkpoint, text = opened(given), target.config.get_text_config(decoder=True)
-    with checkpoint.drafting("MTP layers"):
-        _check(target.config, checkpoint)
+    with checkpoint.drafting("MTP layers in"):
+        _check_target(target.config)
+        _check_tensors(target.config, checkpoint)
         layer = _layer(checkpoint.config.parent, target)
     head = MtpHead(MtpConfig(text.model_type, text.hidden_size, (text.num_hidden_layers,)), layer)
     return head.to(dtype or target.dtype).to(target.device).requires_grad_(False).eval()
 
 
-def _check(config: Any, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for a target whose MTP layers are not supported, and for tensors that are not those of one."""
+def _check_target(config: Any) -> None:
+    """Raise ValueError for a target whose MTP layers are not supported."""
     kind, count = config.model_type, getattr(config, "num_mtp_layers", None)
     if kind not in TYPES:
         raise ValueError(f"those of type {kind!r} are not known, expected {' or '.join(TYPES)}")
@@ -65,17 +66,24 @@ def _check(config: Any, checkpoint: Checkpoint) -> None:
         raise ValueError(f"expected one layer, which drafts all levels, got num_mtp_layers={count}")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("they are quantized, expected layers in the type that the target computes in")
+
+
+def _check_tensors(config: Any, checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless the checkpoint has exactly the tensors of an MTP layer.
+
+    They are those of the target's last layer, four more, and sometimes copies of the target's embedding and lm_head.
+    """
     if pickles := [path.name for path in checkpoint.weights() if path.suffix != ".safetensors"]:
         raise ValueError(
             f"they are in {pickles[0]}, a pickle; expected safetensors, which transformers loads them from"
         )
     width, vocab = config.hidden_size, config.vocab_size
-    before, own = (f"model.layers.{config.num_hidden_layers - 1 + add}." for add in (0, 1))
+    last, own = (f"model.layers.{config.num_hidden_layers - 1 + add}." for add in (0, 1))
     shapes = {name: shape for name, shape in checkpoint.shapes().items() if not IGNORED.match(name)}
     found = {name: shape for name, shape in shapes.items() if name.startswith(own)}
-    expected = {own + name.removeprefix(before): shape for name, shape in shapes.items() if name.startswith(before)}
+    expected = {own + name.removeprefix(last): shape for name, shape in shapes.items() if name.startswith(last)}
     expected |= {f"{own}{name}.weight": [width] for name in ("enorm", "hnorm", "shared_head.norm")}
-    expected |= {f"{own}eh_proj.weight": [width, 2 * width]}
+    expected[f"{own}eh_proj.weight"] = [width, 2 * width]
     copies = {f"{own}{name}.weight": [vocab, width] for name in ("shared_head.head", "embed_tokens")}
     expected |= {name: shape for name, shape in copies.items() if name in found}
     check_tensors(found, expected, "an MTP layer and of the target's last layer, whose kind it is")
