@@ -95,7 +95,10 @@ class Checkpoint:
         """All tensors by name, on the CPU. Raises ValueError for pickles of anything else, and for odd tensors."""
         tensors: dict[str, Tensor] = {}
         for path in self.weights(names):
-            tensors |= _reading(path, load_file) if path.suffix == ".safetensors" else read_pickle(path)
+            found = _reading(path, load_file) if path.suffix == ".safetensors" else read_pickle(path)
+            if not isinstance(found, Mapping):
+                raise ValueError(f"{str(path)!r} has a {type(found).__name__}; expected tensors by name")
+            tensors |= found
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor) or not isinstance(name, str):
                 raise ValueError(f"{name!r} in {self.name!r} is a {type(tensor).__name__}; expected tensors by name")

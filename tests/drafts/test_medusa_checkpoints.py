@@ -130,6 +130,13 @@ def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsy
     assert "ran" not in capsys.readouterr().out
 
 
+def test_a_pickle_of_a_tensor_without_a_name_is_refused(target, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    torch.save(torch.ones(3), tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt' has a Tensor; expected tensors by name"):
+        load_medusa(tmp_path, target)
+
+
 def test_a_folder_without_files_is_refused(target, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"is neither a folder with a config\.json"):
         load_medusa(tmp_path, target)
