@@ -1,5 +1,6 @@
 """Trained heads of all kinds: find and load them, convert them into a `Draft`, and describe them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.mtp.checkpoint import is_mtp, load_mtp
 from heavypath.speculative.drafts.mtp.draft import MtpDraft, MtpHead
+from heavypath.speculative.files.checkpoint import Checkpoint
 from heavypath.speculative.models.forward import Forward
 
 TrainedHead = EagleHead | MedusaHeads | BlockHead | MtpHead
@@ -28,11 +30,12 @@ TrainedHead = EagleHead | MedusaHeads | BlockHead | MtpHead
 def is_trained_head(path_or_name: str | Path, target: PreTrainedConfig | None = None) -> bool:
     """Whether a folder, or a model in the Hugging Face cache, has an EAGLE head, Medusa heads or a block draft.
 
-    Also True for the checkpoint of a target with this config that has MTP layers.
+    Also True for the checkpoint of a target with this config that has MTP layers. Nothing is downloaded.
     """
-    if target is not None and is_mtp(path_or_name, target):
-        return True
-    return is_block(path_or_name) or is_medusa(path_or_name) or is_head(path_or_name)
+    try:
+        return _loader(Checkpoint(path_or_name, local_files_only=True), target) is not None
+    except FileNotFoundError:
+        return False
 
 
 def load_trained_head(
@@ -40,13 +43,24 @@ def load_trained_head(
 ) -> TrainedHead:
     """Load a trained head for a target; arguments and errors as in `load_head`, `load_medusa`, `load_block`,
     `load_mtp`.
-
-    Block drafts are tested for before EAGLE heads, because they also have the tensors that identify an EAGLE head.
     """
-    if is_mtp(path_or_name, target.config):
-        return load_mtp(path_or_name, target, dtype=dtype)
-    load = load_block if is_block(path_or_name) else load_medusa if is_medusa(path_or_name) else load_head
-    return load(path_or_name, target, dtype=dtype)
+    checkpoint = Checkpoint(path_or_name)
+    load = _loader(checkpoint, target.config) or load_head  # which says what a head has
+    return load(checkpoint, target, dtype=dtype)
+
+
+def _loader(checkpoint: Checkpoint, target: PreTrainedConfig | None) -> Callable[..., TrainedHead] | None:
+    """The function that loads this kind of head; None for anything else.
+
+    The target's own checkpoint may have Medusa heads, and block drafts have the tensors that identify an EAGLE head.
+    """
+    if is_medusa(checkpoint):
+        return load_medusa
+    if target is not None and is_mtp(checkpoint, target):
+        return load_mtp
+    if is_block(checkpoint):
+        return load_block
+    return load_head if is_head(checkpoint) else None
 
 
 @as_draft.register

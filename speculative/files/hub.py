@@ -23,12 +23,10 @@ from heavypath.speculative.files.typed_json import weight_map
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # at least one is needed
 SAFE = ("model.safetensors", "model.safetensors.index.json")
-WEIGHTS = {  # by role; the first existing file is used
-    "target": SAFE,
-    "draft": (
-        "medusa_lm_head.safetensors", "medusa_lm_head.pt", *SAFE, "pytorch_model.bin", "pytorch_model.bin.index.json",
-    ),
-}  # fmt: skip
+_HEAD = (*SAFE, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.safetensors.index.json", "medusa_lm_head.pt")
+# By role, and for trained heads; the first existing file is used.
+WEIGHTS = {"target": SAFE, "draft": (*_MEDUSA, *_HEAD), "head": _HEAD, "medusa": _MEDUSA}
 # Files with parts of drafts, which trainers write besides the weights. Others, such as an optimizer's, are ignored.
 PART = re.compile(
     r"(mask_embeddings?|embeddings?|embed_tokens|lm_head|head|fc|[dt]2[dt]|vocab_mapping|markov_head|adapter_model)"

@@ -18,6 +18,8 @@ from heavypath.speculative import BlockHead, SpeculativeDecoder, load_draft
 from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.kinds import as_draft, describe
+from heavypath.speculative.drafts.trained import is_trained_head
+from heavypath.speculative.files.checkpoint import Checkpoint
 from heavypath.speculative.models.forward_of import forward_of
 
 
@@ -57,11 +59,11 @@ def test_a_causal_block_does_not_depend_on_the_masks_that_follow_and_another_doe
 def test_a_folder_of_any_layout_is_a_block_draft_and_load_draft_takes_it(target, tmp_path):
     for name in LAYOUTS:
         published(tmp_path / name, target, name)
-        assert is_block(tmp_path / name)
+        assert is_block(Checkpoint(tmp_path / name))
         assert isinstance(load_draft(tmp_path / name, target), BlockHead)
     target.save_pretrained(tmp_path / "model")
-    assert not is_block(tmp_path / "model")
-    assert not is_block(tmp_path)
+    assert not is_block(Checkpoint(tmp_path / "model"))
+    assert not is_trained_head(tmp_path)
 
 
 def test_a_copy_of_the_targets_tensors_is_not_kept_and_any_other_is(target, tmp_path):

@@ -18,9 +18,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from heavypath.speculative import BlockHead, MedusaHeads, PromptLookup, load_draft, new_head
-from heavypath.speculative.drafts.heads import files
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head, save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.trained import is_trained_head
+from heavypath.speculative.files import checkpoint
+from heavypath.speculative.files.checkpoint import Checkpoint
+from heavypath.speculative.files.hub import WEIGHTS
 from heavypath.speculative.loading import load_pair
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -151,12 +154,12 @@ def test_the_formulas_of_variants_with_the_same_tensors_differ(target):
         assert (oracle(variant(**options), tensors, target) - plain).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("how", files.WEIGHTS)
+@pytest.mark.parametrize("how", WEIGHTS["head"])
 def test_weights_are_read_from_any_file_whole_or_in_pieces(how, target, tmp_path):
     kind = variant(generation=3 if "safetensors" in how else 1)
     folder = write(tmp_path, settings(kind), official(kind), how)
     assert_same(load_head(folder, target), kind, official(kind), target)
-    assert is_head(folder)
+    assert is_head(Checkpoint(folder))
 
 
 def test_names_may_have_the_prefix_of_a_model_and_safetensors_are_preferred_to_pickles(target, tmp_path):
@@ -212,12 +215,12 @@ def test_offsets_of_tokens_are_taken_as_they_are(drafted, d2t, t2d, target, tmp_
 def test_a_head_is_known_by_its_tensors_or_its_config(target, tmp_path):
     config, tensors = settings(variant(generation=1)), official(variant(generation=1))
     assert "eagle" not in json.dumps(config).lower()
-    assert is_head(write(tmp_path / "a", config, tensors))
+    assert is_head(Checkpoint(write(tmp_path / "a", config, tensors)))
     without_fc = {name: tensor for name, tensor in official(variant()).items() if name != "fc.weight"}
-    assert is_head(write(tmp_path / "b", settings(variant()), without_fc))
-    assert not is_head(write(tmp_path / "c", config | {"architectures": ["Eagle2_5_VL"]}, without_fc))
+    assert is_head(Checkpoint(write(tmp_path / "b", settings(variant()), without_fc)))
+    assert not is_head(Checkpoint(write(tmp_path / "c", config | {"architectures": ["Eagle2_5_VL"]}, without_fc)))
     target.save_pretrained(tmp_path / "model")
-    assert not is_head(tmp_path / "model")
+    assert not is_head(Checkpoint(tmp_path / "model"))
     with pytest.raises(ValueError, match=r"fc\.weight, .* is missing; .* AutoModelForCausalLM"):
         load_head(tmp_path / "model", target)
 
@@ -249,14 +252,14 @@ def cached(tmp_path, monkeypatch):
 
 
 def test_a_name_is_looked_up_in_the_cache_without_a_network(cached, target):
-    for local_files_only in (False, True):
-        head = load_head(cached, target, local_files_only=local_files_only)
+    for given in (cached, Checkpoint(cached, local_files_only=True)):
+        head = load_head(given, target)
         assert_same(head, variant(), official(variant()), target)
-    assert is_head(cached)
-    assert load_head(cached, target, revision="second").config.rms_norm_eps == 2e-5
+    assert is_trained_head(cached)
+    assert load_head(Checkpoint(cached, revision="second"), target).config.rms_norm_eps == 2e-5
     with pytest.raises(FileNotFoundError, match="'somebody/else' is neither a folder with a config"):
         load_head("somebody/else", target)
-    assert not is_head("somebody/else")
+    assert not is_trained_head("somebody/else")
 
 
 def test_nothing_is_fetched_but_config_and_weights(target, tmp_path, monkeypatch):
@@ -266,8 +269,8 @@ def test_nothing_is_fetched_but_config_and_weights(target, tmp_path, monkeypatch
         asked.append((name, file, revision, local_files_only))
         return str(folder / file) if (folder / file).is_file() else None
 
-    monkeypatch.setattr(files, "cached_file", fetched)
-    load_head("somebody/head", target, revision="v2")
+    monkeypatch.setattr(checkpoint, "cached_file", fetched)
+    load_head(Checkpoint("somebody/head", revision="v2"), target)
     assert asked == [("somebody/head", file, "v2", False) for file in ("config.json", "model.safetensors")]
 
 

@@ -11,7 +11,10 @@ from rounding import SMALL_MODEL
 
 from heavypath.speculative import SpeculativeDecoder, load_draft
 from heavypath.speculative.drafts.heads.checkpoint import is_head
-from heavypath.speculative.drafts.medusa.checkpoint import WEIGHTS, is_medusa, load_medusa
+from heavypath.speculative.drafts.medusa.checkpoint import is_medusa, load_medusa
+from heavypath.speculative.drafts.trained import is_trained_head
+from heavypath.speculative.files.checkpoint import Checkpoint
+from heavypath.speculative.files.hub import WEIGHTS
 
 TEXT = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
@@ -33,10 +36,10 @@ def assert_same(heads, tensors, target):
 
 @pytest.mark.parametrize("owns", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("heads", "layers", "file", "config"), [
-    (1, 1, WEIGHTS[0], {}),
-    (3, 1, WEIGHTS[1], {"medusa_num_heads": None}),
-    (3, 2, WEIGHTS[1], {"medusa_num_heads": 2, "medusa_num_layers": 4}),  # the tensors are believed
-    (12, 1, WEIGHTS[0], {}),  # in the order of their numbers
+    (1, 1, WEIGHTS["medusa"][0], {}),
+    (3, 1, WEIGHTS["medusa"][-1], {"medusa_num_heads": None}),
+    (3, 2, WEIGHTS["medusa"][-1], {"medusa_num_heads": 2, "medusa_num_layers": 4}),  # the tensors are believed
+    (12, 1, WEIGHTS["medusa"][0], {}),  # in the order of their numbers
 ])  # fmt: skip
 def test_both_layouts_have_the_logits_of_the_formula(heads, layers, file, config, owns, target, tmp_path):
     tensors = published(target, heads, layers, owns)
@@ -127,20 +130,28 @@ def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsy
     assert "ran" not in capsys.readouterr().out
 
 
+def test_a_pickle_of_a_tensor_without_a_name_is_refused(target, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    torch.save(torch.ones(3), tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt' has a Tensor; expected tensors by name"):
+        load_medusa(tmp_path, target)
+
+
 def test_a_folder_without_files_is_refused(target, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"is neither a folder with a config\.json"):
         load_medusa(tmp_path, target)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"expected one of medusa_lm_head\.safetensors, medusa_lm_head\.pt"):
+    with pytest.raises(FileNotFoundError, match=r"expected one of medusa_lm_head\.safetensors, .*, medusa_lm_head\.pt"):
         load_medusa(tmp_path, target)
-    assert not is_medusa(tmp_path)
+    assert not is_medusa(Checkpoint(tmp_path))
+    assert not is_trained_head(tmp_path)
 
 
 def test_heads_are_known_by_their_file_also_beside_a_base_that_was_trained_along(target, tmp_path):
     """Medusa-2: one folder is the target and has its heads."""
     folder, tensors = write(tmp_path, published(target)), published(target)
-    assert is_medusa(folder)
-    assert not is_head(folder)
+    assert is_medusa(Checkpoint(folder))
     target.save_pretrained(folder)
-    assert is_medusa(folder)
+    assert not is_head(Checkpoint(folder))
+    assert is_medusa(Checkpoint(folder))
     assert_same(load_draft(folder, target), tensors, target)

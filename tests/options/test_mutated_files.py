@@ -22,6 +22,7 @@ from heavypath.speculative import Profile, SpeculativeDecoder, read_trace
 from heavypath.speculative.drafts.blocks.checkpoint import is_block, load_block
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
+from heavypath.speculative.files.checkpoint import Checkpoint
 from heavypath.speculative.output.page import trace_page
 from heavypath.speculative.streaming.source import INDEX, places_in, places_of_folder
 
@@ -116,7 +117,7 @@ def config_of_a_head(kind, target, folder):
     known = set()
 
     def use():
-        is_head(folder)
+        is_head(Checkpoint(folder))
         head = load_head(folder, target)
         if repr(head.config) not in known:
             known.add(repr(head.config))
@@ -132,7 +133,7 @@ def config_of_a_block(layout, target, folder):
     known = set()
 
     def use():
-        if not is_block(folder):
+        if not is_block(Checkpoint(folder)):
             raise ValueError(f"{folder} is an EAGLE head")
         head = load_block(folder, target)
         if repr(head.config) not in known:
@@ -247,7 +248,7 @@ def test_a_file_with_any_one_value_another_works_or_is_refused_with_its_name(
 def test_a_file_of_weights_that_is_cut_off(length, target, tmp_path):
     path = write(tmp_path, settings(variant(), architectures=None), official(variant())) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    uses = [places_in, lambda path: places_of_folder(path.parent), lambda path: is_head(path.parent),
+    uses = [places_in, lambda path: places_of_folder(path.parent), lambda path: is_head(Checkpoint(path.parent)),
             lambda path: load_head(path.parent, target)]  # fmt: skip
     for use in uses:
         with pytest.raises(ValueError, match=re.escape(str(path))):

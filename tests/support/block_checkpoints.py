@@ -234,6 +234,8 @@ LAYOUTS = {  # what the draft is, and who writes it
         kind, projector_type="dspark", markov_rank=kind.rank)),
     "DSpark of SpecForge, by its class": ({"shift": 1, "term": "vanilla"}, lambda kind: zlab_with(
         kind, architectures=["DSparkDraftModel"])),
+    "DSpark of SpecForge's class by DeepSpec's keys": ({"shift": 1, "term": "vanilla"}, lambda kind: deepspec(
+        kind, architectures=["DSparkDraftModel"])),
     "DSpark of speculators": (OWN | {"drafted": KEPT, "shift": 1, "term": "rnn"}, lambda kind: speculators(
         kind, speculators_model_type="dspark", architectures=["DSparkDraftModel"], markov_rank=kind.rank)),
     "DSpark of speculators, not from the anchor": ({"term": "vanilla"}, lambda kind: speculators(

@@ -132,7 +132,7 @@ def write(folder, config, tensors, how="model.safetensors"):
         map_of_files = {name: part for part, found in parts.items() for name in found}
         (folder / how).write_text(json.dumps({"metadata": {}, "weight_map": map_of_files}))
     for part, found in parts.items():
-        if part.endswith(".bin"):
+        if part.endswith((".bin", ".pt")):
             torch.save(found, folder / part)
         else:
             save_file(found, folder / part)

@@ -9,8 +9,7 @@
 Some have the embedding of masks in a file of its own, `mask_embedding.pt`: [H], or a dictionary with that alone, and
 maybe with the mask_token_id.
 
-`settings` reads config.json. Whatever does not fit the target, is missing or is not known is refused by name: a draft
-that is half loaded drafts noise, and nothing else would show it.
+`settings` reads config.json.
 """
 
 import re
@@ -24,47 +23,53 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.blocks.settings import BlockSettings, KindSettings, check_kind, config_of, kind_of
-from heavypath.speculative.drafts.heads.files import (
-    check_all_is_read,
-    find_beside,
-    find_files,
-    read_pickle,
-    read_tensors,
-)
-from heavypath.speculative.drafts.heads.fitting import check_types, fill, take_the_tokens
-from heavypath.speculative.files.typed_json import read_json
+from heavypath.speculative.drafts.heads.fitting import filled, take_the_tokens
+from heavypath.speculative.drafts.heads.settings import together
+from heavypath.speculative.files.checkpoint import IGNORED, Checkpoint, opened, read_pickle, renamed
 from heavypath.speculative.ranks.parts import local_of
 
 MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
-_RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_RENAMED = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", MASK_FILE: MASK}
 _OF_DOMINO = {f"{name}.": f"logit_head.{name}." for name in ("prefix_gru", "embed_proj")}  # as early ones have them
-# What a draft does without: copies of the target's tensors, tables that are computed, and the head that estimates how
-# likely a token is to be accepted, by which others cut their chains short.
-_HARMLESS = re.compile(
-    r"(verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq|confidence_head\.proj\.\w+)$"
-)
+# Also the head that estimates how likely a token is to be accepted, by which others cut their chains short.
+_IGNORED = re.compile(rf"{IGNORED.pattern}|confidence_head\.proj\.\w+$")
 
 
-def load_block(path_or_name: str | Path, target: PreTrainedModel, *, dtype: torch.dtype | None = None) -> BlockHead:
+def load_block(
+    given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: torch.dtype | None = None
+) -> BlockHead:
     """A block draft for a target, in eval mode and without gradients; arguments as in `load_head`.
 
     Raises FileNotFoundError for missing files. Raises ValueError for a kind that is not supported, and for keys and
     tensors that do not fit the target, are missing, or are not known.
     """
-    files = find_files(path_or_name)
-    settings = read_json(files.config, BlockSettings)
-    try:
-        check_kind(settings)
-        check_all_is_read(files, but=MASK_FILE)
-        given = read_tensors(files)
-        mask = find_beside(files, MASK_FILE)
-        if mask is not None:
-            given |= {f"{MASK}, of {MASK_FILE}": _mask_embedding(mask, settings)}
-        head, tensors = _built(settings, given, target)
-        fill(head, tensors, dtype or target.dtype, target.device)
-    except ValueError as error:
-        raise ValueError(f"the block draft {files.folder!r} cannot draft for this target: {error}") from error
-    return head.requires_grad_(False).eval()
+    checkpoint = opened(given)
+    settings = checkpoint.settings(BlockSettings)
+    with checkpoint.drafting("block draft"):
+        of_domino = _OF_DOMINO if check_kind(settings) == "domino" else {}
+        checkpoint.check_all_is_read(also=MASK_FILE)
+        tensors = checkpoint.tensors()
+        if (path := checkpoint.find(MASK_FILE)) is not None:
+            tensors[MASK_FILE] = _mask_embedding(path, settings)
+        tensors = renamed(tensors, _RENAMED | of_domino, _IGNORED)
+        for needed in ("fc.weight", "layers.0.self_attn.k_proj.weight"):
+            if needed not in tensors:
+                raise ValueError(f"{needed} is missing; it is another kind of draft, or fetch the checkpoint again")
+        _leave_out_copies(tensors, target)
+        kept = tensors.pop("t2d", None)
+        config = config_of(settings, tensors, target)
+        if config.owns_mask and not config.owns_embedding and hasattr(target.get_input_embeddings(), "embed_scale"):
+            raise ValueError(
+                f"{MASK} is beside the target's embeddings, which are scaled, and nothing says if it is, too"
+            )
+        take_the_tokens(config, tensors, kept)
+        layer = together(settings, settings.get("transformer_layer_config"))
+        return filled(BlockHead, config, layer, tensors, dtype or target.dtype, target.device)
+
+
+def is_block(checkpoint: Checkpoint) -> bool:
+    """True if a checkpoint is a block draft of any kind."""
+    return kind_of(checkpoint.settings(KindSettings)) is not None
 
 
 def _mask_embedding(path: Path, settings: Mapping[str, Any]) -> Tensor:
@@ -88,51 +93,12 @@ def _in_words(field: tuple[Any, Any]) -> str:
     return f"{name} of shape {[*value.shape]}" if isinstance(value, Tensor) else f"{name}, a {type(value).__name__}"
 
 
-def is_block(path_or_name: str | Path) -> bool:
-    """True if a folder, or a model in the Hugging Face cache, is a block draft of any kind. Nothing is downloaded."""
-    try:
-        files = find_files(path_or_name, local_files_only=True)
-    except FileNotFoundError:
-        return False
-    return kind_of(read_json(files.config, KindSettings)) is not None
-
-
-def _built(
-    settings: Mapping[str, Any], given: Mapping[str, Tensor], target: PreTrainedModel
-) -> tuple[BlockHead, dict[str, Tensor]]:
-    """The module that the tensors fit into, still without them, and the tensors by its names."""
-    tensors: dict[str, Tensor] = {}
-    renamed = _RENAMED | (_OF_DOMINO if kind_of(settings) == "domino" else {})
-    for name, tensor in given.items():
-        ours = name.removeprefix("model.").partition(",")[0]
-        for theirs, replacement in renamed.items():
-            ours = replacement + ours.removeprefix(theirs) if ours.startswith(theirs) else ours
-        if ours in tensors:
-            raise ValueError(f"the checkpoint has {ours!r} twice, once as {name!r}; expected one of them")
-        if not _HARMLESS.match(ours):
-            tensors[ours] = tensor
-    for needed in ("fc.weight", "layers.0.self_attn.k_proj.weight"):
-        if needed not in tensors:
-            raise ValueError(f"{needed} is missing; it is another kind of draft, or fetch the checkpoint again")
-    kept = tensors.pop("t2d", None)
-    check_types(tensors)
+def _leave_out_copies(tensors: dict[str, Tensor], target: PreTrainedModel) -> None:
+    """Remove a checkpoint's copies of the target's embedding and lm_head, which need not be in memory twice."""
     ends: dict[str, Any] = {
         "embed_tokens.weight": target.get_input_embeddings(), "lm_head.weight": target.get_output_embeddings(),
     }  # fmt: skip
     for name, module in ends.items():
-        if name in tensors and _is_copy(tensors[name], local_of(module.weight)):
+        found, own = tensors.get(name), local_of(module.weight)
+        if found is not None and found.shape == own.shape and torch.equal(found.to(own.device, own.dtype), own):
             del tensors[name]
-    config = config_of(settings, tensors, target)
-    if config.owns_mask and not config.owns_embedding and hasattr(target.get_input_embeddings(), "embed_scale"):
-        raise ValueError(f"{MASK} is beside the target's embeddings, which are scaled, and nothing says if it is, too")
-    take_the_tokens(config, tensors, kept)
-    try:
-        with torch.device("meta"):
-            return BlockHead(config), tensors
-    except Exception as error:  # transformers' and PyTorch's, of all kinds
-        raise ValueError(f"config.json gives what no draft can be made of: {error}") from error
-
-
-def _is_copy(tensor: Tensor, of_target: Tensor) -> bool:
-    """True if a checkpoint's tensor is the target's own, which need not be in memory twice."""
-    return tensor.shape == of_target.shape and torch.equal(tensor.to(of_target.device, of_target.dtype), of_target)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSettings, layer_shapes, number_in, together
+from heavypath.speculative.files.checkpoint import check_config
 
 MAX_BLOCK = 1024  # rows of a pass
 KINDS = ("dflash", "dspark", "dflash2", "domino")
@@ -182,9 +183,9 @@ def _term(options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab: int)
     term = projections[found[0]] if found else "vanilla" if words is not None else ""
     ranks = [0 if each is None else each.shape[-1] for each in (words, codebook)]
     selected = options.get("selector_top_k", 0)
-    _check_agree(options, {"markov_rank": ranks[0], "selector_rank": ranks[1]})
+    check_config(options, {"markov_rank": ranks[0], "selector_rank": ranks[1]})
     if term:
-        _check_agree(options, {"markov_head_type": term})
+        check_config(options, {"markov_head_type": term})
     if codebook is not None and not 1 <= selected <= vocab:
         raise ValueError(f"config.json must give selector_top_k, 1 to {vocab} tokens to choose from, got {selected}")
     return {
@@ -210,15 +211,8 @@ def _convolutions(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     size = group = 0
     if base is not None and projection is not None and len(projection) and not base.numel() % len(projection):
         size, group = base.shape[1], base.numel() // len(projection)
-    _check_agree(options, {"conv_kernel_size": size, "conv_group_size": group})
+    check_config(options, {"conv_kernel_size": size, "conv_group_size": group})
     return {"conv_size": size, "conv_group": group}
-
-
-def _check_agree(options: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ValueError where config.json gives something else than the tensors have."""
-    for key, have in found.items():
-        if options.get(key, have) != have:
-            raise ValueError(f"config.json gives {key} {options[key]!r}, and the tensors are of {have!r}")
 
 
 def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any]) -> bool:

@@ -9,11 +9,9 @@ Supported layouts, by tensor names:
     EAGLE-3.1                 fc_norm.0, .1, .2 in either of the last two
 
 The variant is recognised by the tensors as far as possible: biases, layers, norms, own embedding and lm_head.
-`settings.py` reads the rest from config.json. Whatever does not fit the target, is missing or is unknown is refused by
-name: a head that is only partly loaded drafts noise, and nothing else would show it.
+`settings.py` reads the rest from config.json.
 """
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +23,7 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.drafts.heads.files import check_all_is_read, find_files, read_tensors, tensor_names
-from heavypath.speculative.drafts.heads.fitting import check_types, fill, take_the_tokens
+from heavypath.speculative.drafts.heads.fitting import filled, take_the_tokens
 from heavypath.speculative.drafts.heads.saving import common_settings, save_checkpoint
 from heavypath.speculative.drafts.heads.settings import (
     OWN_KEY,
@@ -34,53 +31,54 @@ from heavypath.speculative.drafts.heads.settings import (
     ModelSettings,
     config_of,
     is_settings_of_head,
+    together,
 )
-from heavypath.speculative.files.typed_json import read_json
+from heavypath.speculative.files.checkpoint import Checkpoint, opened, our_name, renamed
 
 # Prefixes of other layouts, with ours.
 _RENAMED = {"model.": "", "midlayer.": "layers.0.", "fusion_fc.": "fc.", "transformer.": "layers.0."}
-# Tensors that are ignored: copies of the target's, computed tables, and the inverse of d2t.
-_HARMLESS = re.compile(r"(t2d|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq)$")
 
 
 def load_head(
-    path_or_name: str | Path,
+    given: str | Path | Checkpoint,
     target: PreTrainedModel,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    revision: str | None = None,
-    local_files_only: bool = False,
 ) -> EagleHead:
     """Load an EAGLE head for a target, in eval mode and without gradients.
 
-    path_or_name: its folder, or its name on the Hugging Face hub
+    given: its folder, its name on the Hugging Face hub, or its checkpoint
     dtype, device: default: the target's
-    revision, local_files_only: for a name, as in transformers' `from_pretrained`
 
     Raises FileNotFoundError for missing files, and ValueError for a checkpoint that is not a head, and for tensors that
     do not fit the target, are missing or are unknown.
     """
-    files = find_files(path_or_name, revision, local_files_only)
-    settings, tensors = read_json(files.config, HeadSettings), read_tensors(files)
-    check_all_is_read(files)
-    try:
-        tensors = _renamed(tensors)
-        head = _built(settings, tensors, target)
-        fill(head, tensors, dtype or target.dtype, torch.device(device or target.device))
-    except ValueError as error:
-        raise ValueError(f"the head {files.folder!r} cannot draft for this target: {error}") from error
-    return head.requires_grad_(False).eval()
+    checkpoint = opened(given)
+    with checkpoint.drafting("head"):
+        settings, tensors = checkpoint.settings(HeadSettings), renamed(checkpoint.tensors(), _RENAMED)
+        checkpoint.check_all_is_read()
+        if not _has_fc(tensors):
+            hint = (
+                "" if is_settings_of_head(settings) else "; a whole model loads by AutoModelForCausalLM.from_pretrained"
+            )
+            raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
+        if "mask_hidden" in tensors:  # [3 Ht] with one or two axes before
+            tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+        kept = tensors.pop("t2d", None)
+        config = config_of(settings, tensors, target)
+        if settings.get("tie_word_embeddings") and _could_be_tied(config, tensors):
+            tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)
+        take_the_tokens(config, tensors, kept)
+        layer = together(settings.get("eagle_config"), settings, settings.get("transformer_layer_config"))
+        return filled(EagleHead, config, layer, tensors, dtype or target.dtype, device or target.device)
 
 
-def is_head(path_or_name: str | Path) -> bool:
-    """Whether a folder, or a model in the Hugging Face cache, is an EAGLE head. Nothing is downloaded."""
-    try:
-        files = find_files(path_or_name, local_files_only=True)
-    except FileNotFoundError:
-        return False
-    settings = read_json(files.config, ModelSettings)
-    return is_settings_of_head(settings) or _has_fc({_ours(name) for name in tensor_names(files)})
+def is_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an EAGLE head, by config.json or by its tensors."""
+    if is_settings_of_head(checkpoint.settings(ModelSettings)):
+        return True
+    return _has_fc({our_name(name, _RENAMED) for name in checkpoint.shapes()})
 
 
 def save_head(head: EagleHead, folder: str | Path) -> None:
@@ -110,50 +108,11 @@ def save_head(head: EagleHead, folder: str | Path) -> None:
     save_checkpoint(folder, settings, tensors, config)
 
 
-def _ours(name: str) -> str:
-    for theirs, replacement in _RENAMED.items():
-        if name.startswith(theirs):
-            name = replacement + name.removeprefix(theirs)
-    return name
-
-
-def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by the names of `EagleHead`, without ignored ones; `t2d` is kept."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        ours = _ours(name)
-        if ours in found:
-            raise ValueError(f"the checkpoint has {ours!r} twice, once as {name!r}; expected one of them")
-        if ours == "t2d" or not _HARMLESS.match(ours):
-            found[ours] = tensor
-    return found
-
-
 def _has_fc(names: Collection[str]) -> bool:
     return "fc.weight" in names and any(name.startswith("layers.0.") for name in names)
 
 
-def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel) -> EagleHead:
-    """An empty module for the tensors; `tensors` is changed in place to match its names."""
-    if not _has_fc(tensors):
-        hint = "" if is_settings_of_head(settings) else "; a whole model loads by AutoModelForCausalLM.from_pretrained"
-        raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
-    kept = tensors.pop("t2d", None)
-    check_types(tensors)
-    if "mask_hidden" in tensors:  # [3 Ht] with one or two axes before
-        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
-    config = config_of(settings, tensors, target)
-    if settings.get("tie_word_embeddings") and config.generation == 3 and _could_be_tied(config, tensors):
-        tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)
-    take_the_tokens(config, tensors, kept)
-    try:
-        with torch.device("meta"):
-            return EagleHead(config)
-    except Exception as error:  # transformers and PyTorch raise errors of many types
-        raise ValueError(f"config.json gives what no head can be made of: {error}") from error
-
-
 def _could_be_tied(config: HeadConfig, tensors: dict[str, Tensor]) -> bool:
     """Whether the checkpoint may have omitted the lm_head as a copy of the head's own embedding."""
-    all_tokens = config.draft_vocab_size == config.vocab_size
+    all_tokens = config.generation == 3 and config.draft_vocab_size == config.vocab_size
     return all_tokens and "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors

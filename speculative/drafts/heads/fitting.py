@@ -1,21 +1,16 @@
-"""Load the tensors of a checkpoint into a head's module, or refuse by name what does not fit."""
+"""Load the tensors of a checkpoint into the module of a head, or refuse by name what does not fit."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heavypath.speculative.drafts.heads.config import TappedConfig
+from heavypath.speculative.files.checkpoint import check_config, check_tensors, shapes_of
 
 _ANOTHER_TARGET = "give the target that the head was trained for"
-
-
-def check_types(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for tensors with unexpected dtypes."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() and (name != "d2t" or tensor.is_complex()):
-            raise ValueError(f"{name} is {tensor.dtype}; expected floating point: quantised heads are not supported")
 
 
 def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tensor | None) -> None:
@@ -52,43 +47,48 @@ def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tens
         raise ValueError(f"d2t permutes all {vocab} tokens; expected zeros where the head has all tokens of the target")
 
 
-def fill(head: Any, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """Load the tensors into a module on the "meta" device. Raises ValueError unless they are exactly its tensors."""
+def filled(
+    kind: Callable[[Any], Any],
+    config: TappedConfig,
+    settings: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Any:
+    """The module of this kind and config with these tensors, in eval mode and without gradients.
+
+    settings: those of config.json, which the tensors must have the sizes of, too
+
+    Raises ValueError unless they are exactly its tensors.
+    """
+    try:
+        with torch.device("meta"):
+            head = kind(config)
+    except Exception as error:  # transformers and PyTorch raise errors of many types
+        raise ValueError(f"config.json gives what no head can be made of: {error}") from error
     expected = head.state_dict()
-    unknown, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
-    if unknown:
-        raise ValueError(f"{len(unknown)} tensors are not known: {_list(unknown)}; it is another kind of head")
-    if missing:
-        raise ValueError(f"{len(missing)} tensors are missing: {_list(missing)}{_in_its_place(head.config, missing)}")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        if name in expected and name not in tensors:
             raise ValueError(
-                f"{name} has shape {[*tensor.shape]}, expected {[*expected[name].shape]}{_why(name, head.config)}"
+                f"1 tensors are missing: {name}; the target's cannot stand in, of width {config.target_hidden_size} "
+                f"and {config.vocab_size} tokens, for a head of width {config.hidden_size} and "
+                f"{config.draft_vocab_size} tokens"
             )
+    what = f"a draft of kind {head.config.model_type} with {config.layers} layers"
+    check_tensors(shapes_of(tensors), shapes_of(expected), what, partial(_why, config=config))
+    sizes = ["hidden_size", "intermediate_size", "target_hidden_size", "draft_vocab_size"]
+    sizes += ["vocab_size"] if config.owns_embedding else []
+    check_config(settings, {size: getattr(config, size) for size in sizes})
     on_device = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in tensors.items()}
     head.load_state_dict(on_device, assign=True)
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(device)  # not in the checkpoint; stays float32
     if not head.rotary_emb.inv_freq.isfinite().all():
-        raise ValueError(
-            f"config.json gives rotary settings {head.config.rope_parameters}, whose angles are no numbers"
-        )
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-
-
-def _in_its_place(config: TappedConfig, missing: list[str]) -> str:
-    """Why the target's tensor cannot be used for a missing one."""
-    if not {"lm_head.weight", "embed_tokens.weight"} & {*missing}:
-        return "; fetch the checkpoint again"
-    return (
-        f"; the target's cannot stand in, of width {config.target_hidden_size} and {config.vocab_size} tokens, for a "
-        f"head of width {config.hidden_size} and {config.draft_vocab_size} tokens"
-    )
+        raise ValueError(f"config.json gives rotary settings {config.rope_parameters}, whose angles are no numbers")
+    return head.requires_grad_(False).eval()
 
 
 def _why(name: str, config: TappedConfig) -> str:
+    """What a tensor's shape follows from, and what to do."""
     if name in ("fc.weight", "input_norm.weight", "mask_hidden") or name.startswith("fc_norm."):
         return (
             f" to read hidden states {', '.join(map(str, config.taps))} of width {config.target_hidden_size} of the "

@@ -2,8 +2,8 @@
 
     DeepSeek-V3, R1, GLM-4.5, 4.6    model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm}, and a layer of the target
 
-transformers' `MtpModel` finds, converts and loads the tensors. Other layouts, such as `mtp.*` of Qwen3-Next, are
-refused by name.
+transformers' `MtpModel` converts and loads the tensors, of safetensors alone. Other layouts, such as `mtp.*` of
+Qwen3-Next, are refused by name.
 """
 
 import copy
@@ -15,14 +15,12 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from heavypath.speculative.drafts.heads.files import find_files, tensor_names
 from heavypath.speculative.drafts.mtp.draft import MtpConfig, MtpHead
-from heavypath.speculative.files.typed_json import read_json
+from heavypath.speculative.files.checkpoint import IGNORED, Checkpoint, check_tensors, opened
 
 TYPES = ("deepseek_v3", "glm4_moe")
 _OURS = re.compile(r"layers\.(\d+)\.eh_proj\.weight$")
 _OTHERS = re.compile(r"(^|\.)mtp(_\w+)?\.")
-_BESIDE = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens")  # the last two: copies
 
 
 class _Settings(TypedDict, total=False):
@@ -33,58 +31,62 @@ class _Settings(TypedDict, total=False):
     num_hidden_layers: int | None
 
 
-def is_mtp(path_or_name: str | Path, config: PreTrainedConfig) -> bool:
-    """Whether a folder, or a model in the cache, is the checkpoint of a target with this config and has MTP layers."""
-    try:
-        files = find_files(path_or_name, local_files_only=True)
-    except FileNotFoundError:
-        return False
-    own, text = read_json(files.config, _Settings), config.get_text_config(decoder=True)
+def is_mtp(checkpoint: Checkpoint, config: PreTrainedConfig) -> bool:
+    """Whether a checkpoint is that of a target with this config and has MTP layers."""
+    own, text = checkpoint.settings(_Settings), config.get_text_config(decoder=True)
     if any(own.get(name) != getattr(text, name, None) for name in _Settings.__annotations__):
         return False
-    return any(_layer_of(name) >= text.num_hidden_layers or _OTHERS.search(name) for name in tensor_names(files))
+    return any(_layer_of(name) >= text.num_hidden_layers or _OTHERS.search(name) for name in checkpoint.shapes())
 
 
-def load_mtp(
-    path_or_name: str | Path,
-    target: PreTrainedModel,
-    *,
-    dtype: torch.dtype | None = None,
-) -> MtpHead:
+def load_mtp(given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: torch.dtype | None = None) -> MtpHead:
     """Load the MTP layer of a target's checkpoint, in eval mode and without gradients.
 
-    path_or_name: the target's folder, or its name in the Hugging Face cache
+    given: the target's folder, its name in the Hugging Face cache, or its checkpoint
     dtype: default: the target's
 
     Raises FileNotFoundError for missing files, and ValueError for model types not in `TYPES`, for several MTP layers,
-    for quantized models, and for missing or unknown tensors.
+    for quantized models, and for tensors that are missing, unknown or of another shape.
     """
-    files = find_files(path_or_name, local_files_only=True)
-    try:
-        _check(target, tensor_names(files))
-        layer = _layer(files.config.parent, target)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"the MTP layers in {files.folder!r} cannot draft for this target: {error}") from error
-    text = target.config.get_text_config(decoder=True)
+    checkpoint, text = opened(given), target.config.get_text_config(decoder=True)
+    with checkpoint.drafting("MTP layers in"):
+        _check_target(target.config)
+        _check_tensors(target.config, checkpoint)
+        layer = _layer(checkpoint.config.parent, target)
     head = MtpHead(MtpConfig(text.model_type, text.hidden_size, (text.num_hidden_layers,)), layer)
     return head.to(dtype or target.dtype).to(target.device).requires_grad_(False).eval()
 
 
-def _check(target: PreTrainedModel, names: set[str]) -> None:
-    """Raise ValueError for a target whose MTP layers are not supported, and for unknown tensors."""
-    kind, count = target.config.model_type, getattr(target.config, "num_mtp_layers", None)
+def _check_target(config: Any) -> None:
+    """Raise ValueError for a target whose MTP layers are not supported."""
+    kind, count = config.model_type, getattr(config, "num_mtp_layers", None)
     if kind not in TYPES:
         raise ValueError(f"those of type {kind!r} are not known, expected {' or '.join(TYPES)}")
     if count != 1:
         raise ValueError(f"expected one layer, which drafts all levels, got num_mtp_layers={count}")
-    if getattr(target.config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None:
         raise ValueError("they are quantized, expected layers in the type that the target computes in")
-    before, own = (f"model.layers.{target.config.num_hidden_layers - 1 + add}." for add in (0, 1))
-    known = {own + name.removeprefix(before) for name in names if name.startswith(before)}
-    known |= {f"{own}{name}.weight" for name in _BESIDE}
-    for name in sorted(names):
-        if name.startswith(own) and name not in known:
-            raise ValueError(f"{name} is not known: neither of an MTP layer, nor of a layer of the target")
+
+
+def _check_tensors(config: Any, checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless the checkpoint has exactly the tensors of an MTP layer.
+
+    They are those of the target's last layer, four more, and sometimes copies of the target's embedding and lm_head.
+    """
+    if pickles := [path.name for path in checkpoint.weights() if path.suffix != ".safetensors"]:
+        raise ValueError(
+            f"they are in {pickles[0]}, a pickle; expected safetensors, which transformers loads them from"
+        )
+    width, vocab = config.hidden_size, config.vocab_size
+    last, own = (f"model.layers.{config.num_hidden_layers - 1 + add}." for add in (0, 1))
+    shapes = {name: shape for name, shape in checkpoint.shapes().items() if not IGNORED.match(name)}
+    found = {name: shape for name, shape in shapes.items() if name.startswith(own)}
+    expected = {own + name.removeprefix(last): shape for name, shape in shapes.items() if name.startswith(last)}
+    expected |= {f"{own}{name}.weight": [width] for name in ("enorm", "hnorm", "shared_head.norm")}
+    expected[f"{own}eh_proj.weight"] = [width, 2 * width]
+    copies = {f"{own}{name}.weight": [vocab, width] for name in ("shared_head.head", "embed_tokens")}
+    expected |= {name: shape for name, shape in copies.items() if name in found}
+    check_tensors(found, expected, "an MTP layer and of the target's last layer, whose kind it is")
 
 
 def _layer(folder: Path, target: PreTrainedModel) -> torch.nn.Module:
@@ -97,7 +99,10 @@ def _layer(folder: Path, target: PreTrainedModel) -> torch.nn.Module:
     model: Any = copy.copy(target)  # gets a config that names this folder
     model.config = copy.copy(target.config)
     model.config.name_or_path, model.config.dtype = str(folder), target.dtype
-    return MtpModel.from_pretrained(model, device_map={"": target.device}).layers[0]
+    try:
+        return MtpModel.from_pretrained(model, device_map={"": target.device}).layers[0]
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _layer_of(name: str) -> int:

@@ -1,0 +1,192 @@
+"""What the checkpoints of all trained heads have in common: one way to read them, and one to refuse them."""
+
+import copy
+import json
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from block_checkpoints import variant as block_variant
+from block_checkpoints import zlab
+from head_checkpoints import official, settings, tiny_target, variant, write
+from medusa_checkpoints import published
+from mtp_checkpoints import LAYERS, save_target_with_mtp
+from safetensors.torch import load_file
+from transformers import Glm4MoeForCausalLM
+
+from heavypath.speculative.drafts.blocks.checkpoint import load_block
+from heavypath.speculative.drafts.trained import is_trained_head, load_trained_head
+from heavypath.speculative.files import checkpoint
+from heavypath.speculative.files.checkpoint import Checkpoint
+
+MODEL = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.safetensors.index.json", "medusa_lm_head.pt")
+MTP = f"model.layers.{LAYERS}."
+
+
+class Published(NamedTuple):
+    """A checkpoint. files: whole, in pieces, pickled; one: the name of a tensor of 16 or 32 rows, and ours"""
+
+    target: Any
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    files: tuple[str, str, str]
+    one: tuple[str, str]
+
+
+def eagle(folder, generation):
+    kind = variant(generation=generation)
+    layer = "midlayer" if generation == 3 else "layers.0"
+    names = f"{layer}.mlp.down_proj.weight", "layers.0.mlp.down_proj.weight"
+    return Published(tiny_target(), settings(kind), official(kind), MODEL, names)
+
+
+def block(folder):
+    config, tensors = zlab(block_variant())
+    return Published(tiny_target(), config, tensors, MODEL, ("hidden_norm.weight",) * 2)
+
+
+def medusa(folder):
+    target = tiny_target()
+    config = {"medusa_num_heads": 5, "hidden_size": 16, "vocab_size": 40}
+    return Published(target, config, published(target), MEDUSA, ("1.0.linear.bias",) * 2)
+
+
+def mtp(folder):
+    target, _ = save_target_with_mtp("glm4_moe", folder)
+    config = json.loads((folder / "config.json").read_text())
+    return Published(target, config, load_file(folder / "model.safetensors"), MODEL, (f"{MTP}hnorm.weight",) * 2)
+
+
+KINDS = {
+    "eagle-1": lambda folder: eagle(folder, 1),
+    "eagle-3": lambda folder: eagle(folder, 3),
+    "block": block,
+    "medusa": medusa,
+    "mtp": mtp,
+}
+
+
+@pytest.fixture(params=KINDS)
+def given(request, tmp_path, monkeypatch):
+    # transformers knows the layers of MTP by the numbers that they have in published models.
+    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}.*"])
+    folder = tmp_path / "made"
+    folder.mkdir()
+    return KINDS[request.param](folder)
+
+
+def loaded(folder, given, file=0, **changed):
+    """The head of a folder with the weights in files of one kind; changed: other fields of `given`."""
+    given = given._replace(**changed)
+    write(folder, given.config, given.tensors, given.files[file])
+    assert is_trained_head(folder, given.target.config)
+    return load_trained_head(folder, given.target)
+
+
+def refused(folder, given, *expected, **changed):
+    with pytest.raises(ValueError, match=r"the .* cannot draft for this target: ") as caught:
+        loaded(folder, given, **changed)
+    assert str(folder) in str(caught.value)
+    for part in expected:
+        assert re.search(part, str(caught.value)), caught.value
+
+
+def assert_equal(one, other):
+    assert one.config == other.config
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def test_weights_in_pieces_are_those_of_one_file(given, tmp_path):
+    assert_equal(loaded(tmp_path / "pieces", given, 1), loaded(tmp_path / "whole", given))
+
+
+@pytest.mark.parametrize("given", [kind for kind in KINDS if kind != "mtp"], indirect=True)
+def test_pickled_weights_are_those_of_safetensors(given, tmp_path):
+    assert_equal(loaded(tmp_path / "pickle", given, 2), loaded(tmp_path / "whole", given))
+
+
+@pytest.mark.parametrize("given", ["mtp"], indirect=True)
+def test_pickled_weights_that_transformers_does_not_load_are_refused(given, tmp_path):
+    refused(tmp_path / "pickle", given, r"they are in pytorch_model\.bin, a pickle; expected safetensors", file=2)
+
+
+def test_a_missing_piece_is_named(given, tmp_path):
+    loaded(tmp_path / "pieces", given, 1)
+    piece = min((tmp_path / "pieces").glob("*-of-*"))
+    piece.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"lacks '{piece.name}', which {given.files[1]} names; fetch it again"):
+        load_trained_head(tmp_path / "pieces", given.target)
+
+
+def test_a_missing_tensor_is_named(given, tmp_path):
+    theirs, ours = given.one
+    fewer = {name: tensor for name, tensor in given.tensors.items() if name != theirs}
+    expected = rf"1 tensors are missing: {re.escape(ours)}; expected those of .*: fetch the checkpoint again"
+    refused(tmp_path / "a", given, expected, tensors=fewer)
+
+
+def test_an_unknown_tensor_is_named(given, tmp_path):
+    theirs, ours = (name.replace(".weight", ".more").replace(".bias", ".more") for name in given.one)
+    expected = rf"1 tensors are not known: {re.escape(ours)}; expected those of .*, or it is another kind of draft"
+    refused(tmp_path / "a", given, expected, tensors=given.tensors | {theirs: torch.zeros(4)})
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(given, tmp_path):
+    theirs, ours = given.one
+    shape = [*given.tensors[theirs].shape]
+    wider = [shape[0] + 3, *shape[1:]]
+    expected = rf"{re.escape(ours)} has shape {re.escape(str(wider))}, expected {re.escape(str(shape))}"
+    refused(tmp_path / "a", given, expected, tensors=given.tensors | {theirs: torch.zeros(wider)})
+
+
+@pytest.mark.parametrize(("given", "key", "have", "gives"), [
+    ("eagle-1", "hidden_size", 16, 24), ("eagle-1", "vocab_size", 40, 50), ("eagle-3", "intermediate_size", 24, 32),
+    ("eagle-3", "draft_vocab_size", 24, 30), ("eagle-3", "target_hidden_size", 16, 24),
+    ("block", "hidden_size", 16, 24), ("block", "draft_vocab_size", 40, 24),
+    ("medusa", "hidden_size", 16, 24), ("medusa", "vocab_size", 40, 50),
+], indirect=["given"])  # fmt: skip
+def test_a_config_that_describes_other_weights_is_refused_with_both_numbers(given, key, have, gives, tmp_path):
+    assert loaded(tmp_path / "a", given, config=given.config | {key: have})
+    expected = f"config.json gives {key} {gives}, and the tensors are of {have}: one of the two is of another draft"
+    refused(tmp_path / "a", given, expected, config=given.config | {key: gives})
+
+
+@pytest.mark.parametrize("given", ["mtp"], indirect=True)
+def test_a_target_whose_config_describes_other_weights_is_refused_with_both_numbers(given, tmp_path):
+    other = copy.copy(given.target)
+    other.config = copy.copy(other.config)
+    other.config.hidden_size = 48
+    changed = {"config": given.config | {"hidden_size": 48}, "target": other}
+    refused(tmp_path / "a", given, r"weight has shape \[32.*\], expected \[48.*\]", **changed)
+
+
+def test_every_file_is_looked_for_once(given, tmp_path, monkeypatch):
+    loaded(tmp_path, given)
+    found, asked = checkpoint.cached_file, []
+
+    def noted(folder, file, **options):
+        asked.append(file)
+        return found(folder, file, **options)
+
+    monkeypatch.setattr(checkpoint, "cached_file", noted)
+    load_trained_head(tmp_path, given.target)
+    assert {"config.json", given.files[0]} <= {*asked}
+    assert len(asked) == len({*asked})
+
+
+@pytest.mark.parametrize("given", ["block"], indirect=True)
+def test_what_is_beside_the_weights_is_of_their_revision(given, tmp_path, monkeypatch):
+    write(tmp_path, given.config, given.tensors)
+    torch.save(torch.ones(16), tmp_path / "mask_embedding.pt")
+    asked = []
+
+    def fetched(name, file, **options):
+        asked.append((name, options))
+        return str(tmp_path / file) if (tmp_path / file).is_file() else None
+
+    monkeypatch.setattr(checkpoint, "cached_file", fetched)
+    head = load_block(Checkpoint("somebody/draft", revision="v2", local_files_only=True), given.target)
+    assert torch.equal(head.mask_embedding, torch.ones(16))
+    assert asked == [("somebody/draft", {"revision": "v2", "local_files_only": True})] * 3
