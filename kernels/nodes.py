@@ -33,8 +33,8 @@ class VerifyInputs(NamedTuple):
     """Drafted trees and all that decides about them.
 
     target_logits:  [B, N, V], the target's after each node
-    draft_logits:   [B, N, V], those that each node's children were drawn from. None for a method that does not ask for
-                    them, and for trees of a root alone
+    draft_logits:   [B, N, V], those that each node's children were drawn from; None for trees of a root alone. Methods
+                    that do not ask for them do not look at them
     method:         of `verify_tree`
     replacement:    whether siblings are independent draws; the names of some methods say so
     max_depth:      edges of the deepest path considered

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heavypath.kernels.cache_compaction import compact_unchecked
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.models.caches import KeyValueCache
 
 
@@ -47,4 +47,4 @@ class BlockCache(KeyValueCache):
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the rows of an accepted path, which are the target's whatever the draft's were."""
-        compact_unchecked([self.keys, self.values], path=path, length=length, prefix_length=prefix_length)
+        step_kernels(path.device).compact([self.keys, self.values], path, length, prefix_length)
