@@ -58,7 +58,12 @@ def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = Fals
     native: whether the function has a native implementation of what is asked for
     """
     if impl == "auto":
-        return impl_on(tensor.device, function, native=native)
+        if tensor.is_cuda:
+            return _triton(function)
+        if native and tensor.is_cpu and library() is not None:
+            return "native"
+        refuse(function)
+        return "torch"
     if impl == "native" and native:
         if not tensor.is_cpu:
             raise ValueError(f"{function}: impl 'native' takes CPU tensors, got {tensor.device}; take impl 'triton'")
@@ -76,16 +81,6 @@ def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = Fals
             "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
         )
     return _triton(function)
-
-
-def impl_on(device: torch.device, function: str, *, native: bool) -> str:
-    """What "auto" is on a device: "triton", "native" or "torch"."""
-    if device.type == "cuda":
-        return _triton(function)
-    if native and device.type == "cpu" and library() is not None:
-        return "native"
-    refuse(function)
-    return "torch"
 
 
 def _triton(function: str) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from heavypath.kernels.cache_compaction import COMPACT
 from heavypath.kernels.commit import COMMIT
-from heavypath.kernels.implementation import impl_on
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.sampling import DRAW
 from heavypath.kernels.trees.levels import ALIKE, FIRST_NODES, PLACE
@@ -35,5 +35,6 @@ _CHOSEN: dict[str, StepKernels] = {}  # by the type of device
 def step_kernels(device: torch.device) -> StepKernels:
     """The functions for tensors on a device."""
     if device.type not in _CHOSEN:
-        _CHOSEN[device.type] = StepKernels(impl_on(device, "a step", native=True))
+        impl = choose_impl("a step", "auto", torch.empty(0, device=device), native=True)
+        _CHOSEN[device.type] = StepKernels(impl)
     return _CHOSEN[device.type]
