@@ -183,16 +183,14 @@ def _nucleus_kernel(
 
 
 def launch_tokens(
-    logits: Tensor, k: int, filters: Filters, *, noise: Noise, stream: Stream, replacement: bool = False,
-    uniform_fill: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor, k: int, filters: Filters, *, noise: Noise, stream: Stream, uniform_fill: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw as `launch_topk`, for who takes the tokens alone: keys and log-probabilities may be those before top-p."""
     (count, vocab_size), device = logits.shape, logits.device
     by_p_alone = Filters(top_p=filters.top_p).drop(vocab_size) and not filters._replace(top_p=None).drop(vocab_size)
     aligned = vocab_size % ALIGNED == 0 and logits.stride() == (logits.stride(0) // ALIGNED * ALIGNED, 1)
-    if replacement or not (by_p_alone and aligned) or filters.temperature == 0 or k > MOST or count == 0:
-        draws = {"replacement": replacement, "uniform_fill": uniform_fill}
-        return launch_topk(logits, k, filters, noise=noise, stream=stream, **draws)
+    if not (by_p_alone and aligned) or filters.temperature == 0 or k > MOST or count == 0:
+        return launch_topk(logits, k, filters, noise=noise, stream=stream, uniform_fill=uniform_fill)
     tokens = torch.empty(count, k, dtype=torch.long, device=device)
     keys, logprobs = (torch.empty(count, k, dtype=torch.float32, device=device) for _ in range(2))
     chunks, in_pass = (triton.cdiv(vocab_size, size.value) for size in (CHUNK, TOKENS_OF_PASS))

@@ -109,11 +109,15 @@ def _check_values(rows: Tensor) -> None:
         raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
 
 
-def _launch(logits: Tensor, k: int, filters: Filters, *, noise: Noise, **draws: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_reference`, except that keys and logprobs may be those before top-p."""
+def _launch(
+    logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_reference`, except that keys and logprobs of draws without replacement may be those before top-p."""
+    if replacement:
+        return launch_topk(logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=True)
     from heavypath.kernels.nucleus import launch_tokens
 
-    return launch_tokens(logits, k, filters, noise=noise, stream=Stream.DRAFT, **draws)
+    return launch_tokens(logits, k, filters, noise=noise, stream=Stream.DRAFT, uniform_fill=uniform_fill)
 
 
 @np.errstate(all="ignore")
