@@ -75,18 +75,18 @@ def long_zeros(*shape: int) -> Tensor:
 
 def placing(nodes: int) -> None:
     """A step's first nodes, a level, the whole tree, and equal texts."""
-    from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, alike, first_nodes, place
+    from heavypath.kernels.trees.levels import ALIKE, FIRST_NODES, CommonNodes, Drawn, Trees, place
 
     some = long_zeros(nodes)
     every = CommonNodes(some, some, some)
     trees = Trees(
         long_zeros(4, nodes), long_zeros(4), long_zeros(4, nodes), long_zeros(4), long_zeros(4), long_zeros(4, nodes)
     )
-    first_nodes(trees.left, trees.left, trees.lengths, nodes, impl="triton")
+    FIRST_NODES["triton"](trees.left, trees.left, trees.lengths, nodes)
     place(trees, Drawn(long_zeros(4, nodes), some, some), every, impl="triton")
     place(trees, Drawn(long_zeros(4, nodes), some, some), every, whole=True, impl="triton")
     place(trees, None, every, whole=True, impl="triton")
-    alike(trees, every, impl="triton")
+    ALIKE["triton"](trees, every)
 
 
 def growing(by: str, dtype: str, width: int, vocabulary: int, **options) -> None:

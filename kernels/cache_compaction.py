@@ -26,7 +26,7 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.native.steps import compact
+from heavypath.kernels.native.steps import compact as compact_natively
 
 MAX_PATH = 2048  # columns of path that the kernel takes
 _TILE = 8192  # units that a program moves, at most: 16 for each thread of 16 warps
@@ -58,7 +58,7 @@ def compact_cache(
     Raises ValueError for bad shapes, dtypes, devices or options, and on CPU for rows outside the cache, which the
     kernel leaves as they are on a GPU. Raises RuntimeError if a graph captures the first call.
     """
-    impl = choose_impl("compact_cache", impl, path)
+    impl = choose_impl("compact_cache", impl, path, native=True)
     if len(keys) != len(values):
         raise ValueError(f"keys and values must have one entry per layer, got {len(keys)} and {len(values)}")
     if path.dim() != 2:
@@ -88,15 +88,7 @@ def compact_cache(
         _check_kernel_takes(caches, path)
     if path.device.type == "cpu" and batch and caches:
         _check_rows(path, length, prefix_length, min(tensor.shape[2] for tensor in caches))
-    (_launch if impl == "triton" else _reference)(caches, path, length, prefix_length)
-
-
-def compact_unchecked(caches: Sequence[Tensor], *, path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
-    """`compact_cache` without its checks; caches: keys and values in one list; impl is "auto"."""
-    rows_are_whole = all(cache.stride(3) == 1 for cache in caches)
-    impl = choose_impl("compact_unchecked", "auto", path, native=rows_are_whole)
-    run = {"triton": _launch, "native": compact, "torch": _reference}[impl]
-    run(caches, path, length, prefix_length)
+    COMPACT[impl](caches, path, length, prefix_length)
 
 
 def _check_kernel_takes(caches: Sequence[Tensor], path: Tensor) -> None:
@@ -229,3 +221,6 @@ def _launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
             UNIT=_UNITS[unit], VECTOR=alignment // unit, ROW=row, BLOCK_P=block_places, BLOCK_ROW=block_row,
             num_warps=min(16, max(1, block_places * block_row // 128)), enable_fp_fusion=False,
         )  # fmt: skip
+
+
+COMPACT = {"triton": _launch, "native": compact_natively, "torch": _reference}

@@ -82,19 +82,13 @@ def commit(
     depths:    LongTensor shaped as nodes.parents; the root's depth is 0
     verified:  the result of `verify_tree`
     branching: the most children that any node has
-    impl:      see `implementation`; "triton" is one launch without host synchronisation, and "torch" takes CPU tensors
-
-    Only the device is checked: a decoder calls this with tensors that other functions have checked.
+    impl:      see `implementation`; "triton" is one launch without host synchronisation, and "torch" takes CPU tensors.
+               Only the device is checked
     """
     impl = choose_impl("commit", impl, nodes.tokens, native=True)
-    if impl == "triton":
-        _launch(state, nodes, depths, verified, branching)
-    elif impl == "native":
-        commit_natively(state, nodes, depths, verified, branching)
-    else:
-        if nodes.tokens.is_cuda:
-            raise ValueError("commit: impl 'torch' takes CPU tensors, got CUDA tensors; take impl 'triton'")
-        _reference(state, nodes, depths, verified, branching)
+    if impl == "torch" and nodes.tokens.is_cuda:
+        raise ValueError("commit: impl 'torch' takes CPU tensors, got CUDA tensors; take impl 'triton'")
+    COMMIT[impl](state, nodes, depths, verified, branching)
 
 
 def _reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
@@ -229,3 +223,6 @@ def _launch(state: State, nodes: Nodes, depths: Tensor, verified: Verified, bran
             PER_SEQUENCE=per_sequence, HAS_SEEN=seen.shape[1] > 0,
             BLOCK_P=triton.next_power_of_2(path.shape[1]), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+COMMIT = {"triton": _launch, "native": commit_natively, "torch": _reference}

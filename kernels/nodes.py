@@ -33,8 +33,8 @@ class VerifyInputs(NamedTuple):
     """The inputs of a verification.
 
     target_logits:  [B, N, V], the target's logits after each node
-    draft_logits:   [B, N, V], the logits from which each node's children were drawn. None for a method that does not
-                    need them, and for trees of only a root
+    draft_logits:   [B, N, V], the logits from which each node's children were drawn; None for trees of only a root.
+                    Methods that do not need them ignore them
     method:         of `verify_tree`
     replacement:    whether siblings are independent draws; some methods imply it
     max_depth:      edges of the deepest path considered

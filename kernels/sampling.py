@@ -12,6 +12,7 @@ Equal keys go to the lower token index, in the reference and in the kernel, whic
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.nn.functional import pad
 
 from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_scores
 from heavypath.kernels.implementation import choose_impl, operator
-from heavypath.kernels.native.sampling import draw
+from heavypath.kernels.native.sampling import draw as draw_natively
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels, noise_bits
 from heavypath.kernels.sampling_kernel import launch_topk
 
@@ -95,8 +96,11 @@ def gumbel_topk(
     impl = choose_impl("gumbel_topk", impl, logits, native=True)
     if impl == "triton":
         check_kernel_takes(logits=logits)
-    draws = {"replacement": replacement, "uniform_fill": uniform_fill}
-    fields = _draw(impl, logits.reshape(-1, vocab_size), k, filters, Noise(seed, rows), **draws)
+    draw = partial(launch_topk, stream=Stream.DRAFT) if impl == "triton" else DRAW[impl]
+    fields = draw(
+        logits.reshape(-1, vocab_size), k, filters,
+        noise=Noise(seed, rows), replacement=replacement, uniform_fill=uniform_fill,
+    )  # fmt: skip
     return TopK(*(field.view(*lead, k) for field in fields))
 
 
@@ -105,34 +109,20 @@ def _check_values(rows: Tensor) -> None:
         raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
 
 
-def draw_unchecked(
-    logits: Tensor, k: int, *, filters: Filters, noise: Noise, replacement: bool = False, uniform_fill: bool = False
-) -> TopK:
-    """`gumbel_topk` without its checks, for logits [R, V] and noise.rows LongTensor[R]; impl is "auto".
-
-    On a GPU keys and logprobs may be those before top-p.
-    """
-    impl = choose_impl("draw_unchecked", "auto", logits, native=True)
-    if impl == "triton" and not replacement:
-        from heavypath.kernels.nucleus import launch_tokens
-
-        return TopK(*launch_tokens(logits, k, filters, noise=noise, stream=Stream.DRAFT, uniform_fill=uniform_fill))
-    return TopK._make(_draw(impl, logits, k, filters, noise, replacement=replacement, uniform_fill=uniform_fill))
-
-
-def _draw(
-    impl: str, logits: Tensor, k: int, filters: Filters, noise: Noise, **draws: bool
+def _launch(
+    logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw from logits [R, V] with noise.rows LongTensor[R]: tokens, keys and logprobs [R, k]."""
-    if impl == "native":
-        return draw(logits, k, filters, noise=noise, **draws)
-    run = launch_topk if impl == "triton" else _reference
-    return run(logits, k, filters, noise=noise, stream=Stream.DRAFT, **draws)
+    """As `_reference`, except that keys and logprobs of draws without replacement may be those before top-p."""
+    if replacement:
+        return launch_topk(logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=True)
+    from heavypath.kernels.nucleus import launch_tokens
+
+    return launch_tokens(logits, k, filters, noise=noise, stream=Stream.DRAFT, uniform_fill=uniform_fill)
 
 
 @np.errstate(all="ignore")
 def _reference(
-    logits: Tensor, k: int, filters: Filters, *, noise: Noise, stream: Stream, replacement: bool, uniform_fill: bool
+    logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw from logits [R, V] with noise.rows LongTensor[R]: tokens, keys and logprobs [R, k]."""
     values = logits.detach().float().cpu().numpy()
@@ -142,10 +132,10 @@ def _reference(
     scores = filtered_scores(values, largest, filters if noisy else Filters())  # [R, V]
     normalizer = np.log(np.exp(scores).sum(-1, keepdims=True, dtype=np.float64))
     if noisy and replacement:
-        independent = scores[:, None] + gumbels(seed, stream, noise_rows, vocab_size, draws=k)  # [R, k, V]
+        independent = scores[:, None] + gumbels(seed, Stream.DRAFT, noise_rows, vocab_size, draws=k)  # [R, k, V]
         tokens, ranked = independent.argmax(-1), independent.max(-1)
     else:
-        keys = scores + gumbels(seed, stream, noise_rows, vocab_size) if noisy else values
+        keys = scores + gumbels(seed, Stream.DRAFT, noise_rows, vocab_size) if noisy else values
         keys = np.pad(keys, ((0, 0), (0, max(0, k - vocab_size))), constant_values=-np.inf)
         tokens = (-keys).argsort(-1, kind="stable")[:, :k]  # of equal keys the lower token first
         ranked = np.take_along_axis(keys, tokens, -1)
@@ -165,6 +155,9 @@ def _reference(
     fields = tokens, keys.astype(np.float32), logprobs.astype(np.float32)
     tokens, keys, logprobs = (torch.from_numpy(field).to(logits.device) for field in fields)
     return tokens, keys, logprobs
+
+
+DRAW = {"triton": _launch, "native": draw_natively, "torch": _reference}
 
 
 class Beam(NamedTuple):

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_scores
 from heavypath.kernels.implementation import choose_impl, operator
-from heavypath.kernels.native.verification import verify
+from heavypath.kernels.native.verification import verify as verify_natively
 from heavypath.kernels.nodes import (
     Nodes,
     PlainTree,
@@ -155,32 +155,16 @@ def verify_tree(
     if batch == 0:
         return nothing_verified(tokens, depth)
     given = VerifyInputs(
-        Nodes(tokens, parents, ranks),
-        target_logits,
-        draft_logits,
-        method,
-        replacement,
-        depth,
-        target_filters,
-        draft_filters,
-        Noise(seed, rows),
-    )
-    return _IMPLEMENTATIONS[impl](given)
-
-
-def verify_unchecked(given: VerifyInputs) -> Verified:
-    """`verify_tree` without its checks, which cost a decoder on a CPU about 20% of its time; impl is "auto".
-
-    parents and ranks may be of one tree; draft_logits may be there for a method that does not ask for them.
-    """
-    impl = choose_impl("verify_unchecked", "auto", given.nodes.tokens, native=True)
-    draft_logits = given.draft_logits if given.method in DRAFT_AWARE else None
-    return _IMPLEMENTATIONS[impl](given._replace(nodes=given.nodes.per_sequence(), draft_logits=draft_logits))
+        Nodes(tokens, parents, ranks), target_logits, draft_logits, method, replacement, depth, target_filters,
+        draft_filters, Noise(seed, rows),
+    )  # fmt: skip
+    return VERIFY[impl](given)
 
 
 @np.errstate(all="ignore")
 def _reference(given: VerifyInputs) -> Verified:
     """Verify one tree after the other, by the formulas."""
+    given = given._replace(nodes=given.nodes.per_sequence())
     (tokens, parents, ranks), noise = given.nodes, given.noise
     rows = torch.arange(tokens.numel(), device="cpu").view_as(tokens) if noise.rows is None else noise.rows.cpu()
     ranks = sibling_order(parents) if ranks is None else ranks
@@ -303,4 +287,4 @@ def _launch(given: VerifyInputs) -> Verified:
     return launch_walk(given, Decided(winner, left_out=None, facts=None, marks=None))
 
 
-_IMPLEMENTATIONS = {"triton": _launch, "native": verify, "torch": _reference}
+VERIFY = {"triton": _launch, "native": verify_natively, "torch": _reference}

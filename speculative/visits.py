@@ -27,7 +27,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.costs.measured import CostsByBatch
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
@@ -327,7 +327,8 @@ class Both:
             nodes, target_logits, draft_logits, self._verification, replacement, max_depth, target_filters,
             draft_filters, noise,
         )  # fmt: skip
-        found, other = verify_unchecked(given), verify_unchecked(given._replace(method=self._draw))
+        verify = step_kernels(nodes.tokens.device).verify
+        found, other = verify(given), verify(given._replace(method=self._draw))
         self.accepted.append(torch.stack([found.length, other.length]).double().cpu())
         return found
 

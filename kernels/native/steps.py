@@ -5,11 +5,11 @@ Arguments and results are those of the references in `trees.levels`, `cache_comp
 
 from collections.abc import Sequence
 from ctypes import addressof
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.kernels.nodes import Nodes, Verified
 
@@ -58,17 +58,10 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> 
 
 
 def place(
-    trees: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    drawn: tuple[Tensor, Tensor, Tensor] | None,
-    given: tuple[Tensor, Tensor, Tensor],
-    *,
-    whole: bool,
+    trees: tuple[Any, ...], drawn: tuple[Tensor, Tensor, Tensor] | None, given: tuple[Tensor, ...], whole: bool
 ) -> tuple[Tensor, ...]:
-    """Write drawn tokens into the trees, and return the five tensors [B, n] of a `Fed`.
-
-    trees: tokens (changed in place), roots, noise rows, lengths and left; drawn, given: fields of `Drawn` and `Chosen`
-    """
-    tokens, roots, noise_rows, lengths, left = trees
+    """Write drawn tokens into the trees, and return the five tensors [B, n] of a `Fed`; arguments as in `levels.place`."""
+    tokens, roots, noise_rows, lengths, left, _ = trees
     batch, nodes = tokens.shape
     drawn_tokens, child, draw = drawn or (None, None, None)
     node, parent, depth = given
@@ -83,25 +76,21 @@ def place(
     return out.unbind()
 
 
-def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def alike(trees: tuple[Any, ...], given: tuple[Tensor, ...]) -> Tensor:
     """For each node of a level, return the first node with the same path of tokens, LongTensor[B, n]."""
-    node, parent, _ = given
+    (tokens, *_, texts), (node, parent, _) = trees, given
     first = torch.empty(len(tokens), node.shape[0], dtype=torch.long, device="cpu")
     launch("alike", _Alike(*tokens.shape, node.shape[0], tokens, texts, node, parent, first))
     return first
 
 
-def copy_rows(rows: Tensor, to: Tensor, places: Tensor, *, impl: str = "auto") -> None:
+def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
     """Set to[b, places[i]] = rows[b, i], for rows [B, n, V] and to [B, N, V] of one dtype with contiguous columns.
 
-    places: LongTensor[n], below N, which is not checked
-    impl: "native" takes half the time of PyTorch's `index_copy_`, which is "torch", and used on a GPU
+    places: LongTensor[n], below N, which is not checked. This takes half the time of PyTorch's `index_copy_`.
 
     Raises ValueError for tensors that do not fit: other memory would be overwritten.
     """
-    if choose_impl("copy_rows", impl, rows, native=True) != "native":
-        to.index_copy_(1, places, rows)
-        return
     size, (batch, count, vocab) = rows.element_size(), rows.shape
     fits = to.dtype == rows.dtype and (to.shape[0], to.shape[2], places.shape[0]) == (batch, vocab, count)
     if not (fits and rows.stride(2) == to.stride(2) == 1):
@@ -118,7 +107,9 @@ def copy_rows(rows: Tensor, to: Tensor, places: Tensor, *, impl: str = "auto") -
 
 
 def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
-    """Move the accepted rows of caches [B, heads, rows, D] to the prefix's end, in place; columns are contiguous."""
+    """Move the accepted rows of caches [B, heads, rows, D] to the prefix's end, in place."""
+    if any(cache.stride(3) != 1 for cache in caches):  # then each column is moved alone
+        caches = [numbers[..., None] for cache in caches for numbers in cache.unbind(3)]
     rows = (_Rows * len(caches))()
     for own, cache in zip(rows, caches, strict=True):
         size, (batch_stride, head_stride, row_stride, _) = cache.element_size(), cache.stride()

@@ -16,6 +16,7 @@ _METHODS = {  # name -> number in C++
     "greedy": 0, "target_sample": 1, "race": 2, "without_replacement": 3, "with_replacement": 3, "held": 4, "kseq": 5,
     "traversal": 6, "held_traversal": 7,
 }  # fmt: skip
+_DRAFT_AWARE = 3  # the first that looks at the draft's logits
 
 
 class _Verification(Arguments):
@@ -38,13 +39,13 @@ def verify(given: VerifyInputs) -> Verified:
     (tokens, parents, ranks), noise = given.nodes, given.noise
     batch, count = tokens.shape
     if ranks is None:
-        ranks = sibling_order(parents)
+        ranks = sibling_order(parents.expand_as(tokens))
     one_shape = parents.dim() == ranks.dim() == 1 or parents.stride(0) == ranks.stride(0) == 0
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
     parents, ranks = ((each if one_shape else each.expand(batch, -1)).contiguous() for each in shaped)
     rows = torch.arange(batch * count, device="cpu") if noise.rows is None else noise.rows.contiguous()
     target, draft = _readable(given.target_logits), given.draft_logits
-    draft = None if draft is None else _readable(draft)
+    draft = None if draft is None or _METHODS[given.method] < _DRAFT_AWARE else _readable(draft)
     path, length = tokens.new_empty(batch, given.max_depth + 1), tokens.new_empty(batch)
     next_token, bad = torch.empty_like(length), (c_int64 * 3)()
     call = _Verification(

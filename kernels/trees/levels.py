@@ -109,19 +109,13 @@ class Trees(NamedTuple):
     texts: Tensor | None
 
 
-def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, impl: str = "auto") -> First:
+def _first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
     """Return a step's first two nodes. All LongTensor[B]: the token before the root, the root, and its cache row.
 
     A sequence of one token has none before the root: then both nodes are the root.
 
     nodes: columns of the mask
-    impl:  see `implementation`; "triton" is one launch
     """
-    impl = choose_impl("first_nodes", impl, root, native=True)
-    if impl == "triton":
-        return _launch_first(previous, root, lengths, nodes)
-    if impl == "native":
-        return First(*steps.first_nodes(previous, root, lengths, nodes))
     cache_rows = (lengths[:, None] + torch.arange(-1, 1, device=lengths.device)).clamp_(min=0)
     tree_rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
     return First(
@@ -139,29 +133,17 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, *, whole: bool 
     drawn: None for trees of only the root
     given: the nodes of the next pass: those of one depth, or all nodes
     whole: whether they are all nodes; then those too deep for their sequence become absent
-    impl:  see `implementation`; "triton" is one launch
-
-    Only the device is checked: a decoder calls this with tensors that other functions have checked.
+    impl:  see `implementation`; "triton" is one launch. Only the device is checked
     """
-    impl = choose_impl("place", impl, trees.tokens, native=True)
-    if impl == "triton":
-        return _launch(trees, drawn, given, whole)
-    if impl == "native":
-        return Fed(*steps.place(trees[:5], drawn, given, whole=whole))
-    return _reference(trees, drawn, given, whole)
+    return PLACE[choose_impl("place", impl, trees.tokens, native=True)](trees, drawn, given, whole)
 
 
-def alike(trees: Trees, given: CommonNodes, *, impl: str = "auto") -> Tensor:
+def _alike(trees: Trees, given: CommonNodes) -> Tensor:
     """For each node of a level return the index in the level of the first node with the same path: LongTensor[B, n].
 
-    Extends trees.texts to the level, in place. impl: see `implementation`; "triton" is one launch
+    Extends trees.texts to the level, in place.
     """
     assert trees.texts is not None
-    impl = choose_impl("alike", impl, trees.tokens, native=True)
-    if impl == "triton":
-        return _launch_alike(trees, trees.texts, given)
-    if impl == "native":
-        return steps.alike(trees.tokens, trees.texts, given)
     above, token = trees.texts.index_select(1, given.parents), trees.tokens.index_select(1, given.nodes)
     same = (above[:, :, None] == above[:, None]) & (token[:, :, None] == token[:, None])  # [B, n, n]
     first = same.int().argmax(-1)
@@ -319,13 +301,19 @@ def _launch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) 
     return fed
 
 
-def _launch_alike(trees: Trees, texts: Tensor, given: CommonNodes) -> Tensor:
+def _launch_alike(trees: Trees, given: CommonNodes) -> Tensor:
     batch, nodes = trees.tokens.shape
     count = len(given.nodes)
-    first = torch.empty(batch, count, dtype=torch.long, device=texts.device)
-    with torch.cuda.device_of(texts):
+    first = torch.empty(batch, count, dtype=torch.long, device=trees.tokens.device)
+    with torch.cuda.device_of(trees.tokens):
         _alike_kernel[(triton.cdiv(count, _BLOCK.value), batch)](
-            tokens_ptr=trees.tokens, texts_ptr=texts, nodes_ptr=given.nodes, parents_ptr=given.parents,
+            tokens_ptr=trees.tokens, texts_ptr=trees.texts, nodes_ptr=given.nodes, parents_ptr=given.parents,
             first_ptr=first, N=nodes, GIVEN=count, BLOCK=_BLOCK.value, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return first
+
+
+# What a decoder calls, by implementation:
+FIRST_NODES = {"triton": _launch_first, "native": lambda *of: First(*steps.first_nodes(*of)), "torch": _first_nodes}
+PLACE = {"triton": _launch, "native": lambda *of: Fed(*steps.place(*of)), "torch": _reference}
+ALIKE = {"triton": _launch_alike, "native": steps.alike, "torch": _alike}

@@ -81,7 +81,7 @@ def laid_out(given: VerifyInputs) -> VerifyInputs:
 
     Tokens and noise.rows are then contiguous LongTensors [B, N]; all others are contiguous in the last axis.
     """
-    (tokens, parents, ranks), (seed, rows), draft = given.nodes, given.noise, given.draft_logits
+    (tokens, parents, ranks), (seed, rows), draft = given.nodes.per_sequence(), given.noise, given.draft_logits
     return given._replace(
         nodes=Nodes(tokens.contiguous(), in_rows(parents), None if ranks is None else in_rows(ranks)),
         target_logits=in_rows(given.target_logits),

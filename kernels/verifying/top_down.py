@@ -30,7 +30,7 @@ from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.step_kernels import step_kernels
 
 # (log P, log Q, children) -> L: natural logarithms [..., V], and children LongTensor[..., K]: tokens in draw order, -1
 # after the last one. At nodes without children Q may be anything, and L is ignored.
@@ -77,7 +77,7 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
             logits, filters = law.log().where(inner, log_target).float(), Filters()
         method = "greedy" if greedy else "target_sample"
         given = VerifyInputs(nodes, logits, None, method, False, max_depth, filters, draft_filters, noise)
-        return verify_unchecked(given)
+        return step_kernels(nodes.tokens.device).verify(given)
 
     verify.__name__ = name
     return verify

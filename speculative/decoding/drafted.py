@@ -11,7 +11,8 @@ from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import ask, do, refuse
 from heavypath.kernels.native.sampling import below_infinity
 from heavypath.kernels.nodes import Nodes
-from heavypath.kernels.trees.levels import Fed, first_nodes
+from heavypath.kernels.step_kernels import step_kernels
+from heavypath.kernels.trees.levels import Fed
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.models.caches import RowCache
@@ -126,7 +127,7 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
     nodes: columns of the mask, which are nodes of the tree; at least 2, since there are 2 queries
     levels: levels that are drafted in this step
     """
-    first = first_nodes(state.previous, state.root, state.lengths, nodes)
+    first = step_kernels(state.root.device).first_nodes(state.previous, state.root, state.lengths, nodes)
     return Feed(
         tokens=first.tokens,
         positions=first.cache_rows,

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.sampling import draw_unchecked
-from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, Trees, alike, place
+from heavypath.kernels.step_kernels import step_kernels
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, Trees
 from heavypath.speculative.decoding.drafted import (
     Drafted,
     Lap,
@@ -103,7 +102,7 @@ class StaticDrafter:
             noise_rows = node_rows(roots, self.tree.whole_numbers)
         if draft is None or cache is None or not self.tree.levels:
             return _root_alone(state, noise_rows, self.tree, logits=None)
-        batch, tree, rules = len(state.root), self.tree, self.rules
+        batch, tree, rules, kernels = len(state.root), self.tree, self.rules, step_kernels(state.root.device)
         trees = _blank(state, noise_rows[:, : len(tree)], tree, rules.replacement)
         asks = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
         feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
@@ -118,26 +117,22 @@ class StaticDrafter:
             if rules.replacement and depth > 0:
                 # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because
                 # it is a user's own. The first of them is taken for both.
-                after = after.gather(1, alike(trees, level.given)[..., None].expand_as(after))
+                after = after.gather(1, kernels.alike(trees, level.given)[..., None].expand_as(after))
             lap("draft")
-            children = draw_unchecked(
-                after.flatten(0, 1),
-                level.most_children,
-                filters=rules.drawing_filters,
-                noise=Noise(state.seed, level_noise.flatten()),
-                replacement=rules.replacement,
-                uniform_fill=rules.fill,
-            )
-            check_distributions("draft", children.keys.view(batch, len(level.rows), -1), state, depth)
-            if depth == 0 and asks and not any_drafted(children.tokens):
+            tokens, keys, _ = kernels.draw(
+                after.flatten(0, 1), level.most_children, rules.drawing_filters,
+                noise=Noise(state.seed, level_noise.flatten()), replacement=rules.replacement, uniform_fill=rules.fill,
+            )  # fmt: skip
+            check_distributions("draft", keys.view(batch, len(level.rows), -1), state, depth)
+            if depth == 0 and asks and not any_drafted(tokens):
                 lap("sampling")
                 return _root_alone(state, noise_rows[:, :1], self.alone, after[:, :1].contiguous())
             last = depth + 1 == len(tree.levels)
-            drawn = Drawn(children.tokens.view(batch, -1), level.children, level.draws)
-            fed = place(trees, drawn, tree.every if last else tree.levels[depth + 1].given, whole=last)
+            drawn = Drawn(tokens.view(batch, -1), level.children, level.draws)
+            fed = kernels.place(trees, drawn, tree.every if last else tree.levels[depth + 1].given, last)
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
-            copy_rows(after, logits, level.rows)
+            kernels.copy_rows(after, logits, level.rows)
             lap("sampling")
         assert fed is not None
         return _drafted(tree, trees.tokens, fed, logits)
@@ -153,7 +148,8 @@ def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) 
 def _root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: Tensor | None) -> Drafted:
     """The tree where nothing is drafted."""
     trees = _blank(state, noise_rows, tree, joins=False)
-    return _drafted(tree, trees.tokens, place(trees, None, tree.every, whole=True), logits)
+    fed = step_kernels(state.root.device).place(trees, None, tree.every, True)
+    return _drafted(tree, trees.tokens, fed, logits)
 
 
 def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) -> Drafted:

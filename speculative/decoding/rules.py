@@ -12,7 +12,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.recording import refuse
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.drafts.changes import LogitChange
 
 OWN = "own"  # the verification by a verifier of the user's, or of the draft's
@@ -105,7 +105,7 @@ class Rules:
         """The accepted nodes of trees that were drawn by these rules; arguments as of `Verifier`."""
         of_target, of_draft = self.target_filters, self.draft_filters
         if self.verifier is None:
-            return verify_unchecked(VerifyInputs(
+            return step_kernels(nodes.tokens.device).verify(VerifyInputs(
                 nodes, target_logits, draft_logits, self.verification, self.replacement, max_depth, of_target, of_draft,
                 noise,
             ))  # fmt: skip

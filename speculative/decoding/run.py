@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.native.recording import Recording, do, recorded
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
@@ -308,7 +309,7 @@ class StepRunner:
 
     def new_workspace(self, plan: StepPlan, size: Size) -> Workspace:
         """Allocate a workspace; if memory is short, drop the kept text caches first."""
-        launcher: Launcher = Recordings() if host_can_read(plan.target.device) else Launcher()
+        launcher: Launcher = Recordings() if step_kernels(plan.target.device).impl == "native" else Launcher()
         if self.cuda_graphs:
             launcher = load("CudaGraphs")(plan.target.device, self._warned)
         try:

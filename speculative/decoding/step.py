@@ -11,9 +11,10 @@ from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from heavypath.kernels.commit import State, commit
+from heavypath.kernels.commit import State
 from heavypath.kernels.nodes import Verified
 from heavypath.kernels.noise import Noise
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.decoding.drafted import Drafted, Drafter, Lap, Reach, Shape, check_distributions
 from heavypath.speculative.decoding.drafting import static
 from heavypath.speculative.decoding.rules import Rules
@@ -161,7 +162,8 @@ class Step:
             target_cache.accept(verified.path, verified.length, state.lengths)
             draft_cache.accept(verified.path, verified.length, state.lengths, drafted.draft_rows)
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        commit(written, drafted.nodes, drafted.depths, verified, self.branching)
+        kernels = step_kernels(state.root.device)
+        kernels.commit(written, drafted.nodes, drafted.depths, verified, self.branching)
         target_cache.advance(verified.path, state.produced)
         if draft_cache is not None and drafted.logits is not None:
             draft_cache.advance(verified.path, state.produced, drafted.draft_rows)

@@ -22,7 +22,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sequence_scores import filtered_scores
-from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.step_kernels import step_kernels
 
 
 class Typical(NamedTuple):
@@ -80,7 +80,7 @@ class Typical(NamedTuple):
 
         ends = target_logits[slot, last]  # [B, 1, V]
         assert noise.rows is not None
-        drawn = verify_unchecked(VerifyInputs(
+        drawn = step_kernels(tokens.device).verify(VerifyInputs(
             Nodes(tokens.gather(1, last), parents[:, :1], None), ends, None, "target_sample", False, 0, target_filters,
             target_filters, Noise(noise.seed, noise.rows.gather(1, last)),
         ))  # fmt: skip

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.models.caches import RowCache
@@ -121,7 +121,7 @@ class CompositeCache(RowCache):
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the rows of an accepted path in all parts, see `RowCache.accept`."""
         drafted = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
-        compact_unchecked([self.keys], path=drafted, length=length, prefix_length=prefix_length)
+        step_kernels(path.device).compact([self.keys], drafted, length, prefix_length)
         for part in self.parts:
             part.accept(path, length, prefix_length, node_rows)
 

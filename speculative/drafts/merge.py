@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.sampling import draw_unchecked
 from heavypath.kernels.sequence_scores import filtered_scores
-from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
+from heavypath.kernels.step_kernels import step_kernels
+from heavypath.kernels.verification import DRAFT_AWARE
 from heavypath.speculative.drafts.composite import (
     CompositeCache,
     CompositeDraft,
@@ -128,7 +128,7 @@ class MergeVerifier:
 
         If the draft's temperature is 0, children are verified as point masses, and no distribution is needed.
         """
-        nodes, count = nodes.per_sequence(), nodes.tokens.shape[1]
+        nodes, count, kernels = nodes.per_sequence(), nodes.tokens.shape[1], step_kernels(nodes.tokens.device)
         target, of_nodes = target_logits, None if draft_logits is None else draft_logits[:, :count]
         if draft_logits is not None and draft_filters.temperature > 0:
             laws = torch.cat([draft_logits[:, :1], draft_logits[:, count:]], 1)
@@ -137,9 +137,10 @@ class MergeVerifier:
             # The last node in depth-first order is a leaf, so its noise row has not been used to draw children.
             assert noise.rows is not None
             last = Noise(noise.seed, noise.rows[:, -1].contiguous())
-            choice = draw_unchecked(shares.log().float(), 1, filters=Filters(), noise=last).tokens  # [B, 1]
+            options = {"replacement": False, "uniform_fill": False}
+            choice, *_ = kernels.draw(shares.log().float(), 1, Filters(), noise=last, **options)  # [B, 1]
             nodes, target, of_nodes = self._as_decided(nodes, choice - 1, left, target, of_nodes)
-        return verify_unchecked(VerifyInputs(
+        return kernels.verify(VerifyInputs(
             nodes, target, of_nodes, self.verification, self.replacement, max_depth, target_filters, draft_filters,
             noise,
         ))  # fmt: skip

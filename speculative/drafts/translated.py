@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drafts.model import silence
@@ -129,7 +129,7 @@ class TranslatedCache(RowCache):
         """Move the rows of an accepted path after the root's last row; each of its nodes has one row."""
         drafted = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
         end, steps = self.end_of(prefix_length[:, None]), torch.arange(path.shape[1], device=path.device)
-        compact_unchecked([self.keys, self.values], path=drafted, length=length, prefix_length=end[:, 0] - 1)
+        step_kernels(path.device).compact([self.keys, self.values], drafted, length, end[:, 0] - 1)
         store_rows(self.ends, (end + steps)[..., None, None], prefix_length[:, None] + steps)
 
 

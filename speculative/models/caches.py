@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.step_kernels import step_kernels
 
 
 class RowCache:
@@ -77,7 +77,7 @@ class RowCache:
         rows = path
         if node_rows is not None:
             rows = node_rows.gather(1, path.clamp(min=0))
-        compact_unchecked([self.keys, self.values], path=rows, length=length, prefix_length=prefix_length)
+        step_kernels(path.device).compact([self.keys, self.values], rows, length, prefix_length)
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
         """Update state that is not stored in rows, once in each step.

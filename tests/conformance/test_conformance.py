@@ -7,6 +7,7 @@ from conformance_parts import BATCHES, Case
 from conformance_rows import LLAMAS, SHARE, TOYS, at_random, covering, name_of
 from conformance_texts import by_transformers, greedy_gaps, law_of, sampled, texts
 
+from heavypath.kernels import step_kernels
 from heavypath.speculative import METHODS, goodness_of_fit
 
 TIES = {"bfloat16": 0.3, "float16": 0.05}  # logits closer than this may swap between two exact programs
@@ -56,6 +57,7 @@ def enter(request, monkeypatch):
         if row["way"] == "reference":
             for place in ("kernels.implementation", "speculative.models.linear"):
                 monkeypatch.setattr(f"heavypath.{place}.library", lambda: None)
+            monkeypatch.setitem(step_kernels._CHOSEN, "cpu", step_kernels.StepKernels("torch"))
         if row["way"] == "graph":
             request.getfixturevalue("as_on_a_gpu")()
 

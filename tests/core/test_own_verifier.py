@@ -6,7 +6,7 @@ from own_verifier import sample_the_target
 from tiny_models import transformers_greedy
 
 from heavypath.kernels.nodes import VerifyInputs
-from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative import METHODS, Method, Profile, SpeculativeDecoder, TokenTree, Verified, read_trace
 from heavypath.speculative.output.page import trace_page
 from heavypath.speculative.trees.growth import Growth
@@ -36,7 +36,8 @@ def test_a_verifier_gets_all_that_the_methods_own_one_needs(method, tiny_pair):
     def built_in(nodes, target_logits, draft_logits, *, max_depth, target_filters, draft_filters, noise):
         how = row.verification, row.draw == "with_replacement"
         filters = target_filters, draft_filters
-        return verify_unchecked(VerifyInputs(nodes, target_logits, draft_logits, *how, max_depth, *filters, noise))
+        given = VerifyInputs(nodes, target_logits, draft_logits, *how, max_depth, *filters, noise)
+        return step_kernels(nodes.tokens.device).verify(given)
 
     options = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 5, "seed": 6}
     shape = {"tree_size": 8, "draft_temperature": 1.3}
@@ -65,7 +66,7 @@ def test_a_verifier_is_called_in_each_step(tiny_pair):
     def built_in(nodes, target_logits, draft_logits, *, max_depth, target_filters, draft_filters, noise):
         calls.append(max_depth)
         filters = target_filters, draft_filters
-        return verify_unchecked(
+        return step_kernels(nodes.tokens.device).verify(
             VerifyInputs(nodes, target_logits, draft_logits, "target_sample", False, max_depth, *filters, noise)
         )
 

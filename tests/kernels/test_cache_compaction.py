@@ -7,7 +7,6 @@ from kernel_cases import NATIVE, captured
 
 from heavypath.kernels import cache_compaction
 from heavypath.kernels.cache_compaction import compact_cache
-from heavypath.kernels.native.steps import compact
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
 
@@ -45,10 +44,7 @@ def loop(caches, path, length, prefix):
 
 
 def moved_by(impl, caches, *problem):
-    if impl == "native":
-        compact(caches, *problem)
-    else:
-        compact_cache(caches[::2], caches[1::2], *problem, impl=impl)
+    compact_cache(caches[::2], caches[1::2], *problem, impl=impl)
 
 
 def assert_right(storage, problem, impl, view=lambda tensor: tensor):
@@ -207,7 +203,7 @@ def test_a_cuda_graph_moves_whatever_its_inputs_say_and_the_host_never_waits():
     ({"keys": [torch.zeros(1, 1, 9, 4)]}, r"of one shape, got \[1, 1, 9, 4\] and \[1, 1, 8, 4\]"),
     ({"length": torch.tensor([1], device="meta")}, "length must be on the path's device, cpu, got meta"),
     ({"keys": [torch.zeros(1, 1, 8, 4, device="meta")]}, "on the path's device, cpu, got meta and cpu"),
-    ({"impl": "x"}, "impl 'auto', 'triton' or 'torch', got 'x'"),
+    ({"impl": "x"}, "impl 'auto', 'native', 'triton' or 'torch', got 'x'"),
 ])  # fmt: skip
 def test_bad_input_is_refused(change, message):
     arguments = {

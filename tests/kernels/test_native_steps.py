@@ -15,6 +15,7 @@ from heavypath.kernels.native.recording import ask, do, recorded, refuse
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.step_kernels import StepKernels
 from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.speculative import Lookahead, SpeculativeDecoder
 
@@ -70,7 +71,7 @@ def test_a_row_that_is_no_distribution_is_named():
 @pytest.mark.parametrize("impl", ["native", "torch"])
 def test_rows_are_copied_to_their_places(impl):
     rows, to = torch.randn(2, 6, 5)[:, ::2], torch.zeros(2, 4, 5)
-    copy_rows(rows, to, torch.tensor([3, 0, 2]), impl=impl)
+    StepKernels(impl).copy_rows(rows, to, torch.tensor([3, 0, 2]))
     assert torch.equal(to[:, [3, 0, 2]], rows)
     assert not to[:, 1].any()
 
@@ -80,7 +81,7 @@ def test_rows_are_copied_to_their_places(impl):
 ], ids=["a type", "a width", "a batch", "a stride"])  # fmt: skip
 def test_rows_are_not_copied_to_what_has_no_room_for_them(to):
     with pytest.raises(ValueError, match=r"copy_rows needs rows \[B, n, V\] and \[B, N, V\] of one type"):
-        copy_rows(torch.ones(2, 3, 5), to, torch.tensor([3, 0, 2]), impl="native")
+        copy_rows(torch.ones(2, 3, 5), to, torch.tensor([3, 0, 2]))
     assert not to.any()
 
 

@@ -10,8 +10,7 @@ from kernel_cases import NATIVE, needs_compiler
 
 from heavypath.kernels.filtering import Filters, filtered_scores
 from heavypath.kernels.native.recording import recorded
-from heavypath.kernels.noise import Noise
-from heavypath.kernels.sampling import draw_unchecked
+from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.sequence_scores import sequence_scores, settings_of
 
 FILTERS = [
@@ -63,10 +62,8 @@ def test_draws_from_scores_are_those_from_logits_with_the_same_filters():
     scores = sequence_scores(logits, SETTINGS, impl="torch")
     for own, filters, scored in zip(logits, FILTERS, scores, strict=True):
         count = 1 if filters.temperature == 0 else 4  # the other tokens have no score then
-        expected = draw_unchecked(own, count, filters=filters, noise=Noise(5, rows))
-        assert torch.equal(
-            draw_unchecked(scored, count, filters=Filters(), noise=Noise(5, rows)).tokens, expected.tokens
-        )
+        expected = gumbel_topk(own, count, **filters._asdict(), seed=5, rows=rows)
+        assert torch.equal(gumbel_topk(scored, count, seed=5, rows=rows).tokens, expected.tokens)
 
 
 @IMPLS

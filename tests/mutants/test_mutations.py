@@ -5,12 +5,14 @@ for the recovered token, the recovered token drawn from the target instead of th
 order. `make mutants` puts in many more, which the tests of each kernel and of the step are to find.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from tiny_models import exact_law, tiny_llama
 
-from heavypath.kernels import verification
+from heavypath.kernels import step_kernels, verification
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.noise import Stream
 from heavypath.kernels.verifying.residual import Chain
@@ -20,13 +22,14 @@ from heavypath.speculative.decoding import drafting
 PROMPT, BINARY = torch.tensor([1, 2, 0]), TokenTree.k_ary(2, 2)
 PAIR = [tiny_llama(seed, vocab_size=3, layers=1) for seed in (5, 6)]
 OTHER = [tiny_llama(seed, vocab_size=4, layers=1, initializer_range=0.5) for seed in (1, 2)]
-verify, gumbels, coins = verification.verify_unchecked, verification.gumbels, verification.coins
+gumbels, coins = verification.gumbels, verification.coins
 accepted, pass_over = verification._accepted, Chain.pass_over
 
 
 def without_compiled_code(monkeypatch):
     """Decoding on this CPU runs the references, into which bugs are put."""
     monkeypatch.setattr("heavypath.kernels.implementation.library", lambda: None)
+    monkeypatch.setitem(step_kernels._CHOSEN, "cpu", step_kernels.StepKernels("torch"))
 
 
 def with_all_mass(chain, *given):
@@ -41,12 +44,18 @@ def from_the_target(*given):
     return accepted(*given)[0], None
 
 
+def verifying_otherwise(change):
+    """The kernels of a step, whose verification is given something else."""
+    verify = step_kernels.StepKernels("native").verify
+    return lambda device: SimpleNamespace(verify=lambda given: verify(change(given)))
+
+
 def no_draft_filters(given):
-    return verify(given._replace(draft_filters=Filters()))
+    return given._replace(draft_filters=Filters())
 
 
 def younger_first(given):
-    return verify(given._replace(nodes=given.nodes._replace(ranks=1 - given.nodes.ranks)))
+    return given._replace(nodes=given.nodes._replace(ranks=1 - given.nodes.ranks))
 
 
 def noise_of(stream):
@@ -57,7 +66,7 @@ def shared_draws(seed, stream, rows, vocab_size, draws):
     return gumbels(seed, stream, rows, vocab_size, draws=1).repeat(draws, 1)
 
 
-VERIFY = "speculative.decoding.rules.verify_unchecked"
+VERIFY = "speculative.decoding.rules.step_kernels"
 BUGS = {  # what is put where; and another pair, number of tokens, or options of the decoder that show it
     "the first step's noise in every step": (
         "speculative.decoding.drafting.root_rows", lambda rows, positions: rows, {},
@@ -69,12 +78,12 @@ BUGS = {  # what is put where; and another pair, number of tokens, or options of
         "speculative.models.caches.KeyValueCache.accept", lambda *_: None, {"pair": OTHER, "length": 4},
     ),
     "1 - D dropped": ("kernels.verifying.residual.Chain.pass_over", with_all_mass, {}),
-    "draft filters ignored": (VERIFY, no_draft_filters, {"draft_temperature": 0.5}),
+    "draft filters ignored": (VERIFY, verifying_otherwise(no_draft_filters), {"draft_temperature": 0.5}),
     "the draft's noise for the recovered token": (
         "kernels.verifying.distributions.gumbels", noise_of(Stream.DRAFT), {"pair": OTHER, "tree": TokenTree.chain(1)},
     ),
     "the recovered token from the target": ("kernels.verification._accepted", from_the_target, {}),
-    "siblings out of draw order": (VERIFY, younger_first, {}),
+    "siblings out of draw order": (VERIFY, verifying_otherwise(younger_first), {}),
     "one coin for all children": (
         "kernels.verification.coins", lambda seed, rows, ranks: coins(seed, rows, 0 * ranks), {},
     ),

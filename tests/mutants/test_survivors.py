@@ -11,22 +11,20 @@ import triton.language as tl
 from attention_cases import DEVICE, inputs, random_tree
 from triton import knobs
 
-from heavypath.kernels import sampling
 from heavypath.kernels.attention import variant
 from heavypath.kernels.attention.launch import Layouts, TensorLayout, in_place, plan_launch
 from heavypath.kernels.attention.masks import PackedAncestors, pack_ancestors
-from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.filtering import Filters, filtered_logprobs, scores
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import recorded
 from heavypath.kernels.nodes import Nodes, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
-from heavypath.kernels.sampling import TopK, draw_unchecked, gumbel_topk, stochastic_beam
+from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.sharing import counters, open_pass, take_chunk
+from heavypath.kernels.step_kernels import StepKernels, step_kernels
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
-from heavypath.kernels.trees.levels import CommonNodes, Fed, Trees, alike, place
-from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.trees.levels import ALIKE, CommonNodes, Fed, Trees, place
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
 from heavypath.speculative.decoding.drafted import Drafted
@@ -184,21 +182,21 @@ def test_the_first_node_of_a_text_is_an_index():
     tokens = torch.tensor([[0, 6, 6]], device=DEVICE)
     trees = Trees(tokens, tokens[:, 0], tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens))
     given = CommonNodes(*(torch.tensor(numbers, device=DEVICE) for numbers in ([1, 2], [0, 0], [1, 1])))
-    torch.testing.assert_close(alike(trees, given, impl="triton"), torch.tensor([[0, 0]], device=DEVICE))
+    torch.testing.assert_close(ALIKE["triton"](trees, given), torch.tensor([[0, 0]], device=DEVICE))
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_an_unchecked_compaction_copies_rows_whose_numbers_lie_apart(apart):
+def test_a_steps_compaction_copies_rows_whose_numbers_lie_apart(apart):
     """Rows 3 and 4 of a cache [1, 1, 6, 2] come after two rows of a prefix and the root's."""
     cache = torch.arange(12.0).view(1, 1, 2, 6).mT if apart else torch.arange(12.0).view(1, 1, 6, 2)
     expected = cache[0, 0, [0, 1, 2, 4, 5, 5]]
     path, length = torch.tensor([[0, 2, 3]]), torch.tensor([2])
-    compact_unchecked([cache], path=path, length=length, prefix_length=torch.tensor([2]))
+    step_kernels(cache.device).compact([cache], path, length, torch.tensor([2]))
     assert torch.equal(cache[0, 0], expected)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU runs kernels")
-@pytest.mark.parametrize("name", ["verify_unchecked", "place", "node_rows"])
+@pytest.mark.parametrize("name", ["verify", "place", "node_rows"])
 def test_a_step_on_a_cpu_runs_compiled_code_where_there_is_some(name):
     """What takes a reference cannot be replayed."""
     numbers, logits, filters = torch.tensor([[5, 3], [6, 4]]), torch.zeros(2, 2, 9), Filters(0.0)
@@ -215,7 +213,7 @@ def test_a_step_on_a_cpu_runs_compiled_code_where_there_is_some(name):
         "noise": Noise(numbers[0, 0], numbers),
     }
     call = {
-        "verify_unchecked": lambda: verify_unchecked(
+        "verify": lambda: step_kernels(logits.device).verify(
             VerifyInputs(Nodes(numbers, nodes, ranks), logits, None, "greedy", False, **options)
         ),
         "place": lambda: place(trees, None, chosen, whole=True),
@@ -269,14 +267,14 @@ def test_nodes_that_a_draft_adds_come_after_those_of_each_sequences_own_tree():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes tensors of the host to the kernels")
-def test_a_step_on_a_gpu_draws_with_and_without_replacement(monkeypatch):
+def test_a_step_on_a_gpu_draws_with_and_without_replacement():
     logits, noise = torch.randn(3, 300), Noise(torch.tensor(7), torch.tensor([4, 9, 2]))
-    monkeypatch.setattr(sampling, "choose_impl", lambda *_, **__: "triton")
-    monkeypatch.setattr("heavypath.kernels.nucleus.choose_impl", lambda *_, **__: "triton", raising=False)
     for replacement in (False, True):
-        options = {"filters": Filters(0.7, top_p=0.9), "noise": noise, "replacement": replacement}
-        found = draw_unchecked(logits, 4, **options).tokens
-        assert torch.equal(found, TopK(*sampling._draw("torch", logits, 4, uniform_fill=False, **options)).tokens)
+        options = {"noise": noise, "replacement": replacement, "uniform_fill": False}
+        (found, *_), (expected, *_) = (
+            StepKernels(impl).draw(logits, 4, Filters(0.7, top_p=0.9), **options) for impl in ("triton", "torch")
+        )
+        assert torch.equal(found, expected)
 
 
 def test_attention_reads_tensors_where_they_are_unless_it_cannot():

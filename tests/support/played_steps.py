@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
+from heavypath.kernels import step_kernels
 from heavypath.speculative import METHODS
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
@@ -19,7 +20,7 @@ from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.decoding.typical import Typical
 
 KERNELS = (
-    "sampling", "trees.levels", "native.steps", "trees.growing", "trees.assembly", "verification",
+    "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification",
     "verifying.top_down", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
     "layers.rms_norm", "layers.rotary", "layers.gated", "retrieval.ranges", "retrieval.followers",
 )  # fmt: skip
@@ -82,6 +83,8 @@ def as_on_a_gpu(monkeypatch, interpreter):
         for name in KERNELS:
             module = importlib.import_module(f"heavypath.kernels.{name}")
             monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
+        for device in ("cpu", "meta"):
+            monkeypatch.setitem(step_kernels._CHOSEN, device, step_kernels.StepKernels("triton"))
         monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
         for place in ("sequence_scores", *(f"recurrent.{name}" for name in RECURRENT)):
             monkeypatch.setattr(f"heavypath.kernels.{place}.choose_impl", lambda *_, native=False: "torch")

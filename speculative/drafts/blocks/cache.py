@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heavypath.kernels.cache_compaction import compact_unchecked
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.models.caches import KeyValueCache
 
 
@@ -50,4 +50,4 @@ class BlockCache(KeyValueCache):
 
         They are in the target's rows, so the draft's own rows (`node_rows`) are ignored.
         """
-        compact_unchecked([self.keys, self.values], path=path, length=length, prefix_length=prefix_length)
+        step_kernels(path.device).compact([self.keys, self.values], path, length, prefix_length)

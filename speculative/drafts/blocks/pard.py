@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.drafts.blocks.draft import place_of
 from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
@@ -88,7 +88,7 @@ class PardCache(RowCache):
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the tokens of an accepted path. Their keys and values are computed in the next step."""
-        compact_unchecked([self.tokens], path=path, length=length, prefix_length=prefix_length)
+        step_kernels(path.device).compact([self.tokens], path, length, prefix_length)
 
 
 class PardDraft(ModelDraft):

@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 
 
@@ -58,7 +58,7 @@ class HeadCache(KeyValueCache):
         They were computed from the head's own outputs, and must be computed from the target's features.
         """
         for rows in (self.features, self.tokens):
-            compact_unchecked([rows], path=path, length=length, prefix_length=prefix_length)
+            step_kernels(path.device).compact([rows], path, length, prefix_length)
 
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
 from heavypath.kernels.native.heads import MedusaWeights, keep, medusa
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.tapped import TappedDraft
@@ -54,7 +54,7 @@ class MedusaCache(RowCache):
 
         They are in the target's rows, so the draft's own rows (`node_rows`) are ignored.
         """
-        compact_unchecked([self.keys], path=path, length=length, prefix_length=prefix_length)
+        step_kernels(path.device).compact([self.keys], path, length, prefix_length)
 
     def trimmed(self, slots: slice, rows: int) -> "MedusaCache":
         """A copy of the first `rows` hidden states of the sequences in these slots."""
