@@ -46,7 +46,7 @@ class DrawnTrees(NamedTuple):
 
 
 def generator_of(*numbers: int) -> torch.Generator:
-    """A generator of its own for these numbers >= 0. It shares no stream with `torch.manual_seed` of a small seed."""
+    """A generator of its own for these numbers >= 0, whose stream is not that of `torch.manual_seed` of one of them."""
     state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
     return torch.Generator("cpu").manual_seed(int(state) & 0x7FFF_FFFF_FFFF_FFFF)
 

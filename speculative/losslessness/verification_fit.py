@@ -15,8 +15,9 @@ on average over the drafted trees and the random numbers. For one fixed tree the
 1. If the completed output of each step has this distribution, so has a whole sequence, by induction over steps: the
    next step begins where this one ends, and its random numbers are fresh.
 2. It is the same to say: if a step outputs x_1, ..., x_{t-1} and at least one more token, this one has the
-   distribution P(. | x_1, ..., x_{t-1}). For let M_t be the probability that T >= t and the output begins with x_1, ..., x_t, and
-   M'_t that T >= t and it begins with x_1, ..., x_{t-1}. A completed output begins with x_1, ..., x_t with probability
+   distribution P(. | x_1, ..., x_{t-1}). For let M_t be the probability that T >= t and the output begins with
+   x_1, ..., x_t, and M'_t that T >= t and it begins with x_1, ..., x_{t-1}. A completed output begins with
+   x_1, ..., x_t with the probability
 
        F_t = M_t + (F_{t-1} - M'_t) P(x_t | x_1, ..., x_{t-1}).
 
@@ -35,9 +36,9 @@ verification fails with a probability of at most `significance`, as far as chi-s
 0.99 at the significance / C. `detectable_total_variation` has the bound and its source. The number of draws is about
 proportional to 1 / detect ** 2.
 
-**How far off.** Take the outputs that come too often in one half of the draws, and count them in the other half. Their
-share there less their probability is on average not above the total variation, and near it if the departure is plain.
-The halves take turns. For a right verification its mean is 0.
+**How far off.** Take the outputs, or first tokens, that come too often in one half of the draws, and count them in the
+other half. Their share there less their probability is on average not above the total variation, and near it if the
+departure is plain. The halves take turns. For a right verification its mean is 0.
 
 A good fit does not show noise that two steps share (`check_losslessness` does), errors that need a large vocabulary, or
 a total variation much below `detect`. Outputs in a batch must be independent of each other.
@@ -50,7 +51,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.speculative.losslessness.chi_square import SIGNIFICANCE, detectable_total_variation, joint_counts
+from heavypath.speculative.losslessness.chi_square import (
+    SIGNIFICANCE,
+    detectable_total_variation,
+    expected_total_variation,
+    joint_counts,
+)
 from heavypath.speculative.losslessness.drawn_trees import (
     DRAWS,
     Draw,
@@ -239,16 +245,32 @@ def _completed(outputs: Tensor, tables: Tables, generator: torch.Generator) -> T
 def _estimated_total_variation(texts: Tensor, law: Tensor) -> tuple[float, float]:
     """An estimate that is not above the total variation on average, and the standard error of one half's estimate.
 
-    Both halves' estimates depend on each other, so their mean has a standard error between 0.7 times that and that.
+    The estimates of both halves depend on each other. Their mean has a standard error between 0.7 times that and that.
     """
-    halves = [joint_counts(half, len(law)).double() for half in (texts[::2], texts[1::2])]
-    flat, excesses, variances = law.flatten(), [], []
+    halves = [joint_counts(half, len(law)).view(law.shape).double() for half in (texts[::2], texts[1::2])]
+    excesses, variances = [], []
     for one, other in (halves, halves[::-1]):
-        often = one > flat * one.sum()
+        often = _too_often(one, law)
         share = other[often].sum() / other.sum()
-        excesses.append(float(share - flat[often].sum()))
+        excesses.append(float(share - law[often].sum()))
         variances.append(float(share * (1 - share) / other.sum()))
     return sum(excesses) / 2, math.sqrt(sum(variances) / 2)
+
+
+def _too_often(counts: Tensor, law: Tensor) -> Tensor:
+    """The outputs that begin with a prefix that comes too often: BoolTensor[V, ..., V].
+
+    The prefixes have the length for which their excess stands out most from that of a right verification.
+    """
+    sequences, found = int(counts.sum()), []
+    for length in range(1, law.ndim + 1):
+        later = [*range(length, law.ndim)]
+        seen, due = (each.sum(later) if later else each for each in (counts, law))
+        often = seen > due * sequences
+        excess = float(seen[often].sum() / sequences - due[often].sum())
+        outstanding = excess - expected_total_variation(due, sequences)
+        found.append((outstanding, often.view([*often.shape, *[1] * len(later)]).expand(law.shape)))
+    return max(found, key=lambda each: each[0])[1]
 
 
 def _tables_of(name: str, kind: Kind, depth: int, vocab_size: int, generator: torch.Generator) -> Tables:
