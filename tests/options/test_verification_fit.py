@@ -309,7 +309,7 @@ ROWS = {"batch_size": 8}
     (lambda: refused(significance=1.0), "significance must be between 0 and 1, got 1.0"),
     (lambda: refused(seed=-1), "seed must be at least 0, got -1"),
     (lambda: refused(cases={}), "cases must have at least one kind"),
-    (lambda: refused(parents=range(-1, 12)), r"4 \*\* 13 = 67108864 texts are too many"),
+    (lambda: refused(parents=range(-1, 12)), r"4 \*\* 13 = 67108864 outputs are too many"),
     (lambda: refused(cases={"mine": lambda g, rows, v: (torch.ones(rows, 3),) * 2}),
      r"case 'mine' must give probabilities \[1, 4\], got torch.float32 \[1, 3\]"),
     (lambda: refused(cases={"mine": lambda g, rows, v: (torch.ones(rows, v),) * 2}), "rows that .* sum to 1"),
