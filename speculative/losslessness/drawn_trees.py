@@ -56,19 +56,17 @@ def _with_replacement(draft: Tensor, count: int, node: int, seed: int) -> Tensor
 
 
 def _without_replacement(draft: Tensor, count: int, node: int, seed: int) -> Tensor:
-    """The tokens that come first if each comes after an exponential time of rate Q: successive draws from the rest."""
+    """The tokens that come first if each comes after an exponential time of rate Q: successive draws from the rest.
+
+    -1 once Q has no token left.
+    """
     times = torch.empty_like(draft).exponential_(generator=generator_of(seed, node))
-    return _largest(draft / times, count)
+    first = (draft / times).topk(count, -1)
+    return first.indices.where(first.values > 0, -1)
 
 
 def _top_k(draft: Tensor, count: int, node: int, seed: int) -> Tensor:
-    return _largest(draft, count)
-
-
-def _largest(keys: Tensor, count: int) -> Tensor:
-    """The tokens LongTensor[B, count] with the largest keys [B, V], -1 for keys of 0."""
-    largest = keys.topk(count, -1)
-    return largest.indices.where(largest.values > 0, -1)
+    return draft.topk(count, -1).indices
 
 
 DRAWS: Mapping[str, Draw] = MappingProxyType({

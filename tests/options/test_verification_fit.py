@@ -206,7 +206,9 @@ def test_absent_nodes_have_no_children_and_are_said_to_be_absent():
         seen.append(tokens)
         return target[:, 0].multinomial(1)
 
-    check_verification(verify, [-1, 0, 0, 2], draw="top_k", detect=0.3, cases=cases("one-hot draft"), batch_size=100)
+    check_verification(
+        verify, [-1, 0, 0, 2], draw="without_replacement", detect=0.3, cases=cases("one-hot draft"), batch_size=100
+    )
     tokens = torch.cat(seen)
     assert (tokens[:, 1] >= 0).all()
     assert (tokens[:, 2:] == -1).all()
