@@ -155,11 +155,10 @@ def check_verification(
     parents:      of each node, -1 for node 0, and parents[i] < i. range(-1, K) is a chain of K drafted tokens
     draw:         how children are drawn: "with_replacement" (SpecInfer, SpecTr; the same as the next for a chain),
                   "without_replacement" (Sequoia, RSD; nodes are absent once Q has no token left), "top_k" (the draft's
-                  likeliest tokens). Or a function
-                  (draft [B, V] float64, count, node, seed) -> LongTensor[B, count] of them, where seed is that of the
-                  verification if there is a batch_size
+                  likeliest tokens). Or a function (draft [B, V] float64, count, node, seed) -> LongTensor[B, count]
+                  of them, where seed is that of the verification if there is a batch_size
     detect:       total variation that each case finds with a probability of 0.99
-    vocab_size:   V, at least 4 for the built-in cases
+    vocab_size:   V, at least 2
     cases:        kinds of P and Q: functions (generator, rows, V) -> two tensors of probabilities [rows, V]
     significance: the probability with which a right verification fails, over all cases
 
