@@ -47,6 +47,8 @@ if TYPE_CHECKING:  # the public names for type checkers and editors; at run time
     from heavypath.speculative.losslessness.goodness_of_fit import check_losslessness as check_losslessness
     from heavypath.speculative.losslessness.goodness_of_fit import goodness_of_fit as goodness_of_fit
     from heavypath.speculative.losslessness.law import joint_law as joint_law
+    from heavypath.speculative.losslessness.verification_cases import VERIFICATION_CASES as VERIFICATION_CASES
+    from heavypath.speculative.losslessness.verification_fit import check_verification as check_verification
     from heavypath.speculative.methods import LOSSLESS_METHODS as LOSSLESS_METHODS
     from heavypath.speculative.methods import METHODS as METHODS
     from heavypath.speculative.methods import Method as Method

@@ -1,1 +1,1 @@
-"""Does a sampler keep a target's law: the law of a few tokens exactly, and how far sampled texts depart from it."""
+"""Whether sampled outputs, and the outputs of a verification, have exactly the target's distribution."""

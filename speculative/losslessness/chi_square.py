@@ -1,21 +1,22 @@
-"""Pearson's chi-square of counts and a law, its power, and the total variation that sampling alone gives.
+"""Pearson's chi-square of counts and a distribution, its power, and the total variation that sampling alone gives.
 
-Of N outcomes drawn independently x came O(x) times, E(x) = N law(x) times being expected.
+Of N independent outcomes x came O(x) times, and E(x) = N law(x) times were expected. law(x) is its probability.
 
     statistic = sum_x (O(x) - E(x))^2 / E(x),     p = P(chi-square with (cells - 1) degrees of freedom >= statistic).
 
-Outcomes that expect fewer than 5 are one cell. If all of them together expect fewer than 5, they count in the least
-likely other cell. Otherwise one outcome where 0.001 are expected would be an alarm once in a thousand runs. An outcome
-that the law excludes has p = 0. Chi-square is an approximation: where few cells expect little more than 5, a p of 1e-6
-means up to 7e-5.
+Outcomes of which fewer than 5 are expected share one cell. If fewer than 5 of all of them together are expected, they
+count in the least likely other cell. Otherwise one outcome of which 0.001 are expected would be an alarm once in a
+thousand runs. An outcome of probability 0 has p = 0. Chi-square is an approximation: if few cells expect little more
+than 5, a p of 1e-6 means up to 7e-5.
 
-Power. A law at total variation d from this one, the largest difference in the probability of any event, moves the
-statistic by 4 N d^2 or more. By the bounds of Birge 2001 (lemma 8.1) it is found with probability 1 - b if
+Power. The total variation d between two distributions is the largest difference in the probability of any event. A
+distribution at d from this one moves the statistic by 4 N d^2 or more. By the bounds of Birge 2001 (lemma 8.1) it is
+found with probability 1 - b if
 
     4 N d^2 >= A + 4 y + sqrt(8 A y + 16 y^2 + 4 y k),     A = 2 sqrt(k x) + 2 x,     y = ln(1 / b),
 
-with k degrees of freedom and x = ln(2 / significance), because `goodness_of_fit` makes two tests. So four times as many
-outcomes find half of it, and fewer cells find more. A difference among outcomes that share a cell is not found so.
+with k degrees of freedom and x = ln(2 / significance), because `goodness_of_fit` makes two tests. So four times the
+outcomes find half of it, and fewer cells find more. A difference between outcomes that share a cell is not found.
 """
 
 import math
@@ -28,7 +29,7 @@ LEAST_EXPECTED = 5  # outcomes of a cell
 
 
 def joint_counts(tokens: Tensor, vocab_size: int) -> Tensor:
-    """The counts of each of the vocab_size ** T texts among tokens LongTensor[B, T]."""
+    """The counts of each of the vocab_size ** T outputs among tokens LongTensor[B, T]."""
     index = torch.zeros_like(tokens[:, 0])
     for column in tokens.unbind(1):
         index = index * vocab_size + column
@@ -36,7 +37,10 @@ def joint_counts(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def chi_square_p_value(counts: Tensor, law: Tensor) -> float:
-    """Probability of a fit as bad as counts [n] to law [n], or worse; 0 if the law excludes what was seen."""
+    """The probability of a fit as bad as that of counts [n] to a distribution law [n], or worse.
+
+    It is 0 if an outcome of probability 0 came.
+    """
     counts, law = counts.flatten().double(), law.flatten().double()
     if counts[law == 0].any():
         return 0.0
@@ -51,13 +55,13 @@ def chi_square_p_value(counts: Tensor, law: Tensor) -> float:
 def detectable_total_variation(
     law: Tensor, sequences: int, *, significance: float = SIGNIFICANCE, power: float = 0.99
 ) -> float:
-    """The total variation from a law [V, ..., V] that a run of `sequences` finds with a probability of `power`.
+    """The total variation from a distribution law [V, ..., V] that `sequences` outputs find with probability `power`.
 
-    Four times as many sequences find half of it. 1.0 if there are too few of them to distinguish texts at all.
+    Four times the sequences find half of it. 1.0 if there are too few of them to distinguish two outputs.
     """
     freedom = int(cells_of(law.flatten().double(), sequences).max())
     x, y = math.log(2 / significance), -math.log1p(-power)
-    if not freedom:  # if the law is certain, any other text is found
+    if not freedom:  # one output is certain: any other one is found
         return 1.0 if law.max() < 1 else -math.expm1(-y / sequences)
     least = 2 * math.sqrt(freedom * x) + 2 * x
     moved = least + 4 * y + math.sqrt(8 * least * y + 16 * y**2 + 4 * y * freedom)
@@ -65,7 +69,7 @@ def detectable_total_variation(
 
 
 def cells_of(law: Tensor, sequences: float) -> Tensor:
-    """The cell LongTensor[n] that each outcome of a law [n] counts in: its own, or that of all that are rare."""
+    """The cell LongTensor[n] of each outcome of a distribution law [n]: its own, or that of all rare outcomes."""
     expected = law * sequences
     rare = expected < LEAST_EXPECTED
     cells = (~rare).cumsum(0) - 1

@@ -1,22 +1,23 @@
-"""Do sampled texts follow a law, and which tokens depart from it.
+"""Whether sampled outputs have a distribution, and which tokens depart from it.
 
-Texts of T tokens are counted whole, and Pearson's chi-square (`chi_square.py`) compares the counts with the joint law.
-Noise that is used twice, or that two steps share, may leave the law of every single token as it is.
+Outputs of T tokens are counted whole, and Pearson's chi-square (`chi_square.py`) compares the counts with the joint
+distribution. Noise that is used twice, or that two steps share, may leave the distribution of each single token right.
 
-The test asks which token departs after each prefix that came. Of n texts with that prefix, k go on with a token whose
-probability there is a, and with q = k / n
+A second test looks at each token after each prefix that came. Of n outputs with that prefix, k go on with a token whose
+probability there is a. With q = k / n
 
-    P(so far off, or farther) <= 2 exp(-n (q ln(q / a) + (1 - q) ln((1 - q) / (1 - a))))       (Chernoff 1952)
+    P(a deviation of this size, or larger) <= 2 exp(-n (q ln(q / a) + (1 - q) ln((1 - q) / (1 - a))))   (Chernoff 1952)
 
-for every n and a, so nothing has to be pooled. Times the number of such questions that bounds the probability that any
-of them is so far off. A departure is named where it arises: tokens that follow a wrong one by the right law are right.
+for all n and a, so nothing has to be pooled. Times the number of such tokens, this bounds the probability that any of
+them deviates so much. A departure is named after the prefix at which it arises: tokens that follow a wrong token with
+the right distribution are right.
 
-The p-value is that of both tests: twice the lesser.
+The p-value is that of both tests: twice the lesser one.
 
-A good fit does not show some things. A total variation below the detectable one is not seen, nor other prompts,
-settings and models. Nor are errors after the first T tokens, such as those of deeper trees and caches that wrap around.
-Draws that are too even, and so not independent, are not seen. The fit does not show that a seed gives the same text
-again. If logits are equal, or nearly, two right programs may cut top-p or top-k at other tokens.
+A good fit does not show a total variation below the detectable one, nor other prompts, settings and models. It does not
+show tokens after the first T, as of deeper trees and of caches that wrap around, nor draws that are too even, and so
+not independent. It does not show that a seed gives the same output again. If logits are equal, or nearly, two right
+programs may cut top-p or top-k at different tokens.
 """
 
 import math
@@ -36,23 +37,23 @@ from heavypath.speculative.losslessness.chi_square import (
     joint_counts,
 )
 
-MOST_NAMED = 5  # departures of tokens, and of texts
+MOST_NAMED = 5  # departures of tokens, and of outputs
 NAMED_BELOW = 0.01  # p-values of departures that are printed
 
 
 class Departure(NamedTuple):
     """The count of tokens after a prefix of new tokens, and the count that was expected."""
 
-    prefix: tuple[int, ...]  # empty for the first token and for whole texts
-    tokens: tuple[int, ...]  # one, or a whole text
+    prefix: tuple[int, ...]  # empty for the first token and for whole outputs
+    tokens: tuple[int, ...]  # one, or a whole output
     observed: int
     expected: float
     deviation: float  # the standard deviation of a right sampler
-    p_value: float  # at most this, that any of all tokens, or texts, is so far off
+    p_value: float  # at most this, that any of all tokens, or outputs, deviates so much
 
     @property
     def residual(self) -> float:
-        """The standardised residual: how many standard deviations too often."""
+        """The standardised residual: how many standard deviations it came too often."""
         away = self.observed - self.expected
         return away / self.deviation if self.deviation else math.copysign(math.inf, away) if away else 0.0
 
@@ -66,23 +67,23 @@ class Departure(NamedTuple):
 
 
 class GoodnessOfFit(NamedTuple):
-    """The fit of sampled texts to a law, and where they depart. Printed, it says so in words."""
+    """The fit of sampled outputs to a distribution, and where they depart from it. Printed, it says so in words."""
 
     p_value: float
     sequences: int
-    total_variation: float  # between the texts and the law
+    total_variation: float  # between the outputs' shares and the distribution
     expected_total_variation: float  # of a right sampler, on average; it varies by less than 1 / (2 sqrt(sequences))
     detectable_total_variation: float  # which such a run finds with probability 0.99
     tokens: list[Departure]  # those that depart most, given the tokens before them; the first is the most surprising
-    texts: list[Departure]  # the same of whole texts
+    texts: list[Departure]  # the same of whole outputs
 
     def is_lossless(self, significance: float = SIGNIFICANCE) -> bool:
-        """True if no departure was found. A right sampler fails so often, as far as chi-square is exact."""
+        """True if no departure was found. A right sampler fails with `significance`, as far as chi-square is exact."""
         return self.p_value >= significance
 
     def __str__(self) -> str:
         fits = self.is_lossless()
-        verdict = "no departure from the law" if fits else "departs from the law"
+        verdict = "no departure from the distribution" if fits else "departs from the distribution"
         lines = [
             f"{verdict}: p = {self.p_value:.3g}, {self.sequences} sequences",
             f"total variation {self.total_variation:.4f}, by sampling alone {self.expected_total_variation:.4f}; "
@@ -103,7 +104,7 @@ def check_losslessness(
     seed: int = 0,
     batch_size: int | None = None,
 ) -> GoodnessOfFit:
-    """Draw texts by `sample` and test if they follow the law.
+    """Sample outputs, and test if they have the distribution `law`.
 
     sample(prompt LongTensor[P], seed) -> the T new tokens LongTensor[T], without the prompt. It is called once for each
     sequence, with seed, seed + 1, ... With a batch_size it is called as sample(prompts LongTensor[B, P], seed) and
@@ -111,7 +112,7 @@ def check_losslessness(
 
     law: probabilities [V, ..., V] with T dimensions, as `joint_law` gives them.
 
-    Raises TypeError and ValueError for an argument that is no such law, prompt or number. It does so, too, if sample
+    Raises TypeError and ValueError for a law that is no distribution, a prompt or number out of range, and if sample
     returns no LongTensor, another shape, or tokens outside the vocabulary.
     """
     law = _checked_law(law, sequences)
@@ -136,10 +137,12 @@ def check_losslessness(
 
 
 def goodness_of_fit(texts: Tensor, law: Tensor) -> GoodnessOfFit:
-    """The fit of texts LongTensor[N, T] to a law [V, ..., V] with T dimensions, and the tokens that depart from it.
+    """The fit of outputs `texts` LongTensor[N, T] to a distribution `law` [V, ..., V] with T dimensions.
 
-    Raises TypeError and ValueError for texts and laws of other types and shapes, for tokens outside the vocabulary, and
-    for laws that are no distribution. Also for too few texts to tell.
+    It names the tokens that depart from it.
+
+    Raises TypeError and ValueError for texts and laws of other types and shapes, for tokens outside the vocabulary, for
+    a law that is no distribution, and for too few texts to be compared with it.
     """
     if not isinstance(texts, Tensor) or texts.dtype != torch.long or texts.ndim != 2:
         raise TypeError(f"texts must be a LongTensor [N, T], got {_described(texts)}")
@@ -170,15 +173,16 @@ def _departing_tokens(counts: Tensor, law: Tensor) -> list[Departure]:
     for position in range(law.ndim):
         later = [*range(position + 1, law.ndim)]
         seen, mass = (each.sum(later) if later else each for each in (counts, law))
-        given = (mass / mass.sum(-1, keepdim=True)).clamp(max=1)  # NaN after a prefix that the law excludes
+        given = (mass / mass.sum(-1, keepdim=True)).clamp(max=1)  # NaN after a prefix of probability 0
         found += _departures(seen, seen.sum(-1, keepdim=True), given, position, asked)
     return sorted(found, key=lambda one: (one.p_value, -abs(one.residual)))[:MOST_NAMED]
 
 
 def _departures(seen: Tensor, came: Tensor, law: Tensor, prefix: int, asked: int) -> list[Departure]:
-    """The most surprising of the counts seen [V, ..., V], with the length of their prefix and the number of questions.
+    """The most surprising of the counts seen [V, ..., V].
 
-    came: how often each prefix came; law: of what is seen, given the prefix; both broadcast to [V, ..., V].
+    came:   how often each prefix came, and law: the distribution after it; both broadcast to [V, ..., V]
+    prefix: the number of tokens of a prefix; asked: the number of tests among which these are
     """
     expected = came * law
     surprise = torch.zeros_like(expected)  # the exponent of Chernoff's bound
@@ -197,7 +201,7 @@ def _departures(seen: Tensor, came: Tensor, law: Tensor, prefix: int, asked: int
 
 
 def _checked_law(law: Tensor, sequences: int) -> Tensor:
-    """The law in fp64 on the CPU, if it fits a test with this number of sequences."""
+    """The distribution in fp64 on the CPU, if this number of sequences can be compared with it."""
     if not isinstance(law, Tensor) or not law.is_floating_point() or len({*law.shape}) != 1:
         raise TypeError(f"law must be probabilities [V, ..., V] with a dimension for each token, got {_described(law)}")
     law = law.detach().double().cpu()

@@ -1,12 +1,12 @@
-"""The exact joint law of the next tokens of a causal language model, by enumeration.
+"""The exact joint distribution of the next tokens of a causal language model, by enumeration.
 
-Over a vocabulary of V tokens there are V ** T texts of T tokens, and
+Over a vocabulary of V tokens there are V ** T outputs of T tokens, and
 
     law(x_1, ..., x_T) = prod_t P(x_t | prompt, x_1, ..., x_{t-1}),
 
 where P are the model's logits after temperature, top-k, top-p and min-p (`heavypath.kernels.filtering`). Over a toy
-vocabulary they are few: a model of random weights over 7 tokens has 343 texts of three. A decoder does not know how
-small the vocabulary is, so its mistakes show there.
+vocabulary they are few: a model of random weights over 7 tokens has 343 outputs of three. A decoder does not depend on
+the size of the vocabulary, so its mistakes show there.
 """
 
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ def joint_law(
 ) -> Tensor:
     """Probabilities of the next `length` tokens after prompt LongTensor[P]: float64 [V, V, ..., V] on the CPU.
 
-    The element at [x_1, ..., x_T] is that of the text x_1, ..., x_T. model: a causal LM of transformers, or whatever
+    The element at [x_1, ..., x_T] is that of the output x_1, ..., x_T. model: a causal LM of transformers, or whatever
     takes `input_ids` [B, T] and `use_cache` and answers with `.logits` [B, T, V]; in evaluation mode.
 
-    After an eos_token_id the law is certain: the text is filled up with that token, with the first if there are
-    several. A sampler must pad what ends early so. None: no token ends a text.
+    After an eos_token_id the output is filled up with that token, with the first one if there are several. A sampler
+    must pad outputs that end early in this way. None: no token ends an output.
 
     Raises ValueError for a prompt of another shape, a length below 1, filters out of range, and tokens outside the
-    vocabulary. Also for a model in training mode, and more than 2 ** 20 texts.
+    vocabulary. Also for a model in training mode, and more than 2 ** 20 outputs.
     """
     filters = Filters(temperature, top_k, top_p, min_p).check()
     if not isinstance(prompt, Tensor) or prompt.dtype != torch.long or prompt.ndim != 1 or not len(prompt):
@@ -52,7 +52,7 @@ def joint_law(
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
     if getattr(model, "training", False):
-        raise ValueError("model is in training mode, where dropout changes its law: call model.eval() first")
+        raise ValueError("model is in training mode, where dropout changes its distribution: call model.eval() first")
 
     contexts, law = prompt[None], torch.ones(1, dtype=torch.float64, device="cpu")
     ended = torch.zeros(1, dtype=torch.bool, device="cpu")
@@ -84,9 +84,9 @@ def joint_law(
 
 
 def check_size(vocab_size: int, length: int) -> None:
-    """Raise ValueError if there are too many texts to list."""
+    """Raise ValueError if there are too many outputs to list."""
     if vocab_size**length > MOST_TEXTS:
         raise ValueError(
-            f"{vocab_size} ** {length} = {vocab_size**length} texts are too many to list, at most {MOST_TEXTS} are: "
+            f"{vocab_size} ** {length} = {vocab_size**length} outputs are too many to list, at most {MOST_TEXTS} are: "
             f"ask for fewer tokens, or take a toy model with a smaller vocabulary"
         )

@@ -178,9 +178,9 @@ def test_own_method_decodes_its_trees_by_its_rule(example, demo_pair, monkeypatc
 
 def test_losslessness_finds_the_planted_bug_and_nothing_in_transformers_own_decoding(example):
     assisted, planted = example("losslessness", "--sequences", 60).split("\n\n")
-    assert assisted.startswith("assisted generation: no departure from the law: p = ")
+    assert assisted.startswith("assisted generation: no departure from the distribution: p = ")
     assert "60 sequences" in assisted
-    assert planted.startswith("with a mistake: departs from the law: p = ")
+    assert planted.startswith("with a mistake: departs from the distribution: p = ")
     assert re.search(r"^  position 1: token 2 came \d+ times, expected ", planted, re.MULTILINE)
 
 

@@ -126,7 +126,7 @@ def test_departures_by_hand():
     assert fit.p_value == 2 * named.p_value  # of two tests; chi-square is the milder one
     assert not fit.is_lossless()
     lines = str(fit).splitlines()
-    assert lines[0] == f"departs from the law: p = {fit.p_value:.3g}, 400 sequences"
+    assert lines[0] == f"departs from the distribution: p = {fit.p_value:.3g}, 400 sequences"
     assert lines[1].startswith("total variation 0.2000, by sampling alone 0.0345; ")
     assert "  position 2, after (0,): token 1 came 180 times, expected 100.0 +- 7.1 (+11.3 deviations)" in lines
     assert "  text (0, 0) came 20 times, expected 100.0 +- 8.7 (-9.2 deviations)" in lines
@@ -169,7 +169,7 @@ def test_texts_of_one_prompt_are_lossless(of, tiny_pair):
     fit = check_losslessness(sample, law, PROMPT, sequences=6_000, batch_size=3_000)
     assert fit.is_lossless()
     assert fit.sequences == 6_000
-    assert str(fit).startswith("no departure from the law: p = ")
+    assert str(fit).startswith("no departure from the distribution: p = ")
 
 
 def test_greedy_text_is_lossless(tiny_pair):
@@ -211,7 +211,7 @@ def checked(answer=None, *, law=FAIR, prompt=ZERO, **options):
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: joint_law(tiny_llama(1), PROMPT, 8), r"7 \*\* 8 = 5764801 texts are too many to list, at most 1048576"),
+    (lambda: joint_law(tiny_llama(1), PROMPT, 8), r"7 \*\* 8 = 5764801 outputs are too many to list, at most 1048576"),
     (lambda: joint_law(tiny_llama(1).train(), PROMPT, 2), r"training mode.*call model.eval\(\) first"),
     (lambda: joint_law(COIN, PROMPT[None], 2), r"prompt must be a LongTensor \[P\] .*, got torch.int64 \[1, 3\]"),
     (lambda: joint_law(COIN, [1], 2), r"prompt must be a LongTensor \[P\] .*, got list"),

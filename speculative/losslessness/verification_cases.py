@@ -1,0 +1,105 @@
+"""Kinds of target and draft distributions over a small vocabulary, by which a verification is checked.
+
+A kind is a function (torch.Generator, number of rows, vocabulary size V) -> P and Q, float64 [rows, V].
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+Kind = Callable[[torch.Generator, int, int], tuple[Tensor, Tensor]]
+
+
+def _random(generator: torch.Generator, rows: int, vocab_size: int, *, scale: float = 1.0) -> Tensor:
+    """Rows of probabilities [rows, V]: the softmax of normal logits with this standard deviation."""
+    logits = torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64, device="cpu")
+    return (logits * scale).softmax(-1)
+
+
+def _keep(rows: Tensor, tokens: Tensor) -> Tensor:
+    """The rows with all mass on tokens LongTensor[rows, k]."""
+    kept = rows * torch.zeros_like(rows).scatter(-1, tokens, 1.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _likeliest(rows: Tensor, count: int) -> Tensor:
+    return rows.topk(count, -1).indices
+
+
+def _independent(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    return _random(generator, rows, vocab_size), _random(generator, rows, vocab_size)
+
+
+def _near_equal(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    target = _random(generator, rows, vocab_size)
+    draft = target * torch.exp(0.1 * torch.randn(target.shape, generator=generator, dtype=torch.float64, device="cpu"))
+    return target, draft / draft.sum(-1, keepdim=True)
+
+
+def _equal(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    target = _random(generator, rows, vocab_size)
+    return target, target.clone()
+
+
+def _disjoint(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """P on one half of the tokens, Q on the other."""
+    target, draft = _independent(generator, rows, vocab_size)
+    order = _likeliest(_random(generator, rows, vocab_size), vocab_size)
+    return _keep(target, order[:, : vocab_size // 2]), _keep(draft, order[:, vocab_size // 2 :])
+
+
+def _filtered_target(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """P without its two least likely tokens, as after top-k; Q has mass there."""
+    target, draft = _independent(generator, rows, vocab_size)
+    return _keep(target, _likeliest(target, max(1, vocab_size - 2))), draft
+
+
+def _filtered_draft(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    target, draft = _independent(generator, rows, vocab_size)
+    return target, _keep(draft, _likeliest(draft, max(1, vocab_size - 2)))
+
+
+def _both_filtered(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    target, draft = _independent(generator, rows, vocab_size)
+    most = max(1, vocab_size - 1)
+    return _keep(target, _likeliest(target, most)), _keep(draft, _likeliest(draft, most))
+
+
+def _ties(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """P is uniform. Q has one token twice as often as the others, which are tied."""
+    target = torch.full((rows, vocab_size), 1 / vocab_size, dtype=torch.float64, device="cpu")
+    often = _likeliest(_random(generator, rows, vocab_size), 1)
+    draft = torch.ones_like(target).scatter(-1, often, 2.0)
+    return target, draft / draft.sum(-1, keepdim=True)
+
+
+def _one_hot_target(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    target, draft = _independent(generator, rows, vocab_size)
+    return _keep(target, _likeliest(target, 1)), draft
+
+
+def _one_hot_draft(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    target, draft = _independent(generator, rows, vocab_size)
+    return target, _keep(draft, _likeliest(draft, 1))
+
+
+def _cold(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Both at a temperature of 1/3: nearly one-hot, with small probabilities left."""
+    return _random(generator, rows, vocab_size, scale=3.0), _random(generator, rows, vocab_size, scale=3.0)
+
+
+VERIFICATION_CASES: Mapping[str, Kind] = MappingProxyType({
+    "independent": _independent,
+    "near equal": _near_equal,
+    "equal": _equal,
+    "disjoint supports": _disjoint,
+    "filtered target": _filtered_target,
+    "filtered draft": _filtered_draft,
+    "both filtered": _both_filtered,
+    "ties": _ties,
+    "one-hot target": _one_hot_target,
+    "one-hot draft": _one_hot_draft,
+    "cold": _cold,
+})  # fmt: skip

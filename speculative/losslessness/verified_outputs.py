@@ -1,0 +1,76 @@
+"""What a verification returns: accepted tokens and the next one. It is refused if it is no path of the drafted tree."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.losslessness.drawn_trees import depths_of
+
+INTEGERS = (torch.int64, torch.int32)
+
+
+def in_one_tensor(rows: list[Any], most: int) -> Tensor:
+    """Outputs of one tree each, lists of integers or Tensors [T], as LongTensor[B, most] with -1 after them."""
+    padded = []
+    for number, row in enumerate(rows):
+        row = row.tolist() if isinstance(row, Tensor) else row
+        if not isinstance(row, list | tuple) or not all(isinstance(token, int) for token in row):
+            raise TypeError(
+                f"verify must return a list of integers or a Tensor [T] of them, got {row!r} in call {number}"
+            )
+        if len(row) > most:
+            raise ValueError(
+                f"verify must return at most {most} tokens, the tree's depth + 1, "
+                f"got {len(row)} in call {number}: {row}"
+            )
+        padded.append([*row, *[-1] * (most - len(row))])
+    return torch.tensor(padded, dtype=torch.long, device="cpu")
+
+
+def checked_outputs(outputs: Any, tokens: Tensor, parents: Sequence[int], vocab_size: int) -> Tensor:
+    """The outputs LongTensor[B, L] of a verification of trees with tokens LongTensor[B, N], with -1 after the tokens.
+
+    Raises TypeError and ValueError for another type or shape, for rows without tokens, tokens out of range or after a
+    -1, and for accepted tokens that are no path of the tree.
+    """
+    depths = depths_of(parents)
+    batch, most = len(tokens), max(depths) + 1
+    shape = f"integers [{batch}, at most {most}]"
+    if not isinstance(outputs, Tensor) or outputs.dtype not in INTEGERS:
+        got = f"{outputs.dtype} {[*outputs.shape]}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise TypeError(f"verify must return {shape}: accepted tokens, the next one, then -1; got {got}")
+    if outputs.ndim != 2 or len(outputs) != batch or not 1 <= outputs.shape[1] <= most:
+        raise ValueError(f"verify must return {shape}: accepted tokens, the next one, then -1; got {[*outputs.shape]}")
+    outputs = torch.nn.functional.pad(outputs.long().cpu(), (0, most - outputs.shape[1]), value=-1)
+    if not -1 <= int(outputs.min()) <= int(outputs.max()) < vocab_size:
+        raise ValueError(
+            f"verify must return tokens in 0 .. {vocab_size - 1}, and -1 after them, "
+            f"got {int(outputs.min())} .. {int(outputs.max())}"
+        )
+    there = outputs >= 0
+    _refuse(~there[:, 0], "returned no token", outputs, tokens)
+    _refuse((there[:, 1:] & ~there[:, :-1]).any(1), "returned a token after a -1", outputs, tokens)
+    _refuse(~_is_path(outputs, there.sum(1) - 1, tokens, parents), "accepted no path of the tree", outputs, tokens)
+    return outputs
+
+
+def _is_path(outputs: Tensor, accepted: Tensor, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+    """Whether the first `accepted` tokens of each output lead to a node of its tree: BoolTensor[B]."""
+    depths = depths_of(parents)
+    reached = [torch.ones_like(accepted, dtype=torch.bool)]
+    for node in range(1, len(parents)):
+        reached.append(reached[parents[node]] & (tokens[:, node] == outputs[:, depths[node] - 1]))
+    ends = torch.stack(reached, 1) & (torch.tensor(depths, device="cpu") == accepted[:, None])
+    return ends.any(1)
+
+
+def _refuse(wrong: Tensor, what: str, outputs: Tensor, tokens: Tensor) -> None:
+    """Raise ValueError if a row is wrong, with the first one of them."""
+    if wrong.any():
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"verify {what} in {int(wrong.sum())} of {len(wrong)} rows: in row {row} it returned "
+            f"{outputs[row].tolist()} for a tree with tokens {tokens[row].tolist()}"
+        )
