@@ -196,8 +196,8 @@ def name_of(target: str | None) -> str:
     """The name by which requests call the model, unless the server was told."""
     if target is None:
         return DEMO_NAME
-    folder = Path(target).expanduser()
-    return folder.resolve().name if folder.is_dir() else target
+    path = Path(target).expanduser()
+    return path.resolve().name if path.is_dir() else path.stem if path.is_file() else target
 
 
 def default_temperature(pair: "Pair") -> float:
