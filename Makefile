@@ -211,7 +211,7 @@ wheels: setup
 	$(BIN)/twine check --strict dist/*
 
 PYTHONS ?= python3.11 python3.12 python3.13
-EXTRAS ?= figures,grammar,offload,serve
+EXTRAS ?= figures,gguf,grammar,offload,serve
 PROMPT = generate 'def read_lines(path):' --max-new-tokens 32 --temperature 0
 
 # The second text is that of an environment without Triton.

@@ -35,7 +35,7 @@ from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.drafts.trained import is_trained_head, load_trained_head
 from heavypath.speculative.drafts.translated import Translated
-from heavypath.speculative.files.gguf import check_gguf, gguf_file, unpacked
+from heavypath.speculative.files.gguf_models import check_gguf, gguf_file, unpacked
 from heavypath.speculative.files.hub import TOKENIZER, find_folder
 from heavypath.speculative.streaming.load import load_streamed
 
@@ -75,11 +75,11 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder, a GGUF file, or by its name on the Hugging Face Hub.
 
-    target, draft: default: the shipped pair. Both may be GGUF files, see `load_target`. draft may be a model, an EAGLE head ("demo-head" is the shipped one),
-        Medusa heads or a block draft. "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS" and "retrieval:PATH"
-        need no second model; PATH is a file that `Retrieval.save` wrote, a text file, or a folder of text files. Drafts
-        can be combined: "demo-head+prompt-lookup" is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and
-        "2*demo-head+4*prompt-lookup" a `Cascade` with the levels of each
+    target, draft: default: the shipped pair. GGUF files are read as in `load_target`. draft may be a model, an EAGLE
+        head ("demo-head" is the shipped one), Medusa heads or a block draft. "prompt-lookup", "recall", "lookahead",
+        "early-exit:LAYERS" and "retrieval:PATH" need no second model; PATH is a file that `Retrieval.save` wrote, a
+        text file, or a folder of text files. Drafts can be combined: "demo-head+prompt-lookup" is a `Mixture`,
+        "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup" a `Cascade` with the levels of each
     device: default: a GPU if there is one
     dtype: of both models; default: as they were saved, float32 for the shipped pair, for GGUF files see `load_target`.
         A head has the target's dtype
@@ -235,9 +235,9 @@ def load_draft(
 ) -> PreTrainedModel | Draftable:
     """Load a draft for a target: a model, or a trained head of any kind as published; from a folder or by its name.
 
-    path_or_name: a folder, a GGUF file, or a name on the Hugging Face Hub; what the cache lacks is fetched. Also "demo-head",
-        "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair "retrieval:PATH", and combinations of
-        these, as in `load_pair`
+    path_or_name: a folder, a GGUF file, or a name on the Hugging Face Hub; what the cache lacks is fetched. Also
+        "demo-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair "retrieval:PATH", and
+        combinations of these, as in `load_pair`
     target: the model, or a pair that `load_pair` loaded. A draft model becomes a `Translated` if its tokenizer differs
         from the pair's, or from the one in the model's folder
     target_name: the name that the pair's target was loaded by; None for the shipped pair

@@ -54,7 +54,8 @@ def read_header(path: Path) -> GgufHeader:
             try:
                 return _Reader(data).header()
             except (struct.error, UnicodeDecodeError, OverflowError) as error:
-                raise ValueError(f"its header is cut off or damaged ({error}); fetch the file again") from error
+                cut = f"damaged, or cut off by the end of the file at byte {len(data)}"
+                raise ValueError(f"its header is {cut}; fetch the file again") from error
 
 
 class _Reader:

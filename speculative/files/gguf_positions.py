@@ -66,7 +66,7 @@ def _llama3(divisors: list[float], theta: float) -> dict[str, Any]:
     """The settings of a Llama 3 with these divisors. The largest one is the factor, that of the longest waves."""
     factor = max(divisors)
     expected = [_divisor(index, 2 * len(divisors), theta, factor) for index in range(len(divisors))]
-    if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(divisors, expected, strict=True)):
+    if not all(math.isclose(own, one, rel_tol=1e-3) for own, one in zip(divisors, expected, strict=True)):
         raise ValueError(f"its {FACTORS} are not those of a Llama 3, and are not read here")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 

@@ -112,9 +112,9 @@ def _fetched(role: str, name: str, check: Callable[[Path], object] | None) -> Pa
         raise FileNotFoundError(_in_words(role, name, error)) from error
     if "config.json" not in files:
         raise FileNotFoundError(
-            f"the {role} {name!r} on {hub} has no config.json, so it is not in transformers' format (adapters alone are "
-            f"not read; for a GGUF file run `hf download {name} FILE.gguf --local-dir .`, and give the file); give "
-            f"another name, or {A_FOLDER}"
+            f"the {role} {name!r} on {hub} has no config.json, so it is not in transformers' format (adapters alone "
+            f"are not read; a GGUF file is, after `hf download {name} FILE.gguf --local-dir .`); give another name, "
+            f"or {A_FOLDER}"
         )
     weights = {*[file for file in WEIGHTS[role] if file in files][:1]}
     try:

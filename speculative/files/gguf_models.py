@@ -7,6 +7,7 @@ named by the SHA-256 of the file, the dtype and transformers' version. Remove th
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import re
@@ -15,8 +16,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -91,11 +94,11 @@ def _check_unsplit(file: Path, header: GgufHeader) -> None:
 def _check_size(file: Path, header: GgufHeader) -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    known = {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+    known = {int(kind): GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType}
     for tensor in header.tensors:
         if tensor.kind not in known:
             raise ValueError(f"its tensor {tensor.name!r} is of type {tensor.kind}, which the package gguf lacks")
-        _, block, size = known[tensor.kind]
+        block, size = known[tensor.kind]
         end = header.data_start + tensor.offset + tensor.elements // block * size
         if end > file.stat().st_size:
             raise ValueError(
@@ -171,17 +174,27 @@ def _save(file: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> N
     # empty, so that nothing besides the file is read.
     source = {"gguf_file": os.path.abspath(file), "local_files_only": True, "trust_remote_code": False}
     with _without_bar():
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **source)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **source)
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"the file lacks {len(missing)} tensors of the model, first {missing[0]!r}")
     tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     _plain(model, file, header).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if len(tokenizer) > (count := header.metadata["tokenizer.ggml.tokens"]):
+        _drop_tokens(folder / "tokenizer.json", count)
+
+
+def _drop_tokens(file: Path, count: int) -> None:
+    """Remove tokens that transformers' classes add to every vocabulary, and whose numbers the model does not have."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def _plain(model: PreTrainedModel, file: Path, header: GgufHeader) -> PreTrainedModel:
     """The model without the quantisation that it was read from, which transformers refuses to save."""
-    config = model.config
+    config: Any = model.config
     del config.quantization_config
     config.name_or_path = ""
     _scale_positions(config, file, header)
@@ -223,8 +236,7 @@ def _scale_positions(config: transformers.PreTrainedConfig, file: Path, header: 
 @contextmanager
 def _without_bar() -> Iterator[None]:
     """Without the bar that transformers shows for GGUF files, whatever its own setting says."""
-    from transformers import modeling_gguf_pytorch_utils as reading
-
+    reading: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     bar = reading.tqdm
     reading.tqdm = partial(bar, disable=True)
     try:
