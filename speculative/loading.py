@@ -1,6 +1,6 @@
 """Load a target, its draft and the tokenizer from folders, from GGUF files, or by their names on the Hugging Face Hub.
 
-No code that comes with a model is run. Weights must be safetensors; only those of trained heads may also be pickles
+No code that comes with a model is run. Weights must be safetensors, or in a GGUF file; only those of trained heads may also be pickles
 that contain nothing but tensors, because some were published so.
 """
 
@@ -128,7 +128,7 @@ def load_target(
     """Load a target, in eval mode, and its tokenizer, from a folder, a GGUF file, or by its name on the Hub.
 
     path_or_name: a GGUF file, or a folder with one and no other model, is read by transformers, which makes plain
-        weights of its quantised ones (packages: `pip install 'heavypath[gguf]'`). The result is kept in
+        weights of its quantised ones (packages: `pip install '.[gguf]'` in a checkout). The result is kept in
         `$XDG_CACHE_HOME/heavypath/gguf`, so that the next start takes seconds
     device: default: a GPU if there is one
     dtype: default: as saved; for a GGUF file float32 on a CPU and bfloat16 on a GPU

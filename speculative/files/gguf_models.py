@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf")
-INSTALL = "`pip install 'heavypath[gguf]'`"
+INSTALL = "`pip install gguf accelerate`, or `pip install '.[gguf]'` in a checkout"
 INSTEAD = "give a folder with config.json and safetensors weights"
 _MAKING = ".making-"  # prefix of folders under construction
 
