@@ -1,7 +1,7 @@
 """Load a target, its draft and the tokenizer from folders, from GGUF files, or by their names on the Hugging Face Hub.
 
-No code that comes with a model is run. Weights must be safetensors, or in a GGUF file; only those of trained heads may also be pickles
-that contain nothing but tensors, because some were published so.
+No code that comes with a model is run. Weights must be safetensors, or in a GGUF file; only those of trained heads may
+also be pickles that contain nothing but tensors, because some were published so.
 """
 
 import difflib

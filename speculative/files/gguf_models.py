@@ -67,16 +67,17 @@ def check_gguf(role: str, file: Path) -> GgufHeader:
     try:
         header = read_header(file)
         _check_unsplit(file, header)
-    except ValueError as error:
-        raise ValueError(f"cannot read the {role} {str(file)!r}: {error}") from error
-    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
-    if missing:
-        raise ImportError(f"the {role} {str(file)!r} needs the package {' and '.join(missing)}: {INSTALL}")
-    try:
+        _check_packages(role, file)
         _check_size(file, header)
     except ValueError as error:
         raise ValueError(f"cannot read the {role} {str(file)!r}: {error}") from error
     return header
+
+
+def _check_packages(role: str, file: Path) -> None:
+    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
+    if missing:
+        raise ImportError(f"the {role} {str(file)!r} needs the package {' and '.join(missing)}: {INSTALL}")
 
 
 def _check_unsplit(file: Path, header: GgufHeader) -> None:
