@@ -18,9 +18,10 @@ TESTS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # What depends on the versions of other packages: kernels in Triton's interpreter, the drop-in, generation against that of
-# transformers, with custom_generate and in every pair of options, and the server.
+# transformers, with custom_generate and in every pair of options, the server, and GGUF files.
 VERSION_TESTS := $(addprefix tests/, kernels/test_noise.py kernels/test_commit.py core/test_huggingface.py \
-	options/test_custom_generate.py options/test_prompt_inputs.py serving/test_http.py conformance/test_conformance.py)
+	options/test_custom_generate.py options/test_prompt_inputs.py serving/test_http.py conformance/test_conformance.py \
+	cli/test_gguf.py)
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-with-$(notdir $(PYTHON))

@@ -38,5 +38,6 @@ def test_a_service_answers_each_request_as_alone(smollm, questions, draft_of, gr
             text = torch.tensor([prompt[0].tolist() + completion.result().tokens])
             assert_greedy(target, text, greedy(target, prompt, 32))
         for seed, (prompt, completion) in enumerate(zip(questions, sampled, strict=False)):
-            expected = trimmed(target, plain.generate(prompt, 32, 0.8, seed=seed).sequences)[0]
+            alone = plain.generate(prompt, 32, 0.8, seed=0, sequence_ids=torch.tensor([seed])).sequences
+            expected = trimmed(target, alone)[0]
             assert prompt[0].tolist() + completion.result().tokens == expected.tolist()
