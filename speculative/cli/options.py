@@ -63,7 +63,9 @@ MinP = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Sample among tokens at least this probable, as a share of the likeliest one."),
 ]
-Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name on the Hugging Face Hub.")]
+Target = Annotated[
+    str | None, typer.Option(help="The target model: a folder, a GGUF file, or a name on the Hugging Face Hub.")
+]
 Draft = Annotated[
     str | None,
     typer.Option(
@@ -92,7 +94,12 @@ Threads = Annotated[
         "each core.",
     ),
 ]
-Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]
+Dtype = Annotated[
+    Precision | None,
+    typer.Option(
+        help="Precision of the models; default: what they were saved in; of GGUF files float32, on a GPU bfloat16."
+    ),
+]
 Slots = Annotated[int, typer.Option(min=1, help="How many texts are decoded side by side.")]
 Room = Annotated[
     int, typer.Option(min=2, help="Room for a prompt with its new tokens; at most the target's positions and one.")

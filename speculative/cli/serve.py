@@ -194,8 +194,8 @@ def name_of(target: str | None) -> str:
     """Return the default of the model's name in requests: the target's name, or its folder's."""
     if target is None:
         return DEMO_NAME
-    folder = Path(target).expanduser()
-    return folder.resolve().name if folder.is_dir() else target
+    path = Path(target).expanduser()
+    return path.resolve().name if path.is_dir() else path.stem if path.is_file() else target
 
 
 def default_temperature(pair: "Pair") -> float:

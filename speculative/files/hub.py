@@ -55,10 +55,7 @@ def find_folder(
             raise FileNotFoundError(f"the {role} folder {name!r} has no config.json; {A_FOLDER}")
         return folder
     if folder.suffix.lower() == ".gguf":
-        raise FileNotFoundError(
-            f"the {role} {name!r} is a GGUF file, which is not read; {A_FOLDER}, or the name of such a model on "
-            "the Hugging Face Hub"
-        )
+        raise FileNotFoundError(f"the {role} {name!r} is a GGUF file, which is not read here; {A_FOLDER}")
     if folder.is_file():
         raise FileNotFoundError(f"the {role} {name!r} is a file; {A_FOLDER}, or a name on the Hugging Face Hub")
     cached = _in_cache(role, name)
@@ -113,8 +110,9 @@ def _fetched(role: str, name: str, check: Callable[[Path], object] | None) -> Pa
         raise FileNotFoundError(_in_words(role, name, error)) from error
     if "config.json" not in files:
         raise FileNotFoundError(
-            f"the {role} {name!r} on {hub} has no config.json, so it is not in transformers' format (GGUF files and "
-            f"adapters alone are not read); give another name, or {A_FOLDER}"
+            f"the {role} {name!r} on {hub} has no config.json, so it is not in transformers' format (adapters alone "
+            f"are not read; a GGUF file is, after `hf download {name} FILE.gguf --local-dir .`); give another name, "
+            f"or {A_FOLDER}"
         )
     weights = {*[file for file in WEIGHTS[role] if file in files][:1]}
     try:

@@ -218,11 +218,11 @@ def test_another_kind_of_model_is_refused_by_its_config_alone(heavypath, hub, fo
 
 
 @pytest.mark.parametrize(("models", "message"), [
-    (("--target", "model.Q4.gguf"), "the target 'model.Q4.gguf' is a GGUF file, which is not read; give a folder"),
+    (("--target", "model.Q4.gguf"), "there is no file 'model.Q4.gguf' for the target; expected a GGUF file"),
     (("--target", "target/config.json"), "the target 'target/config.json' is a file; give a folder"),
     (("--target", "no/such/folder"), "'no/such/folder' is neither a folder nor a name of the Hugging Face Hub"),
     (("--target", "./models"), "is neither a folder nor a name"),
-    (("--target", "target", "--draft", "draft.gguf"), "the draft 'draft.gguf' is a GGUF file"),
+    (("--target", "target", "--draft", "draft.gguf"), "there is no file 'draft.gguf' for the draft"),
     (("--target", "target", "--draft", "prompt_lookup"), "did you mean prompt-lookup? there is no folder 'prompt"),
     (("--target", "target", "--draft", "recal+demo-head"), "did you mean recall? there is no folder 'recal' here"),
     (("--target", "someone/targe"), "check its spelling"),
