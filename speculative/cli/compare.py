@@ -125,7 +125,8 @@ def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device"
     from rich.console import Console
 
     from heavypath.speculative.cli.info import installation
-    from heavypath.speculative.comparison import PLAIN, TIE, as_table, headline, over_plain
+    from heavypath.speculative.comparison import as_table, headline, over_plain
+    from heavypath.speculative.ways import PLAIN, TIE
 
     here = installation(device)
     if as_json:
