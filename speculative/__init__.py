@@ -93,6 +93,7 @@ if TYPE_CHECKING:  # the public names for type checkers and editors; at run time
     from heavypath.speculative.streaming.load import load_streamed as load_streamed
     from heavypath.speculative.streaming.offloaded import stream_layers as stream_layers
     from heavypath.speculative.streaming.stream import LayerStream as LayerStream
+    from heavypath.speculative.suite.measure import compare_suite as compare_suite
     from heavypath.speculative.training.beginnings import (
         draft_of_layers as draft_of_layers,
     )

@@ -50,6 +50,7 @@ PUBLIC = {
     "check_losslessness": "heavypath.speculative.losslessness.goodness_of_fit",
     "choose_layers": "heavypath.speculative.layer_choice",
     "compare": "heavypath.speculative.comparison",
+    "compare_suite": "heavypath.speculative.suite.measure",
     "detectable_total_variation": "heavypath.speculative.losslessness.chi_square",
     "distil": "heavypath.speculative.distillation",
     "draft_of_layers": "heavypath.speculative.training.beginnings",
