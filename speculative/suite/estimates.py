@@ -19,8 +19,16 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         """Such as "2.41 ± 0.08"."""
+        return " ± ".join(self._digits())
+
+    def in_short(self) -> str:
+        """Such as "2.41±.08"."""
+        mean, *error = self._digits()
+        return "±".join([mean, *(each.removeprefix("0") for each in error)])
+
+    def _digits(self) -> list[str]:
         digits = 2 if abs(self.mean) < 10 else 1 if abs(self.mean) < 100 else 0
-        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" ± {self.error:.{digits}f}")
+        return [f"{each:.{digits}f}" for each in self if each is not None]
 
 
 def mean_of(values: Sequence[float]) -> Estimate:

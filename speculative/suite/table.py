@@ -6,7 +6,8 @@ from rich.table import Column, Table
 from heavypath.speculative.suite.results import SuiteResults, SuiteRow
 from heavypath.speculative.ways import TIE
 
-SHOWN_DEPTHS = 4  # of acceptance; a file of results and the page have all
+SHOWN_DEPTHS = 3  # of acceptance; a file of results and the page have all
+EXPECTED = ("equal", "reference", "same law")  # verdicts on texts that the table does not show
 
 
 def as_tables(results: SuiteResults) -> list[Table]:
@@ -15,12 +16,10 @@ def as_tables(results: SuiteResults) -> list[Table]:
 
 
 def _table(results: SuiteResults, temperature: float) -> Table:
-    headings = ("tokens\n/pass", "tokens/s", "to\nplain", "to trans-\nformers", "to\nassisted", "accepted\nby depth")
-    numbers = [Column(heading, justify="right", vertical="bottom", no_wrap=True) for heading in headings]
+    headings = ("tokens/\npass", "tokens/s", "to\nplain", "to trans-\nformers", "to\nassisted", "accepted\nby depth")
     table = Table(
         Column("\nkind, way", overflow="fold"),
-        *numbers,
-        Column("text", vertical="bottom"),
+        *(Column(heading, justify="right", vertical="bottom", no_wrap=True) for heading in headings),
         title=f"temperature {temperature:g}",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -32,17 +31,17 @@ def _table(results: SuiteResults, temperature: float) -> Table:
             continue
         if row.kind != last:
             table.add_section()
-            table.add_row(f"[bold]{row.kind}[/bold]")
+            table.add_row(row.kind, style="bold")
             last = row.kind
-        table.add_row(f"  {row.way}", *figures_of(row), row.text)
+        table.add_row(*_cells(row))
     return table
 
 
-def figures_of(row: SuiteRow) -> list[str]:
-    """The figures of a row as text, acceptance at the first depths last."""
+def _cells(row: SuiteRow) -> list[str]:
+    way = row.way if row.text in EXPECTED else f"{row.way} ({row.text})"
     estimates = (row.tokens_per_pass, row.tokens_per_second, row.over_plain, row.over_transformers, row.over_assisted)
-    shares = " ".join(f"{share.mean:.2f}" for share in row.acceptance[:SHOWN_DEPTHS])
-    return [*("" if each is None else str(each) for each in estimates), shares]
+    shares = " ".join(f"{share.mean:.2f}".removeprefix("0") for share in row.acceptance[:SHOWN_DEPTHS])
+    return [way, *("" if each is None else each.in_short() for each in estimates), shares]
 
 
 def notes_on(results: SuiteResults) -> list[str]:
@@ -63,12 +62,12 @@ def notes_on(results: SuiteResults) -> list[str]:
         "(autoregressive), to transformers' generate, and to its assisted generation: with the same draft model, else "
         "by lookup in the prompt.",
         "accepted by depth: of the accepted nodes that had children, the share of which a child was accepted; the root "
-        f"first, {SHOWN_DEPTHS} depths at most.",
-        f"text at temperature 0: equal to that of transformers' generate; tie: parts from it where two tokens' logits "
-        f"are within {TIE:g}; differs. At others: ersd must have the text of autoregressive, and other draws of the "
-        "same law are not checked here.",
+        "first.",
+        "Behind a way: (differs) has another text than transformers' generate at temperature 0, (tie) too, from a "
+        f"place on where the target scores two tokens within {TIE:g} of each other. At other temperatures ersd is "
+        "compared with autoregressive, and other ways are not checked: they draw other tokens from the same law.",
     ]
     if any(row.text == "other law" for row in results.rows):
-        notes.append("other law: the method changes the law of the text, so that its speed buys another text.")
+        notes.append("(other law): the method changes the law of the text, so that its speed buys another text.")
     notes += [f"Left out: {way}, since transformers says: {reason}" for way, reason in results.left_out.items()]
     return notes
