@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,12 @@ def compare_suite(
     chosen = part_of_suite(whole_suite, kinds, prompts)
     tokens = {kind: [suite_tokens(each, tokenizer, target.device) for each in own] for kind, own in chosen.items()}
     _check_lengths(tokens, max_new_tokens, target)
-    methods = methods if "autoregressive" in methods else ["autoregressive", *methods]
     ways = build_ways(target, draft, methods, verifiers=verifiers, tree_size=tree_size, profile=profile)
+    if ways.plain is None:
+        if "autoregressive" in ways.decoders:
+            raise ValueError("a decoder of another method is called 'autoregressive'; give it another name")
+        plain = SpeculativeDecoder(target, None, "autoregressive")
+        ways = replace(ways, decoders={"autoregressive": plain} | ways.decoders)
     if any(name != ways.plain and name not in ways.assisted for name in ways.decoders):
         ways.theirs[LOOKUP] = LOOKUP_TOKENS
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}

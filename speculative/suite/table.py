@@ -39,9 +39,11 @@ def _table(results: SuiteResults, temperature: float) -> Table:
 
 def _cells(row: SuiteRow) -> list[str]:
     way = row.way if row.text in EXPECTED else f"{row.way} ({row.text})"
-    estimates = (row.tokens_per_pass, row.tokens_per_second, row.over_plain, row.over_transformers, row.over_assisted)
+    ratios = [row.over_plain, row.over_transformers, row.over_assisted]
     shares = " ".join(f"{share.mean:.2f}".removeprefix("0") for share in row.acceptance[:SHOWN_DEPTHS])
-    return [way, *("" if each is None else each.in_short() for each in estimates), shares]
+    speed = f"{row.tokens_per_second.mean:.{1 if row.tokens_per_second.mean < 100 else 0}f}"  # its error is in the file
+    figures = [row.tokens_per_pass.in_short(), speed, *("" if each is None else each.in_short() for each in ratios)]
+    return [way, *figures, shares]
 
 
 def notes_on(results: SuiteResults) -> list[str]:
