@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,18 @@ def _facts(pair: Pair) -> dict[str, Any]:
     here = installation(pair.target.device)
     if pair.target.device.type == "cpu":
         here["device"] = machine(current_load())["processor"]
-    return here | {"command": shlex.join(["heavypath", *sys.argv[1:]]), "date": date.today().isoformat()}
+    return here | {"command": command_of(sys.argv[1:]), "date": date.today().isoformat()}
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command line that measures the same again: without the names of files to write."""
+    kept, rest = ["heavypath"], iter(arguments)
+    for argument in rest:
+        if argument in ("--save", "--page"):
+            next(rest, None)
+        elif not argument.startswith(("--save=", "--page=")):
+            kept.append(argument)
+    return shlex.join(kept)
 
 
 def as_lines(content: dict[str, Any]) -> str:

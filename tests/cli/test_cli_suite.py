@@ -6,6 +6,7 @@ import pytest
 from command_line import assert_refused
 
 from heavypath.speculative.cli import compare
+from heavypath.speculative.cli.suite import command_of
 from heavypath.speculative.suite.measure import SUITE_METHODS
 from heavypath.speculative.ways import ASSISTED, PLAIN
 
@@ -60,6 +61,11 @@ def test_the_shipped_suite_is_found(heavypath):
 
 def test_the_default_methods_are_those_of_the_package():
     assert compare.SUITE_METHODS == SUITE_METHODS
+
+
+def test_the_command_that_is_kept_measures_again_without_writing_files():
+    given = ["compare", "--suite", "my prompts.json", "--save", "/a/b.json", "--page=c.html", "--per-kind", "3"]
+    assert command_of(given) == "heavypath compare --suite 'my prompts.json' --per-kind 3"
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
