@@ -101,6 +101,18 @@ def test_acceptance_by_depth_is_1_where_the_draft_is_the_target_and_0_where_it_n
     assert rows["autoregressive"].acceptance == rows[PLAIN].acceptance == []
 
 
+def test_acceptance_of_each_depth_is_the_decoders_own(pair, tokenizer):
+    target, draft = pair[0], tiny_llama(0, vocab_size=1024, layers=1)
+    torch.manual_seed(1)
+    draft.lm_head.weight.data += 0.2 * torch.randn_like(draft.lm_head.weight)
+    decoder = SpeculativeDecoder(target, draft, tree=TokenTree.chain(3))
+    options = {"suite": {"code": ["import os"]}, "methods": [], "max_new_tokens": 40, "temperatures": [1.0]}
+    row = rows_by_way(compare_suite(target, {"mine": decoder}, tokenizer, **options), temperature=1.0)["mine"]
+    stats = decoder.generate(tokenizer("import os", return_tensors="pt").input_ids, 40, 1.0, seed=0).stats
+    assert [share.mean for share in row.acceptance] == stats.acceptance_by_depth
+    assert len({*stats.acceptance_by_depth}) == 3
+
+
 def test_ratios_are_taken_prompt_by_prompt(pair, tokenizer, monkeypatch):
     """By a clock: transformers takes 8 and 4 seconds, assisted 2 and 8, plain decoding 2 and 4, a chain 1 and 0.5."""
     target, draft = pair
@@ -260,6 +272,6 @@ def test_files_and_parts_that_are_not_there_are_refused(tmp_path):
     ({"methods": ["medusa"]}, "medusa"),
 ])  # fmt: skip
 def test_mistakes_are_refused_before_anything_is_decoded(options, message, pair, tokenizer, monkeypatch):
-    monkeypatch.setattr("heavypath.speculative.ways.timed_runs", None)
+    monkeypatch.setattr("heavypath.speculative.suite.measure.timed_runs", None)
     with pytest.raises(ValueError, match=message):
         compare_suite(*pair, tokenizer, **{"suite": {"code": ["import os"]}, "max_new_tokens": 4} | options)
