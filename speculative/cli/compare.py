@@ -169,7 +169,7 @@ def _check_use(
     if suite and len(texts or []) > 1:
         raise typer.BadParameter(f"--suite takes one file, got {len(texts or [])}", param_hint="TEXTS")
     if not suite and not texts and for_prompts["--prompts"] is None:
-        raise typer.BadParameter("give some texts, --prompts FILE, or --suite", param_hint="TEXTS")
+        raise typer.BadParameter("give some texts, or --prompts FILE, or --suite", param_hint="TEXTS")
     if not suite and len(temperatures) > 1:
         raise typer.BadParameter("several temperatures need --suite", param_hint="--temperature")
     for option, value in (for_prompts if suite else for_suite).items():
