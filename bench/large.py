@@ -56,7 +56,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
 from heavypath.speculative.decoding.run import StepRunner
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
@@ -64,6 +63,7 @@ from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.visits import CountedSteps, Watched
+from heavypath.speculative.ways import ASSISTED, PLAIN, transformers_runner
 
 METHODS = ("sequoia", "dyspec", "ersd")
 PROMPT = 128  # tokens
@@ -234,7 +234,7 @@ class Bench:
         run = transformers_runner(self.target, draft, sampling, seed=0)
 
         def write(given: Tensor) -> Text:
-            seconds, (sequence, forwards) = timed(lambda: run(given, self.given.new_tokens), self.clock)
+            seconds, (sequence, forwards, _) = timed(lambda: run(given, self.given.new_tokens), self.clock)
             new = sequence.shape[1] - given.shape[1]
             return Text(sequence, new * len(given), new / forwards, seconds)
 

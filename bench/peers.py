@@ -75,8 +75,8 @@ from llama_cpp import (
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
 from heavypath.speculative.demo import demo_prompts, load_demo_head
+from heavypath.speculative.ways import ASSISTED, PLAIN, transformers_runner
 
 DRAFTINGS = [Drafting(2), Drafting(3), Drafting(5), Drafting(5, 0.5)]  # the last by llama-speculative-simple alone
 TOLERANCE = 1e-3  # of logits of the widened model, which are about 10
@@ -130,8 +130,8 @@ def their_runner(target: LlamaForCausalLM, draft: LlamaForCausalLM | None) -> Ru
     def run(prompt: list[int], asked: Asked) -> Timed:
         sampling = {"temperature": asked.temperature, "top_k": None, "top_p": None}
         generate = partial(transformers_runner(target, draft, sampling, asked.seed), torch.tensor([prompt]))
-        seconds, (sequence, _) = timed_behind_first(generate, asked.new_tokens)
-        text = sequence[0, len(prompt) :].tolist()
+        seconds, decoded = timed_behind_first(generate, asked.new_tokens)
+        text = decoded.sequence[0, len(prompt) :].tolist()
         return Timed(max(len(text) - 1, 1), seconds, text)
 
     return run

@@ -71,6 +71,7 @@ if TYPE_CHECKING:  # the public names for type checkers and editors; at run time
     from heavypath.speculative.streaming.offloaded import stream_layers as stream_layers
     from heavypath.speculative.streaming.own import stream_from as stream_from
     from heavypath.speculative.streaming.stream import LayerStream as LayerStream
+    from heavypath.speculative.suite.measure import compare_suite as compare_suite
     from heavypath.speculative.training.beginnings import draft_of_layers as draft_of_layers
     from heavypath.speculative.training.beginnings import most_frequent as most_frequent
     from heavypath.speculative.training.beginnings import new_block as new_block

@@ -6,39 +6,34 @@ of transformers' own `generate` on this prompt. The report has the median and th
 runs the fastest counts, because disturbances on a machine only add time.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Literal
 
-import torch
 from rich import box
 from rich.table import Column, Table
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.kinds import AnyDraft
-from heavypath.speculative.drafts.merge import Merge
-from heavypath.speculative.drafts.recall import Recall
 from heavypath.speculative.files.prompts import Prompt, tokens_of
-from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, row_of
-from heavypath.speculative.options import NOTHING
+from heavypath.speculative.methods import LOSSLESS_METHODS
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.ways import (
+    ASSISTED,
+    PLAIN,
+    WARM_UP_TOKENS,
+    TimedRun,
+    Verdict,
+    build_ways,
+    timed_runs,
+)
 
 GRAY, BLUE = "#9aa1ab", "#2b6cb8"  # colours of the plot
-PLAIN, ASSISTED = "transformers generate", "transformers assisted"
-TIE = 1e-4  # two tokens whose target logits differ by less are equally correct
-_WARM_UP_TOKENS = 8
-
-Verdict = Literal["equal", "tie", "differs", "same law", "other law", "unchecked", "reference"]
-Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new tokens -> sequence [1, T + new], forwards
 
 
 @dataclass(frozen=True)
@@ -73,18 +68,6 @@ class ComparedWay:
     logit_gap: float | None = None
     ratio_quartiles: tuple[float, float] = (1.0, 1.0)
     ratios: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class _OneRun:
-    sequence: Tensor  # [1, T + new]
-    new_tokens: int
-    forwards: int
-    seconds: float
-
-    @property
-    def speed(self) -> float:
-        return self.new_tokens / self.seconds
 
 
 def compare(
@@ -142,107 +125,29 @@ def compare(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     Filters(temperature, top_k, top_p, min_p).check()
-    for name, several in (("methods", methods), ("verifiers", verifiers)):
-        if isinstance(several, str) or not isinstance(several, Sequence):
-            raise TypeError(f"{name} must be a list of names, got {several!r}")
     inputs = tokens_of(prompts, tokenizer, target.device)
-    named = draft if isinstance(draft, Mapping) else {"": draft}
-    drafts = {name: each for name, each in named.items() if not isinstance(each, SpeculativeDecoder)}
+    ways = build_ways(
+        target,
+        draft,
+        methods,
+        verifiers=verifiers,
+        tree_size=tree_size,
+        tree=tree,
+        profile=profile,
+        assistant=assistant,
+    )
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    runners: dict[str, Runner] = {PLAIN: transformers_runner(target, None, sampling, seed)}
-    for name, each in (drafts if assistant is None else {"": assistant}).items():
-        if isinstance(each, PreTrainedModel):
-            runners[_label(ASSISTED, name)] = transformers_runner(target, each, sampling, seed)
-    for verifier in verifiers:
-        if not any(verifier in row_of(method).verifiers for method in methods):
-            row_of(methods[0], verifier)
-    loaded = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
-    decoders: dict[str, SpeculativeDecoder] = {}
-    recalls: list[Recall] = []
-    for method in methods if drafts else ():
-        if method == "autoregressive":
-            decoders[method] = SpeculativeDecoder(target, None, method)
-            continue
-        taken = [verifier for verifier in verifiers if verifier in row_of(method).verifiers]
-        for name, each in drafts.items():
-            for verifier in taken or [None]:
-                decoders[_label(_label(method, verifier or ""), name)] = SpeculativeDecoder(
-                    target,
-                    _with_own(each, recalls),
-                    method,
-                    tree_size=tree_size,
-                    tree=tree,
-                    profile=loaded,
-                    verifier=verifier,
-                )
-    for name, each in named.items():
-        if isinstance(each, SpeculativeDecoder):
-            if name in decoders or name in runners:
-                raise ValueError(f"two ways to decode are called {name!r}; give the decoder another name")
-            if each.target is not target:
-                raise ValueError(f"the decoder {name!r} decodes another target; all are compared on one")
-            decoders[name] = each
-    plain = next((name for name, each in decoders.items() if _is_a_method(each, "autoregressive")), None)
-    racing = [name for name, each in decoders.items() if _is_a_method(each, "ersd")]
-    if temperature > 0 and racing and plain is None:
-        raise ValueError(
-            f"at temperature > 0 the text of 'ersd' ({', '.join(racing)}) is compared with 'autoregressive'; add it"
-        )
-    runners |= {name: _speculative(decoder, sampling, seed) for name, decoder in decoders.items()}
-
+    runners = ways.runners(sampling, seed)
     report = on_progress or (lambda line: None)
     for name, runner in runners.items():
         report(f"warm-up: {name}")
-        runner(inputs[0], min(_WARM_UP_TOKENS, max_new_tokens))
-    runs: dict[str, list[_OneRun]] = {name: [] for name in runners}  # the fastest of each prompt
-    for repeat in range(repeats):
-        for recall in recalls:
-            recall.forget()
-        turn = f"round {repeat + 1} of {repeats}, " if repeats > 1 else ""
-        for number, prompt in enumerate(inputs):
-            for name, runner in runners.items():
-                report(f"{turn}prompt {number + 1} of {len(inputs)}: {name}")
-                run = _timed(runner, prompt, max_new_tokens)
-                if repeat == 0:
-                    runs[name].append(run)
-                elif run.seconds < runs[name][number].seconds:
-                    runs[name][number] = run
+        runner(inputs[0], min(WARM_UP_TOKENS, max_new_tokens))
+    runs = timed_runs(runners, inputs, max_new_tokens, repeats=repeats, recalls=ways.recalls, report=report)
     rows = []
     for name, own in runs.items():
-        text: Verdict = "same law"
-        gap = None
-        if name == (PLAIN if temperature == 0 else plain):
-            text = "reference"
-        elif temperature == 0:
-            text, gap = _greedy_verdict(target, own, runs[PLAIN])
-        elif name in racing and plain is not None:
-            same = all(torch.equal(a.sequence, b.sequence) for a, b in zip(own, runs[plain], strict=True))
-            text = "equal" if same else "differs"
-        elif name in decoders and callable(decoders[name].verifier):
-            text = "unchecked"
-        elif name in decoders and not METHODS[decoders[name].method].is_lossless:
-            text = "other law"
+        text, gap = ways.verdict(name, runs, temperature)
         rows.append(_row(name, own, runs[PLAIN], text, gap))
     return rows
-
-
-def _with_own(draft: Any, recalls: list[Recall]) -> Any:
-    """The draft with each `Recall` in it replaced by a new one, which is also added to the list."""
-    if isinstance(draft, Recall):
-        recalls.append(Recall(draft.tokens, max_ngram=draft.max_ngram))
-        return recalls[-1]
-    if isinstance(draft, (Cascade, Mixture, Merge)):
-        return replace(draft, drafts=[_with_own(each, recalls) for each in draft.drafts])
-    return draft
-
-
-def _label(method: str, more: str) -> str:
-    return f"{method}, {more}" if more else method
-
-
-def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
-    """Whether a decoder runs this method with the method's own verification."""
-    return decoder.method == method and decoder.verifier is None
 
 
 def as_table(rows: Sequence[ComparedWay]) -> Table:
@@ -295,64 +200,16 @@ def headline(rows: Sequence[ComparedWay]) -> str | None:
     return f"{text} and {gain:.2f} times plain decoding (autoregressive)"
 
 
-def transformers_runner(target: PreTrainedModel, draft: PreTrainedModel | None, sampling: dict, seed: int) -> Runner:
-    """A runner of transformers' generate; of its assisted generation if there is a draft."""
-    options = {"do_sample": False, "repetition_penalty": 1.0, "num_beams": 1, "pad_token_id": _pad_token(target)}
-    if sampling["temperature"] > 0:
-        filters = {"top_k": sampling["top_k"] or 0, "top_p": sampling["top_p"] or 1.0}  # None would mean its defaults
-        filters["min_p"] = sampling.get("min_p")
-        options |= {"do_sample": True, "temperature": sampling["temperature"], **filters}
-    if draft is not None:
-        options["assistant_model"] = draft
-
-    def run(prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, int]:
-        forwards = 0
-
-        def count(*_: object) -> None:
-            nonlocal forwards
-            forwards += 1
-
-        hook = target.register_forward_hook(count)
-        try:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                sequence = target.generate(  # pyright: ignore[reportCallIssue]
-                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **options
-                )
-        finally:
-            hook.remove()
-        return sequence, forwards
-
-    return run
-
-
-def _speculative(decoder: SpeculativeDecoder, sampling: dict, seed: int) -> Runner:
-    options = NOTHING | {name: value for name, value in sampling.items() if value is not None}
-    options["eos_token_id"] = "model"
-
-    def run(prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, int]:
-        out = decoder.generate(prompt, max_new_tokens, **options, seed=seed)
-        return out.sequences, out.stats.steps
-
-    return run
-
-
-def _timed(runner: Runner, prompt: Tensor, max_new_tokens: int) -> _OneRun:
-    _synchronize(prompt.device)
-    begin = time.perf_counter()
-    sequence, forwards = runner(prompt, max_new_tokens)
-    _synchronize(prompt.device)
-    return _OneRun(sequence, sequence.shape[1] - prompt.shape[1], forwards, time.perf_counter() - begin)
-
-
-def _row(name: str, own: list[_OneRun], plain: list[_OneRun], text: Verdict, gap: float | None) -> ComparedWay:
+def _row(
+    name: str, own: Sequence[TimedRun], plain: Sequence[TimedRun], text: Verdict, gap: float | None
+) -> ComparedWay:
     """The row of one way. plain: the runs of transformers' generate on the same prompts"""
     ratios = [run.speed / reference.speed for run, reference in zip(own, plain, strict=True)]
     low, _, high = quantiles(ratios, method="inclusive") if len(ratios) > 1 else 3 * ratios
     tokens = sum(run.new_tokens for run in own)
     return ComparedWay(
         method=name,
-        tokens_per_forward=tokens / sum(run.forwards for run in own),
+        tokens_per_forward=tokens / sum(run.decoded.forwards for run in own),
         tokens_per_second=tokens / sum(run.seconds for run in own),
         ratio=median(ratios),
         ratio_range=(min(ratios), max(ratios)),
@@ -361,45 +218,6 @@ def _row(name: str, own: list[_OneRun], plain: list[_OneRun], text: Verdict, gap
         ratio_quartiles=(low, high),
         ratios=tuple(ratios),
     )
-
-
-def _greedy_verdict(target: PreTrainedModel, own: list[_OneRun], plain: list[_OneRun]) -> tuple[Verdict, float | None]:
-    """The worst verdict over all prompts, and the largest logit gap where outputs first differ."""
-    pairs = [
-        (a.sequence, b.sequence) for a, b in zip(own, plain, strict=True) if not torch.equal(a.sequence, b.sequence)
-    ]
-    if not pairs:
-        return "equal", None
-    gaps = [_parting_gap(target, sequence, reference) for sequence, reference in pairs]
-    known = [gap for gap in gaps if gap is not None]
-    tie = all(gap is not None and gap < TIE for gap in gaps)
-    return "tie" if tie else "differs", max(known, default=None)
-
-
-@torch.no_grad()
-def _parting_gap(target: PreTrainedModel, sequence: Tensor, reference: Tensor) -> float | None:
-    """The target's logit gap between the first two tokens that differ; None if one sequence is a prefix of the other.
-
-    sequence, reference: LongTensor[1, L], prompt and output
-    """
-    shorter = min(sequence.shape[1], reference.shape[1])
-    differing = (sequence[0, :shorter] != reference[0, :shorter]).nonzero()
-    if not len(differing):
-        return None
-    place = int(differing[0])
-    logits = target(input_ids=reference[:, :place], use_cache=False).logits[0, -1].float()
-    return abs(float(logits[sequence[0, place]] - logits[reference[0, place]]))
-
-
-def _pad_token(target: PreTrainedModel) -> int:
-    config = target.generation_config
-    eos = config.eos_token_id if config is not None else None
-    return eos if isinstance(eos, int) else eos[0] if eos else 0
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def check_can_plot() -> None:

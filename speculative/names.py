@@ -57,6 +57,7 @@ PUBLIC = {
     "check_verification": "heavypath.speculative.losslessness.verification_fit",
     "choose_layers": "heavypath.speculative.layer_choice",
     "compare": "heavypath.speculative.comparison",
+    "compare_suite": "heavypath.speculative.suite.measure",
     "detectable_total_variation": "heavypath.speculative.losslessness.chi_square",
     "distil": "heavypath.speculative.distillation",
     "draft_of_layers": "heavypath.speculative.training.beginnings",

@@ -1,4 +1,7 @@
-"""`heavypath compare`: measure methods and drafts on the user's prompts. `heavypath demo` prints the same table."""
+"""`heavypath compare` measures methods and drafts on a user's prompts, or by kind of work on those of a suite.
+
+`heavypath demo` shows its table, too.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +17,13 @@ if TYPE_CHECKING:
 
     from heavypath.speculative.comparison import ComparedWay
 
+SUITE_METHODS = ("autoregressive", "chain", "sequoia")  # as in `suite.measure`, which is slow to import
+
 
 def compare(
-    texts: Annotated[list[str] | None, typer.Argument(help="Texts to continue.")] = None,
+    texts: Annotated[
+        list[str] | None, typer.Argument(help="Texts to continue. With --suite: a file of prompts by kind of work.")
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -33,10 +40,18 @@ def compare(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeat it for several. Default: all lossless ones of {', '.join(options.METHODS)}."),
+        typer.Option(
+            help=f"Repeat it for several. Default: all lossless ones of {', '.join(options.METHODS)}; with --suite "
+            f"{', '.join(SUITE_METHODS)}."
+        ),
     ] = None,
     max_new_tokens: options.MaxNewTokens = 64,
-    temperature: options.Temperature = 0.0,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0, help="0 takes the most probable token; > 0 samples. With --suite: repeat it for several. Default: 0."
+        ),
+    ] = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
@@ -55,28 +70,50 @@ def compare(
     seed: options.Seed = 0,
     repeats: options.Repeats = 1,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into this file, .png or .svg.")] = None,
+    suite: Annotated[
+        bool,
+        typer.Option("--suite", help="Compare by kind of work, on the shipped suite or the one in the file TEXTS."),
+    ] = False,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="With --suite: a kind of work; repeat it for several. Default: all.")
+    ] = None,
+    per_kind: Annotated[
+        int | None, typer.Option(min=1, help="With --suite: how many prompts of each kind. Default: all.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="With --suite: write all figures into this file, as JSON, after each kind.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="With --suite: write a page with plots into this .html file.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare methods and drafts with transformers' generate, on your prompts."""
-    names, drafts = method or [*options.LOSSLESS_METHODS], draft or []
+    """Compare methods and drafts with transformers' own generate, on your prompts or by kind of work."""
+    names, drafts = method or [*(SUITE_METHODS if suite else options.LOSSLESS_METHODS)], draft or []
+    temperatures = temperature or [0.0]
     for name in names:
         options.check_word("--method", name, options.METHODS)
     for name in verifier or []:
         options.check_word("--verifier", name, options.VERIFIERS)
-    if not texts and prompts is None:
-        raise typer.BadParameter("give some texts, or --prompts FILE", param_hint="TEXTS")
-    if plot is not None and not plot.parent.is_dir():
-        raise ValueError(f"--plot must be in a folder that exists, got {str(plot)!r}")
+    for_suite = {"--kind": kind, "--per-kind": per_kind, "--save": save, "--page": page}
+    _check_use(texts, suite, {"--prompts": prompts, "--plot": plot}, for_suite, temperatures)
+    for option, file in {"--plot": plot, "--save": save, "--page": page}.items():
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"{option} must be in a folder that exists, got {str(file)!r}")
     with starting():
         from heavypath.kernels.filtering import Filters
+        from heavypath.speculative.cli.suite import compare_kinds
         from heavypath.speculative.cli.support import fetch, load, say_if_busy, say_recall
         from heavypath.speculative.comparison import check_can_plot, plot_ratios
         from heavypath.speculative.comparison import compare as measure
         from heavypath.speculative.files.prompts import read_prompts
         from heavypath.speculative.loading import load_draft
         from heavypath.speculative.profile import Profile
+        from heavypath.speculative.suite.prompts import part_of_suite, read_suite
 
-    Filters(temperature, top_k, top_p, min_p).check()
+    for each in temperatures:
+        Filters(each, top_k, top_p, min_p).check()
+    by_kind = part_of_suite(read_suite(*(texts or [])), kind, per_kind) if suite else None
     given = [*(texts or []), *(read_prompts(prompts) if prompts is not None else [])]
     if plot is not None:
         check_can_plot()
@@ -94,27 +131,51 @@ def compare(
         named = {drafts[0]: pair.draft} | {
             name: load_draft(name, pair, target, precision, local_files_only=True) for name in drafts[1:]
         }
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    shared = {"methods": names, "max_new_tokens": max_new_tokens, "tree_size": tree_size, "profile": measured}
+    shared |= {"verifiers": verifier or (), "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    shared |= {"repeats": repeats}
     say_if_busy()
+    if by_kind is not None:
+        compare_kinds(pair, named, by_kind, shared | {"temperatures": temperatures}, save, page, as_json=as_json)
+        return
     with progress("comparing", quiet=as_json) as report:
         rows = measure(
             pair.target,
             named,
             given,
             tokenizer=pair.tokenizer,
-            methods=names,
-            max_new_tokens=max_new_tokens,
-            tree_size=tree_size,
-            profile=measured,
-            verifiers=verifier or (),
-            repeats=repeats,
+            temperature=temperatures[0],
             on_progress=report,
-            **sampling,
+            **shared,
         )
     if plot is not None:
         plot_ratios(rows, plot)
-    settings = {"prompts": len(given), "max_new_tokens": max_new_tokens, "tree_size": tree_size, "repeats": repeats}
-    print_rows(rows, settings | sampling, pair.target.device, as_json=as_json)
+    reported = ("max_new_tokens", "tree_size", "repeats", "top_k", "top_p", "min_p", "seed")
+    settings = {"prompts": len(given), "temperature": temperatures[0]} | {name: shared[name] for name in reported}
+    print_rows(rows, settings, pair.target.device, as_json=as_json)
+
+
+def _check_use(
+    texts: list[str] | None,
+    suite: bool,
+    for_prompts: dict[str, object],
+    for_suite: dict[str, object],
+    temperatures: list[float],
+) -> None:
+    """Raise BadParameter for options that do not go together.
+
+    for_prompts, for_suite: options that are only for a user's prompts, and only for a suite, with their values
+    """
+    if suite and len(texts or []) > 1:
+        raise typer.BadParameter(f"--suite takes one file, got {len(texts or [])}", param_hint="TEXTS")
+    if not suite and not texts and for_prompts["--prompts"] is None:
+        raise typer.BadParameter("give some texts, or --prompts FILE, or --suite", param_hint="TEXTS")
+    if not suite and len(temperatures) > 1:
+        raise typer.BadParameter("several temperatures need --suite", param_hint="--temperature")
+    for option, value in (for_prompts if suite else for_suite).items():
+        if value is not None:
+            how = "does not go with" if suite else "needs"
+            raise typer.BadParameter(f"it {how} --suite", param_hint=option)
 
 
 def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device", *, as_json: bool) -> None:
@@ -125,7 +186,8 @@ def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device"
     from rich.console import Console
 
     from heavypath.speculative.cli.info import installation
-    from heavypath.speculative.comparison import PLAIN, TIE, as_table, headline, over_plain
+    from heavypath.speculative.comparison import as_table, headline, over_plain
+    from heavypath.speculative.ways import PLAIN, TIE
 
     here = installation(device)
     if as_json:

@@ -76,6 +76,9 @@ def test_results_are_measured_again_by_the_commands_that_they_name():
     assert command[-2:] == ["--json", str(BENCH / "results" / "efficiency-cpu.json")]
     (command,) = again.commands(["linear"])
     assert command[-2:] == ["--benchmark-json", str(BENCH / "results" / "linear-cpu.json")]
+    (command,) = again.commands(["suite-demo"])
+    assert command[1:5] == ["-m", "heavypath.speculative", "compare", "--suite"]
+    assert command[-2:] == ["--save", str(BENCH / "results" / "suite-demo-cpu.json")]
     with pytest.raises(ValueError, match=r"expected names of .*efficiency.*, got nothing"):
         again.commands(["nothing"])
 

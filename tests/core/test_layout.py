@@ -22,8 +22,8 @@ from heavypath.speculative import SpeculativeDecoder, names
 ROOT = Path(__file__).parents[2]
 ORDER = (
     "kernels", "reference", "names", "waiting", "files", "losslessness", "trees", "ranks", "models", "streaming",
-    "drafts", "costs", "training", "demo", "options", "decoding", "processors", "output", "serving", "root", "http",
-    "cli", "package",
+    "drafts", "costs", "training", "demo", "options", "decoding", "processors", "output", "serving", "root", "suite",
+    "http", "cli", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}]  # neither of the two imports the other
 MOST_LINES = 500
@@ -105,8 +105,8 @@ def test_folders_import_only_those_before_them():
 OPTIONS = re.compile(
     r"drafts\.(?!draft$|kinds$|changes$|model$|own$|__init__$)|ranks\.(?!parts$|peers$|__init__$)|models\.recurrent\.|"
     r"models\.prompt_inputs$|output\.(?!generation$|__init__$)|decoding\.(graphs|growing|processing|typical|verifiers)$|"
-    r"(processors|streaming|serving|http|cli|training|demo|losslessness|files|reference)\.|costs\.streamed$|"
-    r"(adapting|tree_by_profile|profile|calibration|visits|walking|comparison|custom_generate|distillation|"
+    r"(processors|streaming|serving|suite|http|cli|training|demo|losslessness|files|reference)\.|costs\.streamed$|"
+    r"(adapting|tree_by_profile|profile|calibration|visits|walking|ways|comparison|custom_generate|distillation|"
     r"layer_choice|loading|__main__)$"
 )
 

@@ -62,7 +62,7 @@ def test_plain_decoding_takes_one_forward_per_token_and_is_the_reference(pair):
 def test_of_several_rounds_the_fastest_run_of_each_prompt_counts(pair, monkeypatch):
     seconds = {PLAIN: [4, 2, 5], "autoregressive": [3, 8, 1]}
     lasting = [second for turn in range(3) for own in seconds.values() for second in (0, own[turn])]
-    monkeypatch.setattr("heavypath.speculative.comparison.time", SimpleNamespace(perf_counter=iter(lasting).__next__))
+    monkeypatch.setattr("heavypath.speculative.ways.time", SimpleNamespace(perf_counter=iter(lasting).__next__))
     said = []
     options = {"methods": ["autoregressive"], "max_new_tokens": 4, "repeats": 3, "on_progress": said.append}
     rows = compare(pair[0], None, PROMPTS[:1], **options)
@@ -188,7 +188,7 @@ def test_ratios_are_paired_with_their_median_and_quartiles(pair, monkeypatch):
     plain.clock = lambda: 0.0
     times = iter([second for seconds in (1, 2, 4, 8, 16) for second in (0, seconds, 0, 1)])
     clock = SimpleNamespace(perf_counter=lambda: next(times))
-    monkeypatch.setattr("heavypath.speculative.comparison.time", clock)
+    monkeypatch.setattr("heavypath.speculative.ways.time", clock)
     theirs, ours = compare(pair[0], {"ours": plain}, PROMPTS[:1] * 5, max_new_tokens=4)
     assert ours.ratios == (1, 2, 4, 8, 16)
     assert (ours.ratio, ours.ratio_quartiles, ours.ratio_range) == (4, (2, 8), (1, 16))
