@@ -35,6 +35,6 @@ _CHOSEN: dict[str, StepKernels] = {}  # by the type of device
 def step_kernels(device: torch.device) -> StepKernels:
     """The functions for tensors on a device."""
     if device.type not in _CHOSEN:
-        impl = choose_impl("a step", "auto", torch.empty(0, device=device), native=True)
+        impl = choose_impl("a step", "auto", torch.empty(0, dtype=torch.float32, device=device), native=True)
         _CHOSEN[device.type] = StepKernels(impl)
     return _CHOSEN[device.type]

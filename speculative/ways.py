@@ -1,7 +1,7 @@
 """Ways to decode that are compared on the same prompts: build them, time them in pairs, and check their texts.
 
-A way is a decoder of ours, or transformers' own `generate`. For each prompt all ways run one after the other, so that a
-change of the machine's speed affects all of them. With several rounds the fastest run of each prompt counts, because
+A way is one of our decoders, or transformers' own `generate`. For each prompt all ways run one after the other, so that
+a change of the machine's speed affects all of them. With several rounds the fastest run of each prompt counts, because
 disturbances on a machine only add time.
 """
 

@@ -60,7 +60,7 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> 
 def place(
     trees: tuple[Any, ...], drawn: tuple[Tensor, Tensor, Tensor] | None, given: tuple[Tensor, ...], whole: bool
 ) -> tuple[Tensor, ...]:
-    """Write drawn tokens into the trees, and return the five tensors [B, n] of a `Fed`; arguments as in `levels.place`."""
+    """Write drawn tokens into the trees; return the five tensors [B, n] of a `Fed`. Arguments as in `levels.place`."""
     tokens, roots, noise_rows, lengths, left, _ = trees
     batch, nodes = tokens.shape
     drawn_tokens, child, draw = drawn or (None, None, None)

@@ -313,7 +313,11 @@ def _launch_alike(trees: Trees, given: CommonNodes) -> Tensor:
     return first
 
 
+def _place_natively(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
+    return Fed._make(steps.place(trees, drawn, given, whole))
+
+
 # What a decoder calls, by implementation:
-FIRST_NODES = {"triton": _launch_first, "native": lambda *of: First(*steps.first_nodes(*of)), "torch": _first_nodes}
-PLACE = {"triton": _launch, "native": lambda *of: Fed(*steps.place(*of)), "torch": _reference}
+FIRST_NODES = {"triton": _launch_first, "native": steps.first_nodes, "torch": _first_nodes}
+PLACE = {"triton": _launch, "native": _place_natively, "torch": _reference}
 ALIKE = {"triton": _launch_alike, "native": steps.alike, "torch": _alike}

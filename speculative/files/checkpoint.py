@@ -1,4 +1,4 @@
-"""The checkpoint of a trained draft: config.json, weights in one file or several, and files beside them.
+"""The checkpoint of a trained draft: config.json, weights in one file or several, and other files with them.
 
 Every kind of draft reads its checkpoints in these steps:
 
@@ -32,7 +32,7 @@ _INTEGERS = ("d2t", "t2d")  # tables of tokens; all other tensors are of floatin
 
 
 class Checkpoint:
-    """A config.json, and what is beside it.
+    """A config.json, and the files in its folder.
 
     name: the folder or name as it was requested, for messages
     config: the path of config.json
@@ -47,7 +47,7 @@ class Checkpoint:
         self._where = str(folder) if folder.is_dir() else self.name
         self._options = {"revision": revision, "local_files_only": local_files_only}
         self._found: dict[str, Path | None] = {}
-        self._error: Exception | None = None  # the last one of the hub's client, as the cause of ours
+        self._error: Exception | None = None  # the last one of the hub's client, as the cause of our own error
         config = self.find("config.json")
         if config is None:
             raise FileNotFoundError(

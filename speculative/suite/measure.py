@@ -180,7 +180,7 @@ def _warm_up(
 
 
 def _with_time_left(report: Callable[[str], object], count: int) -> Callable[[str], object]:
-    """A function that reports a line with the time left, by the mean time of the runs before; for so many runs."""
+    """A function that reports a line with the time left, by the mean time of the runs before; for this many runs."""
     begin, done = time.perf_counter(), 0
 
     def say(line: str) -> None:
