@@ -17,7 +17,8 @@ The p-value is that of both tests: twice the lesser one.
 A good fit does not show a total variation below the detectable one, nor other prompts, settings and models. It does not
 show tokens after the first T, as those of deeper trees and of caches that wrap around, nor draws that are too even, and
 so not independent. It does not show that a seed gives the same output again. If logits are equal, or nearly, two right
-programs may cut top-p or top-k at different tokens. """
+programs may cut top-p or top-k at different tokens.
+"""
 
 import math
 from collections.abc import Callable
