@@ -142,7 +142,7 @@ def _compact_kernel(
     length_ptr,  # [B], as prefix_ptr
     prefix_ptr, P,
     UNIT: tl.constexpr,  # the integer that bits travel in
-    VECTOR: tl.constexpr,  # addresses and strides are multiples of so many units; 2 of 8 bytes travel in one access
+    VECTOR: tl.constexpr,  # addresses and strides are multiples of this many units; one access moves 2 of 8 bytes
     ROW: tl.constexpr,  # units of a row
     BLOCK_P: tl.constexpr, BLOCK_ROW: tl.constexpr,
 ):  # fmt: skip

@@ -55,7 +55,7 @@ def call_operator(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> An
 def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = False) -> str:
     """Return "triton", "native" or "torch"; raises ValueError for an impl that `function` does not have here.
 
-    native: whether the function has a native implementation of what is asked for
+    native: whether the function has a native implementation for these arguments
     """
     if impl == "auto":
         if tensor.is_cuda:

@@ -6,7 +6,7 @@ say for one node which child is accepted, and by which distribution a recovered 
     without_replacement   recursive rejection (Sequoia, RSD, DySpec; with one child, standard speculative sampling)
     with_replacement      the same for independent children (SpecInfer)
     kseq                  K-SEQ for independent children (SpecTr)
-    held                  held siblings: a later child is tried before an accepted elder one is given out (`held`)
+    held                  held siblings: a later child is tried before an accepted earlier one is returned (`held`)
 
 `traversal` looks at the whole tree instead: the nodes below a node are tried before it.
 
@@ -63,7 +63,7 @@ from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.kernels.verifying.traversal_kernel import launch_traversal
 from heavypath.kernels.verifying.walk import launch_walk
 
-WHOLE_TREE = ("traversal", "held_traversal")  # methods that look at the whole tree, not at each node by itself
+WHOLE_TREE = ("traversal", "held_traversal")  # methods that look at the whole tree, not at one node at a time
 EITHER_DRAW = ("held", *WHOLE_TREE)  # that take children drawn without replacement, or by `replacement` independently
 DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", *EITHER_DRAW)  # that need the draft's logits
 VERIFICATION_METHODS = (

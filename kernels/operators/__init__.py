@@ -1,6 +1,6 @@
 """Public functions as operators of PyTorch, `torch.ops.heavypath`, for torch.compile and torch.export.
 
-OPERATORS    each function's operator by its name; whoever asks for it first defines them all, see `public`
+OPERATORS    each function's operator by its name; all are defined at the first use, see `public`
 """
 
 from importlib import import_module

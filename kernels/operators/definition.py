@@ -7,10 +7,10 @@ results are put together again:
     A | B                           an A and a B, of which one is None
     Tensor, int, float, bool, str   itself
 
-Compilers assume that results share memory neither with arguments nor with each other, and are laid out as they were
-told, here contiguously. The operator copies results for which that does not hold. Nor may anything be kept but results:
-torch.compile runs operators in the memory of a CUDA graph that it is about to capture. So launches count their tickets
-in memory of their own.
+Compilers assume that results share memory neither with arguments nor with each other, and have the layout of the fake
+results, here a contiguous one. The operator copies results for which that does not hold. Nor may anything be kept but
+results: torch.compile runs operators in the memory of a CUDA graph that it is about to capture. So launches count their
+tickets in separate memory.
 """
 
 import inspect

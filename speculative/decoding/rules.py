@@ -15,15 +15,15 @@ from heavypath.kernels.noise import Noise
 from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.drafts.draft import LogitChange
 
-OWN = "own"  # the verification by a verifier of the user's, or of the draft's
+OWN = "own"  # the verification by a user's verifier, or by the draft's
 VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
 
 
 class Verifier(Protocol):
     """Decides which drafted nodes are accepted, and which token follows them.
 
-    The verifier alone makes the text follow the target's law. With any tree, the token after each accepted one must be
-    a sample of the target's filtered distribution there. `verify_tree` has the built-in rules,
+    The verifier alone makes the output follow the target's distribution. With any tree, the token after each accepted
+    one must be a sample of the target's filtered distribution there. `verify_tree` has the built-in rules,
     `docs/examples/own_verifier.py` of the repository is one in plain PyTorch, and `top_down` makes one of a rule for
     one node.
     """
@@ -96,13 +96,13 @@ class Rules:
 
     @property
     def law_changed_by(self) -> str:
-        """The reason why the text has another law than the target's, in words; "" for none."""
+        """Why the output does not have the target's distribution, in words; "" if it has."""
         return getattr(self.verifier, "law_changed_by", "")
 
     def verify(
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, max_depth: int, noise: Noise
     ) -> Verified:
-        """The accepted nodes of trees that were drawn by these rules; arguments as of `Verifier`."""
+        """The accepted nodes of trees that were drawn by these rules; arguments as in `Verifier`."""
         of_target, of_draft = self.target_filters, self.draft_filters
         if self.verifier is None:
             return step_kernels(nodes.tokens.device).verify(VerifyInputs(

@@ -1,4 +1,4 @@
-"""Typical acceptance: keep drafted tokens that the target finds likely enough. This changes the law of the text.
+"""Typical acceptance: keep drafted tokens that the target finds likely enough. This changes the distribution.
 
 With P the target's distribution after a node, after temperature and filters, a child with the token x is accepted iff
 the node is and
@@ -10,7 +10,7 @@ unsure. Where several paths of accepted nodes are the longest, the likeliest of 
 token after its end is a draw from P there; the paper takes the likeliest.
 
 It looks at no draft: a likely token that is always drafted is always accepted, one that is never drafted comes only by
-the last draw. `heavypath.kernels.verification` has the rules that keep the target's law.
+the last draw. `heavypath.kernels.verification` has the rules that keep the target's distribution.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class Typical(NamedTuple):
 
     @property
     def law_changed_by(self) -> str:
-        """The change of the law of the text, in words."""
+        """The change of the output's distribution, in words."""
         return f"typical acceptance, epsilon {self.epsilon:g}, delta {self.delta:g}"
 
     def least(self, log_p: Tensor) -> Tensor:
