@@ -1,4 +1,4 @@
-"""Write the checkpoint of a trained head: model.safetensors and config.json."""
+"""Write the checkpoint of a trained head: model.safetensors and config.json. EAGLE heads have the official layout."""
 
 import json
 from collections.abc import Mapping
