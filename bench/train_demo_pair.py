@@ -37,8 +37,9 @@ from demo_pair.measurement import agreement_on, measure_pair
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
-from heavypath.speculative.drafts.heads.checkpoint import load_head, save_head
+from heavypath.speculative.drafts.heads.checkpoint import load_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.saving import save_head
 from heavypath.speculative.files.typed_json import read_json
 from heavypath.speculative.training.learning import Learnt
 from heavypath.speculative.training.loop import Checkpoints, train

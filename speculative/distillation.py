@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.blocks.head import BlockHead
 from heavypath.speculative.drafts.blocks.saving import save_block
-from heavypath.speculative.drafts.heads.checkpoint import save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.saving import save_head
 from heavypath.speculative.training.blocks import check_trains
 from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.learning import Learnt, learn, measure_agreement

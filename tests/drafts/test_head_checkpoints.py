@@ -18,8 +18,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from heavypath.speculative import BlockHead, MedusaHeads, PromptLookup, load_draft, new_head
-from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head, save_head
+from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.saving import save_head
 from heavypath.speculative.drafts.trained import is_trained_head
 from heavypath.speculative.files import checkpoint
 from heavypath.speculative.files.checkpoint import Checkpoint

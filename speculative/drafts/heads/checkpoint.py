@@ -1,4 +1,4 @@
-"""Load an EAGLE head as its authors published it, and save one in the official layout.
+"""Load an EAGLE head as its authors published it.
 
 Supported layouts, by tensor names:
 
@@ -15,7 +15,6 @@ The variant is recognised by the tensors as far as possible: biases, layers, nor
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +23,7 @@ from transformers import PreTrainedModel
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.fitting import filled, take_the_tokens
-from heavypath.speculative.drafts.heads.saving import common_settings, save_checkpoint
 from heavypath.speculative.drafts.heads.settings import (
-    OWN_KEY,
     HeadSettings,
     ModelSettings,
     config_of,
@@ -79,33 +76,6 @@ def is_head(checkpoint: Checkpoint) -> bool:
     if is_settings_of_head(checkpoint.settings(ModelSettings)):
         return True
     return _has_fc({our_name(name, _RENAMED) for name in checkpoint.shapes()})
-
-
-def save_head(head: EagleHead, folder: str | Path) -> None:
-    """Write a head to a folder in the official layout, in its own dtype; `load_head` returns an equal head."""
-    config, tensors = head.config, head.state_dict()
-    if config.generation == 3:
-        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-    settings: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3" if config.generation == 3 else "LlamaForCausalLM"],
-        "model_type": "llama",
-        **common_settings(config),
-        "target_hidden_size": config.target_hidden_size,
-        "bias": "fc" in config.biases,
-        "mlp_bias": "gate_proj" in config.biases,
-        OWN_KEY: {"taps": config.taps, "feeds_back_normed": config.feeds_back_normed},
-    }
-    if config.generation == 3:
-        settings |= {
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": config.taps, "use_aux_hidden_state": True},
-            "fc_norm": config.tap_norms,
-            "norm_before_fc": config.norm_before_fc,
-            "norm_before_residual": config.norm_before_residual,
-            "norm_output": config.feeds_back_normed,
-        }
-    if config.mask_token_id is not None:
-        settings["mask_token_id"] = config.mask_token_id
-    save_checkpoint(folder, settings, tensors, config)
 
 
 def _has_fc(names: Collection[str]) -> bool:

@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from heavypath.speculative.drafts.heads.config import TappedConfig
+from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.settings import OWN_KEY
 
 
 def common_settings(config: TappedConfig) -> dict[str, Any]:
@@ -50,3 +52,30 @@ def save_checkpoint(
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     whole = {**settings, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def save_head(head: EagleHead, folder: str | Path) -> None:
+    """Write a head to a folder in the official layout, in its own dtype; `load_head` returns an equal head."""
+    config, tensors = head.config, head.state_dict()
+    if config.generation == 3:
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    settings: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3" if config.generation == 3 else "LlamaForCausalLM"],
+        "model_type": "llama",
+        **common_settings(config),
+        "target_hidden_size": config.target_hidden_size,
+        "bias": "fc" in config.biases,
+        "mlp_bias": "gate_proj" in config.biases,
+        OWN_KEY: {"taps": config.taps, "feeds_back_normed": config.feeds_back_normed},
+    }
+    if config.generation == 3:
+        settings |= {
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": config.taps, "use_aux_hidden_state": True},
+            "fc_norm": config.tap_norms,
+            "norm_before_fc": config.norm_before_fc,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_output": config.feeds_back_normed,
+        }
+    if config.mask_token_id is not None:
+        settings["mask_token_id"] = config.mask_token_id
+    save_checkpoint(folder, settings, tensors, config)
