@@ -316,6 +316,10 @@ def test_a_read_that_fails_is_an_error_with_the_layer_and_the_next_text_is_right
 def test_a_read_ahead_that_fails_while_nothing_is_decoded_is_tried_again(model, ids, text_of, expected):
     assert torch.equal(text_of(model), expected)
     stream, failed = stream_of(model), threading.Event()
+    slot, end = stream.slots._slot_of[2], time.monotonic() + PATIENCE
+    while slot.layer != 2 or slot.left or slot.running:  # reading ahead of the next text is still under way
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
     def fail(count, into):
         failed.set()
