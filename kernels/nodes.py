@@ -177,7 +177,7 @@ def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Te
 
 
 def depth_of(parents: Tensor, max_depth: int | None) -> int:
-    """Return max_depth if given, else the trees' depth; parents LongTensor[B, N]. ValueError for a negative one."""
+    """Return max_depth (ValueError if it is negative), or for None the deepest tree's depth. parents: [B, N]."""
     if max_depth is not None:
         if max_depth < 0:
             raise ValueError(f"max_depth must be at least 0, got {max_depth}")

@@ -74,7 +74,10 @@ def open_pass(counters_ptr, row, CHUNKS):
 
 @triton.jit
 def call_leader(counters_ptr, row):
-    """Open a pass of one chunk; the program that takes it leads the row, which counted as one that has left."""
+    """Let another program lead a row: open a pass of one chunk; the program that takes the chunk is the leader.
+
+    Until now the row counted as one whose leader has left; it no longer does.
+    """
     tl.atomic_add(counters_ptr, -1, sem="relaxed")
     open_pass(counters_ptr, row, 1)
 

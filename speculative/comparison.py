@@ -229,9 +229,10 @@ def check_can_plot() -> None:
 
 
 def plot_ratios(rows: Sequence[ComparedWay], path: str | Path) -> None:
-    """Plot the rows of `compare` into a .png, .svg or .pdf file.
+    """Plot the ratios in the rows of `compare` into a .png, .svg or .pdf file.
 
-    Each dot is a prompt; the bar is from the first to the third quartile, and the line in it is the median.
+    A ratio is tokens/s over those of transformers' `generate`, which itself is not drawn. Each dot is a prompt; a way's
+    bar is from the first to the third quartile, and the line in it is the median.
 
     Raises ImportError if matplotlib is missing, and ValueError for a file type that it does not support.
     """

@@ -176,7 +176,7 @@ class DecoderOptions(TreeOptions, RuleOptions, total=False):
 
     cuda_graphs: replay each step as one CUDA graph (default: on a GPU). False runs the same step eagerly, for a
         debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
-    communication: for models that you have split over processes by means of your own, a `Communication` between these
+    communication: for models that you have split over processes yourself, a `Communication` between these
         processes, which all make the same calls
     """
 

@@ -79,7 +79,11 @@ class HasCorpus(Protocol):
 
 
 def retrieve(sought: Sought, known: HasCorpus, *, renews: bool, vocab_size: int, after_last: bool) -> Tensor:
-    """Return the logits of `RetrievalDraft`, as `look_up` does; renews: whether the corpus may change between steps."""
+    """Return the logits of `RetrievalDraft`, fp32 [B, n, V], and write the nodes' rows.
+
+    known: has the corpus, which is read again in each replay; renews: whether it may be replaced between steps
+    after_last: only the logits after the last node are needed
+    """
     rows, longest = sought.keys.shape[2:]
     written, asked = _asked(sought, rows + longest * _MOST, vocab_size, after_last)
     call = _Retrieval(**asked, renews=renews)

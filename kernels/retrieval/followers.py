@@ -197,7 +197,10 @@ def _followers_kernel(
 
 @triton.jit
 def _matches(before_ptr, context, start, text, M: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """Return for a block of rows how many preceding tokens match the context, nearest first; and the rows."""
+    """Return the lengths of the matches of a block of corpus rows, and the numbers of these rows.
+
+    The tokens before a row are compared with the context, nearest first, up to the first that differs.
+    """
     lane = tl.arange(0, LANES)
     rows = start + tl.arange(0, BLOCK).to(tl.int64)
     mask = (rows < text)[:, None] & (lane < M)[None, :]

@@ -313,11 +313,15 @@ def _launch_alike(trees: Trees, given: CommonNodes) -> Tensor:
     return first
 
 
+def _first_nodes_natively(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
+    return First._make(steps.first_nodes(previous, root, lengths, nodes))
+
+
 def _place_natively(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
     return Fed._make(steps.place(trees, drawn, given, whole))
 
 
 # What a decoder calls, by implementation:
-FIRST_NODES = {"triton": _launch_first, "native": steps.first_nodes, "torch": _first_nodes}
+FIRST_NODES = {"triton": _launch_first, "native": _first_nodes_natively, "torch": _first_nodes}
 PLACE = {"triton": _launch, "native": _place_natively, "torch": _reference}
 ALIKE = {"triton": _launch_alike, "native": steps.alike, "torch": _alike}

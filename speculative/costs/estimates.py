@@ -37,7 +37,7 @@ GROUP = 6  # rows that the compiled products multiply at once, MOST_ROWS of kern
 # bytes are read in half the time.
 ROW = {"float32": 0.0725, "bfloat16": 0.145}
 MORE_GROUPS = {"float32": 0.4, "bfloat16": 0.8}
-BANDWIDTH = 48e9  # bytes per second, with two or more threads: 60e9 on a quiet machine, 30e9 on a busy one
+BANDWIDTH = 48e9  # bytes per second, with two or more threads; one had 30e9 on a quiet machine, and 16e9 on a busy one
 ALONE = 0.5  # share of BANDWIDTH that one thread reaches
 IN_CACHE = 16e6  # bytes of weights that stay in a CPU's cache between two levels
 CACHE = 60e9  # bytes per second from there

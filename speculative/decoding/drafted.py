@@ -128,15 +128,14 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
     levels: levels that are drafted in this step
     """
     first = step_kernels(state.root.device).first_nodes(state.previous, state.root, state.lengths, nodes)
-    tokens, cache_rows, parent_rows, ancestor_mask = first
     return Feed(
-        tokens=tokens,
-        positions=cache_rows,
-        cache_rows=cache_rows,
-        parent_rows=parent_rows,
+        tokens=first.tokens,
+        positions=first.cache_rows,
+        cache_rows=first.cache_rows,
+        parent_rows=first.parent_rows,
         prefix_lengths=state.lengths,
         visible_rows=reach.visible_rows + nodes,
-        ancestor_mask=ancestor_mask,
+        ancestor_mask=first.ancestor_mask,
         news=reach.news,
         levels=levels,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from heavypath.kernels.native.recording import refuse
 from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.step_kernels import step_kernels
-from heavypath.speculative.drafts.draft import LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
 
 OWN = "own"  # the verification by a user's verifier, or by the draft's
 VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)

@@ -19,7 +19,8 @@ from heavypath.speculative.decoding.drafted import Drafted, Drafter, Lap, Reach,
 from heavypath.speculative.decoding.drafting import static
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft, LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.names import load

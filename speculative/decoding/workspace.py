@@ -16,7 +16,8 @@ from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
-from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting, LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.models.text_cache import ModelRows, TextCache

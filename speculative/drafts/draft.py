@@ -14,13 +14,12 @@ that remembers its sequences has `new_cache` and `prefill`, too. `docs/guides/ex
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from heavypath.kernels.nodes import Verified
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Taps
 from heavypath.speculative.trees.tails import SMALL_MODEL, Usual
@@ -220,35 +219,3 @@ class Draftable:
 
     `kinds.as_draft` has a function for each subclass, registered in the file of the `Draft` that it makes.
     """
-
-
-class LogitChange:
-    """Hooks that change logits in a step, between the models and the verification; override those that you need.
-
-    state: the `Sequences` of a step; lap: a function that is called with the name of a phase when it ends
-    """
-
-    def of_step(self, state: Any, lap: Callable[[str], object]) -> "LogitChange":
-        """The change for the step that begins now; itself if it does not differ between steps."""
-        return self
-
-    def before_drawing(self, draft: Draft, state: Any) -> Draft:
-        """The draft to draw from: the given one, or a wrapper that changes its logits."""
-        return draft
-
-    def before_scoring(self, given: Any, state: Any) -> Any:
-        """The nodes for the target's pass, a `Given`, possibly with more nodes appended.
-
-        Appended nodes are not drafted and not verified: `before_verifying` must cut off their logits.
-        """
-        return given
-
-    def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The target's logits [B, N, V] after the nodes of drafted trees (a `Drafted`), changed.
-
-        A hook may remove nodes by writing -1 to `drafted.tokens`, for reasons that do not depend on the nodes' tokens.
-        """
-        return logits
-
-    def after_verifying(self, verified: Verified) -> None:
-        """Called with the result of the verification."""

@@ -31,7 +31,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from heavypath.kernels.nodes import Verified
-from heavypath.speculative.drafts.draft import Draft, Draftable, Feed, LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookup import LookupDraft, NgramCache, Occurrences, PromptLookup
 from heavypath.speculative.models.forward import Forward

@@ -137,8 +137,8 @@ class MergeVerifier:
             # The last node in depth-first order is a leaf, so its noise row has not been used to draw children.
             assert noise.rows is not None
             last = Noise(noise.seed, noise.rows[:, -1].contiguous())
-            options = {"replacement": False, "uniform_fill": False}
-            choice, *_ = kernels.draw(shares.log().float(), 1, Filters(), noise=last, **options)  # [B, 1]
+            logits = shares.log().float()
+            choice, *_ = kernels.draw(logits, 1, Filters(), noise=last, replacement=False, uniform_fill=False)  # [B, 1]
             nodes, target, of_nodes = self._as_decided(nodes, choice - 1, left, target, of_nodes)
         return kernels.verify(VerifyInputs(
             nodes, target, of_nodes, self.verification, self.replacement, max_depth, target_filters, draft_filters,

@@ -168,7 +168,7 @@ class RetrievalDraft(Draft):
             store_texts(self.known.corpus, tokens, cache.keys, cache.values, starts)
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """The usual acceptance of retrieval; it is lower if the output is sampled, because it repeats itself less."""
+        """The usual acceptance of retrieval, lower above temperature 0: sampled output repeats itself less."""
         return RETRIEVAL if temperature == 0 else SAMPLED_LOOKUP
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heavypath.speculative.drafts.draft import Draft, Feed, LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import Draft, Feed
 
 TEMPERATURES = (1.0, 0.7, 0.5, 0.25)
 

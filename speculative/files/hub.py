@@ -57,7 +57,7 @@ def find_folder(
     if folder.suffix.lower() == ".gguf":
         raise FileNotFoundError(f"the {role} {name!r} is a GGUF file, which is not read here; {A_FOLDER}")
     if folder.is_file():
-        raise FileNotFoundError(f"the {role} {name!r} is a file; {A_FOLDER}, or a name on the Hugging Face Hub")
+        raise FileNotFoundError(f"the {role} {name!r} is a file; {A_FOLDER}, a GGUF file (.gguf), or a name on the Hub")
     cached = _in_cache(role, name)
     lacking = None if cached is None else _lacking(role, cached)
     if cached is not None and lacking is None:

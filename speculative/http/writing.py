@@ -39,7 +39,10 @@ class Writing:
 
 
 def in_pieces(content: Any, levels: int = LEVELS) -> Iterator[str]:
-    """The text of `compact` in pieces. A piece contains at most an object that is `levels` levels below the top."""
+    """Yield the JSON of `content`, as `compact` makes it, in pieces.
+
+    levels: how many levels of dicts, lists and maps are split; each value below them is one piece
+    """
     if levels and isinstance(content, dict):
         before = "{"
         for name, value in content.items():

@@ -50,9 +50,10 @@ class RowCache:
             used[other] = kept
 
     def receive(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
-        """Copy sequence `of` of another cache of the same model or draft, or of this cache, to `sequence`.
+        """Copy sequence `of` of the cache `source` to `sequence` of this cache.
 
-        rows: how many rows of it are in use. The content of later rows is undefined.
+        source: a cache of the same model or draft; it may be this one
+        rows: how many rows of the copied sequence are in use; the content of later rows is undefined
         """
         for own, other in zip(self.remembered(), source.remembered(), strict=True):
             if own.dim() > 2:
@@ -62,9 +63,11 @@ class RowCache:
                 own[sequence] = other[of]
 
     def begin(self, lengths: Tensor) -> None:
-        """Forget all former sequences. Called before a generation; lengths: LongTensor[B], the tokens before each root.
+        """Forget the sequences of earlier generations. Called before each generation.
 
-        There is nothing to do for rows, which are overwritten before they are read.
+        lengths: LongTensor[B], the number of tokens before each root
+
+        This does nothing, because rows are overwritten before they are read. Caches with other state override it.
         """
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:

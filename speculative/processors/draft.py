@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.nodes import Verified
-from heavypath.speculative.drafts.draft import Draft, Feed, LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.processors.matching import Path
 from heavypath.speculative.processors.texts import BatchProcessors, StepProcessors, drafted_paths
 

@@ -239,7 +239,7 @@ def agreement_of(models: Sequence[Any], device: torch.device, communication: Com
         _check_communication(communication)
         if ranks is not None:
             raise ValueError(
-                "communication is for models that you have split by means of your own, and one of these is split over "
+                "communication is for models that you have split yourself, and one of these is split over "
                 f"{ranks.count} processes by transformers or FSDP, which have theirs; leave it out"
             )
         ranks = communication

@@ -19,7 +19,7 @@ class RankFailedError(RuntimeError):
 
 
 class Communication(ABC):
-    """Communication between the ranks of a model that you have split by means of your own. `exchange` is all it needs.
+    """Communication between the ranks of a model that you have split yourself. `exchange` is all it needs.
 
     rank:  the number of this process, from 0; set it in `__init__`
     count: the number of processes

@@ -41,7 +41,7 @@ class Peers:
         """
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """The error to raise after step number `step`, if `left` (`LEFT`) is one of its special values."""
+        """The error to raise after step number `step` if `left`, a value of `LEFT`, stands for one; else None."""
         return None
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.nodes import Verified
-from heavypath.speculative.drafts.draft import LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, as_long, chain_mask
 

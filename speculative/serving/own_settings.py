@@ -7,7 +7,8 @@ from torch import Tensor
 from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import Draft, Feed, LogitChange
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import Draft, Feed
 
 
 class OwnSettings(LogitChange):

@@ -46,7 +46,10 @@ class PlacedModel(NamedTuple):
 def stream_to_gpu(
     parts: PlacedModel, memory: int | str | None, resident: Collection[int], host_memory: int | str | None
 ) -> DeviceStream | None:
-    """`stream_layers` for a model on a GPU, with the same arguments."""
+    """Put the weights that stay on the GPU there, and stream the other layers to it; None if all layers stay.
+
+    parts: the model and where its tensors are; the other arguments are those of `stream_layers`
+    """
     detach_hooks(parts.model)
     lacking: dict[int, list[Offloaded]] = {number: [] for number in sorted(parts.places)}
     of_id: dict[int, nn.Parameter] = {}  # tied parameters stay one
@@ -142,9 +145,11 @@ def _check_gpu(device: torch.device, stay: list[int], passing: list[int]) -> Non
 
 
 def _check_host(kept: list[int], from_disk: list[int], moved: list[int]) -> None:
-    """Raise ValueError for layers that need more memory than the host has free.
+    """Raise ValueError if the host has too little free memory for the layers that are streamed from there.
 
-    Moved: sizes of layers already in it.
+    kept:      bytes of each layer that gets host memory
+    from_disk: bytes of each layer that is read from disk, through at most SLOTS slots
+    moved:     bytes of each layer that is in host memory already; while one is moved, it is there twice
     """
     needed, free = sum(kept) + max(moved, default=0), free_memory()
     needed += min(SLOTS, len(from_disk)) * max(from_disk, default=0)

@@ -67,14 +67,14 @@ class _Tally:
 
 @dataclass(eq=False)
 class LayerSlots:
-    """The memory of all layers, and the queue of reads.
+    """The memory into which layers are read, and the queue of reads.
 
-    layouts:  of the layers
-    resident: the layers that stay
-    count:    the number of slots for all others
+    layouts:  the layout of each layer
+    resident: the numbers of the layers that stay in memory; each has a slot of its own
+    count:    the number of slots that all other layers share, in turn
 
-    jobs: reads to be done, by `do` in any number of threads; None ends a thread
-    read: does one read; tests and benchmarks replace it
+    jobs: the reads to be done; any number of threads run `do` for them, and None ends a thread
+    read: the function that does one read; tests and benchmarks replace it
     """
 
     layouts: Sequence[Layout]

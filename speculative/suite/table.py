@@ -65,11 +65,12 @@ def notes_on(results: SuiteResults) -> list[str]:
         "by lookup in the prompt.",
         "accepted by depth: of the accepted nodes that had children, the share of which a child was accepted; the root "
         "first.",
-        "Behind a way: (differs) has another text than transformers' generate at temperature 0, (tie) too, from a "
-        f"place on where the target scores two tokens within {TIE:g} of each other. At other temperatures ersd is "
-        "compared with autoregressive, and other ways are not checked: they draw other tokens from the same law.",
+        "After a way's name: at temperature 0 (differs) is another text than transformers' generate has; (tie) is one "
+        f"that first differs where the target scores two tokens within {TIE:g} of each other. At other temperatures "
+        "ersd is compared with autoregressive. Other ways draw other tokens from the same distribution; this is not "
+        "checked here.",
     ]
     if any(row.text == "other law" for row in results.rows):
-        notes.append("(other law): the method changes the law of the text, so that its speed buys another text.")
+        notes.append("(other law): the method changes the output distribution, so its speed is not comparable.")
     notes += [f"Left out: {way}, since transformers says: {reason}" for way, reason in results.left_out.items()]
     return notes

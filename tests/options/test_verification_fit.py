@@ -1,6 +1,7 @@
 """The check of a verification: it passes right ones, finds planted bugs, has the power that it states, and refuses."""
 
 from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.speculative import VERIFICATION_CASES, check_verification
 from heavypath.speculative.losslessness.chi_square import chi_square_p_value
 from heavypath.speculative.losslessness.drawn_trees import DRAWS
-from heavypath.speculative.losslessness.verification_fit import draws_to_detect
+from heavypath.speculative.losslessness.verification_fit import CaseFit, VerificationFit, draws_to_detect
 
 CHAIN, TREE = range(-1, 2), [-1, 0, 0, 1, 1]
 BATCH = {"batch_size": 20_000}
@@ -268,6 +269,18 @@ def test_one_tree_at_a_time_gives_the_same_as_a_batch():
         case, other = (fit.cases["one-hot draft"] for fit in (alone, together))
         assert (case.accepted, case.fit.sequences) == (other.accepted, other.fit.sequences)
         assert abs(case.total_variation - other.total_variation) <= 4 * case.error
+
+
+@pytest.mark.parametrize(
+    ("p_values", "departing"), [((0.006, 0.5), []), ((0.004, 0.5), ["0"]), ((0.004, 1e-9), ["0", "1"])]
+)
+def test_the_significance_is_shared_by_the_cases(p_values, departing):
+    """Two cases at 0.01: each departs below 0.005, so that a right verification fails once in a hundred times."""
+    fits = {str(number): CaseFit(SimpleNamespace(p_value=p), 0, 0, 0, 0) for number, p in enumerate(p_values)}
+    fit = VerificationFit(fits, significance=0.01)
+    assert fit.departing == departing
+    assert fit.ok == (not departing)
+    assert fit.p_value == 2 * min(p_values)
 
 
 def test_a_fit_says_in_words_what_departs():

@@ -176,7 +176,10 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
 
 
 def _term(options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab: int) -> dict[str, Any]:
-    """The fields that say what is added below a node, by the tensors."""
+    """Return the fields of `BlockConfig` that describe the draft's term, found by the names and shapes of its tensors.
+
+    Raises ValueError if config.json gives no valid selector_top_k for a selector.
+    """
     words, codebook = (tensors.get(name) for name in ("markov_head.markov_w1.weight", f"{_SELECTOR}_codebook"))
     projections = {"gate_proj": "gated", "joint_proj": "rnn"}
     found = [name for name in projections if f"markov_head.{name}.weight" in tensors]
@@ -197,7 +200,7 @@ def _term(options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab: int)
 
 
 def _domino(options: Mapping[str, Any], block_size: int) -> dict[str, Any]:
-    """The same of Domino, whose sizes config.json says."""
+    """Return the fields of `BlockConfig` that describe Domino's term; config.json gives its sizes."""
     plain = options.get("pure_draft_prefix_len", 0)
     if not 0 <= plain < block_size:
         raise ValueError(f"config.json gives pure_draft_prefix_len {plain}, expected 0 to {block_size - 1}")
@@ -206,7 +209,7 @@ def _domino(options: Mapping[str, Any], block_size: int) -> dict[str, Any]:
 
 
 def _convolutions(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of convolutions in the layers, by the tensors."""
+    """Return the fields of `BlockConfig` that describe convolutions in the layers, found by the shapes of tensors."""
     base, projection = (tensors.get(f"layers.0.attention_conv.{name}") for name in _CONVOLUTION)
     size = group = 0
     if base is not None and projection is not None and len(projection) and not base.numel() % len(projection):

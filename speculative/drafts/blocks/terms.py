@@ -108,7 +108,10 @@ class SelectorTerm(nn.Module):
 
 
 class DominoTerm(nn.Module):
-    """Domino's term, which depends on the path. Weights are named as in its checkpoints."""
+    """Domino's term: what is added to the logits of a node's children. A GRU makes it depend on the node's path.
+
+    Weights are named as in Domino's checkpoints.
+    """
 
     reads_words = True
 
