@@ -504,7 +504,7 @@ SWEEPS = {
         max_new_tokens=64, rounds=7,
     ),
     "defaults": sweep(
-        defaults, {"batch": [1], "draft": ["lookup"], "max_new_tokens": 24}, draft=list(KINDS),
+        defaults, {"batch": [2], "draft": ["lookup"], "max_new_tokens": 24}, draft=list(KINDS),
         temperature=[*COLD, 1.0], batch=[1, 4, 8], method=[name for name in LOSSLESS if name != "autoregressive"],
         max_new_tokens=64, rounds=5,
     ),

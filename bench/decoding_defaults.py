@@ -189,7 +189,7 @@ def _beside_chains(
 
 
 class Turn:
-    """A streamer that lets the next thread run after every IN_A_ROW steps; it keeps the seconds of steps.
+    """Lets the next thread run after every IN_A_ROW steps, and keeps the seconds of steps.
 
     The first step after another thread's, whose code and data are in the caches, is not counted.
     """
@@ -199,8 +199,12 @@ class Turn:
         self.seconds: list[float] = []
         self._clock = clock
         self._mine = threading.Semaphore(0)
-        self._values = 0  # that it was given: the prompt, and the tokens of each step
+        self._steps = 0
         self._since = 0.0
+
+    def streamers(self, batch: int) -> list["Counting"]:
+        """The streamers of a batch of sequences."""
+        return [Counting(self) for _ in range(batch)]
 
     def start(self) -> None:
         self._mine.release()
@@ -208,12 +212,15 @@ class Turn:
     def wait(self) -> None:
         self._mine.acquire()
 
-    def put(self, value: object) -> None:
-        """Called by `generate` with the prompt before its pass, and after each step."""
-        steps = self._values
-        self._values += 1
-        if steps == 0:
+    def begin(self) -> None:
+        """The prompt's pass begins."""
+        self._since = self._clock()
+
+    def count(self, steps: int) -> None:
+        """So many steps are done. Each sequence that still runs says so, and the first one is heard."""
+        if steps == self._steps:
             return
+        self._steps = steps
         if steps % IN_A_ROW != 1:
             self.seconds.append(self._clock() - self._since)
         if steps % IN_A_ROW == 0:
@@ -226,9 +233,6 @@ class Turn:
             after.start()
             self.wait()
 
-    def end(self) -> None:
-        """Called by `generate` at its end."""
-
     def leave(self) -> None:
         after = self._after()
         self.threads.remove(self)
@@ -237,6 +241,24 @@ class Turn:
 
     def _after(self) -> "Turn":
         return self.threads[(self.threads.index(self) + 1) % len(self.threads)]
+
+
+class Counting:
+    """A streamer that counts the steps of its sequence: it is given the prompt, and the tokens of each step."""
+
+    def __init__(self, turn: Turn):
+        self._turn, self._values = turn, 0
+
+    def put(self, value: object) -> None:
+        """Called by `generate` with the prompt before its pass, and after each step."""
+        if self._values == 0:
+            self._turn.begin()
+        else:
+            self._turn.count(self._values)
+        self._values += 1
+
+    def end(self) -> None:
+        """Called by `generate` at the sequence's end."""
 
 
 def in_turns_of_steps(
@@ -258,7 +280,7 @@ def in_turns_of_steps(
         every[place].wait()
         decoders[place].clock = clock
         try:
-            done[place] = decoders[place].generate(tokens, streamer=every[place], **asked).stats
+            done[place] = decoders[place].generate(tokens, streamer=every[place].streamers(len(tokens)), **asked).stats
         except BaseException as error:
             errors.append(error)
         every[place].leave()

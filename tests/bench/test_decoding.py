@@ -40,3 +40,20 @@ def test_a_row_is_compared_within_its_round_and_each_round_begins_with_another_w
     assert times == {"slow": [4.0, 4.0], "fast": [2.0, 2.0]}
     assert order == ["fast", "slow", "slow", "fast", "fast", "slow"], "the first round warms up"
     assert common.times_as_fast(times, "fast", "slow") == (2, 2, 2)
+
+
+def test_a_batch_takes_turns_by_steps_of_any_of_its_sequences():
+    defaults = script("decoding_defaults")
+    turns = []
+    turn = defaults.Turn(turns, iter(range(100)).__next__)
+    turns.append(turn)
+    short, long = turn.streamers(2)
+    for streamer in (short, long):
+        streamer.put("prompt")
+    steps = defaults.IN_A_ROW + 2
+    for step in range(steps):
+        if step < 3:
+            short.put("tokens")
+        long.put("tokens")
+    # Of the steps 1 to 10 the first and the ninth, which follow another thread's, are not counted.
+    assert len(turn.seconds) == steps - 2
