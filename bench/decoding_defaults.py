@@ -1,7 +1,7 @@
 """The defaults of every method beside plain decoding and beside chains: the sweep `defaults` of bench/decoding.py.
 
 All ways to decode a prompt take turns of IN_A_ROW steps, each in a thread of its own of which one runs at a time. So
-they meet the same machine, however its speed changes. A speed is made of three medians or counts,
+they meet the same machine, however its speed changes. A speed is made of counts, medians and trimmed means,
 
     tokens / (prefill + steps * seconds of a step)
 
@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,13 +61,22 @@ def defaults(bench: "Bench") -> Iterator[Row]:
                 yield from _beside_chains(bench, decoders, [*chains], case)
 
 
+def trimmed_mean(seconds: Sequence[float]) -> float:
+    """The mean of all but the shortest and the longest tenth.
+
+    A median would take a way whose draft rests in some steps for one that never rests, or always.
+    """
+    left_out = len(seconds) // 10
+    return mean(sorted(seconds)[left_out : len(seconds) - left_out])
+
+
 class Way:
     """One way to decode, and what was measured of it: an entry of each list for each round after the first one."""
 
     def __init__(self, decoder: SpeculativeDecoder):
         self.decoder = decoder
         self.stats: list[Statistics] = []
-        self.steps: list[float] = []  # seconds of a step: the median of a round
+        self.steps: list[float] = []  # seconds of a step: the trimmed mean of a round
         self.step_ratios: list[float] = []  # over the one of plain decoding in the same round, if that took part
 
     @property
@@ -151,7 +160,7 @@ def _beside_chains(
             return
         for way, (stats, seconds) in zip(running, measured, strict=True):
             way.stats.append(stats)
-            way.steps.append(median(seconds))
+            way.steps.append(trimmed_mean(seconds))
             way.step_ratios.append(way.steps[-1] / plain.steps[-1])
 
     def goes_on(way: Way, rounds: int) -> bool:
