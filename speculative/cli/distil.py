@@ -72,6 +72,14 @@ def distil(
     held_out: Annotated[
         float, typer.Option(help="Share of the texts that are used only to measure, never to train.")
     ] = DEFAULTS.held_out,
+    keep: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep/--no-keep",
+            help="Keep the target's hidden states on disk, so that it reads the texts once. Default: on a CPU with "
+            "several epochs, up to 16 GB.",
+        ),
+    ] = DEFAULTS.keep,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = DEFAULTS.checkpoint_steps,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the order of texts, and generated texts.")] = 0,
     device: Device = None,
@@ -90,6 +98,7 @@ def distil(
         rate=rate,
         written=written,
         held_out=held_out,
+        keep=keep,
         checkpoint_steps=checkpoint_steps,
         seed=seed,
     )

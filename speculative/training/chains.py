@@ -106,6 +106,7 @@ class _JoinedAttention(Function):
         query, out, total, *states = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         keys, values = states[: len(states) // 2], states[len(states) // 2 :]
         scale = query.shape[-1] ** -0.5
+        grad, out = grad.to(query.dtype), out.to(query.dtype)
         grad_query, *first = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, keys[0], values[0], out, total, 0.0, True
         )

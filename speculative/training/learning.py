@@ -51,7 +51,8 @@ def learn(
     """Add the gradients of a batch's loss to the student's parameters. Returns the loss and the overlaps.
 
     rows:          the teacher's output for the rows
-    target_logits: a function from the target's last hidden states to its logits, `Teacher.logits`
+    target_logits: a function from the target's last hidden states to its logits, `Teacher.logits`; for kept rows to
+                   those of the student's tokens, `KeptStates.logits`
     loss:          one of `training.losses`
     weights:       the weight of each depth; their number is the number of depths
     share:         the rows' share of the batch, if they are only a part of it
@@ -119,9 +120,12 @@ def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list
     for start in range(first, last, size):
         stop = min(start + size, last)
         logits = target_logits(rows.hidden[:, start:stop])
-        logprobs = logits.float().log_softmax(-1)
-        if student.tokens is not None:
-            logprobs = logprobs.index_select(-1, student.tokens)
+        if rows.sums is not None:
+            logprobs = logits.float() - rows.sums[:, start:stop, None]
+        elif student.tokens is not None:
+            logprobs = logits.float().log_softmax(-1).index_select(-1, student.tokens)
+        else:
+            logprobs = logits.float().log_softmax(-1)
         for depth in range(len(outputs)):
             shift = first + depth
             begin, end = max(-((shift - start) // stride), 0), min(-((shift - stop) // stride), entries)

@@ -27,6 +27,8 @@ class DistilSettings:
     prompt_tokens:    see `written`
     held_out:         share of the data that is never trained on, at most 128 rows. The record's overlaps are measured
                       with these rows
+    keep:             whether the target reads the rows once, and its hidden states are kept on disk until the training
+                      ends. Default: if there are several epochs, on a CPU, and at most 16 GB to keep
     checkpoint_steps: steps between checkpoints
     seed:             seed for the rows' choice and order, and for generating
 
@@ -43,6 +45,7 @@ class DistilSettings:
     written: float = 0.3
     prompt_tokens: int = 32
     held_out: float = 0.05
+    keep: bool | None = None
     checkpoint_steps: int = 200
     seed: int = 0
 

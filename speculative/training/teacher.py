@@ -21,11 +21,13 @@ class Taught(NamedTuple):
     tokens: integers [R, L]
     taps:   [R, L, T, H], the hidden states that a head reads
     hidden: [R, L, H], the last hidden state, from which the logits of the next token are computed
+    sums:   [R, L], log sum exp of these logits, where it was kept; else None
     """
 
     tokens: Tensor
     taps: Tensor
     hidden: Tensor
+    sums: Tensor | None = None
 
 
 class Teacher:
