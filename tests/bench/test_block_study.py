@@ -168,6 +168,7 @@ def test_what_children_are_worth_is_how_often_they_are_accepted():
         assert found[index, 0].tolist() == pytest.approx(expected, abs=5.1 * 0.5 / texts**0.5)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_row_for_each_case(tmp_path):
     path = tmp_path / "out.json"
     study.main(["--kinds", "flat", "--miniature", "--threads", "1", "--json", str(path)])

@@ -130,6 +130,7 @@ def test_a_race_is_the_double_sum_and_it_and_the_entropy_of_its_index_lie_betwee
         assert lower == pytest.approx(float((target * (target / draft).log2()).sum()), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_arrivals_drawn_one_by_one_follow_the_law_of_the_index():
     """A Poisson process of marks from the draft: the target's token is the mark of least time / w."""
     generator = torch.Generator().manual_seed(1)

@@ -38,6 +38,7 @@ def trained(head, target, folder, resume=False):
     return head
 
 
+@pytest.mark.slow
 def test_a_training_raises_the_overlap_and_continues_as_if_it_had_not_been_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     target, interrupted, held_out = tiny_target(), tmp_path / "interrupted", random_rows(9, 8, 32).tokens.long()

@@ -1,5 +1,6 @@
 """bench/large.py and bench/peers.py decode with enlarged models: they must compute what the shipped ones do."""
 
+import pytest
 import torch
 from bench_scripts import script
 
@@ -8,6 +9,7 @@ from heavypath.speculative.demo import demo_prompts
 TOKENS, VOCABULARY = 1024, 1500
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_enlarged_model_has_the_small_ones_logits_and_reads_random_numbers_everywhere(demo_pair):
     """Each in another way: more layers or not, heads twice or four times as large, with and without groups."""

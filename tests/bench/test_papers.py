@@ -76,6 +76,7 @@ def test_a_cells_figures_by_hand_with_a_column_for_each_verifier(monkeypatch):
     assert found["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_kept_when_the_script_is_stopped(tmp_path, monkeypatch, capsys):
     """On a busy machine, too, where --timed 0 gives tokens per forward without times."""
     papers, left = script("papers"), [2]

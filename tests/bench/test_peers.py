@@ -60,6 +60,7 @@ def test_each_counts_with_its_best_number_of_threads_and_the_best_of_llama_cpp_k
     assert [row["equal"] for row in greedy["rows"]] == [1, 0.5, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_in_miniature_without_llama_cpp_it_says_what_is_missing(tmp_path, capsys):
     path, threads = tmp_path / "peers.json", torch.get_num_threads()
     try:

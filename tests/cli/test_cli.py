@@ -221,7 +221,7 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
         assert_refused(heavypath(*given), 1, message)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", [
     "prompt-lookup", "lookahead", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}",
     "demo-head+prompt-lookup", "2*demo-head+4*prompt-lookup", "merge:demo-head+prompt-lookup",
@@ -232,6 +232,7 @@ def test_generate_drafts_without_a_draft_model(heavypath, draft, greedy):
     assert out[:2] == (0, greedy(6))
 
 
+@pytest.mark.slow
 def test_layers_are_found_for_a_target_and_prompts_of_ones_own(heavypath, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("import os\nclass Stack:\n")

@@ -53,6 +53,7 @@ def test_kinds_and_prompts_are_chosen_and_json_is_all_that_is_printed(heavypath,
     assert all(row["tokens_per_pass"][1] is None for row in answer["rows"]), "one prompt has no error"
 
 
+@pytest.mark.slow
 def test_the_shipped_suite_is_found(heavypath):
     code, output, _ = heavypath("compare", "--suite", "--kind", "maths", "--per-kind", 1, *OPTIONS, "--json")
     assert code == 0

@@ -46,7 +46,7 @@ def run(heavypath, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_target_alone_drafts_by_recall_and_a_method_that_can_rest(run, folders, decoders, command):
     code, _, errors = run(command, "--target", folders / "target")
     assert code == 0, errors
@@ -54,7 +54,7 @@ def test_a_target_alone_drafts_by_recall_and_a_method_that_can_rest(run, folders
     assert decoders == [(Recall, "ersd")]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(("given", "draft", "method"), [
     (["--method", "chain"], Recall, "chain"),
@@ -86,6 +86,7 @@ def test_json_is_alone_on_standard_output_and_names_the_method(run, folders):
     assert errors == SAID.format("ersd")
 
 
+@pytest.mark.slow
 def test_compare_compares_all_methods_with_recall_and_plain_decoding_first(heavypath, folders):
     given = ("compare", "one", "--target", folders / "target", "--max-new-tokens", 2, "--json")
     code, output, errors = heavypath(*given)

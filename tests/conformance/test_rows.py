@@ -17,12 +17,12 @@ def test_rows_hold_every_pair_that_some_row_can_hold():
     assert 0.9 * every < len(pairs_of(covering())) < every
 
 
-def test_the_rows_of_the_default_run_hold_every_value_and_most_pairs():
+def test_the_rows_of_the_default_run_hold_every_value_and_half_of_the_pairs():
     usual = covering()[: len(covering()) // SHARE]
     assert {pair for row in usual for pair in row.items()} == {
         (axis, value) for axis, values in AXES.items() for value in values
     }
-    assert len(pairs_of(usual)) > 2 / 3 * len(pairs_of(covering()))
+    assert len(pairs_of(usual)) > 1 / 2 * len(pairs_of(covering()))
 
 
 def test_no_row_has_values_that_do_not_go_together_and_each_has_a_name_of_its_own():

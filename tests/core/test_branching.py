@@ -79,7 +79,7 @@ def test_options_that_do_not_fit_are_refused(method, options, message):
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "top-k"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_more_levels_than_nodes_are_as_many_as_there_are(method):
     trees = [SpeculativeDecoder(tiny_llama(1), tiny_llama(2), method, tree_size=5, max_depth=most).tree
              for most in (4, 1_000_000)]  # fmt: skip

@@ -33,7 +33,7 @@ def text(target, draft, method):
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "autoregressive"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_method_writes_the_same_text(method, tiny_pair, default):
     expected = text(*tiny_pair, method)
     default()
@@ -41,7 +41,7 @@ def test_a_method_writes_the_same_text(method, tiny_pair, default):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_draft_writes_the_same_text(draft, default, tmp_path):
     target = tiny_llama(1, layers=3)
     made = DRAFTS[draft](target, tmp_path)
@@ -57,7 +57,7 @@ def test_recurrent_layers_write_the_same_text(default):
     assert_alike(text(target, draft, "sequoia"), expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_service_writes_the_same_text(tiny_pair, default):
     def texts():
         with SpeculativeDecoder(*tiny_pair, "ersd", tree_size=4).serve(slots=2, max_tokens=32) as service:
@@ -70,7 +70,7 @@ def test_a_service_writes_the_same_text(tiny_pair, default):
     assert texts() == expected
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_transformers_generate_writes_the_same_text(tiny_pair, default):
     target, draft = tiny_pair
 

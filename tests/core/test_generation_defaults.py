@@ -23,7 +23,7 @@ def pair():
     {"repetition_penalty": 1.7, "eos_token_id": 4, "pad_token_id": 4},
     {"temperature": 0.3, "top_k": 2, "top_p": 0.4, "min_p": 0.2, "eos_token_id": 6},
 ], ids=str)  # fmt: skip
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_greedy_text_is_that_of_the_models_own_generate(config, pair):
     target = pair[0]
     target.generation_config = GenerationConfig(**config)

@@ -144,7 +144,7 @@ DRAFTS = {
     + [("prompt lookup", True)]
     + [pytest.param(kind, True, marks=pytest.mark.slow) for kind in DRAFTS if kind != "prompt lookup"],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_decoder_goes_with_its_last_reference(kind, graphs, as_on_a_gpu):
     """Its memory would else be kept until Python looks for cycles, which knows nothing of a GPU's memory."""
     if graphs:
@@ -197,6 +197,7 @@ def test_no_step_is_launched_behind_the_one_that_must_be_the_last(new, batch, as
     assert out.stats.steps_of.tolist() == [new] * batch
 
 
+@pytest.mark.slow
 def test_a_batch_closes_up_without_moving_rows_that_no_text_has(as_on_a_gpu, monkeypatch):
     pair, swap, moved = (small_llama(1), small_llama(2)), Workspace.swap, []
     options = {"attention_mask": PADDING, "max_new_tokens": 9, "temperature": 1.0, "eos_token_id": 2, "seed": 5}
@@ -215,6 +216,7 @@ def test_a_batch_closes_up_without_moving_rows_that_no_text_has(as_on_a_gpu, mon
     assert all(longest <= rows < 40 < have for rows, have, longest in moved)
 
 
+@pytest.mark.slow
 def test_launches_that_take_the_host_long_do_not_say_that_a_draft_does_not_pay(as_on_a_gpu, caplog, monkeypatch):
     """Without graphs, on a GPU: nobody waits for it between phases, and the first ones compile kernels."""
     monkeypatch.setattr("heavypath.speculative.decoding.statistics.ENOUGH_STEPS", 2)
@@ -249,7 +251,7 @@ def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(warms_up
 
 
 @pytest.mark.parametrize(("tokens", "pieces"), [(1, [0]), (2, [1, 1]), (6, [1, 2, 4, 5]), (9, [1, 2, 4, 8, 8])])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_warming_up_reads_prompts_of_each_power_of_two(tokens, pieces, as_on_a_gpu, monkeypatch):
     """Attention to pieces of other lengths is compiled for these: a text must not wait for that."""
     as_on_a_gpu()

@@ -157,7 +157,7 @@ def assert_generated(ours, expected):
     assert_close(ours[1], expected[1][: len(ours[1])])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_writes_the_text_of_eager(family, way, route):
@@ -236,6 +236,7 @@ def test_autocast_is_that_of_sdpa():
     torch.testing.assert_close(logits, expected, atol=0.2, rtol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"), [("mistral", "a static"), pytest.param("llama", "a growing", marks=pytest.mark.slow)]
 )

@@ -22,11 +22,18 @@ from heavypath.speculative.models.llama import LlamaForward
 PROMPT = torch.tensor([[3, 1, 4, 1]])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_other_tests():
+    """Looks once through all that other tests have left; then each test looks through what is its own."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(joined, "choose_impl", lambda *_: "triton")
     monkeypatch.setattr(linear, "library", lambda: None)  # no compiled pass
-    gc.collect()  # models of other tests
+    gc.collect()  # models of the tests before
     yield
     assert not joined._shared, "a test left weights joined"
 
@@ -83,6 +90,7 @@ def test_parameters_stay_the_same_objects_with_their_values_and_versions(name, f
     assert LlamaForward(model).state() == state, "a cache of an earlier text still serves"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["eagle-3", "block"])
 def test_a_heads_products_are_joined_and_it_drafts_what_it_drafted(kind, tmp_path, monkeypatch, without_collector):
     target = tiny_llama(seed=1)

@@ -104,7 +104,7 @@ def register(monkeypatch):
 
 @pytest.mark.parametrize("masks", [None, sdpa_mask, eager_mask])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_attention_of_ones_own_that_takes_the_mask_is_used(masks, when, register):
     register(quiet, masks)
     model = llama()
@@ -180,7 +180,7 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("which", REPLACED)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_replaced_attention_is_used(which):
     model = llama()
     decoder, plain = decoder_of(model), greedy(model)
@@ -245,7 +245,7 @@ def _doubled(self, x):
     return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("which", PATCHES)
 def test_a_patch_that_a_short_trial_cannot_see(which):
     """It is decoded as transformers does, or refused, whether it is made before the decoder or after."""
@@ -273,7 +273,7 @@ LOOKED_UP = {
 
 @pytest.mark.parametrize("way", [lambda changed: changed, functools.partial])
 @pytest.mark.parametrize("which", LOOKED_UP)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_function_that_is_replaced_later_is_noticed(which, way):
     make, module, name = LOOKED_UP[which]
     torch.manual_seed(0)
@@ -376,7 +376,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_past_ends_with_weights_of_inference_mode(change):
     with torch.inference_mode():
         model = llama()
@@ -400,7 +400,7 @@ UNSEEN = {
 
 @pytest.mark.parametrize("change", UNSEEN)
 @pytest.mark.parametrize("kind", ["llama", "granite"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_past_ends_with_weights_that_change_through_data(change, kind):
     model = MADE[kind]()
     decoder = decoder_of(model)

@@ -55,7 +55,7 @@ def counting(monkeypatch, *models):
     return rows
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_texts_are_those_of_each_prompt_alone(lengths, draft):
@@ -70,7 +70,7 @@ def test_texts_are_those_of_each_prompt_alone(lengths, draft):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_rows_are_about_as_many_as_tokens(lengths, monkeypatch):
     target = tiny_llama(1, VOCAB)
     decoder = SpeculativeDecoder(target, tiny_llama(2, VOCAB), "ersd", tree_size=4)
@@ -100,7 +100,7 @@ def test_rows_are_few_by_transformers_own_pass_too(attention, monkeypatch):
 
 
 @pytest.mark.parametrize("draft", ["model", "head", "lookup"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_a_past_has_is_not_read_again_beside_a_prompt_that_is_new(draft, monkeypatch):
     """A chat's second turn in a batch with a first one."""
     target = tiny_llama(1, VOCAB)

@@ -98,7 +98,7 @@ def largest(found, expected):
 
 
 @pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_logits_over_trees_are_those_of_transformers_token_by_token(kind, monkeypatch):
     """By the probe that each model passes when a decoder is made; here to the rounding of fp32.
 
@@ -136,7 +136,7 @@ def nearly(model):
     return draft
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", EVERY)
 def test_greedy_texts_are_those_of_transformers_generate(kind):
     """In a batch with left padding in which one text ends early, and alone."""
@@ -193,7 +193,7 @@ def some(*often):
     ])  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "kind"), CROSSED)
 def test_every_method_writes_the_targets_text(method, kind):
     """With a draft of recurrent layers; a static and a growing tree with a dense target or draft, too.
@@ -214,7 +214,7 @@ def test_every_method_writes_the_targets_text(method, kind):
             assert check_states(decoder) > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", FOUR)
 @pytest.mark.parametrize(("method", "options"), [
     ("sequoia", {"tree": TokenTree.from_branching([2, 2])}), ("specinfer", {"tree": TokenTree.independent(2, 2)}),
@@ -267,6 +267,7 @@ def test_a_past_gives_a_draft_no_state_that_is_ahead_of_it(kind):
     assert out.stats.reused_tokens == len(text) - 1
 
 
+@pytest.mark.slow
 @some(FOUR[2])
 def test_requests_that_join_and_leave_a_service_get_the_texts_of_generate(kind):
     target, draft = recurrent(kind, 5), recurrent(kind, 6)
@@ -303,7 +304,7 @@ def test_a_draft_that_rests_reads_later_what_it_missed(kind, monkeypatch):
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer", "dyspec", "rsd-s"])
 @some(FOUR[1])
 def test_a_draft_that_is_the_target_is_never_wrong(kind, method):
@@ -386,7 +387,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @some(FOUR[0])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_drafts_of_other_kinds_and_processors(draft, kind):
@@ -432,6 +433,7 @@ def test_time_steps_are_clamped_in_prompts_alone_as_generate_does(kind):
     recurrent.cache_clear()
 
 
+@pytest.mark.slow
 @some(FOUR[2])
 def test_sixteen_bits_and_every_attention_decode(kind):
     model = recurrent(kind, 5)

@@ -76,6 +76,7 @@ def test_texts_that_a_service_keeps_have_their_rows_and_states(kind):
             assert torch.equal(other.keys[1, :, :length], cache.keys[0, :, :length]) or not length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=[] if kind == "granitemoehybrid" else pytest.mark.slow) for kind in RECURRENT
 ])  # fmt: skip

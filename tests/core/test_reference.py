@@ -61,6 +61,7 @@ def test_the_tree_gives_the_decoders_tokens(shape, temperature, similar_pair):
         assert torch.equal(tokens, expected.sequences), seed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("prompt", [0, 3])
 def test_greedy_tokens_of_both_are_those_of_transformers(prompt, demo_pair):
     target, draft, tokenizer = demo_pair

@@ -45,7 +45,7 @@ def take_fp32(monkeypatch):
     monkeypatch.setattr(NativePass, "__call__", lambda *args, **kwargs: compiled(*args, **kwargs).float())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "case", "draft"),
     [(method, "sampled", None) for method in ("chain", "specinfer", "spectr", "ersd", "typical-lossy")]

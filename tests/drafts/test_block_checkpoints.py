@@ -179,7 +179,7 @@ def with_mask(target, folder, saved, **more):
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "JetSpec", "SpecForge, shift_label", "DSpark"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_embedding_of_masks_in_a_file_is_that_of_masks_alone(layout, target, tmp_path):
     """The same as if it were the row of their token, where no token of the text is that one."""
     head, _ = published(tmp_path, target, layout)

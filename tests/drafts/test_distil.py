@@ -33,7 +33,7 @@ PROMPT = random_rows(3, 1, 6).tokens.long()
 NONE = torch.zeros(0, dtype=torch.int32)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
@@ -223,7 +223,7 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["--layers", "--config", "--draft-vocab-size", "--kind"])
 def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavypath, tmp_path):
     model, words = tmp_path / "target", [f"w{number}" for number in range(VOCABULARY)]

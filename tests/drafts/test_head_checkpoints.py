@@ -284,7 +284,7 @@ def test_load_draft_takes_models_and_other_drafts_by_one_argument(target, tmp_pa
 
 
 @pytest.mark.parametrize("kind", [EagleHead, MedusaHeads, BlockHead])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
     target, folder = demo_pair.target, tmp_path / "head"
     if kind is EagleHead:
@@ -307,7 +307,7 @@ def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
 
 @pytest.mark.parametrize(("shape", "key"), [((1, 1, 48), "mask_token_id"), ((1, 48), "ptd_token_id"),
                                             ((48,), "pard_token")])  # fmt: skip
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_head_with_mask_hidden_drafts_all_levels_at_once(shape, key, target, tmp_path):
     """P-EAGLE: its other tensors are a head's, in both layouts."""
     kind = variant(layers=2)

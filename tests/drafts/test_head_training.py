@@ -55,7 +55,7 @@ def losses_one_by_one(head, rows, target, depths):
     ({"feeds_back_normed": True, "layers": 2}, DEPTHS, learning.LOGITS_AT_ONCE),
     ({"generation": 1, "taps": (3,), "tap_norms": False}, DEPTHS, learning.LOGITS_AT_ONCE),
 ])  # fmt: skip
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_loss_and_its_gradients_are_those_of_entries_run_one_by_one(variant, depths, logits_at_once, monkeypatch):
     monkeypatch.setattr(learning, "LOGITS_AT_ONCE", logits_at_once)
     head, target, rows = tiny_head(1, **variant), tiny_target(), random_rows(2)

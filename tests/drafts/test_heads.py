@@ -24,7 +24,7 @@ from heavypath.speculative.models.forward_of import forward_of
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
     ("eagle-3", "chain"), ("eagle-3.1", "dyspec"), ("eagle-3, four tokens", "rsd-s"),
@@ -37,7 +37,7 @@ def test_what_is_drafted_is_what_passes_over_the_whole_text_say(variant, method,
 
 
 @pytest.mark.parametrize(("variant", "chunk"), [("eagle-1", 7), ("eagle-3", 512), ("eagle-3, four tokens", 7)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_in_a_long_text_each_root_has_the_logits_of_a_pass_over_the_text(variant, chunk, target, monkeypatch):
     for module in (forward_module, head_module):
         monkeypatch.setattr(module, "PREFILL_CHUNK", chunk)
@@ -60,7 +60,7 @@ def assert_roots_are(expected, steps):
 
 
 @pytest.mark.parametrize("variant", ["eagle-1", "eagle-3", "p-eagle"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(variant, target):
     head = head_of(target, **VARIANTS[variant])
     assert_later_turns_agree(SpeculativeDecoder(target, head, "sequoia", tree_size=8))

@@ -25,7 +25,7 @@ def heads(target, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("method", "owns"), [("chain", True), ("sequoia", False), ("dyspec", True), ("rsd-s", False)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_every_node_has_its_depths_head_of_the_feature_before_the_root(method, owns, target, tmp_path):
     """Of zeros where the text is one token."""
     heads, _ = heads_of(target, tmp_path, owns=owns, layers=2)
@@ -77,6 +77,7 @@ def test_heads_that_do_not_fit_are_refused(changes, message, target):
         SpeculativeDecoder(target, MedusaHeads(MedusaConfig(**shape)).double().eval())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_noise")
 def test_calibration_knows_of_no_acceptance_beyond_the_heads(target, tmp_path):
     heads, _ = heads_of(target, tmp_path, heads=2)

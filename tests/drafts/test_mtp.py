@@ -106,7 +106,7 @@ def test_proposals_are_those_of_transformers_own_generate(saved, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["eager", "heavypath"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_texts_are_the_targets_with_past_and_in_batches(saved, attention):
     target, _, folder = saved
     target.set_attn_implementation(attention)

@@ -86,7 +86,7 @@ def test_a_draft_is_called_in_each_step():
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_joint_law_and_the_greedy_text_are_the_targets_with_an_adversarial_draft(method):
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, Moody(target), method, tree_size=7)

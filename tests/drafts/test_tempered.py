@@ -66,6 +66,7 @@ def flat_below_depth_1(folder):
     return target, load_block(write(folder, config | {"num_target_layers": 2}, tensors), target)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_noise")
 def test_a_collapse_by_flat_deep_laws_is_cured_by_calibrating(tmp_path, monkeypatch):
     """Costs are such that a tree of six nodes pays."""
@@ -90,7 +91,7 @@ def test_a_collapse_by_flat_deep_laws_is_cured_by_calibrating(tmp_path, monkeypa
     assert reached[1] == 6 > 2 * reached[0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("law", "method", "verifier"), [
     ("of depths", "sequoia", "held_traversal"), ("of tokens", "dyspec", "traversal"),
     ("of paths", "chain", "rejection"),
@@ -109,7 +110,7 @@ def test_the_joint_law_of_four_tokens_is_the_targets(law, method, verifier, tmp_
 
 
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec", "rsd-s"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_profiles_temperatures_are_those_that_a_head_may_be_given(method, tmp_path):
     """The same text and steps, in a batch and in a service; at temperature 0 the profile changes nothing."""
     target = tiny_llama(0, max_position_embeddings=128)

@@ -92,7 +92,7 @@ def test_what_is_read_for_a_token_has_its_bytes(size, demo_pair):
 
 
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_every_node_has_the_law_of_the_text_in_the_drafts_tokens(method, target, translated):
     decoder = SpeculativeDecoder(target, translated, method, tree_size=8)
     nodes = assert_drafts_as_said(decoder, translated, 20, [*PROMPTS, *torch.tensor([[6], [0]])], atol=SMALL_MODEL)
@@ -144,6 +144,7 @@ def test_a_long_chain_of_one_text_reaches_not_beyond_the_rows_of_another(target,
     assert min(ends) >= 0
 
 
+@pytest.mark.slow
 def test_with_its_own_tokenizer_it_accepts_what_the_model_alone_does(demo_pair):
     target, draft, tokenizer = demo_pair
     wrapped = Translated(draft, tokenizer, tokenizer)
@@ -183,6 +184,7 @@ def test_rows_of_a_cache_are_counted_in_the_targets_tokens(translated):
         assert torch.equal(own[:, :, 8:], was[:, :, 8:])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["alone", "mixture"])
 def test_the_joint_law_is_the_targets(draft):
     """In a mixture the text itself proposes tokens that the draft lacks, below which it drafts, too."""

@@ -73,6 +73,7 @@ def test_records_say_that_drafts_fit_the_target_and_the_head_better_than_the_mod
     assert list(DEFAULT_ACCEPTANCE) == RECORD["acceptance"]["0.6"]["unconditional"]
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_about_what_the_prompts_have(demo_pair, head):
     """They are held-out text too, though a small part of it."""
     target, draft, tokenizer = demo_pair

@@ -95,6 +95,7 @@ def test_the_detectable_departure_is_found_99_times_of_100(sequences):
     assert detectable_total_variation(law, sequences, power=0.5) < distance
 
 
+@pytest.mark.slow
 def test_right_samplers_are_seldom_said_to_be_wrong():
     law = joint_law(Table(torch.randn(4, 4)), torch.tensor([0]), 2)
     texts = torch.multinomial(law.flatten(), 200 * 1000, replacement=True).view(200, 1000)

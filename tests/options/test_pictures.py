@@ -28,6 +28,7 @@ def test_the_picture_of_orders_counts_the_blocks_of_one_tree(tmp_path):
     assert f"{heavy.occupied_blocks(8)} of 78 blocks" in texts
 
 
+@pytest.mark.slow
 def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(tmp_path, monkeypatch):
     pictures = script("pictures")
     monkeypatch.setattr(pictures, "simulated", cache(pictures.simulated))
@@ -46,6 +47,7 @@ def test_a_heavy_path_by_hand():
     assert script("pictures").heavy_path(TokenTree([-1, 0, 0, 2, 3])) == [0, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_step_has_its_tokens(tmp_path, monkeypatch):
     pictures = script("pictures")
     step = next(pictures.steps_worth_showing())

@@ -97,7 +97,7 @@ def test_expected_tokens_are_the_sum_over_paths(acceptance):
 
 
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 2, 3, 6])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_planned_trees_are_the_best_of_all_trees(max_depth):
     for acceptance, size in product(FALLING.values(), SIZES):
         check_best(greedy_tree, acceptance, size, max_depth=max_depth)
@@ -199,7 +199,7 @@ def check_fastest(acceptance, draft_cost: float, max_depth: int | None) -> None:
 
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 3])
 @pytest.mark.parametrize("draft_cost", [0, 0.02, 0.3])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_selected_tree_is_the_fastest_of_all(draft_cost, max_depth):
     for acceptance in (*FALLING.values(), *RISING.values(), by_markov):
         check_fastest(acceptance, draft_cost, max_depth)

@@ -104,7 +104,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_pair, monkeypatch):
     target = tiny_pair[0]
@@ -117,7 +117,7 @@ def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_p
     assert torch.equal(decoder.generate(IDS, 18).sequences, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["rsd-s", "ersd", "chain", "dyspec"])
 @pytest.mark.parametrize("least", [{}, {"min_new_tokens": 9}, {"min_length": 20}], ids=str)
 def test_a_growing_wish_to_end_is_that_of_transformers_in_every_call(least, method, tiny_pair, monkeypatch):

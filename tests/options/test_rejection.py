@@ -82,6 +82,7 @@ def test_the_summary_names_the_lowest_and_what_is_not_told_from_it():
     assert race["standard_error"] == pytest.approx([0, 0.1 / 3**0.5], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_command_prints_and_writes_its_table_and_draws_a_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib import image

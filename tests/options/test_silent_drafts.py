@@ -23,7 +23,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "rsd-s", "specinfer"])
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

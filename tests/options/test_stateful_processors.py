@@ -242,7 +242,7 @@ DRAFTS = {
 METHODS = ["sequoia", "dyspec", "ersd", "specinfer", "rsd-s", "eagle-2", "autoregressive"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_is_that_of_transformers_wherever_state_is_kept(kind, name):
@@ -321,7 +321,7 @@ def promised(notes):
 
 
 @pytest.mark.parametrize("kind", STATELESS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_depends_on_no_call_keeps_its_trees(kind, monkeypatch):
     target, looked = tiny_llama(1), []
     made = KeptState.__init__

@@ -148,7 +148,7 @@ CASES += [("held", True, 0.9, None), ("held", False, 0.9, 2), ("held", False, 0.
 CASES += [("with_replacement", True, 0.9, 2), ("target_sample", True, 0.9, None)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "replacement", "draft_temperature", "top_k"), CASES)
 def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
     """Every fate is checked for what it claims, with coins and winners tossed and drawn anew."""
@@ -189,7 +189,7 @@ def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_
     assert ("equal" in seen) == replacement
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", WHOLE_TREE)
 @pytest.mark.parametrize(
     ("replacement", "draft_temperature", "top_k"),

@@ -127,6 +127,7 @@ def speculative_sampling(weight=None):
     return verify
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("detect", "names"), [
     (0.15, ["independent", "equal"]), pytest.param(0.02, [*VERIFICATION_CASES], marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -225,6 +226,7 @@ def test_the_number_of_draws_has_the_power_that_is_stated(cells, total_variation
     assert stats.ncx2.sf(stats.chi2.isf(0.5e-7, freedom), freedom, moved / 3) < 0.9, "not far too many"
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seeds", [range(1000, 1008), range(2000, 2200)])
 def test_the_least_visible_bias_of_this_size_is_found(seeds):
@@ -245,6 +247,7 @@ def test_the_least_visible_bias_of_this_size_is_found(seeds):
     assert 0.01 < mean < 0.021, "on average it is not above 0.02"
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("runs", [30, 1000])
 def test_false_alarms_are_as_rare_as_stated(runs):

@@ -118,7 +118,7 @@ def test_every_option_of_sampling_is_a_field_of_requests():
 
 
 @pytest.mark.parametrize("more", [{}, {"max_tokens": 0}, {"temperature": 0.9, "seed": 3}, {"stream": True}], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_logprobs_of_prompt_and_text_are_the_targets_log_softmax(base, tokenizer, law, more):
     asked = {"echo": True, "logprobs": 3} | more
     if "stream" in more:
@@ -245,7 +245,7 @@ def test_the_best_of_several_texts_has_the_likeliest_tokens(base, law, tokenizer
     ({"structured_outputs": {"json": '{"enum": [7]}'}}, lambda text: text == "7"),
     ({"structured_outputs": {"choice": ["é\n"]}}, lambda text: text == "é\n"),
 ])  # fmt: skip
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_texts_have_the_form_that_vllms_clients_ask_for(base, form, fits):
     pytest.importorskip("llguidance")
     for seed in range(3):

@@ -126,7 +126,7 @@ def check(change, model, draft):
     return before, expected
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["none", "model", "exit"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_unannounced_change_ends_what_is_under_way_and_counts_for_all_that_follow(change, draft, model):

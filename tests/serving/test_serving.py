@@ -325,6 +325,7 @@ def test_a_prompt_holds_up_others_for_one_piece_at_most(decoder):
     assert all("piece" not in pair or "step" in pair for pair in itertools.pairwise(events))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "slots"), [("autoregressive", 1), pytest.param("ersd", 2, marks=pytest.mark.slow)])
 def test_steps_done_by_rote_bring_the_same_texts(method, slots, as_on_a_gpu):
     """On a played GPU: the host is a step late, and slots are taken again while it is."""

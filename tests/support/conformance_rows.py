@@ -114,7 +114,7 @@ def fits(row, new=None):
     return not any(row.keys() >= {*axes} and refuses(*map(row.get, axes)) for axes, refuses in refused)
 
 
-SHARE = 5  # of the rows, one of so many runs by default; they hold two of three pairs, and every value
+SHARE = 8  # of the rows, one of so many runs by default; they hold half of the pairs, and every value
 
 
 @cache
