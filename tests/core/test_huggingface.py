@@ -236,7 +236,6 @@ def test_autocast_is_that_of_sdpa():
     torch.testing.assert_close(logits, expected, atol=0.2, rtol=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"), [("mistral", "a static"), pytest.param("llama", "a growing", marks=pytest.mark.slow)]
 )

@@ -107,7 +107,6 @@ def test_the_shipped_pair_continues_the_text_says_so_and_computes_a_turns_new_to
     assert int(turns[1][0]) < 12 < int(turns[1][1])
 
 
-@pytest.mark.slow
 def test_the_shipped_pair_gets_code_as_it_was_typed_samples_and_stops_at_a_blank_line(chat, prompts, tokenizer):
     code, out, err = chat("--seed=3", lines=["class Stack:", "    def pop(self):"])
     assert code == 0
