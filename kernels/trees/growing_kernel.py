@@ -333,11 +333,10 @@ def _sums(logits: Tensor, temperature: float) -> Tensor:
     return sums
 
 
-def launch_grow(
-    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, count: int
-) -> Grown:
-    """Fill the next level, of `count` slots, as `growing.grow` does."""
+def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> Grown:
+    """Fill the next level, as `growing.grow` does."""
     batch, parents, most = draws.tokens.shape
+    count = policy.slots_below(draws)
     device, beam = logits.device, policy.by == "beam"
     from_logits = not beam and not policy.noisy
     lines = None if beam else policy.lines

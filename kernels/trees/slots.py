@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.levels import Fed
 
 
@@ -78,6 +79,11 @@ class Policy(NamedTuple):
     noisy: bool
     temperature: float
     lines: Tensor | None
+
+    def slots_below(self, draws: TopK) -> int:
+        """Return how many slots the level has for which children were drawn, [B, n, K]."""
+        _, parents, most = draws.tokens.shape
+        return self.width if self.by == "beam" else min(self.width, parents * most)
 
 
 class Level(NamedTuple):
