@@ -7,8 +7,8 @@ from heavypath.speculative.comparison import compare as compare
 from heavypath.speculative.decoder import SpeculativeDecoder as SpeculativeDecoder
 from heavypath.speculative.decoding.rules import Verifier as Verifier
 from heavypath.speculative.decoding.statistics import Statistics as Statistics
-from heavypath.speculative.demo import load_demo_head as load_demo_head
 from heavypath.speculative.demo import load_demo_pair as load_demo_pair
+from heavypath.speculative.demo.trained_head import load_demo_head as load_demo_head
 from heavypath.speculative.distillation import distil as distil
 from heavypath.speculative.drafts.blocks.head import BlockHead as BlockHead
 from heavypath.speculative.drafts.blocks.pard import Pard as Pard
