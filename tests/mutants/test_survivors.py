@@ -12,7 +12,8 @@ from attention_cases import DEVICE, inputs, random_tree
 from triton import knobs
 
 from heavypath.kernels.attention import variant
-from heavypath.kernels.attention.launch import Layouts, TensorLayout, in_place, plan_launch
+from heavypath.kernels.attention.launch import plan_launch
+from heavypath.kernels.attention.layouts import Layouts, TensorLayout, in_place
 from heavypath.kernels.attention.masks import PackedAncestors, pack_ancestors
 from heavypath.kernels.filtering import Filters, filtered_logprobs, scores
 from heavypath.kernels.native.library import library
