@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from heavypath.kernels.sampling import TopK
     from heavypath.kernels.trees.assembly import Assembled
     from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, First, Trees
-    from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
+    from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 FUNCTIONS = {  # name in `StepKernels` -> implementation -> module in this folder, and name there
     "draw": {
@@ -102,7 +102,7 @@ class StepKernels:
     place: "Callable[[Trees, Drawn | None, CommonNodes, bool], Fed]"
     alike: "Callable[[Trees, CommonNodes], Tensor]"
     copy_rows: "Callable[[Tensor, Tensor, Tensor], None]"
-    grow: "Callable[[Slots, Level, TopK, Tensor, Roots, Policy], Grown]"
+    grow: "Callable[[Slots, Level, TopK, Tensor, Roots, Policy], tuple[Level, Fed]]"
     assemble: "Callable[[Slots, Roots, Level, int, bool], Assembled]"
     sequence_scores: "Callable[[Tensor, Tensor], Tensor]"
 

@@ -8,7 +8,7 @@ from heavypath.kernels.native.recording import Arguments, ask, fields, launch
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.assembly import Assembled
 from heavypath.kernels.trees.levels import Fed
-from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
+from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 _BY = {"slot": 0, "node": 1, "beam": 2}
 _ASSEMBLED = 12  # tensors in an `Assembled` and its `Fed`
@@ -28,7 +28,7 @@ class _Assembly(Arguments):
     )
 
 
-def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> Grown:
+def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> tuple[Level, Fed]:
     """Fill the next level, as `trees.growing.grow` does."""
     batch, parents, most = draws.tokens.shape
     count = policy.slots_below(draws)
@@ -55,7 +55,7 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
         above=mask_above, above_batch=mask_above.stride(0), above_row=mask_above.stride(1), mask=mask, fed=fed, **rows,
     )  # fmt: skip
     launch("grow", call)
-    return Grown(Level(end, count, above.depth + 1, mask), Fed(*fed.unbind()))
+    return Level(end, count, above.depth + 1, mask), Fed(*fed.unbind())
 
 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:

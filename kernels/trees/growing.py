@@ -28,7 +28,7 @@ from torch import Tensor
 
 from heavypath.kernels.sampling import TopK, conditioned
 from heavypath.kernels.trees.levels import Fed
-from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots, host
+from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots, host
 
 
 class SlotArrays(NamedTuple):
@@ -43,8 +43,10 @@ class SlotArrays(NamedTuple):
     keys: np.ndarray
 
 
-def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> Grown:
+def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> tuple[Level, Fed]:
     """Fill the slots of the level below `above`, in place; if `above` is the root, slot 0 as well.
+
+    Returns the level, and its nodes as input of the draft.
 
     above:  a level of n nodes
     draws:  [B, n, K], tokens drawn for the children of each node, without replacement
@@ -77,7 +79,7 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
     place = torch.from_numpy(places).to(logits.device)
     depths, noise_rows = torch.full_like(place, depth), roots.noise_rows[:, None] + place
     fed = Fed.of(roots.lengths, token, depths, place, parent, noise_rows)
-    return Grown(Level(above.end, count, depth, seen), fed)
+    return Level(above.end, count, depth, seen), fed
 
 
 def values(probs: np.ndarray, squares: np.ndarray | None, lines: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

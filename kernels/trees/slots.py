@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.sampling import TopK
-from heavypath.kernels.trees.levels import Fed
 
 
 def host(tensor: Tensor) -> np.ndarray:
@@ -101,10 +100,3 @@ class Level(NamedTuple):
     def end(self) -> int:
         """The first slot of the level below."""
         return self.first + self.size
-
-
-class Grown(NamedTuple):
-    """A new level, and its nodes as input of the draft."""
-
-    level: Level
-    fed: Fed

@@ -236,7 +236,7 @@ def test_below_what_is_no_distribution_all_slots_are_empty(policy, impl):
     slots = Slots.room_for(2, 4, torch.device(DEVICE))
     level = Level(0, 1, 0, torch.ones(2, 1, 1, dtype=torch.bool))
     roots = Roots(*torch.ones(4, 2, dtype=torch.long))
-    fed = StepKernels(impl).grow(slots, *given_to(impl, (level, drawn, logits, roots, policy))).fed
+    _, fed = StepKernels(impl).grow(slots, *given_to(impl, (level, drawn, logits, roots, policy)))
     assert slots.tokens[:, 1:].tolist() == [[-1] * 3] * 2
     assert not slots.values[:, 1:].any()
     assert fed.tokens.tolist() == [[0] * 3] * 2
