@@ -75,38 +75,38 @@ def long_zeros(*shape: int) -> Tensor:
 
 def placing(nodes: int) -> None:
     """A step's first nodes, a level, the whole tree, and equal texts."""
-    from heavypath.kernels.trees.levels import ALIKE, FIRST_NODES, CommonNodes, Drawn, Trees, place
+    from heavypath.kernels.step_kernels import StepKernels
+    from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, place
 
     some = long_zeros(nodes)
     every = CommonNodes(some, some, some)
     trees = Trees(
         long_zeros(4, nodes), long_zeros(4), long_zeros(4, nodes), long_zeros(4), long_zeros(4), long_zeros(4, nodes)
     )
-    FIRST_NODES["triton"](trees.left, trees.left, trees.lengths, nodes)
+    StepKernels("triton").first_nodes(trees.left, trees.left, trees.lengths, nodes)
     place(trees, Drawn(long_zeros(4, nodes), some, some), every, impl="triton")
     place(trees, Drawn(long_zeros(4, nodes), some, some), every, whole=True, impl="triton")
     place(trees, None, every, whole=True, impl="triton")
-    ALIKE["triton"](trees, every)
+    StepKernels("triton").alike(trees, every)
 
 
 def growing(by: str, dtype: str, width: int, vocabulary: int, **options) -> None:
     """The first level of a tree, the second, and the tree assembled of both."""
     from heavypath.kernels.sampling import TopK
-    from heavypath.kernels.trees.assembly import assemble
-    from heavypath.kernels.trees.growing import grow
+    from heavypath.kernels.step_kernels import StepKernels
     from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
     lines = on_gpu(torch.zeros(2, width, dtype=torch.float64)) if options.get("confidence") else None
     policy = Policy(by, width, 0.0, not options.get("likeliest", False), 0.6, lines)
     roots = Roots(long_zeros(2), long_zeros(2), long_zeros(2), long_zeros(2))
     slots = Slots(*(on_gpu(field) for field in Slots.room_for(2, 1 + 4 * width, torch.device("cpu"))))
-    level = Level(0, 1, 0, on_gpu(torch.ones(2, 1, 1).bool()))
+    level, kernels = Level(0, 1, 0, on_gpu(torch.ones(2, 1, 1).bool())), StepKernels("triton")
     for _ in range(4 if width > 64 else 2):
         logits = on_gpu(torch.empty(2, level.size, vocabulary, dtype=DTYPES[dtype]))
         keys = on_gpu(torch.empty(2, level.size, width))
-        level, _ = grow(slots, level, TopK(keys.long(), keys, keys), logits, roots, policy, impl="triton")
+        level, _ = kernels.grow(slots, level, TopK(keys.long(), keys, keys), logits, roots, policy)
         level = level._replace(mask=on_gpu(level.mask))
-    assemble(slots, roots, level, 32 if width < 64 else 2048, impl="triton")
+    kernels.assemble(slots, roots, level, 32 if width < 64 else 2048, False)
 
 
 def compaction(dtype: str, head_dim: int, places: int) -> None:

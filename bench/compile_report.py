@@ -62,7 +62,10 @@ from machine_code import GPUS, LEAST_SHARED, Figures, compile_for, figures, kern
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from heavypath.kernels.step_kernels import FUNCTIONS
+
 PACKAGE = "heavypath.kernels"
+TYPES_ALONE = "TYPE_CHECKING"  # the condition of imports that only type checkers read
 RECORD = Path(__file__).parent / "results" / "compile_report.json"
 TRAFFIC = RECORD.with_name("memory_traffic.json")
 CACHE = Path(__file__).parent.parent / "build" / "compile_report.json"
@@ -139,9 +142,21 @@ def modules_used(source: str) -> list[str]:
 
 @cache
 def imported(source: str) -> set[str]:
-    """Names of the modules of kernels/ that this code imports itself, inside functions too; none of the CPU's."""
+    """Names of the modules of kernels/ that this code imports itself, inside functions too; none of the CPU's.
+
+    A function of a step is imported by its name in `StepKernels`, as the table there says.
+    """
     names: list[str] = []
-    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+    tree = ast.parse(textwrap.dedent(source))
+    calls_by_name = "step_kernels" in source
+    for_types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == TYPES_ALONE]
+    unread = {id(inner) for block in for_types for each in block.body for inner in ast.walk(each)}
+    for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
+        if calls_by_name and isinstance(node, ast.Attribute) and node.attr in FUNCTIONS:
+            module, _, _ = FUNCTIONS[node.attr]["triton"].rpartition(".")
+            names.append(f"{PACKAGE}.{module}")
         if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
             names += [f"{node.module}.{each.name}" for each in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -1,7 +1,8 @@
 """How much of the package a user loads and a reader enters: `python bench/loaded.py`, no arguments.
 
 loaded   modules of heavypath, and their lines, in `sys.modules` after `from heavypath import SpeculativeDecoder`
-entered  files of heavypath of which a function runs while a decoder is made and generates 64 tokens, on a CPU
+decoded  the same after a decoder was made and has generated 64 tokens, on a CPU
+entered  files of heavypath of which a function runs meanwhile
 density  tokens of Python on a line of code in the files entered; imports, comments and docstrings are not counted
 
 tests/integration/test_loaded.py holds the figures, which may only fall.
@@ -16,22 +17,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+MODULES = """
+print(*{m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "heavypath"}, sep="\\n")
+"""
 LOAD = """
 import sys
 from heavypath import SpeculativeDecoder, load_demo_pair
-print(*{m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "heavypath"}, sep="\\n")
 """
-ENTER = """
-import sys
-from heavypath import SpeculativeDecoder, load_demo_pair
+PAIR = """
 target, draft, tokenizer = load_demo_pair()
 prompt = tokenizer("def read_lines(path):", return_tensors="pt").input_ids
+"""
+DECODE = """
+SpeculativeDecoder(target, draft).generate(prompt, 64, temperature=0.6)
+"""
+RECORD = """
 entered = set()
 sys.setprofile(lambda frame, event, argument: entered.add(frame.f_code.co_filename))
-SpeculativeDecoder(target, draft).generate(prompt, 64, temperature=0.6)
+"""
+RECORDED = """
 sys.setprofile(None)
 print(*entered, sep="\\n")
 """
+PROGRAMS = {
+    "loaded": LOAD + MODULES,
+    "decoded": LOAD + PAIR + DECODE + MODULES,
+    "entered": LOAD + PAIR + RECORD + DECODE + RECORDED,
+}
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING, tokenize.FSTRING_START) if (
     sys.version_info >= (3, 12)
 ) else (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)  # fmt: skip
@@ -76,8 +88,8 @@ def size_of(paths: set[Path]) -> Size:
 
 
 def main() -> None:
-    """Print both."""
-    for name, program in (("loaded", LOAD), ("entered", ENTER)):
+    """Print all."""
+    for name, program in PROGRAMS.items():
         size = size_of(files_of(program))
         print(f"{name}: {size.files} files, {size.lines:,} lines, {size.density:.1f} tokens on a line of code")
 

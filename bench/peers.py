@@ -75,7 +75,8 @@ from llama_cpp import (
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.demo import demo_prompts, load_demo_head
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.demo.trained_head import load_demo_head
 from heavypath.speculative.ways import ASSISTED, PLAIN, transformers_runner
 
 DRAFTINGS = [Drafting(2), Drafting(3), Drafting(5), Drafting(5, 0.5)]  # the last by llama-speculative-simple alone

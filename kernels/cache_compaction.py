@@ -26,7 +26,7 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.native.steps import compact as compact_natively
+from heavypath.kernels.step_kernels import kernels_by
 
 MAX_PATH = 2048  # columns of path that the kernel takes
 _TILE = 8192  # units that a program moves, at most: 16 for each thread of 16 warps
@@ -88,7 +88,7 @@ def compact_cache(
         _check_kernel_takes(caches, path)
     if path.device.type == "cpu" and batch and caches:
         _check_rows(path, length, prefix_length, min(tensor.shape[2] for tensor in caches))
-    COMPACT[impl](caches, path, length, prefix_length)
+    kernels_by(impl).compact(caches, path, length, prefix_length)
 
 
 def _check_kernel_takes(caches: Sequence[Tensor], path: Tensor) -> None:
@@ -119,7 +119,7 @@ def _check_rows(path: Tensor, length: Tensor, prefix_length: Tensor, rows: int) 
         raise ValueError(f"prefix_length + path must lie in the cache's rows 0 .. {rows - 1}, got {used.tolist()}")
 
 
-def _reference(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
+def reference(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
     """Move the rows of one cache after the other, in PyTorch."""
     node, last, prefix = (field.cpu().numpy() for field in (path, length, prefix_length))
     place = np.arange(node.shape[1])
@@ -198,7 +198,8 @@ def _table(device: torch.device, row_bytes: int, caches: tuple[tuple[int, ...], 
 _table_for_ever = cache(_table)  # a graph reads its table as long as it exists
 
 
-def _launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
+def launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
+    """Move the rows by one launch."""
     batch, places = path.shape
     if not caches:
         return
@@ -221,6 +222,3 @@ def _launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
             UNIT=_UNITS[unit], VECTOR=alignment // unit, ROW=row, BLOCK_P=block_places, BLOCK_ROW=block_row,
             num_warps=min(16, max(1, block_places * block_row // 128)), enable_fp_fusion=False,
         )  # fmt: skip
-
-
-COMPACT = {"triton": _launch, "native": compact_natively, "torch": _reference}

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.native.steps import commit as commit_natively
 from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.step_kernels import kernels_by
 
 
 class StateField(IntEnum):
@@ -88,10 +88,10 @@ def commit(
     impl = choose_impl("commit", impl, nodes.tokens, native=True)
     if impl == "torch" and nodes.tokens.is_cuda:
         raise ValueError("commit: impl 'torch' takes CPU tensors, got CUDA tensors; take impl 'triton'")
-    COMMIT[impl](state, nodes, depths, verified, branching)
+    kernels_by(impl).commit(state, nodes, depths, verified, branching)
 
 
-def _reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
+def reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
     """Compute `commit` for CPU tensors, in NumPy."""
     numbers, output, stops, seen, counts = (field.numpy() for field in state)
     assert nodes.ranks is not None
@@ -203,8 +203,8 @@ def _commit_kernel(
     tl.store(numbers_ptr + _LEFT * slots, tl.where(active & (after < 0), -1, left_now))
 
 
-def _launch(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
-    """Compute `_reference` by the kernel."""
+def launch(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
+    """Compute `reference` by the kernel."""
     numbers, output, stops, seen, counts = state
     tokens, parents, ranks = nodes
     assert ranks is not None
@@ -223,6 +223,3 @@ def _launch(state: State, nodes: Nodes, depths: Tensor, verified: Verified, bran
             PER_SEQUENCE=per_sequence, HAS_SEEN=seen.shape[1] > 0,
             BLOCK_P=triton.next_power_of_2(path.shape[1]), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-COMMIT = {"triton": _launch, "native": commit_natively, "torch": _reference}

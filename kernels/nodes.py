@@ -8,7 +8,10 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.ordering import sibling_order
+
+WHOLE_TREE = ("traversal", "held_traversal")  # methods that look at the whole tree, not at one node at a time
+EITHER_DRAW = ("held", *WHOLE_TREE)  # that take children drawn without replacement, or by `replacement` independently
+DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", *EITHER_DRAW)  # that need the draft's logits
 
 
 class Nodes(NamedTuple):
@@ -95,6 +98,14 @@ class PlainTree(NamedTuple):
         return path
 
 
+def sibling_order(parents: Tensor) -> Tensor:
+    """Return each node's rank if siblings are in index order: LongTensor[B, N] from parents LongTensor[B, N]."""
+    families, order = parents.sort(dim=-1, stable=True)
+    place = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    begins = families.diff(dim=-1, prepend=families[:, :1] - 1) != 0
+    return torch.empty_like(parents).scatter_(1, order, place - place.where(begins, 0).cummax(-1).values)
+
+
 def plain_trees(nodes: Nodes) -> list[PlainTree]:
     """Copy the trees of nodes [B, N] to the host."""
     ranks = sibling_order(nodes.parents) if nodes.ranks is None else nodes.ranks
@@ -174,6 +185,14 @@ def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Te
             raise ValueError(f"ranks must differ among siblings and be in [0, {len(index)}), got {ranks.tolist()}")
     if rows is not None and (rows.numpy() < 0).any():
         raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
+
+
+def no_maximum(side: str, sequence: int, node: int, largest: float | np.floating) -> ValueError:
+    """Return the error for a row without a finite maximum."""
+    return ValueError(
+        f"{side}_logits must have a finite maximum in every row that is used, "
+        f"but [{sequence}, {node}] has {float(largest)}"
+    )
 
 
 def depth_of(parents: Tensor, max_depth: int | None) -> int:

@@ -210,3 +210,12 @@ def launch_tokens(
             INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
     return tokens, keys, logprobs
+
+
+def launch_draw(
+    logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw the children of a step's nodes, as `sampling.reference`: without replacement by `launch_tokens`."""
+    if replacement:
+        return launch_topk(logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=True)
+    return launch_tokens(logits, k, filters, noise=noise, stream=Stream.DRAFT, uniform_fill=uniform_fill)

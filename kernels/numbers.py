@@ -3,8 +3,6 @@
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
-
 
 def real(name: str, value: object) -> float | int:
     """Return the value as a Python int or float; TypeError, with the argument's name, if it is not a real number."""
@@ -23,7 +21,7 @@ def whole(name: str, value: object) -> int:
 
 
 def _plain(value: Any) -> object:
-    if isinstance(value, np.generic | np.ndarray) and value.size == 1:
-        return value.item()
-    numel = getattr(value, "numel", None)  # a tensor, recognised without importing torch
-    return value.item() if callable(numel) and numel() == 1 else value
+    count = getattr(value, "size", None)  # of an array; a tensor has a method of this name
+    if callable(count):
+        count = getattr(value, "numel", count)()
+    return value.item() if count == 1 and hasattr(value, "item") else value

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
+from heavypath.kernels.nodes import sibling_order
 
 MAX_NODES = 2048  # limit of the kernel: parent, size, rank and node have 11 bits each in a sorting key
 _FIELD = tl.constexpr(MAX_NODES)
@@ -86,14 +87,6 @@ def _check_values(parents: Tensor, ranks: Tensor | None) -> None:
         places = np.sort(np.where(drafted, parent * nodes + rank, -1 - index), axis=1)
         if (drafted & ((rank < 0) | (rank >= nodes))).any() or (places[:, 1:] == places[:, :-1]).any():
             raise ValueError(f"ranks must differ among siblings and be in [0, {nodes}), got {ranks.tolist()}")
-
-
-def sibling_order(parents: Tensor) -> Tensor:
-    """Return each node's rank if siblings are in index order: LongTensor[B, N] from parents LongTensor[B, N]."""
-    families, order = parents.sort(dim=-1, stable=True)
-    place = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    begins = families.diff(dim=-1, prepend=families[:, :1] - 1) != 0
-    return torch.empty_like(parents).scatter_(1, order, place - place.where(begins, 0).cummax(-1).values)
 
 
 def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:

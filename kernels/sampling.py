@@ -22,9 +22,8 @@ from torch.nn.functional import pad
 
 from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_scores
 from heavypath.kernels.implementation import choose_impl, operator
-from heavypath.kernels.native.sampling import draw as draw_natively
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels, noise_bits
-from heavypath.kernels.sampling_kernel import launch_topk
+from heavypath.kernels.step_kernels import kernels_by
 
 
 class TopK(NamedTuple):
@@ -94,9 +93,12 @@ def gumbel_topk(
         rows = rows.reshape(-1)
     check_seed(seed, logits.device)
     impl = choose_impl("gumbel_topk", impl, logits, native=True)
+    draw = kernels_by(impl).draw
     if impl == "triton":
         check_kernel_takes(logits=logits)
-    draw = partial(launch_topk, stream=Stream.DRAFT) if impl == "triton" else DRAW[impl]
+        from heavypath.kernels.sampling_kernel import launch_topk
+
+        draw = partial(launch_topk, stream=Stream.DRAFT)  # whose keys and logprobs are those after top-p
     fields = draw(
         logits.reshape(-1, vocab_size), k, filters,
         noise=Noise(seed, rows), replacement=replacement, uniform_fill=uniform_fill,
@@ -109,19 +111,8 @@ def _check_values(rows: Tensor) -> None:
         raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
 
 
-def _launch(
-    logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_reference`, except that keys and logprobs of draws without replacement may be those before top-p."""
-    if replacement:
-        return launch_topk(logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=True)
-    from heavypath.kernels.nucleus import launch_tokens
-
-    return launch_tokens(logits, k, filters, noise=noise, stream=Stream.DRAFT, uniform_fill=uniform_fill)
-
-
 @np.errstate(all="ignore")
-def _reference(
+def reference(
     logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw from logits [R, V] with noise.rows LongTensor[R]: tokens, keys and logprobs [R, k]."""
@@ -155,9 +146,6 @@ def _reference(
     fields = tokens, keys.astype(np.float32), logprobs.astype(np.float32)
     tokens, keys, logprobs = (torch.from_numpy(field).to(logits.device) for field in fields)
     return tokens, keys, logprobs
-
-
-DRAW = {"triton": _launch, "native": draw_natively, "torch": _reference}
 
 
 class Beam(NamedTuple):

@@ -19,7 +19,7 @@ from heavypath.kernels.filter_cuts import cuts_by_sequence, filtered
 from heavypath.kernels.filtering import LEAST, LEAST_TEMPERATURE, Filters, score
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.native.sampling import sequence_scores as scores_natively
+from heavypath.kernels.step_kernels import kernels_by
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -49,12 +49,11 @@ def sequence_scores(logits: Tensor, settings: Tensor, *, impl: str = "auto") -> 
     A row of only -inf stays so, and a row with NaN or +inf becomes NaN. Only the implementation is checked.
     """
     impl = choose_impl("sequence_scores", impl, logits, native=True)
-    if impl == "triton":
-        return _on_gpu(logits, settings)
-    return scores_natively(logits, settings) if impl == "native" else _reference(logits, settings)
+    return kernels_by(impl).sequence_scores(logits, settings)
 
 
-def _reference(logits: Tensor, settings: Tensor) -> Tensor:
+def reference(logits: Tensor, settings: Tensor) -> Tensor:
+    """Compute the formulas at the top in PyTorch."""
     logits = logits.float()
     temperature, top_k, top_p, min_p = (column[:, None, None] for column in settings.unbind(1))  # [B, 1, 1]
     vocab_size = logits.shape[-1]
@@ -103,7 +102,7 @@ def _scores_kernel(
     tl.store(scores_ptr + row.to(tl.int64) * V + token, scores, mask=token < V)
 
 
-def _on_gpu(logits: Tensor, settings: Tensor) -> Tensor:
+def launch(logits: Tensor, settings: Tensor) -> Tensor:
     """Compute the scores by two launches: the cuts of all rows, then the scores of the kept tokens."""
     batch, count, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()

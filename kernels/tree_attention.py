@@ -20,24 +20,24 @@ The Triton kernel and its costs are in `attention.kernel`.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heavypath.kernels.attention.kernel import MAX_NODES
-from heavypath.kernels.attention.launch import (
-    MOST_HEADS,
-    LaunchPlan,
+from heavypath.kernels.attention.layouts import (
     Layouts,
     TensorLayout,
+    check_kernel_takes,
+    check_layouts,
     in_place,
-    launch_tree_attention,
-    plan_launch,
 )
 from heavypath.kernels.attention.masks import PackedAncestors, Visible, attention_bias
 from heavypath.kernels.implementation import call_operator, choose_impl
+
+if TYPE_CHECKING:
+    from heavypath.kernels.attention.launch import LaunchPlan
 
 _FEW_QUERIES = 8  # on a CPU, up to this many queries of a group share one matrix product
 
@@ -162,7 +162,7 @@ def visible_attention(
     )  # fmt: skip
     plan, on_gpu = None, query.is_cuda
     if impl == "torch" or query.numel() == 0:
-        _check_layouts(_named(layouts), nodes)
+        check_layouts(_named(layouts), nodes)
     else:
         plan = _plan(layouts, nodes, window is not None, softcap is not None, on_gpu)
     rows = layouts[4][2]
@@ -177,7 +177,7 @@ def visible_attention(
     if plan is None:
         return _by_node(query) if query.numel() == 0 else _reference(query, key, value, visible, softcap, factor)
     if plan.in_place and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0:
-        return launch_tree_attention(query, key, value, visible, softcap, factor, plan)
+        return plan(query, key, value, visible, softcap, factor)
     return visible_attention(in_place(query), in_place(key), in_place(value), visible, softcap, scale, impl)
 
 
@@ -195,65 +195,14 @@ def _named(layouts: tuple[Any, ...]) -> Layouts:
 
 
 @lru_cache(maxsize=1024)
-def _plan(layouts: tuple[Any, ...], nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> LaunchPlan:
+def _plan(layouts: tuple[Any, ...], nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> "LaunchPlan":
     """Check layouts and plan their launches. A cache that grows has new layouts, and so a new plan, for each length."""
     named = _named(layouts)
-    _check_layouts(named, nodes)
-    _check_kernel_takes(named.query, nodes, named.key.shape[1])
+    check_layouts(named, nodes)
+    check_kernel_takes(named.query, nodes, named.key.shape[1])
+    from heavypath.kernels.attention.launch import plan_launch  # which a CPU does not need
+
     return plan_launch(named, nodes, windowed, capped, on_gpu)
-
-
-def _check_layouts(layouts: Layouts, nodes: int) -> None:
-    query, key, value, lengths, subtree_end, ancestors, first_row, _ = layouts
-    if not len(query.shape) == len(key.shape) == 4 or key.shape != value.shape or query.shape[::3] != key.shape[::3]:
-        raise ValueError(
-            "expected query [B, Hq, N, D] and key, value [B, Hkv, S, D], "
-            f"got {[*query.shape]}, {[*key.shape]} and {[*value.shape]}"
-        )
-    batch, heads, queries, _ = query.shape
-    kv_heads = key.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
-    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
-        raise ValueError(f"expected one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
-    given = {"key": key, "value": value, "prefix_length": lengths, "subtree_end": subtree_end}
-    for name, layout in (given | {"ancestor_mask": ancestors, "first_row": first_row}).items():
-        if layout is not None and layout.device != query.device:
-            raise ValueError(f"{name} must be on the query's device, {query.device}, got {layout.device}")
-    if subtree_end is not None:
-        _check_mask("subtree_end", subtree_end, (torch.int32, torch.long), ((nodes,), (batch, nodes)))
-    if ancestors is not None:
-        columns = nodes if ancestors.dtype == torch.bool else 2 * -(-nodes // 64)
-        dtypes, shape = (torch.bool, torch.int32), (queries, columns)
-        _check_mask("ancestor_mask", ancestors, dtypes, (shape, (batch, *shape)))
-    if nodes < queries:
-        raise ValueError(f"got {queries} queries of a tree of {nodes} nodes")
-    if lengths is not None:
-        _check_mask("prefix_length", lengths, (torch.long,), ((), (batch,)), "an int, or ")
-    if first_row is not None:
-        _check_mask("first_row", first_row, (torch.long,), ((batch,),))
-
-
-def _check_kernel_takes(query: TensorLayout, nodes: int, kv_heads: int) -> None:
-    head_dim, most = query.shape[-1], MOST_HEADS // kv_heads
-    if head_dim % 8 or not 16 <= head_dim <= 256:
-        raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
-    if nodes > MAX_NODES or query.shape[0] > most:
-        got = f"{MAX_NODES} nodes and {most} sequences of {kv_heads} key heads, got {nodes} and {query.shape[0]}"
-        raise ValueError(f"impl 'triton' takes at most {got}; take impl 'torch'")
-    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, got {query.dtype}; take impl 'torch'")
-
-
-def _check_mask(
-    name: str, layout: TensorLayout, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...],
-    otherwise: str = "",
-) -> None:  # fmt: skip
-    if layout.dtype not in dtypes or layout.shape not in shapes:
-        wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
-        raise ValueError(
-            f"{name} must be {otherwise}{' or '.join(map(str, dtypes))} {wanted}, got {layout.dtype} {[*layout.shape]}"
-        )
 
 
 def _reference(

@@ -23,8 +23,7 @@ Then a walk goes down from the root, and draws a recovered or bonus token where 
 which independent draws may give, have equal contexts. So once their token is accepted, the children of all of them are
 candidates.
 
-On a GPU a first launch decides for all nodes at once (`decision`, or `gumbel_topk` for one token per node), and a
-second one walks (`walk`).
+This file has the reference; `verifying.launches` has the launches on a GPU, and `native.verification` the C++.
 """
 
 from itertools import accumulate
@@ -36,8 +35,10 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_scores
 from heavypath.kernels.implementation import choose_impl, operator
-from heavypath.kernels.native.verification import verify as verify_natively
 from heavypath.kernels.nodes import (
+    DRAFT_AWARE,
+    EITHER_DRAW,
+    WHOLE_TREE,
     Nodes,
     PlainTree,
     Verified,
@@ -51,21 +52,15 @@ from heavypath.kernels.nodes import (
     nothing_verified,
     per_sequence,
     plain_trees,
+    sibling_order,
 )
 from heavypath.kernels.noise import Noise, Stream, check_seed, coins, gumbels
-from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.verifying.decision import Decided, decide
+from heavypath.kernels.step_kernels import kernels_by
 from heavypath.kernels.verifying.distributions import best_tokens, log_weights, used_row, verified_by_draws
-from heavypath.kernels.verifying.drafted_tree import laid_out
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import Chain
 from heavypath.kernels.verifying.traversal import in_post_order
-from heavypath.kernels.verifying.traversal_kernel import launch_traversal
-from heavypath.kernels.verifying.walk import launch_walk
 
-WHOLE_TREE = ("traversal", "held_traversal")  # methods that look at the whole tree, not at one node at a time
-EITHER_DRAW = ("held", *WHOLE_TREE)  # that take children drawn without replacement, or by `replacement` independently
-DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", *EITHER_DRAW)  # that need the draft's logits
 VERIFICATION_METHODS = (
     "without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy", *EITHER_DRAW,
 )  # fmt: skip
@@ -158,11 +153,11 @@ def verify_tree(
         Nodes(tokens, parents, ranks), target_logits, draft_logits, method, replacement, depth, target_filters,
         draft_filters, Noise(seed, rows),
     )  # fmt: skip
-    return VERIFY[impl](given)
+    return kernels_by(impl).verify(given)
 
 
 @np.errstate(all="ignore")
-def _reference(given: VerifyInputs) -> Verified:
+def reference(given: VerifyInputs) -> Verified:
     """Verify one tree after the other, by the formulas."""
     given = given._replace(nodes=given.nodes.per_sequence())
     (tokens, parents, ranks), noise = given.nodes, given.noise
@@ -265,26 +260,3 @@ def _accepted(sequence: _Sequence, node: int, children: list[int]) -> tuple[int 
                 return child, None
             chain.pass_over(tokens[child])
     return None, chain.left
-
-
-def _launch(given: VerifyInputs) -> Verified:
-    """As `_reference`, in two launches, and one for the filters of each side that has any."""
-    given, method = laid_out(given), given.method
-    draft, (seed, rows) = given.draft_logits, given.noise
-    if method in WHOLE_TREE and draft is not None:
-        return launch_traversal(given)
-    if method in DRAFT_AWARE:
-        return launch_walk(given, decide(given))
-    from heavypath.kernels.nucleus import launch_tokens
-
-    winner, _, _ = launch_tokens(
-        given.target_logits.reshape(-1, given.target_logits.shape[-1]),
-        1,
-        Filters(temperature=0.0) if method == "greedy" else given.target_filters,
-        noise=Noise(seed, None if rows is None else rows.view(-1)),
-        stream=Stream.DRAFT if method == "race" else Stream.TARGET,
-    )
-    return launch_walk(given, Decided(winner, left_out=None, facts=None, marks=None))
-
-
-VERIFY = {"triton": _launch, "native": verify_natively, "torch": _reference}

@@ -65,7 +65,7 @@ PUBLIC = {
     "goodness_of_fit": "heavypath.speculative.losslessness.goodness_of_fit",
     "greedy_tree": "heavypath.speculative.trees.planning",
     "joint_law": "heavypath.speculative.losslessness.law",
-    "load_demo_head": "heavypath.speculative.demo",
+    "load_demo_head": "heavypath.speculative.demo.trained_head",
     "load_demo_pair": "heavypath.speculative.demo",
     "load_draft": "heavypath.speculative.loading",
     "load_streamed": "heavypath.speculative.streaming.load",

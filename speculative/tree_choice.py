@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.kernels.attention.layouts import MAX_NODES
 from heavypath.kernels.numbers import whole
 from heavypath.speculative.costs.estimates import estimated_for, estimates
 from heavypath.speculative.costs.roofline import Work

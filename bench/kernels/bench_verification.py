@@ -29,9 +29,10 @@ import torch
 from common import DEVICE, Run
 from torch import Tensor
 
+from heavypath.kernels.nodes import DRAFT_AWARE
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, verify_tree
+from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.speculative import TokenTree
 
 TEMPERATURE, SPREAD, DRAFT_NOISE = 0.6, 3.0, 0.7

@@ -30,7 +30,6 @@ byte tensor cores are the limit, below it memory is.
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.tickets import is_last
 
-MAX_NODES = 2048  # each of 64 blocks of 32 keys has a bit in one word
 MIN_SPLIT = 256  # fewest rows that are worth a separate program; a multiple of every BLOCK_N
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MIN_SPLIT, tree_attention_kernel
+from heavypath.kernels.attention.layouts import Layouts, is_in_place
 from heavypath.kernels.attention.masks import Visible
 from heavypath.kernels.attention.variant import Launch, current_stream, variant_of
 from heavypath.kernels.tickets import tickets
 
 _ROOMY = (9, 10)
-MOST_HEADS = 65_535  # key heads of all sequences together: CUDA's limit for the last dimension of a grid
 
 
 class _Tiles(NamedTuple):
@@ -50,30 +50,10 @@ def _tiles(dtype: torch.dtype, head_dim: int, rows: int, capped: bool, generatio
     return _Tiles(64, 64, 4, 3) if rows <= 64 else _Tiles(128, 32 if capped else 64, 8, 3)
 
 
-class TensorLayout(NamedTuple):
-    """A tensor's shape, strides, dtype and device."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-class Layouts(NamedTuple):
-    """The layouts of query, key and value, and of the tensors of `Visible`; None for a tensor that is not given."""
-
-    query: TensorLayout
-    key: TensorLayout
-    value: TensorLayout
-    lengths: TensorLayout | None
-    subtree_end: TensorLayout | None
-    ancestors: TensorLayout | None
-    first_row: TensorLayout | None
-    counts: TensorLayout | None
-
-
 class LaunchPlan(NamedTuple):
-    """Everything about a launch that follows from the layouts of its tensors; all layers of a forward pass share it.
+    """Everything about a launch that follows from the layouts of its tensors; called, it launches.
+
+    All layers of a forward pass share it.
 
     in_place:     whether the kernel can read query, key and value without a copy, if their addresses are aligned
     out:          shape of the output
@@ -87,19 +67,39 @@ class LaunchPlan(NamedTuple):
     tiles: int
     attend: Launch
 
-
-def _is_in_place(layout: TensorLayout) -> bool:
-    """Whether 16-byte loads and 32-bit offsets within a block can read a tensor of this layout."""
-    strides = [stride for stride, size in zip(layout.stride[:-1], layout.shape, strict=False) if size > 1]
-    return layout.stride[-1] == 1 and all(stride % 8 == 0 for stride in strides) and layout.stride[2] < 1 << 24
-
-
-def in_place(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a contiguous copy if the kernel cannot read it in place."""
-    layout = TensorLayout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    if tensor.data_ptr() % 16 == 0 and _is_in_place(layout):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float
+    ) -> Tensor:
+        """Launch the kernel of `tree_attention` with checked arguments; returns [B, N, Hq, D]."""
+        stream, on_gpu = None, query.is_cuda
+        if on_gpu:
+            device = query.get_device()
+            if device != torch.cuda.current_device():
+                with torch.cuda.device_of(query):
+                    return self(query, key, value, visible, softcap, scale)
+            stream = current_stream(device)
+        length, lengths, ends, _, _, first_row, window, _ = visible
+        words = counts = None
+        if visible.ancestors is not None:
+            packed = visible.packed()
+            words, counts = packed.words.contiguous(), None if packed.counts is None else packed.counts.contiguous()
+        elif ends is not None:
+            ends = ends.contiguous()
+            counts = None if window is None else visible.path_lengths()
+        if first_row is not None:
+            first_row = first_row.contiguous()
+        batch, queries, heads, head_dim = self.out
+        out = query.new_empty(batch, queries, heads, head_dim)  # PyTorch parses four numbers faster than a tuple
+        if not on_gpu:
+            out = out.float()  # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong
+        parts = counters = None
+        if self.parts:
+            parts, counters = query.new_empty(self.parts, dtype=torch.float32), tickets(self.tiles, query.device)
+        self.attend(stream, (
+            query, key, value, out, parts, counters, length, lengths, first_row, ends, words, counts, scale, softcap,
+            window,
+        ))  # fmt: skip
+        return out if on_gpu else out.to(query.dtype)
 
 
 def _blocks(count: int, size: int) -> int:
@@ -167,43 +167,9 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     kind = (query.device, dtypes, windowed, capped, wide, *constants.values())
     attend = variant_of(tree_attention_kernel, (*kind, *tiling.values()), tuple(options.items()))
     return LaunchPlan(
-        in_place=all(map(_is_in_place, (query, key, value))),
+        in_place=all(map(is_in_place, (query, key, value))),
         out=(batch, queries, heads, head_dim),
         parts=batch * kv_heads * splits * rows * (head_dim + 2) if splits > 1 else 0,
         tiles=batch * kv_heads * tiles if splits > 1 else 0,
         attend=Launch(attend, (tiles, splits, batch * kv_heads), sizes | strides | constants | tiling),
     )
-
-
-def launch_tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float, plan: LaunchPlan
-) -> Tensor:
-    """Launch the kernel of `tree_attention` with checked arguments; returns [B, N, Hq, D]."""
-    stream, on_gpu = None, query.is_cuda
-    if on_gpu:
-        device = query.get_device()
-        if device != torch.cuda.current_device():
-            with torch.cuda.device_of(query):
-                return launch_tree_attention(query, key, value, visible, softcap, scale, plan)
-        stream = current_stream(device)
-    length, lengths, ends, _, _, first_row, window, _ = visible
-    words = counts = None
-    if visible.ancestors is not None:
-        packed = visible.packed()
-        words, counts = packed.words.contiguous(), None if packed.counts is None else packed.counts.contiguous()
-    elif ends is not None:
-        ends = ends.contiguous()
-        counts = None if window is None else visible.path_lengths()
-    if first_row is not None:
-        first_row = first_row.contiguous()
-    batch, queries, heads, head_dim = plan.out
-    out = query.new_empty(batch, queries, heads, head_dim)  # PyTorch parses four numbers faster than a tuple
-    if not on_gpu:
-        out = out.float()  # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong
-    parts = counters = None
-    if plan.parts:
-        parts, counters = query.new_empty(plan.parts, dtype=torch.float32), tickets(plan.tiles, query.device)
-    plan.attend(stream, (
-        query, key, value, out, parts, counters, length, lengths, first_row, ends, words, counts, scale, softcap, window
-    ))  # fmt: skip
-    return out if on_gpu else out.to(query.dtype)

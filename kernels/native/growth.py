@@ -6,8 +6,9 @@ from torch import Tensor
 from heavypath.kernels.native.library import thread_count
 from heavypath.kernels.native.recording import Arguments, ask, fields, launch
 from heavypath.kernels.sampling import TopK
+from heavypath.kernels.trees.assembly import Assembled
 from heavypath.kernels.trees.levels import Fed
-from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
+from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 _BY = {"slot": 0, "node": 1, "beam": 2}
 _ASSEMBLED = 12  # tensors in an `Assembled` and its `Fed`
@@ -27,9 +28,10 @@ class _Assembly(Arguments):
     )
 
 
-def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, count: int) -> Grown:
-    """Fill the next level, of `count` slots, as `trees.growing.grow` does."""
+def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> tuple[Level, Fed]:
+    """Fill the next level, as `trees.growing.grow` does."""
     batch, parents, most = draws.tokens.shape
+    count = policy.slots_below(draws)
     end = above.first + parents
     assert end + count <= slots.tokens.shape[1]
     lines = None if policy.by == "beam" or policy.lines is None else policy.lines.contiguous()
@@ -53,12 +55,12 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
         above=mask_above, above_batch=mask_above.stride(0), above_row=mask_above.stride(1), mask=mask, fed=fed, **rows,
     )  # fmt: skip
     launch("grow", call)
-    return Grown(Level(end, count, above.depth + 1, mask), Fed(*fed.unbind()))
+    return Level(end, count, above.depth + 1, mask), Fed(*fed.unbind())
 
 
-def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool) -> tuple[Tensor, ...]:
-    """Assemble grown trees of `nodes` nodes: the tensors of an `Assembled`, followed by those of its `Fed`."""
-    batch, stride = slots.tokens.shape
+def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
+    """Make trees of at most `nodes` nodes from the drafted slots, as `trees.assembly.assemble` does."""
+    (batch, stride), nodes = slots.tokens.shape, min(nodes, last.end)
     out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long, device="cpu")
     call = _Assembly(
         batch, stride, last.end, last.first, trims, nodes, 0, slots.parents, slots.ranks, slots.depths, slots.tokens,
@@ -67,4 +69,5 @@ def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool
     launch("assemble", call)
     if trims:
         out = out[: _ASSEMBLED * batch * ask(lambda: call.nodes)]  # absent nodes come last
-    return out.view(_ASSEMBLED, batch, -1).unbind()
+    fields = out.view(_ASSEMBLED, batch, -1).unbind()
+    return Assembled(*fields[:7], fed=Fed(*fields[7:]))

@@ -5,13 +5,13 @@ Arguments and results are those of the references in `trees.levels`, `cache_comp
 
 from collections.abc import Sequence
 from ctypes import addressof
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, First, Trees
 
 
 class _First(Arguments):
@@ -48,19 +48,17 @@ class _Commit(Arguments):
     )
 
 
-def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, cache rows and parents' rows of a step's first two nodes, LongTensor[B, 2], and their mask."""
+def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
+    """Return a step's first two nodes."""
     batch = len(root)
     tokens, cache_rows, parent_rows = torch.empty(3, batch, 2, dtype=torch.long, device="cpu").unbind()
     mask = torch.empty(batch, 2, nodes, dtype=torch.bool, device="cpu")
     launch("first_nodes", _First(batch, nodes, previous, root, lengths, tokens, cache_rows, parent_rows, mask))
-    return tokens, cache_rows, parent_rows, mask
+    return First(tokens, cache_rows, parent_rows, mask)
 
 
-def place(
-    trees: tuple[Any, ...], drawn: tuple[Tensor, Tensor, Tensor] | None, given: tuple[Tensor, ...], whole: bool
-) -> tuple[Tensor, ...]:
-    """Write drawn tokens into the trees; return the five tensors [B, n] of a `Fed`. Arguments as in `levels.place`."""
+def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
+    """Write drawn tokens into the trees, in place, and return the nodes of the next pass."""
     tokens, roots, noise_rows, lengths, left, _ = trees
     batch, nodes = tokens.shape
     drawn_tokens, child, draw = drawn or (None, None, None)
@@ -73,10 +71,10 @@ def place(
         lengths, left, drawn_tokens, child, draw, node, parent, depth, out,
     )  # fmt: skip
     launch("place", call)
-    return out.unbind()
+    return Fed(*out.unbind())
 
 
-def alike(trees: tuple[Any, ...], given: tuple[Tensor, ...]) -> Tensor:
+def alike(trees: Trees, given: CommonNodes) -> Tensor:
     """For each node of a level, return the first node with the same path of tokens, LongTensor[B, n]."""
     (tokens, *_, texts), (node, parent, _) = trees, given
     first = torch.empty(len(tokens), node.shape[0], dtype=torch.long, device="cpu")

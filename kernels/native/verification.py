@@ -8,9 +8,7 @@ from torch import Tensor
 from heavypath.kernels.native.library import compiled
 from heavypath.kernels.native.recording import Arguments, do, fields
 from heavypath.kernels.native.sampling import FiltersStruct, seed_tensor
-from heavypath.kernels.nodes import Verified, VerifyInputs
-from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.verifying.distributions import no_maximum
+from heavypath.kernels.nodes import Verified, VerifyInputs, no_maximum, sibling_order
 
 _METHODS = {  # name -> number in C++
     "greedy": 0, "target_sample": 1, "race": 2, "without_replacement": 3, "with_replacement": 3, "held": 4, "kseq": 5,

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.native.growth import assemble as assemble_natively
 from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
 from heavypath.kernels.trees.levels import Fed
 from heavypath.kernels.trees.slots import Level, Roots, Slots, host
@@ -47,31 +45,15 @@ class Assembled(NamedTuple):
     fed: Fed
 
 
-def assemble(
-    slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool = False, impl: str = "auto"
-) -> Assembled:
+def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     """Make trees of at most `nodes` nodes, the root included, from the drafted slots [B, S].
 
     last:  the last level
-    trims: remove nodes that are absent from all trees, which synchronises with the host; only "torch" and "native" do
-    impl:  see `implementation`; "triton" is three launches without host synchronisation, for at most
-           `ordering.MAX_NODES` nodes
+    trims: remove nodes that are absent from all trees, which synchronises with the host; `launch` cannot do it
 
-    Only the device is checked: a decoder calls this with tensors that other functions have checked.
+    Nothing is checked: `StepKernels.assemble` is this function, `launch`, or its C++.
     """
     nodes = min(nodes, last.end)
-    impl = choose_impl("assemble", impl, slots.tokens, native=True)
-    if impl == "triton":
-        if nodes > MAX_NODES:
-            raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
-        return _launch(slots, roots, last, nodes)
-    if impl == "native":
-        fields = assemble_natively(slots, roots, last, nodes, trims=trims)
-        return Assembled(*fields[:-5], Fed(*fields[-5:]))
-    return _reference(slots, roots, last, nodes, trims)
-
-
-def _reference(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     parents, ranks, depths, tokens, values = (host(field[:, : last.end]) for field in slots[:5])
     # A stable sort: the root, of infinite value, comes first, and empty slots, of value 0, come last.
     kept = np.sort(np.argsort(-values, axis=1, kind="stable")[:, :nodes], axis=1)
@@ -189,9 +171,11 @@ def _number_kernel(
     tl.store(noise_rows_ptr + at, tl.load(root_rows_ptr + sequence) + slot, mask=exists)
 
 
-def _launch(slots: Slots, roots: Roots, last: Level, nodes: int) -> Assembled:
-    """Compute `_reference` by the kernels, without trimming."""
-    batch, stride = slots.tokens.shape
+def launch(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
+    """Make the trees as `assemble` does, in three launches without host synchronisation; trims must be False."""
+    (batch, stride), nodes = slots.tokens.shape, min(nodes, last.end)
+    if trims or nodes > MAX_NODES:
+        raise ValueError(f"on a GPU trees have at most {MAX_NODES} nodes and are not trimmed, got {nodes}, {trims=}")
 
     def room() -> Tensor:
         return slots.tokens.new_empty(batch, nodes)

@@ -26,12 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.native.growth import grow as grow_natively
 from heavypath.kernels.sampling import TopK, conditioned
-from heavypath.kernels.trees.growing_kernel import launch_grow
 from heavypath.kernels.trees.levels import Fed
-from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots, host
+from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots, host
 
 
 class SlotArrays(NamedTuple):
@@ -46,24 +43,43 @@ class SlotArrays(NamedTuple):
     keys: np.ndarray
 
 
-def grow(
-    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, *, impl: str = "auto"
-) -> Grown:
+def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> tuple[Level, Fed]:
     """Fill the slots of the level below `above`, in place; if `above` is the root, slot 0 as well.
+
+    Returns the level, and its nodes as input of the draft.
 
     above:  a level of n nodes
     draws:  [B, n, K], tokens drawn for the children of each node, without replacement
     logits: [B, n, V], fp32, fp16 or bf16, from which the tokens were drawn
-    impl:   see `implementation`; "triton" is one or two launches without host synchronisation
 
-    By "slot" and "node" a level has min(width, n * K) slots, by "beam" `width`; some may stay empty. Only the device
-    is checked: a decoder calls this with tensors that other functions have checked.
+    The level has `policy.slots_below(draws)` slots; some may stay empty. Nothing is checked: `StepKernels.grow` is this
+    function, its Triton kernels (one or two launches without host synchronisation), or its C++.
     """
-    parents, most = draws.tokens.shape[1:]
-    count = policy.width if policy.by == "beam" else min(policy.width, parents * most)
-    impl = choose_impl("grow", impl, logits, native=True)
-    run = {"triton": launch_grow, "native": grow_natively, "torch": _reference}[impl]
-    return run(slots, above, draws, logits, roots, policy, count)
+    count = policy.slots_below(draws)
+    if above.first == 0:
+        beam = policy.by == "beam"
+        for field, root in zip(slots, (-1, 0, 0, roots.tokens, torch.inf, 0 if beam else 1, 0), strict=True):
+            field[:, 0] = root
+    own = slice(above.first, above.end)
+    choose = _next_of_beam if policy.by == "beam" else _best_slots
+    chosen = choose(draws, logits, Slots(*(field[:, own] for field in slots)), policy, count)
+    depth = above.depth + 1
+    there = (chosen.values > 0) & (chosen.values >= policy.threshold) & (depth < host(roots.left))[:, None]
+    parents = above.first + chosen.parents
+    tokens = np.where(there, chosen.tokens, -1)
+    fields = chosen._replace(parents=parents, tokens=tokens, values=np.where(there, chosen.values, 0))
+    for field, new in zip(slots, fields, strict=True):
+        field[:, above.end : above.end + count] = torch.from_numpy(new)
+
+    places = np.arange(above.end, above.end + count)
+    mask = np.empty((len(tokens), count, above.end + count), bool)
+    mask[..., : above.end] = np.take_along_axis(host(above.mask), chosen.parents[..., None], 1)
+    mask[..., above.end :] = np.eye(count, dtype=bool)
+    token, parent, seen = (torch.from_numpy(each).to(logits.device) for each in (tokens, parents, mask))
+    place = torch.from_numpy(places).to(logits.device)
+    depths, noise_rows = torch.full_like(place, depth), roots.noise_rows[:, None] + place
+    fed = Fed.of(roots.lengths, token, depths, place, parent, noise_rows)
+    return Level(above.end, count, depth, seen), fed
 
 
 def values(probs: np.ndarray, squares: np.ndarray | None, lines: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -105,35 +121,6 @@ def logprobs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     scores = logits.float() / temperature
     logprobs = scores.gather(-1, tokens.clamp(min=0)) - scores.logsumexp(-1, keepdim=True)
     return logprobs.masked_fill(tokens < 0, -torch.inf)
-
-
-def _reference(
-    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, count: int
-) -> Grown:
-    if above.first == 0:
-        beam = policy.by == "beam"
-        for field, root in zip(slots, (-1, 0, 0, roots.tokens, torch.inf, 0 if beam else 1, 0), strict=True):
-            field[:, 0] = root
-    own = slice(above.first, above.end)
-    choose = _next_of_beam if policy.by == "beam" else _best_slots
-    chosen = choose(draws, logits, Slots(*(field[:, own] for field in slots)), policy, count)
-    depth = above.depth + 1
-    there = (chosen.values > 0) & (chosen.values >= policy.threshold) & (depth < host(roots.left))[:, None]
-    parents = above.first + chosen.parents
-    tokens = np.where(there, chosen.tokens, -1)
-    fields = chosen._replace(parents=parents, tokens=tokens, values=np.where(there, chosen.values, 0))
-    for field, new in zip(slots, fields, strict=True):
-        field[:, above.end : above.end + count] = torch.from_numpy(new)
-
-    places = np.arange(above.end, above.end + count)
-    mask = np.empty((len(tokens), count, above.end + count), bool)
-    mask[..., : above.end] = np.take_along_axis(host(above.mask), chosen.parents[..., None], 1)
-    mask[..., above.end :] = np.eye(count, dtype=bool)
-    token, parent, seen = (torch.from_numpy(each).to(logits.device) for each in (tokens, parents, mask))
-    place = torch.from_numpy(places).to(logits.device)
-    depths, noise_rows = torch.full_like(place, depth), roots.noise_rows[:, None] + place
-    fed = Fed.of(roots.lengths, token, depths, place, parent, noise_rows)
-    return Grown(Level(above.end, count, depth, seen), fed)
 
 
 def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:

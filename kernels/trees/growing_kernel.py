@@ -15,7 +15,7 @@ from heavypath.kernels.filtering import LOG2E, LOWEST
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.levels import Fed
-from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
+from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 _CHUNK = tl.constexpr(4096)  # tokens of a row that a program sums up
 _SUMS = tl.constexpr(3)  # largest logit, sum of exponentials, and of their squares
@@ -333,11 +333,10 @@ def _sums(logits: Tensor, temperature: float) -> Tensor:
     return sums
 
 
-def launch_grow(
-    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, count: int
-) -> Grown:
-    """Fill the next level, of `count` slots, as `growing.grow` does."""
+def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> tuple[Level, Fed]:
+    """Fill the next level, as `growing.grow` does."""
     batch, parents, most = draws.tokens.shape
+    count = policy.slots_below(draws)
     device, beam = logits.device, policy.by == "beam"
     from_logits = not beam and not policy.noisy
     lines = None if beam else policy.lines
@@ -365,4 +364,4 @@ def launch_grow(
             BLOCK_N=triton.next_power_of_2(parents), BLOCK_W=triton.next_power_of_2(count), BLOCK=256 * warps,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return Grown(Level(above.end, count, above.depth + 1, mask), fed)
+    return Level(above.end, count, above.depth + 1, mask), fed

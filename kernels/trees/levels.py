@@ -17,7 +17,7 @@ after both must be equal, because verification treats the children of both as dr
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportReturnType=false
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.native import steps
+from heavypath.kernels.step_kernels import kernels_by
 
 _BLOCK = tl.constexpr(128)  # nodes that a program reads in one iteration
 
@@ -109,7 +109,7 @@ class Trees(NamedTuple):
     texts: Tensor | None
 
 
-def _first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
+def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
     """Return a step's first two nodes. All LongTensor[B]: the token before the root, the root, and its cache row.
 
     A sequence of one token has none before the root: then both nodes are the root.
@@ -135,10 +135,10 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, *, whole: bool 
     whole: whether they are all nodes; then those too deep for their sequence become absent
     impl:  see `implementation`; "triton" is one launch. Only the device is checked
     """
-    return PLACE[choose_impl("place", impl, trees.tokens, native=True)](trees, drawn, given, whole)
+    return kernels_by(choose_impl("place", impl, trees.tokens, native=True)).place(trees, drawn, given, whole)
 
 
-def _alike(trees: Trees, given: CommonNodes) -> Tensor:
+def alike(trees: Trees, given: CommonNodes) -> Tensor:
     """For each node of a level return the index in the level of the first node with the same path: LongTensor[B, n].
 
     Extends trees.texts to the level, in place.
@@ -151,7 +151,8 @@ def _alike(trees: Trees, given: CommonNodes) -> Tensor:
     return first
 
 
-def _reference(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
+def place_by_torch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
+    """Compute `place` in PyTorch."""
     tokens = trees.tokens
     tokens[:, 0] = trees.roots
     if drawn is not None:
@@ -267,7 +268,8 @@ def _alike_kernel(
     tl.store(texts_ptr + node, tl.load(nodes_ptr + first, mask=here, other=0), mask=here)
 
 
-def _launch_first(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
+def launch_first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
+    """Compute `first_nodes` by the kernel."""
     batch, device = len(root), root.device
     tokens, cache_rows, parent_rows = (torch.empty(batch, 2, dtype=torch.long, device=device) for _ in range(3))
     mask = torch.empty(batch, 2, nodes, dtype=torch.bool, device=device)
@@ -280,8 +282,8 @@ def _launch_first(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -
     return First(tokens, cache_rows, parent_rows, mask)
 
 
-def _launch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
-    """Compute `_reference` by the kernel."""
+def launch_place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
+    """Compute `place_by_torch` by the kernel."""
     batch, nodes = trees.tokens.shape
     count, device = len(given.nodes), trees.tokens.device
     fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))
@@ -301,7 +303,8 @@ def _launch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) 
     return fed
 
 
-def _launch_alike(trees: Trees, given: CommonNodes) -> Tensor:
+def launch_alike(trees: Trees, given: CommonNodes) -> Tensor:
+    """Compute `alike` by the kernel."""
     batch, nodes = trees.tokens.shape
     count = len(given.nodes)
     first = torch.empty(batch, count, dtype=torch.long, device=trees.tokens.device)
@@ -311,17 +314,3 @@ def _launch_alike(trees: Trees, given: CommonNodes) -> Tensor:
             first_ptr=first, N=nodes, GIVEN=count, BLOCK=_BLOCK.value, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return first
-
-
-def _first_nodes_natively(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
-    return First._make(steps.first_nodes(previous, root, lengths, nodes))
-
-
-def _place_natively(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
-    return Fed._make(steps.place(trees, drawn, given, whole))
-
-
-# What a decoder calls, by implementation:
-FIRST_NODES = {"triton": _launch_first, "native": _first_nodes_natively, "torch": _first_nodes}
-PLACE = {"triton": _launch, "native": _place_natively, "torch": _reference}
-ALIKE = {"triton": _launch_alike, "native": steps.alike, "torch": _alike}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.sampling import TopK
 
 
 def host(tensor: Tensor) -> np.ndarray:
@@ -79,6 +79,11 @@ class Policy(NamedTuple):
     temperature: float
     lines: Tensor | None
 
+    def slots_below(self, draws: TopK) -> int:
+        """Return how many slots the level has for which children were drawn, [B, n, K]."""
+        _, parents, most = draws.tokens.shape
+        return self.width if self.by == "beam" else min(self.width, parents * most)
+
 
 class Level(NamedTuple):
     """The level that was drafted last: slots first .. first + size - 1 of all trees, nodes of one depth.
@@ -95,10 +100,3 @@ class Level(NamedTuple):
     def end(self) -> int:
         """The first slot of the level below."""
         return self.first + self.size
-
-
-class Grown(NamedTuple):
-    """A new level, and its nodes as input of the draft."""
-
-    level: Level
-    fed: Fed

@@ -24,7 +24,7 @@ from torch import Tensor
 from heavypath.kernels.filter_cuts import filtered
 from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised, softmax_scale, sum_of_products
 from heavypath.kernels.language import tl, triton
-from heavypath.kernels.nodes import Verified, VerifyInputs, as_verified
+from heavypath.kernels.nodes import Verified, VerifyInputs, as_verified, no_maximum
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sharing import finish_chunks, open_pass, take_chunk, wait_for_all
 
@@ -35,14 +35,6 @@ def used_row(logits: Tensor, side: str, sequence: int, node: int) -> np.ndarray:
     if logits.device.type == "cpu" and not np.isfinite(row.max()):
         raise no_maximum(side, sequence, node, row.max())
     return row
-
-
-def no_maximum(side: str, sequence: int, node: int, largest: float | np.floating) -> ValueError:
-    """Return the error for a row without a finite maximum."""
-    return ValueError(
-        f"{side}_logits must have a finite maximum in every row that is used, "
-        f"but [{sequence}, {node}] has {float(largest)}"
-    )
 
 
 def log_weights(row: np.ndarray, filters: Filters) -> np.ndarray:

@@ -27,9 +27,8 @@ from torch import Tensor
 from heavypath.kernels.filter_cuts import filter_cuts
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
+from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs, sibling_order
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.step_kernels import step_kernels
 
 # (log P, log Q, children) -> L: natural logarithms [..., V], and children LongTensor[..., K]: tokens in draw order, -1

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.trees.assembly import assemble
-from heavypath.kernels.trees.growing import grow
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 from heavypath.speculative.decoding.drafted import (
     Drafted,
@@ -71,6 +70,7 @@ class GrowingDrafter:
         assert cache is not None
         growth, rules = self.growth, self.rules
         batch, device = len(state.root), state.root.device
+        kernels = step_kernels(device)
         can_trim = reach.trims and host_can_read(device)
         first_rows = root_rows(state.noise, state.lengths)
         roots = Roots(state.root, state.lengths, first_rows, state.left)
@@ -84,7 +84,7 @@ class GrowingDrafter:
             most = min(growth.width, after.shape[-1])
             drawn = gumbel_topk(after, most, **rules.drawing_filters._asdict(), seed=state.seed, rows=noise_rows)
             check_distributions("draft", drawn.keys, state, level.depth)
-            level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, level.depth, device))
+            level, fed = kernels.grow(slots, level, drawn, after, roots, _policy(growth, rules, level.depth, device))
             logits.append(after)
             lap("sampling")
             tokens = slots.tokens[:, level.first : level.end]
@@ -92,7 +92,7 @@ class GrowingDrafter:
                 break
             noise_rows = fed.noise_rows
             feed = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth)
-        tree = assemble(slots, roots, level, growth.size, trims=can_trim)
+        tree = kernels.assemble(slots, roots, level, growth.size, can_trim)
         every = torch.cat(logits, 1)  # [B, n, V], after the slots of all levels except the last
         chosen = every.flatten(0, 1).index_select(0, tree.inner.flatten())
         drafted = Drafted(

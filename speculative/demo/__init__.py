@@ -11,9 +11,6 @@ from typing import NamedTuple
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from heavypath.speculative.drafts.heads.checkpoint import load_head
-from heavypath.speculative.drafts.heads.eagle import EagleHead
-
 FOLDER = Path(__file__).parent
 
 
@@ -40,15 +37,6 @@ def load_demo_pair(dtype: torch.dtype = torch.float32, device: torch.device | st
     tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER, local_files_only=True, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     return DemoPair(_load_model("target", dtype, device), _load_model("draft", dtype, device), tokenizer)
-
-
-def load_demo_head(target: LlamaForCausalLM) -> EagleHead:
-    """Load the shipped EAGLE-3 head of the shipped target, in the target's dtype and on its device.
-
-    target, _, tokenizer = load_demo_pair()
-    decoder = SpeculativeDecoder(target, load_demo_head(target))
-    """
-    return load_head(FOLDER / "head", target)
 
 
 def demo_prompts() -> list[str]:

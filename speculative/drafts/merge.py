@@ -24,11 +24,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
+from heavypath.kernels.nodes import DRAFT_AWARE, Nodes, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sequence_scores import filtered_scores
 from heavypath.kernels.step_kernels import step_kernels
-from heavypath.kernels.verification import DRAFT_AWARE
 from heavypath.speculative.drafts.composite import (
     CompositeCache,
     CompositeDraft,

@@ -31,8 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 from transformers.utils import logging
 
-from heavypath.kernels.attention.kernel import MAX_NODES
-from heavypath.kernels.attention.launch import MOST_HEADS
+from heavypath.kernels.attention.layouts import MAX_NODES, MOST_HEADS
 from heavypath.kernels.attention.masks import PackedAncestors
 from heavypath.kernels.tree_attention import chain_attention, tree_attention
 

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.nodes import PlainTree
+from heavypath.kernels.nodes import DRAFT_AWARE, WHOLE_TREE, PlainTree
 from heavypath.kernels.noise import coins
-from heavypath.kernels.verification import DRAFT_AWARE, WHOLE_TREE
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import Chain
 from heavypath.kernels.verifying.traversal import in_post_order

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heavypath.kernels.sequence_scores import sequence_scores
+from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.changes import LogitChange
@@ -23,7 +23,7 @@ class OwnSettings(LogitChange):
 
     def before_verifying(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
         """The target's scores."""
-        return sequence_scores(logits, state.settings[:, 0])
+        return step_kernels(logits.device).sequence_scores(logits, state.settings[:, 0])
 
 
 class _Scored(Draft):
@@ -35,4 +35,5 @@ class _Scored(Draft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """Scores [B, n, V]; for the first feed of a step only those after the root, [B, D, V] with D drafts."""
         logits = self._draft(feed, cache)
-        return sequence_scores(logits[:, -self.laws :] if feed.news else logits, self._settings)
+        last = logits[:, -self.laws :] if feed.news else logits
+        return step_kernels(last.device).sequence_scores(last, self._settings)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.kernels.attention.layouts import MAX_NODES
 from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heavypath.kernels import ordering
-from heavypath.kernels.attention import kernel
+from heavypath.kernels.attention import layouts
 from heavypath.speculative import calibration, methods
 from heavypath.speculative.cli import options, planning
 from heavypath.speculative.training.losses import LOSSES, lk, tv_kl
@@ -25,7 +25,7 @@ def test_the_words_of_options_are_those_of_the_package():
     assert tuple(methods.METHODS) == options.METHODS
     assert options.LOSSLESS_METHODS == methods.LOSSLESS_METHODS
     assert options.VERIFIERS == methods.VERIFIERS
-    assert options.MAX_NODES == kernel.MAX_NODES == ordering.MAX_NODES
+    assert options.MAX_NODES == layouts.MAX_NODES == ordering.MAX_NODES
     assert planning.LIMIT == calibration.LIMIT
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in options.Precision)
     assert {"tv-kl": tv_kl, "lk": lk} == LOSSES

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import TopK
+from heavypath.kernels.step_kernels import StepKernels
 from heavypath.kernels.trees import growing as levels
 from heavypath.speculative import METHODS
 from heavypath.speculative.decoding import growing
@@ -315,8 +316,7 @@ GROWTHS = {
 
 @pytest.fixture
 def by_reference(monkeypatch):
-    for part in (levels.grow, growing.assemble):
-        monkeypatch.setattr(growing, part.__name__, partial(part, impl="torch"))
+    monkeypatch.setattr(growing, "step_kernels", lambda device: StepKernels("torch"))
 
 
 @pytest.mark.parametrize("name", GROWTHS)

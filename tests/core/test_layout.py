@@ -17,6 +17,7 @@ import torch
 
 import heavypath
 import heavypath.speculative
+from heavypath.kernels.step_kernels import FUNCTIONS, StepKernels
 from heavypath.speculative import SpeculativeDecoder, names
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +124,15 @@ def test_the_core_imports_no_option_also_not_in_a_function():
     assert {f"heavypath.speculative.{name}" for name in ("decoder", "decoding.step", "tree_policy")} < {*core}
     for name, module in names.OPTIONS.items():
         assert hasattr(importlib.import_module(module), name), name
+
+
+def test_each_function_of_a_step_is_where_the_table_says():
+    assert StepKernels.__annotations__.keys() == FUNCTIONS.keys()
+    for name, places in FUNCTIONS.items():
+        assert places.keys() == {"triton", "native", "torch"}
+        for impl, place in places.items():
+            found = getattr(StepKernels(impl), name)
+            assert (found.__module__, found.__name__) == tuple(f"heavypath.kernels.{place}".rsplit(".", 1))
 
 
 def test_a_class_has_one_name_in_the_whole_package():
@@ -291,11 +301,8 @@ def test_every_test_that_the_makefile_names_is_there():
 
 
 def test_type_checkers_see_the_public_names_that_there_are_at_run_time():
-    package = ROOT / "speculative" / "__init__.py"
-    block = next(
-        node for node in nodes(package) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    )
-    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    stub = nodes(ROOT / "speculative" / "__init__.pyi")
+    seen = {alias.asname: node.module for node in stub if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen == names.PUBLIC
     for name in seen:
         assert getattr(heavypath.speculative, name) is getattr(heavypath, name)

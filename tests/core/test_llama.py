@@ -4,7 +4,7 @@ import pytest
 import torch
 from llama_cases import MODELS, made, sharpened
 
-from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.kernels.attention.layouts import MAX_NODES
 from heavypath.kernels.native.library import library
 from heavypath.speculative.models import linear, llama
 from heavypath.speculative.models.forward import STREAMED_CHUNK, TreeMask, chunk_of

@@ -23,10 +23,11 @@ from recurrent_families import for_kernels
 from tiny_models import tiny_llama
 
 from heavypath.kernels.cache_compaction import compact_cache
+from heavypath.kernels.nodes import DRAFT_AWARE
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.tree_attention import tree_attention
-from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, verify_tree
+from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.speculative import (
     METHODS,
     EarlyExit,

@@ -189,6 +189,8 @@ def test_a_case_depends_on_the_modules_that_it_imports_and_on_theirs():
     used = record.modules_used("def case():\n    from heavypath.kernels.cache_compaction import compact_cache\n")
     assert {"cache_compaction", "implementation"} <= set(used)
     assert "sampling" not in used
+    used = record.modules_used("import heavypath.kernels.verification")
+    assert {"verifying.launches", "verifying.decision", "verifying.traversal_kernel", "nucleus"} <= set(used)
     assert "noise" in record.modules_used("import heavypath.kernels.sampling")
     assert record.modules_used("from heavypath.kernels import noise") == record.modules_used(
         "import heavypath.kernels.noise"

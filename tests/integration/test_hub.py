@@ -65,8 +65,8 @@ def test_the_repository_is_the_kernels_and_nothing_is_written_twice(hub):
                 assert len(body) == 1, f"{path}: {name}"
                 assert body[0].startswith("raise NotImplementedError(" if "check" not in name[0] else "return None")
                 left_out.add(f"{path}:{name[0]}")
-    assert {"verification.py:_reference", "sampling.py:_reference", "nodes.py:check_values"} < left_out
-    assert not {"verification.py:verify_tree", "sampling.py:gumbel_topk", "verification.py:_launch"} & left_out
+    assert {"verification.py:reference", "sampling.py:reference", "nodes.py:check_values"} < left_out
+    assert not {"verification.py:verify_tree", "sampling.py:gumbel_topk", "verifying/launches.py:verify"} & left_out
     written = [body for path in files.rglob("*.py") for body in functions(path).values()]
     assert not [body for body in written if body in taken]
 
@@ -80,6 +80,32 @@ def test_the_repository_imports_what_the_hub_allows(hub):
             assert {name.split(".")[0] for name in names} <= allowed, path
             if isinstance(node, ast.FunctionDef) and "jit" not in "".join(map(ast.unparse, node.decorator_list)):
                 assert "np." not in "".join(map(ast.unparse, node.body)), f"{path}: {node.name}"
+
+
+DECIDED = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+import torch
+
+spec = spec_from_file_location("by_path", sys.argv[1])
+ours = sys.modules["by_path"] = module_from_spec(spec)
+spec.loader.exec_module(ours)
+logits = torch.tensor([[0.0, 3, 1, 2], [5, 4, 0, 6]])
+assert ours.gumbel_topk(logits, 2, temperature=0.0, impl="triton").tokens.tolist() == [[1, 3], [3, 0]]
+tokens, parents = torch.tensor([[0, 2, 1, 3]]), torch.tensor([-1, 0, 0, 2])  # a chain of 1, 3 beside a leaf of 2
+likeliest = torch.nn.functional.one_hot(torch.tensor([[1, 0, 3, 2]]), 4).float()  # after each node
+verified = ours.verify_tree(tokens, parents, likeliest, None, method="greedy", temperature=0.0, impl="triton")
+assert (verified.path.tolist(), verified.next_token.tolist()) == ([[0, 2, 3]], [2])
+certain, even = 100 * likeliest, torch.zeros(1, 4, 4)
+for method in ("without_replacement", "traversal"):
+    verified = ours.verify_tree(tokens, parents, certain, even, method=method, impl="triton")
+    assert (verified.path.tolist(), verified.next_token.tolist()) == ([[0, 2, 3]], [2]), method
+assert not [name for name in sys.modules if name.split(".")[0] == "heavypath"]
+"""
+
+
+def test_what_the_repository_draws_and_accepts(hub):
+    run(hub, sys.executable, "-c", DECIDED, hub / "build" / "torch-cpu" / "__init__.py")
 
 
 TRIED = """

@@ -2,19 +2,36 @@
 
 import pytest
 from bench_scripts import script
+from kernel_cases import needs_compiler
 
 pytestmark = pytest.mark.integration
+OF_GPUS = {
+    "nucleus.py", "sampling_kernel.py", "filter_cuts.py", "sharing.py", "launches.py", "decision.py", "walk.py",
+    "traversal_kernel.py", "kernel.py", "launch.py", "variant.py", "tickets.py",
+}  # fmt: skip
+OF_GROWING_TREES = {"ordering.py", "slots.py", "growing.py", "assembly.py", "growing_kernel.py"}
 
 
 def test_a_user_loads_no_more_than_today():
     loaded = script("loaded")
-    size = loaded.size_of(loaded.files_of(loaded.LOAD))
-    assert size.files <= 109, size
-    assert size.lines <= 17_300, size
+    size = loaded.size_of(loaded.files_of(loaded.PROGRAMS["loaded"]))
+    assert size.files <= 76, size
+    assert size.lines <= 11_500, size
+
+
+@needs_compiler
+def test_a_cpu_that_decodes_loads_no_more_than_today():
+    loaded = script("loaded")
+    files = loaded.files_of(loaded.PROGRAMS["decoded"])
+    size = loaded.size_of(files)
+    assert size.files <= 80, size
+    assert size.lines <= 12_300, size
+    assert not {path.name for path in files} & (OF_GPUS | OF_GROWING_TREES)
+    assert {"step_kernels.py", "verification.py"} < {path.name for path in files}  # of kernels/native/
 
 
 def test_a_reader_enters_no_more_than_today():
     loaded = script("loaded")
-    size = loaded.size_of(loaded.files_of(loaded.ENTER))
+    size = loaded.size_of(loaded.files_of(loaded.PROGRAMS["entered"]))
     assert size.files <= 51, size
     assert size.density <= 11.2, size

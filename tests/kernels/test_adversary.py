@@ -16,7 +16,8 @@ import triton.language as tl
 from adversary import Adversary, HazardError
 from verification_cases import Problem, random_problem
 
-from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE
+from heavypath.kernels.nodes import DRAFT_AWARE, WHOLE_TREE
+from heavypath.kernels.verification import VERIFICATION_METHODS
 from heavypath.speculative import TokenTree
 
 of_the_tool = pytest.mark.usefixtures("interpreter")

@@ -158,7 +158,7 @@ def test_on_a_gpu_rows_outside_the_cache_stay():
     for cache in expected:
         cache[0, :, 4] = cache[0, :, 5].clone()
         cache[1, :, 6] = cache[1, :, 9].clone()
-    cache_compaction._launch(caches, path, length, prefix)
+    cache_compaction.launch(caches, path, length, prefix)
     for cache, right in zip(caches, expected, strict=True):
         assert_same_bits(cache, right)
 

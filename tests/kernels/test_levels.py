@@ -7,7 +7,8 @@ import torch
 from devices import DEVICE, moved
 from kernel_cases import NATIVE
 
-from heavypath.kernels.trees.levels import ALIKE, FIRST_NODES, CommonNodes, Drawn, Trees, place
+from heavypath.kernels.step_kernels import StepKernels
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, place
 
 on_device = partial(moved, device=DEVICE)
 EACH = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
@@ -47,9 +48,9 @@ def test_nodes_of_one_text_are_told_by_the_first_of_them(impl):
     """Nodes 1, 2 and 3 have tokens 6, 6 and 7, and a child each: 8, 8 and 8. So the first two texts are equal."""
     tokens = torch.tensor([[0, 6, 6, 7, 8, 8, 8]])
     trees = on_device(Trees(tokens, tokens[:, 0], tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens)))
-    first = ALIKE[impl](trees, on_device(chosen([1, 2, 3], [0, 0, 0], [1, 1, 1])))
+    first = StepKernels(impl).alike(trees, on_device(chosen([1, 2, 3], [0, 0, 0], [1, 1, 1])))
     assert first.tolist() == [[0, 0, 2]]
-    first = ALIKE[impl](trees, on_device(chosen([4, 5, 6], [1, 2, 3], [2, 2, 2])))
+    first = StepKernels(impl).alike(trees, on_device(chosen([4, 5, 6], [1, 2, 3], [2, 2, 2])))
     assert first.tolist() == [[0, 0, 2]]
     assert trees.texts.tolist() == [[0, 1, 1, 3, 4, 4, 6]]
 
@@ -80,11 +81,11 @@ def test_nodes_are_placed_and_fed_as_by_the_references(case, impl):
         for name, one, other in zip(found._fields, found, expected, strict=True):
             assert torch.equal(one.cpu(), other), name
         assert torch.equal(mine.tokens.cpu(), theirs.tokens)
-    found, expected = ALIKE[impl](mine, on_device(given[0])), ALIKE["torch"](theirs, given[0])
+    found, expected = StepKernels(impl).alike(mine, on_device(given[0])), StepKernels("torch").alike(theirs, given[0])
     assert torch.equal(found.cpu(), expected)
     assert torch.equal(mine.texts.cpu(), theirs.texts)
-    found = FIRST_NODES[impl](*[trees.left.to(DEVICE)] * 3, nodes)
-    for one, other in zip(found, FIRST_NODES["torch"](*[trees.left] * 3, nodes), strict=True):
+    found = StepKernels(impl).first_nodes(*[trees.left.to(DEVICE)] * 3, nodes)
+    for one, other in zip(found, StepKernels("torch").first_nodes(*[trees.left] * 3, nodes), strict=True):
         assert torch.equal(one.cpu(), other)
 
 

@@ -10,8 +10,8 @@ from kernel_cases import NATIVE, needs_compiler
 from torch.utils._pytree import tree_map
 
 from heavypath.kernels.sampling import TopK, gumbel_topk
-from heavypath.kernels.trees.assembly import assemble
-from heavypath.kernels.trees.growing import grow, logprobs_at
+from heavypath.kernels.step_kernels import StepKernels
+from heavypath.kernels.trees.growing import logprobs_at
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 CPU = torch.device("cpu")
@@ -113,8 +113,8 @@ def grown(impl, seed, policy_number, law, shape, dtype=torch.float32):
             logits, children, temperature=float(policy.noisy), seed=seed, rows=noise_rows.contiguous(), impl="torch"
         )
         given = given_to(impl, (level.mask, drawn, logits, roots, policy))
-        found, fed_by_other = grow(slots[1], level._replace(mask=given[0]), *given[1:], impl=impl)
-        below, fed = grow(slots[0], level, drawn, logits, roots, policy, impl="torch")
+        found, fed_by_other = StepKernels(impl).grow(slots[1], level._replace(mask=given[0]), *given[1:])
+        below, fed = StepKernels("torch").grow(slots[0], level, drawn, logits, roots, policy)
         if rounding_decides(drawn, logits, policy, law, level.depth):
             for own, other in zip(slots[1], slots[0], strict=True):
                 own.copy_(other)
@@ -133,8 +133,8 @@ def flat(field):
 
 
 def check_assembled(impl, slots, roots, level, nodes, trims=False):
-    expected = assemble(slots, roots, level, nodes, trims=trims, impl="torch")
-    got = assemble(*given_to(impl, (slots, roots)), level, nodes, trims=trims, impl=impl)
+    expected = StepKernels("torch").assemble(slots, roots, level, nodes, trims)
+    got = StepKernels(impl).assemble(*given_to(impl, (slots, roots)), level, nodes, trims)
     for name, mine, theirs in zip(expected._fields, got, expected, strict=True):
         for part, (one, other) in enumerate(zip(flat(mine), flat(theirs), strict=True)):
             assert torch.equal(one.cpu(), other), (name, part, nodes)
@@ -205,12 +205,13 @@ def test_a_level_by_hand(impl):
     """
     slots, roots, level = begun(5, 9, 7, 4096, 5)
     policy, logits = Policy("slot", 2, 0.0, True, 1.0, None), torch.zeros(1, 2, 6, device=DEVICE)
-    level, fed = grow(slots, level, draws([[3, 1]], [[0.5, 0.3]]), logits[:, :1], roots, policy, impl=impl)
+    kernels = StepKernels(impl)
+    level, fed = kernels.grow(slots, level, draws([[3, 1]], [[0.5, 0.3]]), logits[:, :1], roots, policy)
     assert level[:3] == (1, 2, 1)
     assert fed.tokens.tolist() == [[3, 1]]
     assert slots.values[0, :3].tolist() == pytest.approx([math.inf, 1.0, 0.5])
     drawn = draws([[2, 4], [5, 0]], [[0.6, 0.4], [0.9, 0.1]])
-    level, fed = grow(slots, level, drawn, logits, roots, policy, impl=impl)
+    level, fed = kernels.grow(slots, level, drawn, logits, roots, policy)
     assert slots.values[0].tolist() == pytest.approx([math.inf, 1.0, 0.5, 0.5, 0.3])
     assert slots.worths[0].tolist() == pytest.approx([1.0, 0.5, 0.3, 0.3, 0.27])
     assert slots.parents.tolist() == [[-1, 0, 0, 1, 2]]
@@ -218,7 +219,7 @@ def test_a_level_by_hand(impl):
     assert (fed.positions.tolist(), fed.cache_rows.tolist()) == ([[9, 9]], [[10, 11]])
     assert (fed.parent_rows.tolist(), fed.noise_rows.tolist()) == ([[8, 9]], [[4099, 4100]])
     assert level.mask[0].int().tolist() == [[1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
-    tree = assemble(slots, roots, level, 4, impl=impl)
+    tree = kernels.assemble(slots, roots, level, 4, False)
     assert tree.tokens.tolist() == [[9, 3, 2, 1]]
     assert (tree.parents.tolist(), tree.depths.tolist()) == ([[-1, 0, 1, 0]], [[0, 1, 2, 1]])
     assert (tree.slots.tolist(), tree.inner.tolist()) == ([[0, 1, 3, 2]], [[0, 1, 2, 2]])
@@ -235,7 +236,7 @@ def test_below_what_is_no_distribution_all_slots_are_empty(policy, impl):
     slots = Slots.room_for(2, 4, torch.device(DEVICE))
     level = Level(0, 1, 0, torch.ones(2, 1, 1, dtype=torch.bool))
     roots = Roots(*torch.ones(4, 2, dtype=torch.long))
-    fed = grow(slots, *given_to(impl, (level, drawn, logits, roots, policy)), impl=impl).fed
+    _, fed = StepKernels(impl).grow(slots, *given_to(impl, (level, drawn, logits, roots, policy)))
     assert slots.tokens[:, 1:].tolist() == [[-1] * 3] * 2
     assert not slots.values[:, 1:].any()
     assert fed.tokens.tolist() == [[0] * 3] * 2

@@ -13,9 +13,9 @@ from verification_laws import check_decisions
 from verification_oracle import GROWTHS, Drawn, Filtered, Language, by_the_first_token, drawn, static
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.ordering import sibling_order
+from heavypath.kernels.nodes import EITHER_DRAW, sibling_order
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import EITHER_DRAW, verify_tree
+from heavypath.kernels.verification import verify_tree
 
 PLAIN = Filters()
 RULES = {  # the oracle's verifier of a method, and whether children are independent draws

@@ -7,7 +7,8 @@ from kernel_cases import captured
 from verification_cases import DEVICE, PLAIN, TREES, Problem, random_problem
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE, verify_tree
+from heavypath.kernels.nodes import DRAFT_AWARE, WHOLE_TREE
+from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.kernels.verifying import decision, distributions, traversal_kernel
 from heavypath.speculative.trees.tree import TokenTree
 

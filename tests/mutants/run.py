@@ -132,7 +132,7 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
         "token = tl.load(tokens_ptr + node, mask=here, other=(-1), volatile=True)", 0,
     ): "nothing is stored of places that are not there",
     (
-        "kernels/trees/levels.py", "_launch",
+        "kernels/trees/levels.py", "launch_place",
         "N=nodes, DRAWS=0 if drawn is None else drawn.tokens.shape[1],",
         "N=nodes, DRAWS=1 if drawn is None else drawn.tokens.shape[1],", 0,
     ): "not looked at where nothing was drawn",

@@ -12,7 +12,8 @@ from attention_cases import DEVICE, inputs, random_tree
 from triton import knobs
 
 from heavypath.kernels.attention import variant
-from heavypath.kernels.attention.launch import Layouts, TensorLayout, in_place, plan_launch
+from heavypath.kernels.attention.launch import plan_launch
+from heavypath.kernels.attention.layouts import Layouts, TensorLayout, in_place
 from heavypath.kernels.attention.masks import PackedAncestors, pack_ancestors
 from heavypath.kernels.filtering import Filters, filtered_logprobs, scores
 from heavypath.kernels.native.library import library
@@ -24,7 +25,7 @@ from heavypath.kernels.sharing import counters, open_pass, take_chunk
 from heavypath.kernels.step_kernels import StepKernels, step_kernels
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
-from heavypath.kernels.trees.levels import ALIKE, CommonNodes, Fed, Trees, place
+from heavypath.kernels.trees.levels import CommonNodes, Fed, Trees, place
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
 from heavypath.speculative.decoding.drafted import Drafted
@@ -182,7 +183,7 @@ def test_the_first_node_of_a_text_is_an_index():
     tokens = torch.tensor([[0, 6, 6]], device=DEVICE)
     trees = Trees(tokens, tokens[:, 0], tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens))
     given = CommonNodes(*(torch.tensor(numbers, device=DEVICE) for numbers in ([1, 2], [0, 0], [1, 1])))
-    torch.testing.assert_close(ALIKE["triton"](trees, given), torch.tensor([[0, 0]], device=DEVICE))
+    torch.testing.assert_close(StepKernels("triton").alike(trees, given), torch.tensor([[0, 0]], device=DEVICE))
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -12,9 +12,10 @@ from tiny_models import tiny_llama
 from tree_cases import trees
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.nodes import EITHER_DRAW, WHOLE_TREE
 from heavypath.kernels.noise import Stream, coins, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import EITHER_DRAW, WHOLE_TREE, verify_tree
+from heavypath.kernels.verification import verify_tree
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.output import trace

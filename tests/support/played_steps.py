@@ -20,7 +20,7 @@ from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.decoding.typical import Typical
 
 KERNELS = (
-    "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification",
+    "sampling", "trees.levels", "verification",
     "verifying.top_down", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
     "layers.rms_norm", "layers.rotary", "layers.gated", "retrieval.ranges", "retrieval.followers",
 )  # fmt: skip
@@ -84,7 +84,9 @@ def as_on_a_gpu(monkeypatch, interpreter):
             module = importlib.import_module(f"heavypath.kernels.{name}")
             monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
         for device in ("cpu", "meta"):
-            monkeypatch.setitem(step_kernels._CHOSEN, device, step_kernels.StepKernels("triton"))
+            kernels = step_kernels.StepKernels("triton")
+            kernels.sequence_scores = step_kernels.StepKernels("torch").sequence_scores
+            monkeypatch.setitem(step_kernels._CHOSEN, device, kernels)
         monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
         for place in ("sequence_scores", *(f"recurrent.{name}" for name in RECURRENT)):
             monkeypatch.setattr(f"heavypath.kernels.{place}.choose_impl", lambda *_, native=False: "torch")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Verified
+from heavypath.kernels.nodes import EITHER_DRAW, Verified
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import EITHER_DRAW, verify_tree
+from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,7 +11,8 @@ from verification_cases import draft_options
 from verification_oracle import Drawn, Filtered, Language, Verifier
 
 from heavypath.kernels import verification
-from heavypath.kernels.verification import EITHER_DRAW, verify_tree
+from heavypath.kernels.nodes import EITHER_DRAW
+from heavypath.kernels.verification import verify_tree
 from heavypath.kernels.verifying import distributions
 
 NEAR = 4e-6  # how near to a threshold coins are tossed, on both sides; thresholds are computed from fp32 rows

@@ -1,0 +1,33 @@
+"""The launches of a verification on a GPU.
+
+A first launch decides for all nodes at once (`decision`, or `nucleus` for one token per node), and a second one walks
+down from the root (`walk`). A method that looks at the whole tree has launches of its own (`traversal_kernel`).
+"""
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.nodes import DRAFT_AWARE, WHOLE_TREE, Verified, VerifyInputs
+from heavypath.kernels.noise import Noise, Stream
+from heavypath.kernels.nucleus import launch_tokens
+from heavypath.kernels.verifying.decision import Decided, decide
+from heavypath.kernels.verifying.drafted_tree import laid_out
+from heavypath.kernels.verifying.walk import launch_walk
+
+
+def verify(given: VerifyInputs) -> Verified:
+    """Verify as `verification.reference`, in two launches, and one for the filters of each side that has any."""
+    given, method = laid_out(given), given.method
+    draft, (seed, rows) = given.draft_logits, given.noise
+    if method in WHOLE_TREE and draft is not None:
+        from heavypath.kernels.verifying.traversal_kernel import launch_traversal  # which other methods do not need
+
+        return launch_traversal(given)
+    if method in DRAFT_AWARE:
+        return launch_walk(given, decide(given))
+    winner, _, _ = launch_tokens(
+        given.target_logits.reshape(-1, given.target_logits.shape[-1]),
+        1,
+        Filters(temperature=0.0) if method == "greedy" else given.target_filters,
+        noise=Noise(seed, None if rows is None else rows.view(-1)),
+        stream=Stream.DRAFT if method == "race" else Stream.TARGET,
+    )
+    return launch_walk(given, Decided(winner, left_out=None, facts=None, marks=None))
