@@ -80,7 +80,7 @@ class Recording(TorchDispatchMode):
         if self._inside or name in _ALLOCATIONS or (func.is_view and _shares(args, result)):
             return result
         if func is _aten.add.Tensor and not result.is_floating_point():
-            self.calls.append(_addition(result, *args, **kwargs))
+            self.calls.append(_addition(result, args[0], args[1], kwargs.get("alpha", 1)))
         elif func in _WRITES:
             self._again(_WRITES[func], args, {**kwargs, "out": result})
         elif func in _COPIES:
