@@ -440,7 +440,7 @@ def random_block(target, head_dim=8, **changes):
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim, "vocab_size": vocab,
         "draft_vocab_size": vocab - 1, "taps": (0, 1), "layers": 2, "head_norms": True, "owns_lm_head": True,
         "block_size": 8, "mask_token_id": 3, "from_root": True, "causal": (True, False), "windows": (4, 6),
-        "term": "rnn", "rank": 4,
+        "term": "dspark", "options": {"variant": "rnn", "rank": 4, "bias": False},
     }  # fmt: skip
     head = BlockHead(BlockConfig(**shape | changes))
     torch.manual_seed(2)
