@@ -53,6 +53,7 @@ class BlockHead(nn.Module, Draftable):
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
         kind = BLOCK_TERMS[config.term]
+        self._term = kind.module
         self.add_module(kind.module, kind(config))
         self.mask_embedding = nn.Parameter(torch.zeros(width)) if config.owns_mask else None
         self.rotary_emb = rotary_of(config)
@@ -73,5 +74,5 @@ class BlockHead(nn.Module, Draftable):
     @property
     def term(self) -> BlockTerm:
         """The module of what this kind of draft has beyond DFlash."""
-        term: Any = getattr(self, BLOCK_TERMS[self.config.term].module)
+        term: Any = self.get_submodule(self._term)
         return term
