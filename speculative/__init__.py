@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # the public names for type checkers and editors; at run time
     from heavypath.speculative.distillation import distil as distil
     from heavypath.speculative.drafts.blocks.head import BlockHead as BlockHead
     from heavypath.speculative.drafts.blocks.kinds import BLOCK_TERMS as BLOCK_TERMS
-    from heavypath.speculative.drafts.blocks.term import BlockTerm as BlockTerm
     from heavypath.speculative.drafts.blocks.pard import Pard as Pard
+    from heavypath.speculative.drafts.blocks.term import BlockTerm as BlockTerm
     from heavypath.speculative.drafts.composite import Cascade as Cascade
     from heavypath.speculative.drafts.composite import Mixture as Mixture
     from heavypath.speculative.drafts.draft import Draft as Draft

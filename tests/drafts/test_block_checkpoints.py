@@ -121,9 +121,9 @@ CASES = {
     "gives use_bias_gate: True, which is not known": {
         "kind": DOMINO, "dflash_config": INSIDE | LIKE_DOMINO | {"use_bias_gate": True}},
     "kind 'dspark of Gemma 4', which is not": {"architectures": ["Gemma4DSparkModel"]},
-    "kind 'Qwen3DSpineModel', which is not supported; expected dflash, dspark, dflash2, domino, or JetSpec": {
+    "kind 'Qwen3DSpineModel', which is not supported; expected dflash, dspark, dflash2, domino, dfly, or JetSpec": {
         "architectures": ["Qwen3DSpineModel"], "tensors": {"transfer_ready": torch.tensor(True)}},
-    "kind 'DFlyDraftModel', which is not": {"architectures": ["DFlyDraftModel"], "dflash_config": None, **INSIDE},
+    "kind 'DFly2DraftModel', which is not": {"architectures": ["DFly2DraftModel"], "dflash_config": None, **INSIDE},
     "kind 'TreeFlash', which is not": {"architectures": ["Qwen3ForCausalLM", "TreeFlash"]},
     "kind 'dspine of speculators', which is not": {"speculators_model_type": "dspine"},
     "kind 'domino of speculators', which is not": {"speculators_model_type": "domino"},

@@ -5,6 +5,7 @@ from typing import Any
 
 import transformers
 
+from heavypath.speculative.drafts.blocks.dfly import DFlyTerm
 from heavypath.speculative.drafts.blocks.term import BlockTerm
 from heavypath.speculative.drafts.blocks.terms import DominoTerm, MarkovTerm, SelectorTerm
 from heavypath.speculative.drafts.heads.settings import ModelSettings
@@ -16,6 +17,7 @@ BLOCK_TERMS: dict[str, type[BlockTerm]] = {
     "dspark": MarkovTerm,
     "dflash2": SelectorTerm,
     "domino": DominoTerm,
+    "dfly": DFlyTerm,
 }
 ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # of a block draft, with block_size
@@ -42,7 +44,8 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     if "gemma" in classes and "dspark" in classes:
         return "dspark of Gemma 4"
     for kind in sorted(BLOCK_TERMS, key=len, reverse=True):
-        if kind in (*names, model) or f"{kind}draft" in classes or f"{kind}model" in classes:
+        own = kind.lower()
+        if own in (*classes.split(), model) or f"{own}draft" in classes or f"{own}model" in classes:
             return (settings.get("dflash_config") or {}).get("projector_type") or kind
     if model == ASSISTANT:
         return "dflash"

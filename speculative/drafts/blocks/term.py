@@ -74,9 +74,9 @@ class BlockTerm(nn.Module):
     found_by_tensors: ClassVar[bool] = False
     from_root: ClassVar[bool | None] = None
     causal: ClassVar[bool | None] = None
-    uses_lm_head: ClassVar[bool] = False
     state_size: int = 0
     columns: int = 0
+    uses_lm_head: bool = False
 
     @classmethod
     def usual(cls, settings: dict[str, Any]) -> dict[str, Any]:
