@@ -8,6 +8,7 @@ import transformers
 from heavypath.speculative.drafts.blocks.dfly import DFlyTerm
 from heavypath.speculative.drafts.blocks.term import BlockTerm
 from heavypath.speculative.drafts.blocks.terms import DominoTerm, MarkovTerm, SelectorTerm
+from heavypath.speculative.drafts.blocks.treeflash import TreeFlashTerm
 from heavypath.speculative.drafts.heads.settings import ModelSettings
 
 # By a name that config.json gives: in `architectures`, as it is or before "Draft" or "Model", `model_type`,
@@ -18,6 +19,7 @@ BLOCK_TERMS: dict[str, type[BlockTerm]] = {
     "dflash2": SelectorTerm,
     "domino": DominoTerm,
     "dfly": DFlyTerm,
+    "treeflash": TreeFlashTerm,
 }
 ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # of a block draft, with block_size

@@ -83,6 +83,11 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         raise ValueError(f"config.json must give mask_token_id, a token of the target's {vocab}, got {mask!r}")
     from_root = _from_root(settings, options, kind)
     block_size = number_in(options, "block_size")
+    if (settings.get("block_size") or block_size) != block_size:
+        raise ValueError(
+            f"config.json's block_size is {settings['block_size']}, and {block_size} in dflash_config: nothing says "
+            "with which of them the draft was trained; correct the other"
+        )
     if block_size == 1 and not from_root:
         raise ValueError("config.json gives block_size 1, a block of the root alone, which drafts nothing")
     if block_size > MAX_BLOCK:
@@ -117,7 +122,8 @@ def _options(settings: Mapping[str, Any], term: type[BlockTerm]) -> dict[str, An
     """The keys of config.json and its sections together. Raises ValueError for those of other kinds of drafts."""
     inner, own = settings.get("dflash_config") or {}, settings.get(term.section) or {}
     known = {*_BlockOptions.__annotations__, *term.keys}
-    others = {key for each in BLOCK_TERMS.values() for key in each.keys} - known
+    others = {key for each in BLOCK_TERMS.values() for key in (each.section and [each.section]) or each.keys}
+    others -= {*known, term.section}
     unknown = {*inner, *own} - known
     strange = {
         key: part[key]
