@@ -121,8 +121,8 @@ CASES = {
     "gives use_bias_gate: True, which is not known": {
         "kind": DOMINO, "dflash_config": INSIDE | LIKE_DOMINO | {"use_bias_gate": True}},
     "kind 'dspark of Gemma 4', which is not": {"architectures": ["Gemma4DSparkModel"]},
-    "kind 'Qwen3DSpineModel', which is not supported; expected dflash, dspark, dflash2, domino, dfly, treeflash, or JetSpec": {
-        "architectures": ["Qwen3DSpineModel"], "tensors": {"transfer_ready": torch.tensor(True)}},
+    "kind 'Qwen3DSpine2Model', which is not supported; expected dflash, dspark, dflash2, .*, or JetSpec": {
+        "architectures": ["Qwen3DSpine2Model"], "tensors": {"transfer_ready": torch.tensor(True)}},
     "kind 'DFly2DraftModel', which is not": {"architectures": ["DFly2DraftModel"], "dflash_config": None, **INSIDE},
     "kind 'TreeBlast', which is not": {"architectures": ["Qwen3ForCausalLM", "TreeBlast"]},
     "block_size is 5, and 16 in dflash_config": {"dflash_config": INSIDE | {"block_size": 16}},

@@ -6,6 +6,7 @@ from typing import Any
 import transformers
 
 from heavypath.speculative.drafts.blocks.dfly import DFlyTerm
+from heavypath.speculative.drafts.blocks.dspine import DSpineTerm
 from heavypath.speculative.drafts.blocks.term import BlockTerm
 from heavypath.speculative.drafts.blocks.terms import DominoTerm, MarkovTerm, SelectorTerm
 from heavypath.speculative.drafts.blocks.treeflash import TreeFlashTerm
@@ -20,6 +21,7 @@ BLOCK_TERMS: dict[str, type[BlockTerm]] = {
     "domino": DominoTerm,
     "dfly": DFlyTerm,
     "treeflash": TreeFlashTerm,
+    "dspine": DSpineTerm,
 }
 ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # of a block draft, with block_size
