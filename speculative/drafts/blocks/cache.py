@@ -25,11 +25,14 @@ class BlockCache(KeyValueCache):
 
     _OF_A_STEP = ("tokens", "base", "hidden", "state")
 
-    def __init__(self, base: Tensor, rows: int, columns: tuple[int, int], **keys_and_values: Any):
-        """columns: C and s; keys_and_values: the other arguments of `KeyValueCache`"""
+    def __init__(
+        self, base: Tensor, rows: int, columns: tuple[int, int], *, fp32: bool = False, **keys_and_values: Any
+    ):
+        """columns: C and s; fp32: whether `hidden` is; keys_and_values: the other arguments of `KeyValueCache`"""
         super().__init__(batch=len(base), rows=rows, **keys_and_values)
         self.base = base
-        self.hidden = self.keys.new_zeros(*base.shape[:2], columns[0])
+        like = base if fp32 else self.keys
+        self.hidden = like.new_zeros(*base.shape[:2], columns[0])
         self.state = self.keys.new_zeros(len(base), rows, columns[1])
         self.tokens = torch.zeros(len(base), rows, dtype=torch.long, device=base.device)
 

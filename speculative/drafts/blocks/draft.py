@@ -34,7 +34,7 @@ from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, 
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, Pass
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
 from heavypath.speculative.drafts.tapped import TappedDraft
@@ -80,6 +80,9 @@ class BlockHeadDraft(TappedDraft):
         self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        # The context itself lies in the cache as further heads of keys and values.
+        by_layer = 2 * config.num_key_value_heads * config.head_dim
+        self._context_layers = -(-config.hidden_size // by_layer) if head.term.reads_before else 0
         self._ends = self._ends_of(target)
         self._below_all = torch.zeros(config.depths + 1, dtype=torch.float32, device=self.device)
         self._below_all[-1] = -torch.inf
@@ -108,7 +111,8 @@ class BlockHeadDraft(TappedDraft):
             as_logits(like.new_full((batch, config.depths + 1, config.draft_vocab_size), -torch.inf)),
             rows,
             (term.columns, term.state_size),
-            layers=config.layers,
+            fp32=term.keeps_fp32,
+            layers=config.layers + self._context_layers,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             like=like,
@@ -183,9 +187,21 @@ class BlockHeadDraft(TappedDraft):
         weights = weights.repeat_interleave(config.num_key_value_heads, 0)
         normed = normed.view(by_head) * weights
         turns = Turns.at(_table(cache), positions)
+        heads = normed.shape[2]
+        if self._context_layers:
+            kept = contexts[0].new_zeros(
+                *cache_rows.shape, 2, self._context_layers * config.num_key_value_heads * config.head_dim
+            )
+            kept.view(*cache_rows.shape, -1)[..., : config.hidden_size] = contexts[0].view(*cache_rows.shape, -1)
+            for own, part in zip((cache.keys, cache.values), kept.unbind(2), strict=True):
+                store_rows(own[:, heads:], part.view(by_head), cache_rows)
         # The kernel also rotates queries. There are none here, so the first key head is passed instead of them.
         rotate_and_store(
-            Projected(normed[:, :, :1], normed, values.view(by_head)), turns, cache.keys, cache.values, cache_rows
+            Projected(normed[:, :, :1], normed, values.view(by_head)),
+            turns,
+            cache.keys[:, :heads],
+            cache.values[:, :heads],
+            cache_rows,
         )
 
     def _draft_block(self, feed: Feed, cache: BlockCache) -> None:
@@ -218,9 +234,17 @@ class BlockHeadDraft(TappedDraft):
         if kept is not None:
             for own, before in zip((cache.keys, cache.values), kept, strict=True):
                 store_rows(own, before, rows)
-        base, read = term.finish(hidden.view(*rows.shape, -1), root[:, 0], levels, self._ends)
+        before = self._before(lengths, cache) if term.reads_before else None
+        given = Pass(root[:, 0], levels, before, lengths > 0)
+        base, read = term.finish(hidden.view(*rows.shape, -1), given, self._ends)
         cache.base[:, :levels] = base
         cache.hidden[:, :levels] = read
+
+    def _before(self, lengths: Tensor, cache: BlockCache) -> Tensor:
+        """The context [B, H] of the last token before each root; of any row where there is none."""
+        heads, rows = self.config.layers * self.config.num_key_value_heads, (lengths - 1).clamp(min=0)[:, None]
+        parts = [_heads_of(each[:, heads:], rows).flatten(1) for each in (cache.keys, cache.values)]
+        return torch.cat(parts, -1)[:, : self.config.hidden_size]
 
     def _ends_of(self, target: Forward) -> Ends:
         """The functions before and after the layers."""

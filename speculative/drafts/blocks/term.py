@@ -34,6 +34,21 @@ class Ends(NamedTuple):
     logits_of: Callable[[Tensor, Tensor], Tensor]
 
 
+class Pass(NamedTuple):
+    """What a pass over the block of each sequence begins with.
+
+    roots:  LongTensor[B], the roots' tokens
+    levels: the number of depths that the step drafts
+    before: [B, H], the normed context of the token before the root, for a term that `reads_before`; else None
+    begun:  bool [B], whether there is such a token
+    """
+
+    roots: Tensor
+    levels: int
+    before: Tensor | None
+    begun: Tensor
+
+
 class Parents(NamedTuple):
     """n nodes of one level in each sequence, for whose children logits are computed.
 
@@ -62,6 +77,8 @@ class BlockTerm(nn.Module):
                     layers' windows decide
     state_size:     columns of a node's state; 0 if nodes have none
     columns:        columns that a pass keeps of each depth for `forward`; 0 if `forward` reads the logits alone
+    keeps_fp32:     whether these columns are fp32, whatever the draft's dtype
+    reads_before:   whether `finish` reads the context of the token before the root
     uses_lm_head:   whether `forward` reads lm_head again
     """
 
@@ -74,6 +91,8 @@ class BlockTerm(nn.Module):
     found_by_tensors: ClassVar[bool] = False
     from_root: ClassVar[bool | None] = None
     causal: ClassVar[bool | None] = None
+    keeps_fp32: ClassVar[bool] = False
+    reads_before: ClassVar[bool] = False
     state_size: int = 0
     columns: int = 0
     uses_lm_head: bool = False
@@ -107,15 +126,15 @@ class BlockTerm(nn.Module):
         return None
 
     def after_layer(self, layer: int, rows: Tensor, roots: Tensor) -> Tensor:
-        """The rows after a layer, [B, R, H]. rows: the layer's output, the root's row first; roots: LongTensor[B]"""
+        """The rows after a layer, [B, R, H]. rows: the layer's output, the root's row first; roots: see `Pass`"""
         return rows
 
-    def finish(self, rows: Tensor, roots: Tensor, levels: int, ends: Ends) -> tuple[Tensor, Tensor]:
+    def finish(self, rows: Tensor, given: Pass, ends: Ends) -> tuple[Tensor, Tensor]:
         """The logits of the first `levels` depths [B, levels, Vd], and what is kept of them [B, levels, columns].
 
-        rows: [B, R, H], all rows after the last layer; roots: LongTensor[B], the roots' tokens
+        rows: [B, R, H], all rows after the last layer
         """
-        normed = ends.norm(rows[:, self.first : self.first + levels])
+        normed = ends.norm(rows[:, self.first : self.first + given.levels])
         return ends.logits(normed), normed[..., : self.columns]
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, Tensor | None]:
