@@ -124,9 +124,8 @@ CASES = {
     "kind 'Qwen3DSpine2Model', which is not supported; expected dflash, dspark, dflash2, .*, or JetSpec": {
         "architectures": ["Qwen3DSpine2Model"], "tensors": {"transfer_ready": torch.tensor(True)}},
     "kind 'DFly2DraftModel', which is not": {"architectures": ["DFly2DraftModel"], "dflash_config": None, **INSIDE},
-    "kind 'LiLiCorrDraftModel', which is not": {"architectures": ["LiLiCorrDraftModel"]},
     "kind 'UBTreeDraftModel', which is not": {"architectures": ["UBTreeDraftModel"]},
-    "kind 'lilicorr', which is not": {"dflash_config": INSIDE | {"projector_type": "lilicorr"}},
+    "kind 'lilicorr of speculators', which is not": {"speculators_model_type": "lilicorr"},
     "gives lilicorr_num_heads: 4, which is not known": {"dflash_config": INSIDE | {"lilicorr_num_heads": 4}},
     "kind 'TreeBlast', which is not": {"architectures": ["Qwen3ForCausalLM", "TreeBlast"]},
     "block_size is 5, and 16 in dflash_config": {"dflash_config": INSIDE | {"block_size": 16}},

@@ -3,6 +3,7 @@
     z-lab, JetSpec, SpecForge, DeepSpec    fc, hidden_norm, layers.*, norm, of a Qwen3 that has no embedding;
                                            of DSpark also markov_head.*, of DFlash2 candidate_selector.* and
                                            convolutions in its layers, of Domino prefix_gru.* and embed_proj.*
+    AngelSpec, TreeFlash, LiLiCorr         the same; other names are in `BlockTerm.prefixes` of their kinds
     speculators                            the same, with embed_tokens, lm_head and d2t of its own
     transformers' assistants               encoder.fc and encoder.output_norm_enc in place of the first two
 

@@ -7,6 +7,7 @@ import transformers
 
 from heavypath.speculative.drafts.blocks.dfly import DFlyTerm
 from heavypath.speculative.drafts.blocks.dspine import DSpineTerm
+from heavypath.speculative.drafts.blocks.lilicorr import LiLiCorrTerm
 from heavypath.speculative.drafts.blocks.term import BlockTerm
 from heavypath.speculative.drafts.blocks.terms import DominoTerm, MarkovTerm, SelectorTerm
 from heavypath.speculative.drafts.blocks.treeflash import TreeFlashTerm
@@ -22,6 +23,7 @@ BLOCK_TERMS: dict[str, type[BlockTerm]] = {
     "dfly": DFlyTerm,
     "treeflash": TreeFlashTerm,
     "dspine": DSpineTerm,
+    "lilicorr": LiLiCorrTerm,
 }
 ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # of a block draft, with block_size
