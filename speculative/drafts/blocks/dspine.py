@@ -1,4 +1,4 @@
-"""DSpine: after each layer a row of the block is told of the row before it; after the last one, of a node's real token.
+"""DSpine: after each layer a row of the block gets a message from the row before it; after the last, from a node's token.
 
 Let h_r be row r after layer l, R_l the layer's readout, and c(a) the fixed code of token a, of n numbers, of length 1:
 
@@ -27,7 +27,7 @@ _CODES = "transfer_codes"
 
 
 class DSpineTerm(BlockTerm):
-    """Weights are named as in its checkpoints: "injection", and the codes beside it."""
+    """Weights are named as in its checkpoints: "injection", and the codes next to it."""
 
     module, section, of_speculators, from_root, causal = "injection", "dspine_config", False, False, True
     prefixes: ClassVar = {_CODES: f"injection.{_CODES}"}
