@@ -1,4 +1,4 @@
-"""DSpine: after each layer a row of the block gets a message from the row before it; after the last, from a node's token.
+"""DSpine: after each layer a row of the block gets a message from the one before; after the last, from a node's token.
 
 Let h_r be row r after layer l, R_l the layer's readout, and c(a) the fixed code of token a, of n numbers, of length 1:
 

@@ -10,7 +10,7 @@ last norm, c the context of the token before the root (`norm_hidden(fc f)`), and
     factors    z_k,i = silu(W_f [x; a; x * a]),  out_k,i = unit(W_o z),  in_k,i = unit(W_i z),  x after a norm
     logits     scale <unit(W_a a), in_1,j> for the root's children;  scale <out_(k-1),i, in_k,j> below b_(k-1),i
 
-Other tokens have no logits. Below a token that is not a candidate, as in a mixture of drafts, stand the candidates' log p.
+Other tokens have no logits. Below a token that is not a candidate, as in a mixture of drafts, all have their log p.
 
 Source: "LiLiCorr", arXiv 2608.20530.
 """
