@@ -11,7 +11,9 @@ from heavypath.speculative.demo import load_demo_pair as load_demo_pair
 from heavypath.speculative.demo.trained_head import load_demo_head as load_demo_head
 from heavypath.speculative.distillation import distil as distil
 from heavypath.speculative.drafts.blocks.head import BlockHead as BlockHead
+from heavypath.speculative.drafts.blocks.kinds import BLOCK_TERMS as BLOCK_TERMS
 from heavypath.speculative.drafts.blocks.pard import Pard as Pard
+from heavypath.speculative.drafts.blocks.term import BlockTerm as BlockTerm
 from heavypath.speculative.drafts.composite import Cascade as Cascade
 from heavypath.speculative.drafts.composite import Mixture as Mixture
 from heavypath.speculative.drafts.draft import Draft as Draft

@@ -8,10 +8,12 @@ from importlib import import_module
 from typing import Any
 
 PUBLIC = {
+    "BLOCK_TERMS": "heavypath.speculative.drafts.blocks.kinds",
     "FORWARDS": "heavypath.speculative.models.forward_of",
     "LOSSLESS_METHODS": "heavypath.speculative.methods",
     "METHODS": "heavypath.speculative.methods",
     "BlockHead": "heavypath.speculative.drafts.blocks.head",
+    "BlockTerm": "heavypath.speculative.drafts.blocks.term",
     "Cascade": "heavypath.speculative.drafts.composite",
     "Communication": "heavypath.speculative.ranks.communication",
     "Confidence": "heavypath.speculative.trees.growth",

@@ -91,14 +91,20 @@ class Checkpoint:
                 )
         return [shard for shard in shards.values() if shard is not None]
 
-    def tensors(self, names: Sequence[str] = WEIGHTS["head"]) -> dict[str, Tensor]:
-        """All tensors by name, on the CPU. Raises ValueError for pickles of anything else, and for odd tensors."""
+    def tensors(self, names: Sequence[str] = WEIGHTS["head"], flags: Sequence[str] = ()) -> dict[str, Tensor]:
+        """All tensors by name, on the CPU. flags: single numbers that must be true, and are left out
+
+        Raises ValueError for pickles of anything else, and for odd tensors.
+        """
         tensors: dict[str, Tensor] = {}
         for path in self.weights(names):
             found = _reading(path, load_file) if path.suffix == ".safetensors" else read_pickle(path)
             if not isinstance(found, Mapping):
                 raise ValueError(f"{str(path)!r} has a {type(found).__name__}; expected tensors by name")
             tensors |= found
+        for name in flags:
+            if name in tensors and not bool(tensors.pop(name).all()):
+                raise ValueError(f"{name!r} in {self.name!r} is false: it was saved before it was ready for use")
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor) or not isinstance(name, str):
                 raise ValueError(f"{name!r} in {self.name!r} is a {type(tensor).__name__}; expected tensors by name")

@@ -67,6 +67,7 @@ def new_block(
     if block_size < 1 or layers < 1:
         raise ValueError(f"block_size and layers must be 1 or more, got {block_size} and {layers}")
     shape, count = _shape(target, tokens), len(layers_of(target))
+    rank = min(LARGEST_RANK, -(-shape["hidden_size"] // 4))
     config = BlockConfig(
         **shape,
         kind="dspark" if term else "dflash",
@@ -78,9 +79,8 @@ def new_block(
         from_root=True,
         causal=(False,) * layers,
         windows=(None,) * layers,
-        term=term,
-        rank=min(LARGEST_RANK, -(-shape["hidden_size"] // 4)) if term else 0,
-        term_bias=term in ("gated", "rnn"),
+        term="dspark" if term else "dflash",
+        options={"variant": term, "rank": rank, "bias": term in ("gated", "rnn")} if term else {},
     )
     return _with_tokens(BlockHead(config), target, tokens)
 

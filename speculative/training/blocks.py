@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import rotate_half
 
 from heavypath.speculative.drafts.blocks.head import BlockHead
-from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS, MarkovTerm, Parents
+from heavypath.speculative.drafts.blocks.term import Parents
+from heavypath.speculative.drafts.blocks.terms import MarkovTerm
 from heavypath.speculative.training.chains import for_all_heads
 from heavypath.speculative.training.teacher import Taught
 
@@ -31,7 +32,7 @@ def check_trains(head: BlockHead) -> None:
         "an embedding of masks": config.owns_mask,
         "windows": any(window is not None for window in config.windows),
         "convolutions": config.conv_size > 0,
-        f"the term {config.term!r}": config.term not in ("", *MARKOV_TERMS),
+        f"the term {config.term!r}": config.term not in ("dflash", "dspark"),
     }
     found = [name for name, has in strange.items() if has]
     if found:
@@ -65,7 +66,7 @@ def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tenso
         return [*by_depth]
     outputs, state = [], hidden.new_zeros(len(tokens) * blocks, 1, head.term.state_size)
     for normed, parents in zip(by_depth, tokens.unflatten(1, (blocks, size)).unbind(2), strict=False):
-        nodes = Parents(parents.flatten()[:, None], len(outputs), state if head.term.state_size else None, None)
+        nodes = Parents(parents.flatten()[:, None], len(outputs), state if head.term.state_size else None)
         latent, new = head.term.latent(normed.flatten(0, 1), nodes)
         state = state if new is None else new
         outputs.append(torch.cat([normed, latent.view(*normed.shape[:2], -1)], -1))

@@ -121,10 +121,14 @@ CASES = {
     "gives use_bias_gate: True, which is not known": {
         "kind": DOMINO, "dflash_config": INSIDE | LIKE_DOMINO | {"use_bias_gate": True}},
     "kind 'dspark of Gemma 4', which is not": {"architectures": ["Gemma4DSparkModel"]},
-    "kind 'Qwen3DSpineModel', which is not supported; expected dflash, dspark, dflash2, domino, or JetSpec": {
-        "architectures": ["Qwen3DSpineModel"], "tensors": {"transfer_ready": torch.tensor(True)}},
-    "kind 'DFlyDraftModel', which is not": {"architectures": ["DFlyDraftModel"], "dflash_config": None, **INSIDE},
-    "kind 'TreeFlash', which is not": {"architectures": ["Qwen3ForCausalLM", "TreeFlash"]},
+    "kind 'Qwen3DSpine2Model', which is not supported; expected dflash, dspark, dflash2, .*, or JetSpec": {
+        "architectures": ["Qwen3DSpine2Model"], "tensors": {"transfer_ready": torch.tensor(True)}},
+    "kind 'DFly2DraftModel', which is not": {"architectures": ["DFly2DraftModel"], "dflash_config": None, **INSIDE},
+    "kind 'UBTreeDraftModel', which is not": {"architectures": ["UBTreeDraftModel"]},
+    "kind 'lilicorr of speculators', which is not": {"speculators_model_type": "lilicorr"},
+    "gives lilicorr_num_heads: 4, which is not known": {"dflash_config": INSIDE | {"lilicorr_num_heads": 4}},
+    "kind 'TreeBlast', which is not": {"architectures": ["Qwen3ForCausalLM", "TreeBlast"]},
+    "block_size is 5, and 16 in dflash_config": {"dflash_config": INSIDE | {"block_size": 16}},
     "kind 'dspine of speculators', which is not": {"speculators_model_type": "dspine"},
     "kind 'domino of speculators', which is not": {"speculators_model_type": "domino"},
     "'transfer_ready' in .* is a single number; no tensor of a draft": {"tensors": {"transfer_ready": torch.tensor(2)}},
@@ -149,7 +153,8 @@ CASES = {
     "markov_rank 8, and the tensors are of 4": {"kind": DSPARK, "markov_rank": 8},
     "markov_head_type 'rnn', and the tensors are of 'vanilla'": {
         "kind": DSPARK, "markov_head_type": "rnn"},
-    "markov_rank 256, and the tensors are of 0": {"markov_rank": 256},
+    "gives markov_rank: 256, which is not known": {"markov_rank": 256},
+    "markov_rank 256, and the tensors are of 0": {"architectures": ["DSparkDraftModel"], "markov_rank": 256},
     r"missing: markov_head\.markov_w2\.weight": {"kind": DSPARK, "without": ["markov_head.markov_w2.weight"]},
     "must give block_size, a positive number, got None": {"block_size": None},
     "block_size 100000, expected at most 1024": {"block_size": 100_000},

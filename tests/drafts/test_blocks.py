@@ -110,7 +110,7 @@ def test_the_pass_is_a_cost_of_the_step_and_a_level_has_that_of_the_term(variant
     head = block_of(target, tmp_path, block=5, **VARIANTS[variant])
     forward = forward_of(target, "target")
     draft = as_draft(head, forward, target)
-    term = 0 if head.term is None else sum(weight.numel() for weight in head.term.parameters())
+    term = sum(weight.numel() for weight in head.term.parameters())
     whole = sum(weight.numel() for weight in head.parameters()) + target.lm_head.weight.numel()
     assert draft_parameter_count(head, target) == whole // head.config.depths
     once, level = Work.split(draft)

@@ -136,9 +136,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     refused(r"reads the hidden states \[1, 9\], the target has 0 \.\. 3", draft=tiny_head(1, taps=(1, 9)))
     refused("drafts all levels at once", draft=tiny_head(1, mask_token_id=3))
     windows = r"with windows and convolutions is not trained here; make one by new_block\(target\)"
-    refused(windows, draft=random_block(target, term="", conv_size=2, conv_group=4))
-    refused("with rows that predict .* own token and the term 'domino'", draft=random_block(
-        target, windows=(None, None), from_root=False, term="domino", state_size=4))  # fmt: skip
+    refused(windows, draft=random_block(target, term="dflash", conv_size=2, conv_group=4))
+    own = {"windows": (None, None), "term": "domino", "options": {"rank": 4, "state": 4, "plain": 0}}
+    refused(
+        "with rows that predict .* own token and the term 'domino'", draft=random_block(target, from_root=False, **own)
+    )
     refused("depths of a block draft is its block_size, 7, got 5", draft=new_block(target), depths=5)
     refused("two blocks of 9 tokens, got 16", draft=new_block(target, block_size=9))
     refused("depths and decay must be None", draft=draft_of_layers(target, [0]), depths=3, decay=0.5)
@@ -165,8 +167,9 @@ def test_a_new_head_is_of_the_targets_shape_and_reads_what_official_heads_do(dem
 def test_a_new_block_is_of_the_targets_shape_and_reads_states_before_the_last_norm(demo_pair):
     config = new_block(demo_pair.target).config
     assert (config.hidden_size, config.intermediate_size, config.num_attention_heads) == (320, 864, 10)
-    assert (config.taps, config.block_size, config.layers, config.rank) == ((2, 4, 5), 7, 3, 80)
-    assert (config.term, config.mask_token_id, config.from_root, config.causal) == ("gated", 1023, True, (False,) * 3)
+    assert (config.taps, config.block_size, config.layers, config.options["rank"]) == ((2, 4, 5), 7, 3, 80)
+    assert config.options["variant"] == "gated"
+    assert (config.mask_token_id, config.from_root, config.causal) == (1023, True, (False,) * 3)
     assert new_block(tiny_target()).config.taps == (1, 2)
     for wrong, said in ({"term": "domino"}, "term must be one of"), ({"layers": 0}, "must be 1 or more"):
         with pytest.raises(ValueError, match=said):

@@ -45,7 +45,7 @@ draft = BlockHead(BlockConfig(
     kind="dflash", hidden_size=width, target_hidden_size=width, intermediate_size=24, num_attention_heads=2,
     num_key_value_heads=1, head_dim=8, vocab_size=vocab, draft_vocab_size=vocab, taps=(0, 1), layers=2,
     head_norms=True, owns_lm_head=True, block_size=8, mask_token_id=3, from_root=True, causal=(True, False),
-    windows=(4, 6), term="rnn", rank=4,
+    windows=(4, 6), term="dspark", options={"variant": "rnn", "rank": 4, "bias": False},
 )).requires_grad_(False).eval()
 """,
     "a lookup with a processor, stop strings and a trace": """

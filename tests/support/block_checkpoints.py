@@ -393,7 +393,7 @@ class Oracle:
 def loaded(folder, target, kind, config, tensors):
     """The draft, with what it was made of for an `Oracle`."""
     head = load_block(write(folder, config, tensors), target)
-    SAID[head] = kind, tensors_of(kind)
+    SAID[head] = kind, tensors_of(kind), Oracle
     return head
 
 
@@ -404,7 +404,7 @@ LAWS = {  # of what drafts of each depend on
     "of paths from depth 2 on": {"term": "domino", "plain": 1, "shift": 1},
     "of few tokens": {"term": "selector", "selected": 3, "conv": 2, "drafted": 7, "own_lm_head": False},
 }
-SAID = {}  # of drafts that were loaded here: their kinds and tensors
+SAID = {}  # of drafts that were loaded here: their kinds, tensors, and oracles
 ORACLES = {}  # of texts that have been asked about
 
 
@@ -412,8 +412,8 @@ def said_of(head, target, text):
     """The oracle of a draft that was loaded here, after a text."""
     key = head, tuple(map(int, text))
     if key not in ORACLES:
-        kind, tensors = SAID[head]
-        ORACLES[key] = Oracle(kind, tensors, target, text)
+        kind, tensors, oracle = SAID[head]
+        ORACLES[key] = oracle(kind, tensors, target, text)
     return ORACLES[key]
 
 
@@ -427,7 +427,7 @@ def block_of(target, folder, seed=1, scale=2.0, **options):
     tensors = tensors_of(kind, seed, scale)
     config["num_target_layers"] = text.num_hidden_layers
     head = load_block(write(folder, config, tensors), target)
-    SAID[head] = kind, tensors
+    SAID[head] = kind, tensors, Oracle
     return head
 
 
@@ -440,7 +440,7 @@ def random_block(target, head_dim=8, **changes):
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim, "vocab_size": vocab,
         "draft_vocab_size": vocab - 1, "taps": (0, 1), "layers": 2, "head_norms": True, "owns_lm_head": True,
         "block_size": 8, "mask_token_id": 3, "from_root": True, "causal": (True, False), "windows": (4, 6),
-        "term": "rnn", "rank": 4,
+        "term": "dspark", "options": {"variant": "rnn", "rank": 4, "bias": False},
     }  # fmt: skip
     head = BlockHead(BlockConfig(**shape | changes))
     torch.manual_seed(2)

@@ -19,17 +19,20 @@ class BlockCache(KeyValueCache):
 
     tokens: LongTensor[B, rows], the token of each row; read only if acceptance is measured, see `Feed.drafted`
     base:   [B, D + 1, Vd], the logits of the D depths in this step; the last row is -inf, for deeper nodes
-    hidden: [B, D + 1, H], the block's outputs from which these logits were computed; H = 0 for a draft without a term
+    hidden: [B, D + 1, C], what the term reads of the block's outputs; C = 0 for a draft without a term
     state:  [B, rows, s], the term's state of each node; s = 0 if the term does not depend on the path
     """
 
     _OF_A_STEP = ("tokens", "base", "hidden", "state")
 
-    def __init__(self, base: Tensor, rows: int, columns: tuple[int, int], **keys_and_values: Any):
-        """columns: H and s; keys_and_values: the other arguments of `KeyValueCache`"""
+    def __init__(
+        self, base: Tensor, rows: int, columns: tuple[int, int], *, fp32: bool = False, **keys_and_values: Any
+    ):
+        """columns: C and s; fp32: whether `hidden` is; keys_and_values: the other arguments of `KeyValueCache`"""
         super().__init__(batch=len(base), rows=rows, **keys_and_values)
         self.base = base
-        self.hidden = self.keys.new_zeros(*base.shape[:2], columns[0])
+        like = base if fp32 else self.keys
+        self.hidden = like.new_zeros(*base.shape[:2], columns[0])
         self.state = self.keys.new_zeros(len(base), rows, columns[1])
         self.tokens = torch.zeros(len(base), rows, dtype=torch.long, device=base.device)
 

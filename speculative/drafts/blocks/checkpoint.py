@@ -3,6 +3,7 @@
     z-lab, JetSpec, SpecForge, DeepSpec    fc, hidden_norm, layers.*, norm, of a Qwen3 that has no embedding;
                                            of DSpark also markov_head.*, of DFlash2 candidate_selector.* and
                                            convolutions in its layers, of Domino prefix_gru.* and embed_proj.*
+    AngelSpec, TreeFlash, LiLiCorr         the same; other names are in `BlockTerm.prefixes` of their kinds
     speculators                            the same, with embed_tokens, lm_head and d2t of its own
     transformers' assistants               encoder.fc and encoder.output_norm_enc in place of the first two
 
@@ -22,7 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.blocks.head import BlockHead
-from heavypath.speculative.drafts.blocks.settings import BlockSettings, KindSettings, check_kind, config_of, kind_of
+from heavypath.speculative.drafts.blocks.kinds import BLOCK_TERMS, KindSettings, check_kind, kind_of
+from heavypath.speculative.drafts.blocks.settings import BlockSettings, config_of
 from heavypath.speculative.drafts.heads.fitting import filled, take_the_tokens
 from heavypath.speculative.drafts.heads.settings import together
 from heavypath.speculative.files.checkpoint import IGNORED, Checkpoint, opened, read_pickle, renamed
@@ -30,7 +32,6 @@ from heavypath.speculative.ranks.parts import local_of
 
 MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
 _RENAMED = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", MASK_FILE: MASK}
-_OF_DOMINO = {f"{name}.": f"logit_head.{name}." for name in ("prefix_gru", "embed_proj")}  # as early ones have them
 # Also the head that estimates how likely a token is to be accepted, by which others cut their chains short.
 _IGNORED = re.compile(rf"{IGNORED.pattern}|confidence_head\.proj\.\w+$")
 
@@ -46,12 +47,12 @@ def load_block(
     checkpoint = opened(given)
     settings = checkpoint.settings(BlockSettings)
     with checkpoint.drafting("block draft"):
-        of_domino = _OF_DOMINO if check_kind(settings) == "domino" else {}
+        term = BLOCK_TERMS[check_kind(settings)]
         checkpoint.check_all_is_read(also=MASK_FILE)
-        tensors = checkpoint.tensors()
+        tensors = checkpoint.tensors(flags=term.flags)
         if (path := checkpoint.find(MASK_FILE)) is not None:
             tensors[MASK_FILE] = _mask_embedding(path, settings)
-        tensors = renamed(tensors, _RENAMED | of_domino, _IGNORED)
+        tensors = renamed(tensors, {**_RENAMED, **term.prefixes}, _IGNORED)
         for needed in ("fc.weight", "layers.0.self_attn.k_proj.weight"):
             if needed not in tensors:
                 raise ValueError(f"{needed} is missing; it is another kind of draft, or fetch the checkpoint again")

@@ -1,6 +1,7 @@
 """`BlockConfig`: the shapes and switches of a block draft, under the same names for all kinds of checkpoints."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from heavypath.speculative.drafts.heads.config import TappedConfig
 
@@ -16,12 +17,8 @@ class BlockConfig(TappedConfig):
     causal:        for each layer, whether a row of the block attends only to the block's rows up to itself; else to all
     windows:       for each layer, the number of positions that a row attends to; None for all
     multiplier, softcap: logits are softcap * tanh(multiplier * logits / softcap); None for no cap
-    term:          name of the term that depends on a node's token or path, see `terms`; "" for none
-    rank:          rank of the term
-    term_bias:     whether the term's gate or joint projection has a bias
-    state_size:    for the term "domino", columns of a node's state
-    plain:         for the term "domino", number of depths, from the root's children on, without the term
-    selected:      for the term "selector", the number of tokens of each depth that it chooses from
+    term:          the entry of `BLOCK_TERMS` that computes it; "dflash" for none
+    options:       what its module is made of besides, see `BlockTerm.options`
     owns_mask:     whether the checkpoint has an embedding for masks, used instead of the embedding of mask_token_id
     conv_size:     number of rows that a convolution reads; 0 for no convolutions
     conv_group:    number of columns that share a convolution's input-dependent weights; 0 for no convolutions
@@ -35,12 +32,8 @@ class BlockConfig(TappedConfig):
     windows: tuple[int | None, ...]
     multiplier: float = 1.0
     softcap: float | None = None
-    term: str = ""
-    rank: int = 0
-    term_bias: bool = False
-    state_size: int = 0
-    plain: int = 0
-    selected: int = 0
+    term: str = "dflash"
+    options: dict[str, Any] = field(default_factory=dict)
     conv_size: int = 0
     conv_group: int = 0
     owns_mask: bool = False
@@ -53,4 +46,5 @@ class BlockConfig(TappedConfig):
     @property
     def model_type(self) -> str:
         """The name of this kind of draft in traces."""
-        return f"{self.kind}, {self.term}" if self.term not in ("", self.kind) else self.kind
+        variant = self.options.get("variant", self.term)
+        return self.kind if variant in ("dflash", self.kind) else f"{self.kind}, {variant}"

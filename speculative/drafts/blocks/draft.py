@@ -34,7 +34,7 @@ from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, 
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
-from heavypath.speculative.drafts.blocks.terms import Parents
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, Pass
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
 from heavypath.speculative.drafts.tapped import TappedDraft
@@ -69,6 +69,8 @@ class BlockHeadDraft(TappedDraft):
         self._fc, self._context_norm = linears.one(head.fc), norm_of(head.hidden_norm)
         projections = [[getattr(each, name) for each in self._attentions] for name in ("k_proj", "v_proj")]
         self._context = linears.together([*projections[0], *projections[1]])
+        if type(head.term).contexts is not BlockTerm.contexts:
+            self._contexts = [linears.together([*both]) for both in zip(*projections, strict=True)]
         self._key_norm = Norm(torch.ones_like(self._attentions[0].k_norm.weight), config.rms_norm_eps)
         self._layers, joining = [LayerFunctions(layer) for layer in head.layers], Joining(head)
         for layer in self._layers:
@@ -78,6 +80,12 @@ class BlockHeadDraft(TappedDraft):
         self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        # The context itself lies in the cache as further heads of keys and values.
+        by_layer = 2 * config.num_key_value_heads * config.head_dim
+        self._context_layers = -(-config.hidden_size // by_layer) if head.term.reads_before else 0
+        self._ends = self._ends_of(target)
+        self._below_all = torch.zeros(config.depths + 1, dtype=torch.float32, device=self.device)
+        self._below_all[-1] = -torch.inf
         self._rotary = self._rotary_table(1)
         sharper = [1 / each for each in head.temperatures]
         self._sharper = None  # [D + 1]
@@ -102,8 +110,9 @@ class BlockHeadDraft(TappedDraft):
         return BlockCache(
             as_logits(like.new_full((batch, config.depths + 1, config.draft_vocab_size), -torch.inf)),
             rows,
-            (config.hidden_size, term.state_size) if term is not None else (0, 0),
-            layers=config.layers,
+            (term.columns, term.state_size),
+            fp32=term.keeps_fp32,
+            layers=config.layers + self._context_layers,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             like=like,
@@ -114,9 +123,11 @@ class BlockHeadDraft(TappedDraft):
         """The hidden states of the target's passes, from which keys and values are computed and stored at once."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
-            joined = torch.cat([state.flatten(0, 1) for state in states], -1)
-            _, context = add_rms_norm(self._fc(joined), None, self._context_norm)
-            self._keep(context, positions, cache_rows, cache)
+            stacked = torch.stack([state.flatten(0, 1) for state in states], 1)  # [B * N, T, Ht]
+            context = self._fc(stacked.flatten(1))
+            inputs = self.head.term.contexts(stacked, context) or [context]
+            normed = [add_rms_norm(each, None, self._context_norm)[1] for each in inputs]
+            self._keep(normed, positions, cache_rows, cache)
             cache.tokens.scatter_(1, cache_rows, tokens)
 
         return Taps(self.config.taps, read)
@@ -130,11 +141,12 @@ class BlockHeadDraft(TappedDraft):
         if feed.news:
             self._draft_block(feed, cache)
         at = place_of(feed, depths)
-        logits = cache.base[at][:, None]
-        if term is not None:
-            logits, state = term(cache.base[at], cache.hidden[at], self._nodes(tokens, at[1], self._above(feed, cache)))
-            if state is not None:
-                store_rows(cache.state[:, None], state[:, :, None], feed.cache_rows[:, -tokens.shape[1] :])
+        nodes = Parents(tokens, at[1], self._above(feed, cache))
+        logits, state = term(cache.base[at], cache.hidden[at], nodes, self._ends)
+        if state is not None:
+            store_rows(cache.state[:, None], state[:, :, None], feed.cache_rows[:, -tokens.shape[1] :])
+        if not isinstance(at[1], int) or at[1] == depths:  # nothing is below the last depth, whatever the term says
+            logits = logits + self._below_all[at[1]].view(-1, 1, 1)
         if self._sharper is not None:
             logits = logits * self._sharper[at[1]].view(-1, 1, 1)
         if self._proposed is not None:
@@ -150,17 +162,24 @@ class BlockHeadDraft(TappedDraft):
         return [*own, self.lm_head.weight]
 
     def level_weights(self) -> list[Tensor]:
-        """The weights of the term."""
-        return [] if self.head.term is None else [*self.head.term.parameters()]
+        """The weights of the term, and lm_head if the term reads it."""
+        return [*self.head.term.level_weights(), *([self.lm_head.weight] if self.head.term.uses_lm_head else [])]
 
     def unsure_rows(self, levels: int) -> int:
         """0: each pass of the target writes the draft's rows, too."""
         return 0
 
-    def _keep(self, context: Tensor, positions: Tensor, cache_rows: Tensor, cache: BlockCache) -> None:
-        """Compute and store the keys and values of all layers, for context [B * N, H] at positions [B, N]."""
+    def _keep(self, contexts: list[Tensor], positions: Tensor, cache_rows: Tensor, cache: BlockCache) -> None:
+        """Compute and store the keys and values of all layers, for contexts [B * N, H] at positions [B, N].
+
+        contexts: one for each layer, or one for all
+        """
         config, by_head = self.config, (*cache_rows.shape, -1, self.config.head_dim)
-        projected = self._context(context)
+        if len(contexts) == 1:
+            projected = self._context(contexts[0])
+        else:
+            pairs = [both(context) for both, context in zip(self._contexts, contexts, strict=True)]
+            projected = [part for parts in zip(*pairs, strict=True) for part in parts]
         keys, values = torch.cat([*projected[: config.layers]], -1), torch.cat([*projected[config.layers :]], -1)
         # The norms of the layers differ by their weights alone, which come after the division.
         _, normed = add_rms_norm(keys.view(-1, config.head_dim), None, self._key_norm)
@@ -168,14 +187,26 @@ class BlockHeadDraft(TappedDraft):
         weights = weights.repeat_interleave(config.num_key_value_heads, 0)
         normed = normed.view(by_head) * weights
         turns = Turns.at(_table(cache), positions)
+        heads = normed.shape[2]
+        if self._context_layers:
+            kept = contexts[0].new_zeros(
+                *cache_rows.shape, 2, self._context_layers * config.num_key_value_heads * config.head_dim
+            )
+            kept.view(*cache_rows.shape, -1)[..., : config.hidden_size] = contexts[0].view(*cache_rows.shape, -1)
+            for own, part in zip((cache.keys, cache.values), kept.unbind(2), strict=True):
+                store_rows(own[:, heads:], part.view(by_head), cache_rows)
         # The kernel also rotates queries. There are none here, so the first key head is passed instead of them.
         rotate_and_store(
-            Projected(normed[:, :, :1], normed, values.view(by_head)), turns, cache.keys, cache.values, cache_rows
+            Projected(normed[:, :, :1], normed, values.view(by_head)),
+            turns,
+            cache.keys[:, :heads],
+            cache.values[:, :heads],
+            cache_rows,
         )
 
     def _draft_block(self, feed: Feed, cache: BlockCache) -> None:
         """Run the layers over each sequence's block, and store the logits of the depths that the step drafts."""
-        config, lengths, root = self.config, feed.prefix_lengths, feed.tokens[:, -1:]
+        config, term, lengths, root = self.config, self.head.term, feed.prefix_lengths, feed.tokens[:, -1:]
         if feed.drafted is not None:
             lengths = lengths - feed.drafted
             root = root.where(feed.drafted[:, None] == 0, cache.tokens.gather(1, lengths[:, None]))
@@ -199,32 +230,52 @@ class BlockHeadDraft(TappedDraft):
             hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
             before, after = around(of_mlp, normed, count)
             hidden = hidden + after(layer.mlp(before(normed)))
+            hidden = term.after_layer(index, hidden.view(*rows.shape, -1), root[:, 0]).flatten(0, 1)
         if kept is not None:
             for own, before in zip((cache.keys, cache.values), kept, strict=True):
                 store_rows(own, before, rows)
-        first = 0 if config.from_root else 1
-        read = hidden.view(*rows.shape, -1)[:, first : first + levels]
-        _, normed = add_rms_norm(read.reshape(-1, config.hidden_size), None, self._norm)
-        logits = as_logits(self._lm_head(normed)).view(*read.shape[:2], -1)
-        if config.multiplier != 1:
-            logits = logits * config.multiplier
-        if config.softcap is not None:
-            logits = config.softcap * torch.tanh(logits / config.softcap)
-        cache.base[:, :levels] = logits
-        if self.head.term is not None:
-            cache.hidden[:, :levels] = normed.view(read.shape)
+        before = self._before(lengths, cache) if term.reads_before else None
+        given = Pass(root[:, 0], levels, before, lengths > 0)
+        base, read = term.finish(hidden.view(*rows.shape, -1), given, self._ends)
+        cache.base[:, :levels] = base
+        cache.hidden[:, :levels] = read
 
-    def _nodes(self, tokens: Tensor, depth: int | Tensor, state: Tensor | None) -> Parents:
-        """The term's argument for nodes with these tokens; with their embeddings if the term reads them."""
-        term = self.head.term
-        reads = term is not None and term.reads_words
-        words = self.embedding(tokens.flatten()).view(*tokens.shape, -1) if reads else None
-        return Parents(tokens, depth, state, words)
+    def _before(self, lengths: Tensor, cache: BlockCache) -> Tensor:
+        """The context [B, H] of the last token before each root; of any row where there is none."""
+        heads, rows = self.config.layers * self.config.num_key_value_heads, (lengths - 1).clamp(min=0)[:, None]
+        parts = [_heads_of(each[:, heads:], rows).flatten(1) for each in (cache.keys, cache.values)]
+        return torch.cat(parts, -1)[:, : self.config.hidden_size]
+
+    def _ends_of(self, target: Forward) -> Ends:
+        """The functions before and after the layers."""
+        config, width, lm_head = self.config, self.config.hidden_size, target.parts.of(self.lm_head)
+        whole = lm_head is self.lm_head and lm_head.weight.shape == (config.draft_vocab_size, width)
+
+        def embed(tokens: Tensor) -> Tensor:
+            return self.embedding(tokens.flatten()).view(*tokens.shape, -1)
+
+        def norm(rows: Tensor) -> Tensor:
+            return add_rms_norm(rows.reshape(-1, width), None, self._norm)[1].view(rows.shape)
+
+        def logits(normed: Tensor) -> Tensor:
+            return scaled(as_logits(self._lm_head(normed.reshape(-1, width))).view(*normed.shape[:-1], -1))
+
+        def logits_of(normed: Tensor, tokens: Tensor) -> Tensor:
+            if not whole:  # a part of it is on each rank, or it is quantised
+                return logits(normed).gather(2, tokens[:, None].expand(-1, normed.shape[1], -1))
+            return scaled(as_logits(normed @ self.lm_head.weight[tokens].mT))
+
+        def scaled(logits: Tensor) -> Tensor:
+            if config.multiplier != 1:
+                logits = logits * config.multiplier
+            return logits if config.softcap is None else config.softcap * torch.tanh(logits / config.softcap)
+
+        return Ends(embed, norm, logits, logits_of)
 
     def _above(self, feed: Feed, cache: BlockCache) -> Tensor | None:
         """The term's states of the nodes' parents [B, n, s]; None for a term without states."""
         term = self.head.term
-        if term is None or not term.state_size:
+        if not term.state_size:
             return None
         if not feed.news:
             return _rows_of(cache.state, feed.parent_rows)
@@ -233,7 +284,8 @@ class BlockHeadDraft(TappedDraft):
             root = feed.prefix_lengths - feed.drafted
             for depth in range(self.config.depths):
                 token = cache.tokens.gather(1, (root + depth).clamp(max=cache.tokens.shape[1] - 1)[:, None])
-                _, below = term(cache.base[:, depth], cache.hidden[:, depth], self._nodes(token, depth, state))
+                nodes = Parents(token, depth, state)
+                _, below = term(cache.base[:, depth], cache.hidden[:, depth], nodes, self._ends)
                 assert below is not None
                 state = below.where((depth < feed.drafted)[:, None, None], state)
         return state

@@ -1,6 +1,7 @@
 """The modules of a block draft, named as in checkpoints. They hold the weights; `draft` computes with them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 from heavypath.speculative.drafts.blocks.convolution import BlockConvolution
-from heavypath.speculative.drafts.blocks.terms import MARKOV_TERMS, DominoTerm, MarkovTerm, SelectorTerm
+from heavypath.speculative.drafts.blocks.kinds import BLOCK_TERMS
+from heavypath.speculative.drafts.blocks.term import BlockTerm
 from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.heads.eagle import HeadAttention, HeadMLP, linear_of, rotary_of
 
@@ -50,9 +52,9 @@ class BlockHead(nn.Module, Draftable):
         self.d2t: Tensor | None
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
-        self.markov_head = MarkovTerm(config) if config.term in MARKOV_TERMS else None
-        self.candidate_selector = SelectorTerm(config) if config.term == "selector" else None
-        self.logit_head = DominoTerm(config) if config.term == "domino" else None
+        kind = BLOCK_TERMS[config.term]
+        self._term = kind.module
+        self.add_module(kind.module, kind(config))
         self.mask_embedding = nn.Parameter(torch.zeros(width)) if config.owns_mask else None
         self.rotary_emb = rotary_of(config)
 
@@ -70,6 +72,7 @@ class BlockHead(nn.Module, Draftable):
         self.temperatures = tuple(temperatures)
 
     @property
-    def term(self) -> MarkovTerm | SelectorTerm | DominoTerm | None:
-        """The module of the term that depends on a node's token or path; None without a term."""
-        return self.markov_head or self.candidate_selector or self.logit_head
+    def term(self) -> BlockTerm:
+        """The module of what this kind of draft has beyond DFlash."""
+        term: Any = self.get_submodule(self._term)
+        return term

@@ -13,7 +13,7 @@ def save_block(head: BlockHead, folder: str | Path, target_layers: int) -> None:
     """
     config = head.config
     settings = {
-        "architectures": ["Qwen3DSparkModel" if config.term else "Qwen3DFlashModel"],
+        "architectures": ["Qwen3DSparkModel" if config.term == "dspark" else "Qwen3DFlashModel"],
         "model_type": "qwen3",
         **common_settings(config),
         "layer_types": ["full_attention"] * config.layers,
@@ -22,11 +22,11 @@ def save_block(head: BlockHead, folder: str | Path, target_layers: int) -> None:
         "target_layer_ids": [tap - 1 for tap in config.taps],
         "num_target_layers": target_layers,
         "is_causal": all(config.causal),
-        "markov_rank": config.rank,
+        "markov_rank": config.options.get("rank", 0),
         "enable_confidence_head": False,
     }
-    if config.term:
-        settings["markov_head_type"] = config.term
+    if config.term == "dspark":
+        settings["markov_head_type"] = config.options["variant"]
     if config.multiplier != 1:
         settings["output_multiplier"] = config.multiplier
     if config.softcap is not None:

@@ -12,22 +12,21 @@ These settings differ between layouts, and only the number of accepted tokens wo
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypedDict
 
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
+from heavypath.speculative.drafts.blocks.kinds import ASSISTANT, BLOCK_TERMS, check_kind, term_of
+from heavypath.speculative.drafts.blocks.term import BlockTerm
 from heavypath.speculative.drafts.heads.settings import LayerSettings, ModelSettings, layer_shapes, number_in, together
 from heavypath.speculative.files.checkpoint import check_config
+from heavypath.speculative.files.typed_json import typed
 
 MAX_BLOCK = 1024  # rows of a pass
-KINDS = ("dflash", "dspark", "dflash2", "domino")
-_MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # of a block draft, with block_size
-_ASSISTANT = "muse_glimmer_assistant"  # as transformers calls it
 _STRANGE = ("use_swa", "attention_sink_bias", "fc_layernorm")  # of drafts that compute something else, wherever given
-_SELECTOR = "candidate_selector.predecessor"
 _CONVOLUTION = ("base_kernel", "kernel_projection.weight")
 
 
@@ -50,17 +49,8 @@ class _BlockOptions(TypedDict, total=False):
     output_multiplier: float | None
     final_logit_softcapping: float | None
     num_target_layers: int | None
-    markov_rank: int | None
-    markov_head_type: str | None
-    enable_confidence_head: bool | None
-    confidence_head_with_markov: bool | None
     conv_kernel_size: int | None
     conv_group_size: int | None
-    selector_rank: int | None
-    selector_top_k: int | None
-    emb_dim: int | None
-    gru_hidden_dim: int | None
-    pure_draft_prefix_len: int | None
 
 
 class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
@@ -75,68 +65,15 @@ class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
     draft_vocab_size: int | None
 
 
-class KindSettings(ModelSettings, total=False):
-    """The fields that say that a config.json is of a block draft, which is asked of that of any model."""
-
-    model_type: str | None
-    speculators_model_type: str | None
-    dflash_config: dict[str, Any] | None
-    block_size: Any
-
-
-def kind_of(settings: Mapping[str, Any]) -> str | None:
-    """The kind of block draft by a config.json, by its authors' name, known here or not; None for anything else."""
-    names = settings.get("architectures") or ()
-    classes = " ".join(names).lower()
-    told = settings.get("speculators_model_type")
-    if told is not None:
-        if told in KINDS and told != "domino":
-            return told
-        return None if "eagle" in told else f"{told} of speculators"
-    if "gemma" in classes and "dspark" in classes:
-        return "dspark of Gemma 4"
-    for kind in ("dflash2", "dspark", "domino", "dflash"):
-        if f"{kind}draft" in classes or f"{kind}model" in classes:
-            return (settings.get("dflash_config") or {}).get("projector_type") or kind
-    if settings.get("model_type") == _ASSISTANT:
-        return "dflash"
-    is_block = "dflash_config" in settings or (
-        settings.get("block_size") is not None and any(settings.get(mark) is not None for mark in _MARKS)
-    )
-    if is_block:
-        known = {*dir(transformers)}
-        others = [name for name in names if name not in known and "eagle" not in name.lower()]
-        if others:
-            return others[0]
-    return "dflash" if "dflash_config" in settings else None
-
-
-def check_kind(settings: Mapping[str, Any]) -> str:
-    """The kind, or a ValueError for one that is not understood."""
-    kind = kind_of(settings)
-    if kind not in KINDS:
-        raise ValueError(
-            f"it is a block draft of kind {kind!r}, which is not supported; expected {', '.join(KINDS)}, or JetSpec, "
-            "which is a dflash"
-        )
-    return kind
-
-
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> BlockConfig:
     """The config of the block draft that the tensors, by the names of `BlockHead`, make up for this target.
 
     Raises ValueError for what is not understood, by its key or its tensor.
     """
     kind = check_kind(settings)
+    term = term_of(kind, tensors)
     layer = together(settings, settings.get("transformer_layer_config"))
-    inner = settings.get("dflash_config") or {}
-    unknown = [key for key in inner if key not in _BlockOptions.__annotations__]
-    strange = {key: value for key in (*unknown, *_STRANGE) for value in (inner.get(key), settings.get(key)) if value}
-    if strange:
-        raise ValueError(
-            f"config.json gives {', '.join(f'{key}: {value!r}' for key, value in strange.items())}, which is not known"
-        )
-    options = together(settings, inner)
+    options = _options(settings, BLOCK_TERMS[term])
     text, names = target.config.get_text_config(), tensors.keys()
     shapes: dict[str, Any] = layer_shapes(layer, tensors) | {"head_norms": True}
     vocab, drafted = text.vocab_size, len(tensors.get("lm_head.weight", ())) or len(tensors.get("d2t", ()))
@@ -144,8 +81,13 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     mask = options.get("mask_token_id")
     if mask is None or not 0 <= mask < vocab:
         raise ValueError(f"config.json must give mask_token_id, a token of the target's {vocab}, got {mask!r}")
-    from_root = _from_root(settings, options)
+    from_root = _from_root(settings, options, kind)
     block_size = number_in(options, "block_size")
+    if (settings.get("block_size") or block_size) != block_size:
+        raise ValueError(
+            f"config.json's block_size is {settings['block_size']}, and {block_size} in dflash_config: nothing says "
+            "with which of them the draft was trained; correct the other"
+        )
     if block_size == 1 and not from_root:
         raise ValueError("config.json gives block_size 1, a block of the root alone, which drafts nothing")
     if block_size > MAX_BLOCK:
@@ -153,7 +95,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     for key in ("output_multiplier", "final_logit_softcapping"):
         if not 0 < options.get(key, 1) <= 1e6:
             raise ValueError(f"config.json gives {key} {options[key]}, expected a number above 0, at most 1e6")
-    return BlockConfig(
+    config = BlockConfig(
         **shapes,
         kind=kind,
         target_hidden_size=text.hidden_size,
@@ -165,47 +107,36 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         block_size=block_size,
         mask_token_id=mask,
         from_root=from_root,
-        causal=_causal(settings, options, sliding),
+        causal=_causal(settings, options, sliding, kind),
         windows=sliding,
         multiplier=options.get("output_multiplier", 1.0),
         softcap=options.get("final_logit_softcapping"),
         owns_mask="mask_embedding" in names,
-        **(_domino(options, block_size) if kind == "domino" else _term(options, tensors, drafted or vocab)),
         **_convolutions(options, tensors),
     )
+    found = BLOCK_TERMS[term].options(options, tensors, config)
+    return config if found is None else replace(config, term=term, options=found)
 
 
-def _term(options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab: int) -> dict[str, Any]:
-    """Return the fields of `BlockConfig` that describe the draft's term, found by the names and shapes of its tensors.
-
-    Raises ValueError if config.json gives no valid selector_top_k for a selector.
-    """
-    words, codebook = (tensors.get(name) for name in ("markov_head.markov_w1.weight", f"{_SELECTOR}_codebook"))
-    projections = {"gate_proj": "gated", "joint_proj": "rnn"}
-    found = [name for name in projections if f"markov_head.{name}.weight" in tensors]
-    term = projections[found[0]] if found else "vanilla" if words is not None else ""
-    ranks = [0 if each is None else each.shape[-1] for each in (words, codebook)]
-    selected = options.get("selector_top_k", 0)
-    check_config(options, {"markov_rank": ranks[0], "selector_rank": ranks[1]})
-    if term:
-        check_config(options, {"markov_head_type": term})
-    if codebook is not None and not 1 <= selected <= vocab:
-        raise ValueError(f"config.json must give selector_top_k, 1 to {vocab} tokens to choose from, got {selected}")
-    return {
-        "term": term if codebook is None else "selector",
-        "rank": max(ranks),
-        "term_bias": any(f"markov_head.{name}.bias" in tensors for name in found),
-        "selected": 0 if codebook is None else selected,
+def _options(settings: Mapping[str, Any], term: type[BlockTerm]) -> dict[str, Any]:
+    """The keys of config.json and its sections together. Raises ValueError for those of other kinds of drafts."""
+    inner, own = settings.get("dflash_config") or {}, settings.get(term.section) or {}
+    known = {*_BlockOptions.__annotations__, *term.keys}
+    others = {key for each in BLOCK_TERMS.values() for key in (each.section and [each.section]) or each.keys}
+    others -= {*known, term.section}
+    unknown = {*inner, *own} - known
+    strange = {
+        key: part[key]
+        for key in sorted({*unknown, *others, *_STRANGE})
+        for part in (settings, inner, own)
+        if part.get(key)
     }
-
-
-def _domino(options: Mapping[str, Any], block_size: int) -> dict[str, Any]:
-    """Return the fields of `BlockConfig` that describe Domino's term; config.json gives its sizes."""
-    plain = options.get("pure_draft_prefix_len", 0)
-    if not 0 <= plain < block_size:
-        raise ValueError(f"config.json gives pure_draft_prefix_len {plain}, expected 0 to {block_size - 1}")
-    sizes = {"rank": number_in(options, "emb_dim"), "state_size": number_in(options, "gru_hidden_dim")}
-    return {"term": "domino", "plain": plain} | sizes
+    if strange:
+        raise ValueError(
+            f"config.json gives {', '.join(f'{key}: {value!r}' for key, value in strange.items())}, which is not known"
+        )
+    options = term.usual(together(settings, inner, own))
+    return options | {key: typed(options[key], kind, key) for key, kind in term.keys.items() if key in options}
 
 
 def _convolutions(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -218,32 +149,33 @@ def _convolutions(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     return {"conv_size": size, "conv_group": group}
 
 
-def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any], kind: str) -> bool:
     """Whether row r is the distribution at depth r + 1, instead of depth r."""
+    usual = BLOCK_TERMS[kind].from_root
     if "speculators_model_type" in settings:
         given = settings.get("sample_from_anchor")
-        return settings["speculators_model_type"] == "dspark" if given is None else given
-    kind = kind_of(settings)
-    of_deepspec = settings.get("target_layer_ids") is not None and settings.get("model_type") != _ASSISTANT
-    return options.get("shift_label", kind == "dspark" or (of_deepspec and kind != "domino"))
+        return bool(usual) if given is None else given
+    of_deepspec = settings.get("target_layer_ids") is not None and settings.get("model_type") != ASSISTANT
+    return options.get("shift_label", of_deepspec if usual is None else usual)
 
 
 def _causal(
-    settings: Mapping[str, Any], options: Mapping[str, Any], windows: tuple[int | None, ...]
+    settings: Mapping[str, Any], options: Mapping[str, Any], windows: tuple[int | None, ...], kind: str
 ) -> tuple[bool, ...]:
     """By layer, true if a row of the block sees the rows up to itself alone."""
     inner = settings.get("dflash_config") or {}
     told = settings.get("is_causal"), inner.get("is_causal"), options.get("causal"), options.get("causal_head")
     given = next((each for each in told if each is not None), None)
-    never = settings.get("model_type") == _ASSISTANT or kind_of(settings) == "domino"
-    if given is None and (never or settings.get("sliding_window_non_causal")):
+    if given is None:
+        given = BLOCK_TERMS[kind].causal
+    if given is None and (settings.get("model_type") == ASSISTANT or settings.get("sliding_window_non_causal")):
         given = False
     return tuple(window is not None if given is None else given for window in windows)
 
 
 def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer."""
-    usual = "sliding_attention" if settings.get("model_type") == _ASSISTANT else "full_attention"
+    usual = "sliding_attention" if settings.get("model_type") == ASSISTANT else "full_attention"
     kinds, window = layer.get("layer_types", [usual] * layers), layer.get("sliding_window")
     strange = sorted({*kinds} - {"full_attention", "sliding_attention"})
     if strange or len(kinds) != layers:

@@ -1,4 +1,4 @@
-"""Terms that make the distribution after a node depend on its token or path, and not on its depth alone.
+"""The terms of DSpark, DFlash2 and Domino: the distribution after a node depends on its token or path, too.
 
 Let base_k be the logits of depth k, h_k the block's output that they were computed from (after the last norm), a the
 node's token, and w = W1[a]. For the children at depth k the logits are
@@ -19,64 +19,69 @@ token alone. E is the embedding of the block's rows. The GRU has no biases:
 Source: "DSpark", arXiv 2607.05147; "selector" is DFlash2's, and "domino" SpecForge's.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, for_each_node, only
+from heavypath.speculative.drafts.heads.settings import number_in
+from heavypath.speculative.files.checkpoint import check_config
 from heavypath.speculative.models.forward import as_logits
 
 MARKOV_TERMS = ("vanilla", "gated", "rnn")
+_PROJECTIONS = {"gate_proj": "gated", "joint_proj": "rnn"}
 
 
-class Parents(NamedTuple):
-    """n nodes of one level in each sequence, for whose children logits are computed.
+class MarkovTerm(BlockTerm):
+    """DSpark's terms of low rank: "vanilla", "gated" or "rnn". Weights are named as in its checkpoints."""
 
-    tokens: LongTensor[B, n], the nodes' tokens
-    depth:  the nodes' depth, 0 for the root; LongTensor[B] if it differs between sequences
-    state:  [B, n, state_size], the states of the nodes' parents; None for a term without states
-    words:  [B, n, H], the embeddings of the tokens; None for a term that does not read them
-    """
+    module = "markov_head"
+    keys: ClassVar = {
+        "markov_rank": int, "markov_head_type": str, "enable_confidence_head": bool,
+        "confidence_head_with_markov": bool,
+    }  # fmt: skip
+    found_by_tensors = from_root = True
 
-    tokens: Tensor
-    depth: int | Tensor
-    state: Tensor | None
-    words: Tensor | None
-
-
-class MarkovTerm(nn.Module):
-    """DSpark's terms of low rank: "vanilla", "gated" or "rnn". Weights are named as in its checkpoints.
-
-    state_size: columns of a node's state; 0 if there are no states
-    """
-
-    reads_words = False
+    @classmethod
+    def options(
+        cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig
+    ) -> dict[str, Any] | None:
+        """{"variant", "rank", "bias"}, by the names and shapes of the tensors; None for DSpark's DFlash, of rank 0."""
+        words = tensors.get("markov_head.markov_w1.weight")
+        found = [name for name in _PROJECTIONS if f"markov_head.{name}.weight" in tensors]
+        rank = 0 if words is None else words.shape[-1]
+        check_config(settings, {"markov_rank": rank})
+        if not found and words is None:
+            return None
+        variant = _PROJECTIONS[found[0]] if found else "vanilla"
+        check_config(settings, {"markov_head_type": variant})
+        bias = any(f"markov_head.{name}.bias" in tensors for name in found)
+        return {"variant": variant, "rank": rank, "bias": bias}
 
     def __init__(self, config: BlockConfig):
-        super().__init__()
-        rank, width, bias = config.rank, config.hidden_size, config.term_bias
+        super().__init__(config)
+        variant, rank, bias = (config.options[name] for name in ("variant", "rank", "bias"))
+        self.columns = width = config.hidden_size
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
-        self.state_size = rank if config.term == "rnn" else 0
-        if config.term == "gated":
+        self.state_size = rank if variant == "rnn" else 0
+        if variant == "gated":
             self.gate_proj = nn.Linear(width + rank, rank, bias=bias)
-        elif config.term == "rnn":
+        elif variant == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=bias)
 
-    def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor | None]:
-        """The logits for the nodes' children [B, n, Vd], and the nodes' states [B, n, state_size], or None.
-
-        base: [B, Vd], the logits of the children's depth
-        hidden: [B, H], the block's output from which they were computed
-        """
-        latent, state = self.latent(hidden, nodes)
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, Tensor | None]:
+        """See `BlockTerm.forward`."""
+        latent, state = self.latent(kept, nodes)
         return base[:, None] + as_logits(self.markov_w2(latent)), state
 
     def latent(self, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor | None]:
-        """The input of W2, [B, n, rank], and the nodes' states; arguments as in `forward`."""
-        word, row, state = self.markov_w1(nodes.tokens), _for_each_node(hidden, nodes), nodes.state
+        """The input of W2, [B, n, rank], and the nodes' states. hidden: [B, H], the block's output of the depth"""
+        word, row, state = self.markov_w1(nodes.tokens), for_each_node(hidden, nodes), nodes.state
         if hasattr(self, "gate_proj"):
             word = word * torch.sigmoid(self.gate_proj(torch.cat([row, word], -1)))
         elif state is not None:
@@ -86,58 +91,84 @@ class MarkovTerm(nn.Module):
         return word, state
 
 
-class SelectorTerm(nn.Module):
+class SelectorTerm(BlockTerm):
     """DFlash2's selector: rescores the best tokens of each depth. Weights are named as in its checkpoints."""
 
-    state_size, reads_words = 0, False
+    module = "candidate_selector"
+    keys: ClassVar = {"selector_rank": int, "selector_top_k": int}
+    found_by_tensors = True
+
+    @classmethod
+    def options(
+        cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig
+    ) -> dict[str, Any] | None:
+        """{"rank", "selected"}: the number of tokens of each depth that it chooses from; None without a selector."""
+        codebook, selected = tensors.get("candidate_selector.predecessor_codebook"), settings.get("selector_top_k", 0)
+        rank, vocab = 0 if codebook is None else codebook.shape[-1], config.draft_vocab_size
+        check_config(settings, {"selector_rank": rank})
+        if codebook is None:
+            return None
+        if not 1 <= selected <= vocab:
+            raise ValueError(
+                f"config.json must give selector_top_k, 1 to {vocab} tokens to choose from, got {selected}"
+            )
+        return {"rank": rank, "selected": selected}
 
     def __init__(self, config: BlockConfig):
-        super().__init__()
-        self.selected = config.selected
-        self.hidden_projection = nn.Linear(config.hidden_size, config.rank, bias=False)
-        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
+        super().__init__(config)
+        rank, self.selected, self.columns = config.options["rank"], config.options["selected"], config.hidden_size
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
 
-    def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, None]:
-        """The logits for the nodes' children [B, n, Vd]; arguments as in `MarkovTerm.forward`."""
-        tokens, (values, best) = nodes.tokens, base.topk(self.selected, -1)
-        queries = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]  # [B, n, r]
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, None]:
+        """See `BlockTerm.forward`."""
+        values, best = base.topk(self.selected, -1)
+        queries = self.predecessor_codebook[nodes.tokens] * self.hidden_projection(kept)[:, None]  # [B, n, r]
         pairs = as_logits(queries @ self.successor_codebook[best].mT)  # [B, n, selected]
-        logits = base.new_full((*tokens.shape, base.shape[-1]), -torch.inf)
-        return logits.scatter_(2, best[:, None].expand(-1, tokens.shape[1], -1), values[:, None] + pairs), None
+        return only(best, values[:, None] + pairs, base), None
 
 
-class DominoTerm(nn.Module):
+class DominoTerm(BlockTerm):
     """Domino's term: what is added to the logits of a node's children. A GRU makes it depend on the node's path.
 
     Weights are named as in Domino's checkpoints.
     """
 
-    reads_words = True
+    module = "logit_head"
+    keys: ClassVar = {"emb_dim": int, "gru_hidden_dim": int, "pure_draft_prefix_len": int}
+    # Early checkpoints have our names.
+    prefixes: ClassVar = {"prefix_gru.": "logit_head.prefix_gru.", "embed_proj.": "logit_head.embed_proj."}
+    from_root = causal = of_speculators = False
+
+    @classmethod
+    def options(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Any]:
+        """{"rank", "state", "plain"}: the number of depths, from the root's children on, without the term."""
+        plain = settings.get("pure_draft_prefix_len", 0)
+        if not 0 <= plain < config.block_size:
+            raise ValueError(f"config.json gives pure_draft_prefix_len {plain}, expected 0 to {config.block_size - 1}")
+        sizes = {"rank": number_in(settings, "emb_dim"), "state": number_in(settings, "gru_hidden_dim")}
+        return {"plain": plain} | sizes
 
     def __init__(self, config: BlockConfig):
-        super().__init__()
-        width, rank = config.hidden_size, config.rank
-        self.state_size, self.plain = config.state_size, config.plain
-        self.prefix_gru = _GatedUnit(width, config.state_size)
+        super().__init__(config)
+        rank, self.state_size, self.plain = (config.options[name] for name in ("rank", "state", "plain"))
+        self.columns = width = config.hidden_size
+        self.prefix_gru = _GatedUnit(width, self.state_size)
         self.embed_proj = nn.Sequential(
-            nn.Linear(width + config.state_size, rank, bias=False),
+            nn.Linear(width + self.state_size, rank, bias=False),
             nn.SiLU(),
             nn.Linear(rank, config.draft_vocab_size, bias=False),
         )
 
-    def forward(self, base: Tensor, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor]:
-        """The logits for the nodes' children and the nodes' states; arguments as in `MarkovTerm.forward`.
-
-        For nodes of a depth below `plain`, the logits are `base` alone.
-        """
-        assert nodes.words is not None
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, Tensor]:
+        """See `BlockTerm.forward`. For nodes of a depth below `plain`, the logits are `base` alone."""
         assert nodes.state is not None
-        state = self.prefix_gru(nodes.words, nodes.state)
-        logits, depth = base[:, None].expand(-1, nodes.tokens.shape[1], -1), nodes.depth
+        state = self.prefix_gru(ends.embed(nodes.tokens), nodes.state)
+        logits, depth = for_each_node(base, nodes), nodes.depth
         if isinstance(depth, int) and depth < self.plain:
             return logits, state
-        added = logits + as_logits(self.embed_proj(torch.cat([_for_each_node(hidden, nodes), state], -1)))
+        added = logits + as_logits(self.embed_proj(torch.cat([for_each_node(kept, nodes), state], -1)))
         if isinstance(depth, int):
             return added, state
         return added.where((depth >= self.plain)[:, None, None], logits), state
@@ -157,8 +188,3 @@ class _GatedUnit(nn.Module):
         reset_of, gate_of, new_of = linear(state, self.weight_hh_l0).chunk(3, -1)
         gate = torch.sigmoid(gate + gate_of)
         return gate * state + (1 - gate) * torch.tanh(new + torch.sigmoid(reset + reset_of) * new_of)
-
-
-def _for_each_node(hidden: Tensor, nodes: Parents) -> Tensor:
-    """Each sequence's row [B, H] repeated for its n nodes, [B, n, H]."""
-    return hidden[:, None].expand(-1, nodes.tokens.shape[1], -1)

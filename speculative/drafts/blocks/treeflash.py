@@ -1,0 +1,65 @@
+"""TreeFlash: the block's output is corrected for each node by its token, before the last norm.
+
+Let h_k be the block's output for depth k before the last norm, a the node's token, and E the embedding:
+
+    logits   lm_head(norm(h_k + W_d (silu(g) * u))),   [u, g] = W_ug [norm_e E[a]; norm(h_k)]
+
+So distributions depend on the last token. `candidate_tokens`, of the authors' search for a tree, is not read: here the
+tree is a matter of the method.
+
+Source: "TreeFlash", arXiv 2606.03819.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from heavypath.speculative.drafts.blocks.config import BlockConfig
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, Pass, for_each_node
+from heavypath.speculative.files.checkpoint import check_config
+
+_EPSILON = 1e-6  # of norm_e, whatever config.json gives for the other norms
+
+
+class TreeFlashTerm(BlockTerm):
+    """Weights are named as in its checkpoints, where the backbone is in a part of its own, "model"."""
+
+    module, section, from_root, causal, of_speculators = "ar_approximation", "treeflash_config", False, False, False
+    keys: ClassVar = {"ar_approximation": str, "candidate_tokens": int}
+
+    @classmethod
+    def options(
+        cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig
+    ) -> dict[str, Any] | None:
+        """{"inner"}: the width of the correction; None without one."""
+        weight, told = tensors.get("ar_approximation.d.weight"), settings.get("ar_approximation")
+        if weight is None and told is None:
+            return None
+        check_config(settings, {"ar_approximation": "swiglu"})
+        if weight is None or told is None:
+            found = "ar_approximation.d.weight is missing" if weight is None else "the tensors have one"
+            raise ValueError(f"config.json gives ar_approximation {told!r}, and {found}; fetch both again")
+        return {"inner": weight.shape[-1]}
+
+    def __init__(self, config: BlockConfig):
+        super().__init__(config)
+        self.columns, self.uses_lm_head = config.hidden_size, True
+        width, inner = config.hidden_size, config.options["inner"]
+        self.ug = nn.Linear(2 * width, 2 * inner)
+        self.d = nn.Linear(inner, width, bias=False)
+        self.norm = LlamaRMSNorm(width, _EPSILON)
+
+    def finish(self, rows: Tensor, given: Pass, ends: Ends) -> tuple[Tensor, Tensor]:
+        """See `BlockTerm.finish`; the rows before the norm are kept."""
+        read = rows[:, self.first : self.first + given.levels]
+        return ends.logits(ends.norm(read)), read
+
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, None]:
+        """See `BlockTerm.forward`."""
+        row = for_each_node(kept, nodes)
+        up, gate = self.ug(torch.cat([self.norm(ends.embed(nodes.tokens)), ends.norm(row)], -1)).chunk(2, -1)
+        return ends.logits(ends.norm(row + self.d(silu(gate) * up))), None
