@@ -11,15 +11,12 @@ def suite() -> None:
     cells = {(row["kind"], row["way"]): row for row in every["rows"]}
     ways = ("chain", "sequoia")
 
-    def shown(estimate: Sequence[float]) -> str:
-        return f"{estimate[0]:.2f} ± {estimate[1]:.2f}"
-
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in cells):
-        line = [shown(cells[kind, way][field]) for field in ("tokens_per_pass", "over_plain") for way in ways]
+        line = [_estimate(cells[kind, way][field]) for field in ("tokens_per_pass", "over_plain") for way in ways]
         tree = cells[kind, "sequoia"]
         depths = " ".join(f"{share[0]:.2f}" for share in tree["acceptance"][:3])
-        rows.append([kind, *line, shown(tree["over_transformers"]), shown(tree["over_assisted"]), depths])
+        rows.append([kind, *line, _estimate(tree["over_transformers"]), _estimate(tree["over_assisted"]), depths])
     heads = [f"{name}, `{way}`" for name in ("tokens/pass", "to plain") for way in ways]
     table(["", *heads, "to transformers", "to assisted", "accepted by depth"], rows)
     settings = every["settings"]
@@ -29,3 +26,32 @@ def suite() -> None:
         "suite-demo",
         also=f"; {count} prompts of each kind, {settings['max_new_tokens']} new tokens, T = {temperature:g}",
     )
+
+
+def real() -> None:
+    """A published model by kind of work: tokens a pass and speed of each draft over plain decoding."""
+    every = results("suite-smollm2")
+    cells = {(row["kind"], row["way"]): row for row in every["rows"]}
+    ways = [way for way in dict.fromkeys(way for _, way in cells) if "," in way]
+    rows = []
+    for kind in dict.fromkeys(kind for kind, _ in cells):
+        line = [
+            f"{cells[kind, way]['tokens_per_pass'][0]:.2f} / {_estimate(cells[kind, way]['over_plain'])}"
+            for way in ways
+        ]
+        plain = cells[kind, "autoregressive"]
+        rows.append([kind, *line, _estimate(plain["over_transformers"])])
+    heads = [f"`{way.partition(', ')[2]}`: tokens/pass / to plain" for way in ways]
+    table(["", *heads, "plain to transformers"], rows)
+    settings = every["settings"]
+    count = max(settings["prompts"].values())
+    temperature = settings["temperatures"][0]
+    source(
+        "suite-smollm2",
+        also=f"; {count} prompts of each kind, {settings['max_new_tokens']} new tokens, T = {temperature:g}",
+    )
+
+
+def _estimate(estimate: Sequence[float]) -> str:
+    mean, error = estimate
+    return f"{mean:.2f}" if error is None else f"{mean:.2f} ± {error:.2f}"

@@ -1,17 +1,26 @@
-"""Train the EAGLE-3 head of SmolLM2-135M-Instruct on the model's own answers to the prompts of bench/real/prompts.py.
+"""Train the EAGLE-3 head of SmolLM2-135M-Instruct on text that the model wrote.
 
     python bench/real/train.py build/smollm2          # goes on where it was interrupted
 
-The folder gets `answers/` (a file for each PART prompts), and `head/`, which `--draft` takes. The model is the one of
-`heavypath demo --model smollm2`.
+Two kinds of texts, each saved in parts of PART, which are not written again:
+
+    answers/         the model's answers to the prompts of bench/real/prompts.py
+    conversations/   prompts that the model wrote itself, after the beginning of a user's message, and its answers
+                     (Xu et al. 2024, "Magpie"). They are more varied, and bring more of the vocabulary
+
+`head/` is the result, which `--draft` takes. The model is the one of `heavypath demo --model smollm2`. The shipped head
+(speculative/demo/smollm2-head, with its record) learnt from the same texts in two stages: first from the answers alone.
 """
 
 import argparse
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from prompts import prompts
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from heavypath.speculative import DistilSettings, SpeculativeDecoder, distil, load_target, most_frequent, new_head
 from heavypath.speculative.files.published import published_model
@@ -19,42 +28,65 @@ from heavypath.speculative.training.documents import Document
 from heavypath.speculative.training.optimization import save_whole, say_now
 
 PART = 40
-NEW_TOKENS = 176
-TEMPERATURES = (0.7, 0.0, 1.0, 0.7)  # of the parts in turn
-PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 1}
+NEW_TOKENS, PROMPT_TOKENS = 176, 72
+TEMPERATURES = (0.7, 0.0, 1.0)  # of the parts' answers in turn; prompts are sampled at temperature 1
 NO_PROMPT = torch.zeros(0, dtype=torch.int32)
 
 
-def write_answers(target, tokenizer, folder: Path, count: int) -> list[Document]:
-    """The prompts with their answers as documents. Parts that are in the folder are not written again."""
+class Writer:
+    """Continues prompts, each a list of tokens, by plain decoding."""
+
+    def __init__(self, target: Any):
+        self._generate = SpeculativeDecoder(target, method="autoregressive").generate
+        self._ends = torch.tensor(target.generation_config.eos_token_id).flatten()
+
+    def __call__(self, given: Sequence[list[int]], new_tokens: int, temperature: float, first: int) -> list[Tensor]:
+        """The prompts with their continuations, up to the first end token. first: number of the first prompt"""
+        reversed_ = [torch.tensor(tokens[::-1]) for tokens in given]  # so that padding is on the left
+        ids = pad_sequence(reversed_, batch_first=True).flip(1)
+        mask = pad_sequence([torch.ones_like(tokens) for tokens in reversed_], batch_first=True).flip(1)
+        rows = torch.arange(first, first + len(given))
+        filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        out = self._generate(
+            ids, new_tokens, temperature, attention_mask=mask, sequence_ids=rows, seed=1, **filters
+        ).sequences
+        new = out[:, ids.shape[1] :]
+        before_end = (torch.isin(new, self._ends).cumsum(1) == 0).sum(1).tolist()
+        return [
+            torch.cat([row[-new.shape[1] - len(tokens) : -new.shape[1]], own[: count + 1]]).int()
+            for row, own, tokens, count in zip(out, new, given, before_end, strict=True)
+        ]
+
+
+def answers(write: Writer, tokenizer: Any, number: int) -> list[Tensor]:
+    """Prompts of `prompts.py` with their answers."""
+    first = number * PART
+    given = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for messages in prompts(first + PART)[first:]
+    ]
+    return write(given, NEW_TOKENS, TEMPERATURES[number % len(TEMPERATURES)], first)
+
+
+def conversations(write: Writer, tokenizer: Any, number: int) -> list[Tensor]:
+    """Prompts of the model itself with their answers. Messages without an end are left out."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "X"}], tokenize=False, add_generation_prompt=True)
+    before, after = (tokenizer(part)["input_ids"] for part in text.split("X"))
+    first = 10**6 + number * PART
+    messages = [row.tolist() for row in write([before] * PART, PROMPT_TOKENS, 1.0, first)]
+    given = [tokens[:-1] + after for tokens in messages if tokens[-1] == after[0]]
+    return write(given, NEW_TOKENS, TEMPERATURES[number % len(TEMPERATURES)], first + 10**6)
+
+
+def written(folder: Path, parts: int, make: Callable[[int], list[Tensor]]) -> list[Document]:
+    """The texts of all parts; those that are not in the folder are written now."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.padding_side = "left"
-    generate = SpeculativeDecoder(target, method="autoregressive").generate
-    every = prompts(count)
     documents = []
-    for number, first in enumerate(range(0, count, PART)):
-        file = folder / f"{first:05}.pt"
+    for number in range(parts):
+        file = folder / f"{number:04}.pt"
         if not file.exists():
-            inputs = tokenizer.apply_chat_template(
-                every[first : first + PART], add_generation_prompt=True, padding=True, return_tensors="pt",
-                return_dict=True,
-            )  # fmt: skip
-            temperature = TEMPERATURES[number % len(TEMPERATURES)]
-            rows = torch.arange(first, first + len(inputs.input_ids))
-            out = generate(
-                inputs.input_ids, NEW_TOKENS, temperature, attention_mask=inputs.attention_mask, sequence_ids=rows,
-                **PLAIN,
-            )  # fmt: skip
-            width = inputs.input_ids.shape[1]
-            ends = torch.isin(out.sequences[:, width:], torch.tensor(target.generation_config.eos_token_id))
-            lengths = ((ends.cumsum(1) - ends.long()) == 0).sum(1)  # the first end included
-            padding = (inputs.attention_mask == 0).sum(1)
-            texts = [
-                row[left : width + length].int()
-                for row, left, length in zip(out.sequences, padding.tolist(), lengths.tolist(), strict=True)
-            ]
-            save_whole(texts, file)
-            say_now(f"answered {first + len(texts)} of {count} prompts")
+            save_whole(make(number), file)
+            say_now(f"{folder.name}: {number + 1} of {parts} parts written")
         documents += [Document(text, NO_PROMPT) for text in torch.load(file, weights_only=True)]
     return documents
 
@@ -62,24 +94,26 @@ def write_answers(target, tokenizer, folder: Path, count: int) -> list[Document]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompts", type=int, default=1200)
+    parser.add_argument("--answers", type=int, default=1000, help="prompts of prompts.py")
+    parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--epochs", type=float, default=6)
-    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=12288)
     parser.add_argument("--depths", type=int, default=3)
     given = parser.parse_args()
     target, tokenizer = load_target(published_model("smollm2"))
-    documents = write_answers(target, tokenizer, given.folder / "answers", given.prompts)
+    write = Writer(target)
+    documents = written(given.folder / "answers", given.answers // PART, lambda n: answers(write, tokenizer, n))
+    documents += written(
+        given.folder / "conversations", given.conversations // PART, lambda n: conversations(write, tokenizer, n)
+    )
     head = given.folder / "head"
     settings = DistilSettings(
         epochs=given.epochs, length=256, tokens_per_step=2048, depths=given.depths, written=0.0, checkpoint_steps=50
     )
     tokens = most_frequent(documents, given.vocabulary, target.config.vocab_size)
     torch.manual_seed(0)
-    record = distil(
-        new_head(target, tokens), target, documents, head, settings, tokenizer=tokenizer,
-        resume=(head / "training" / "rows.pt").exists(),
-    )  # fmt: skip
-    print(record["held_out"], file=sys.stderr)
+    resume = (head / "training" / "rows.pt").exists()
+    distil(new_head(target, tokens), target, documents, head, settings, tokenizer=tokenizer, resume=resume)
 
 
 if __name__ == "__main__":
