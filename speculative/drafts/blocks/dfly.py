@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, for_each_node
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, TokenLayers, for_each_node
 from heavypath.speculative.drafts.heads.settings import together
 from heavypath.speculative.files.checkpoint import check_config
 
@@ -81,7 +81,7 @@ class DFlyTerm(BlockTerm):
         parts = self.layer_fusion_weights.softmax(-1)
         return [context + part for part in (parts @ taps).unbind(1)]
 
-    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, None]:
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
         """See `BlockTerm.forward`."""
         if not self.uses_lm_head:
             return base[:, None], None

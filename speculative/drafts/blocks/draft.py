@@ -34,7 +34,7 @@ from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, 
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, Pass
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.layer import LayerFunctions, check_fits
 from heavypath.speculative.drafts.tapped import TappedDraft
@@ -246,7 +246,7 @@ class BlockHeadDraft(TappedDraft):
         parts = [_heads_of(each[:, heads:], rows).flatten(1) for each in (cache.keys, cache.values)]
         return torch.cat(parts, -1)[:, : self.config.hidden_size]
 
-    def _ends_of(self, target: Forward) -> Ends:
+    def _ends_of(self, target: Forward) -> TokenLayers:
         """The functions before and after the layers."""
         config, width, lm_head = self.config, self.config.hidden_size, target.parts.of(self.lm_head)
         whole = lm_head is self.lm_head and lm_head.weight.shape == (config.draft_vocab_size, width)
@@ -270,7 +270,7 @@ class BlockHeadDraft(TappedDraft):
                 logits = logits * config.multiplier
             return logits if config.softcap is None else config.softcap * torch.tanh(logits / config.softcap)
 
-        return Ends(embed, norm, logits, logits_of)
+        return TokenLayers(embed, norm, logits, logits_of)
 
     def _above(self, feed: Feed, cache: BlockCache) -> Tensor | None:
         """The term's states of the nodes' parents [B, n, s]; None for a term without states."""

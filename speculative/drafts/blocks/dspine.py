@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, Pass, only
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers, only
 from heavypath.speculative.files.checkpoint import check_config
 
 _CODES = "transfer_codes"
@@ -77,13 +77,13 @@ class DSpineTerm(BlockTerm):
         """See `BlockTerm.after_layer`; after the last layer, `finish` does the same."""
         return rows if layer == self.last else self._told(layer, rows, roots)
 
-    def finish(self, rows: Tensor, given: Pass, ends: Ends) -> tuple[Tensor, Tensor]:
+    def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
         """See `BlockTerm.finish`; the last layer's rows are kept as they were before the messages."""
         told = self._told(self.last, rows, given.roots)
         read = slice(self.first, self.first + given.levels)
         return ends.logits(ends.norm(told[:, read])), rows[:, read]
 
-    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, None]:
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
         """See `BlockTerm.forward`."""
         best, row = base.topk(self.selected, -1).indices, kept[:, None]
         told = self._message(self.last, row, self._feature(self.last, row), self._code(nodes.tokens))

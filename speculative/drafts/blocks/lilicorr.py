@@ -24,7 +24,7 @@ from torch.nn.functional import linear, normalize, scaled_dot_product_attention,
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, Pass, only
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers, only
 from heavypath.speculative.drafts.heads.settings import number_in
 from heavypath.speculative.files.checkpoint import check_config
 
@@ -88,17 +88,17 @@ class LiLiCorrTerm(BlockTerm):
         self.feature_mlp = nn.Sequential(
             nn.LayerNorm(_FEATURES), nn.Linear(_FEATURES, width), nn.SiLU(), nn.Linear(width, width)
         )
-        self.slot_embedding = nn.Parameter(torch.zeros(*ones, block - 1, 1, width))
-        self.rank_embedding = nn.Parameter(torch.zeros(*ones, 1, self.selected, width))
+        self.slot_embedding = nn.Parameter(torch.zeros((*ones, block - 1, 1, width)))
+        self.rank_embedding = nn.Parameter(torch.zeros((*ones, 1, self.selected, width)))
         self.relative_slot_bias = nn.Parameter(torch.zeros(self.heads, 2 * block - 1))
         self.same_slot_bias = nn.Parameter(torch.zeros(self.heads))
         inner, eps = int(width * options["mlp_ratio"]), config.rms_norm_eps
-        self.layers = nn.ModuleList(_Layer(width, self.heads, inner, eps) for _ in range(options["num_layers"]))
+        self.layers = nn.ModuleList(_EncoderLayer(width, self.heads, inner, eps) for _ in range(options["num_layers"]))
         self.output_norm, self.anchor_norm = (LlamaRMSNorm(width, eps) for _ in range(2))
         self.factor_input_proj = nn.Linear(3 * width, width)
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(width, options["factor_dim"]) for _ in range(3))
 
-    def finish(self, rows: Tensor, given: Pass, ends: Ends) -> tuple[Tensor, Tensor]:
+    def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
         """See `BlockTerm.finish`. Of each depth are kept the candidates, those of the depth above, and all logits."""
         normed = ends.norm(rows[:, self.first :])
         base = ends.logits(normed)
@@ -113,7 +113,7 @@ class LiLiCorrTerm(BlockTerm):
         kept = torch.cat([best.float(), above.float(), others, pairs.flatten(2)], -1)
         return base[:, : given.levels], kept[:, : given.levels]
 
-    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, None]:
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
         """See `BlockTerm.forward`."""
         best, above, others, pairs = kept.split([self.selected] * 3 + [self.selected**2], -1)
         same = nodes.tokens[:, :, None] == above[:, None].long()  # [B, n, K]
@@ -154,7 +154,7 @@ class LiLiCorrTerm(BlockTerm):
         return self.relative_slot_bias[:, apart + self.block - 1] + (apart == 0) * self.same_slot_bias[:, None, None]
 
 
-class _Layer(nn.Module):
+class _EncoderLayer(nn.Module):
     def __init__(self, width: int, heads: int, inner: int, eps: float):
         super().__init__()
         self.attn_norm, self.mlp_norm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)

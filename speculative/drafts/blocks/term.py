@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from heavypath.speculative.drafts.blocks.config import BlockConfig
 
 
-class Ends(NamedTuple):
+class TokenLayers(NamedTuple):
     """The functions around a draft's layers, for tensors of any number of dimensions.
 
     embed:   tokens LongTensor[...] to [..., H], the embedding of the block's rows
@@ -129,7 +129,7 @@ class BlockTerm(nn.Module):
         """The rows after a layer, [B, R, H]. rows: the layer's output, the root's row first; roots: see `Pass`"""
         return rows
 
-    def finish(self, rows: Tensor, given: Pass, ends: Ends) -> tuple[Tensor, Tensor]:
+    def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
         """The logits of the first `levels` depths [B, levels, Vd], and what is kept of them [B, levels, columns].
 
         rows: [B, R, H], all rows after the last layer
@@ -137,7 +137,7 @@ class BlockTerm(nn.Module):
         normed = ends.norm(rows[:, self.first : self.first + given.levels])
         return ends.logits(normed), normed[..., : self.columns]
 
-    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, Tensor | None]:
         """The logits for the nodes' children, [B, n, Vd] or [B, 1, Vd], and the nodes' states [B, n, state_size].
 
         base: [B, Vd], the logits of the children's depth; kept: [B, columns], what the pass kept of it

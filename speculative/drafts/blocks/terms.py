@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, for_each_node, only
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, TokenLayers, for_each_node, only
 from heavypath.speculative.drafts.heads.settings import number_in
 from heavypath.speculative.files.checkpoint import check_config
 from heavypath.speculative.models.forward import as_logits
@@ -74,7 +74,7 @@ class MarkovTerm(BlockTerm):
         elif variant == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=bias)
 
-    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, Tensor | None]:
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, Tensor | None]:
         """See `BlockTerm.forward`."""
         latent, state = self.latent(kept, nodes)
         return base[:, None] + as_logits(self.markov_w2(latent)), state
@@ -121,7 +121,7 @@ class SelectorTerm(BlockTerm):
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
 
-    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, None]:
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
         """See `BlockTerm.forward`."""
         values, best = base.topk(self.selected, -1)
         queries = self.predecessor_codebook[nodes.tokens] * self.hidden_projection(kept)[:, None]  # [B, n, r]
@@ -161,7 +161,7 @@ class DominoTerm(BlockTerm):
             nn.Linear(rank, config.draft_vocab_size, bias=False),
         )
 
-    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, Tensor]:
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, Tensor]:
         """See `BlockTerm.forward`. For nodes of a depth below `plain`, the logits are `base` alone."""
         assert nodes.state is not None
         state = self.prefix_gru(ends.embed(nodes.tokens), nodes.state)

@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heavypath.speculative.drafts.blocks.config import BlockConfig
-from heavypath.speculative.drafts.blocks.term import BlockTerm, Ends, Parents, Pass, for_each_node
+from heavypath.speculative.drafts.blocks.term import BlockTerm, Parents, Pass, TokenLayers, for_each_node
 from heavypath.speculative.files.checkpoint import check_config
 
 _EPSILON = 1e-6  # of norm_e, whatever config.json gives for the other norms
@@ -53,12 +53,12 @@ class TreeFlashTerm(BlockTerm):
         self.d = nn.Linear(inner, width, bias=False)
         self.norm = LlamaRMSNorm(width, _EPSILON)
 
-    def finish(self, rows: Tensor, given: Pass, ends: Ends) -> tuple[Tensor, Tensor]:
+    def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
         """See `BlockTerm.finish`; the rows before the norm are kept."""
         read = rows[:, self.first : self.first + given.levels]
         return ends.logits(ends.norm(read)), read
 
-    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: Ends) -> tuple[Tensor, None]:
+    def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
         """See `BlockTerm.forward`."""
         row = for_each_node(kept, nodes)
         up, gate = self.ug(torch.cat([self.norm(ends.embed(nodes.tokens)), ends.norm(row)], -1)).chunk(2, -1)
