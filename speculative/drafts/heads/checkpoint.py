@@ -8,9 +8,8 @@ Supported layouts, by tensor names:
     P-EAGLE                   mask_hidden in either of the last two
     EAGLE-3.1                 fc_norm.0, .1, .2 in either of the last two
 
-The variant is recognised by the tensors as far as possible: biases, layers, norms, own embedding and lm_head. A head with
-d2t and no lm_head takes the target's rows of its tokens.
-`settings.py` reads the rest from config.json.
+The variant is recognised by the tensors as far as possible: biases, layers, norms, own embedding and lm_head. A head
+with d2t and no lm_head takes the target's rows of its tokens. `settings.py` reads the rest from config.json.
 """
 
 from collections.abc import Collection
