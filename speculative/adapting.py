@@ -14,10 +14,11 @@ First the draft reads the tokens written during the pause, which costs READING r
 bytes divided by the target's. The pause is long enough that trials and reading together cost at most a share LOSS of
 the time:
 
-    pause = 2^vain TRY / (LOSS - READING r)        vain: number of unsuccessful trials in a row, at most LONGER
+    pause = 2^vain lost / (LOSS - READING r)       lost: by this trial, at least TRY
+                                                   vain: number of unsuccessful trials in a row, at most LONGER
 
 A draft without weights has nothing to read, and repetition in a sequence shows at once. So it uses LOOK instead of TRY,
-has shorter pauses in proportion, and each generation begins with a trial.
+has shorter pauses in proportion, which do not double, and each generation begins with a trial.
 
 If there is no such pause (READING r >= LOSS), the draft rests until the end of the generation. It rests from the
 beginning if the expected tokens are fewer than the tree's cost. It never drafts if the tree costs more than it could
@@ -53,7 +54,7 @@ MOST, FIRST = 8.0, 4.0  # the loss above which drafting pauses; the loss that a 
 TRY = 2.0  # what a trial may lose
 LOOK = 0.25  # what a trial may lose, for a draft without weights
 LOSS = 0.02  # share of the time that unsuccessful trials may cost
-LONGER = 3  # how often pauses may double
+LONGER = 3  # how often pauses may double, for a draft with weights
 READING = 1 / 8  # cost for each token that is read in one pass over many, relative to a pass over one token
 
 Choose = Callable[[int, int, Tensor | None], Shape]  # (running sequences, steps so far, counts of `commit`)
@@ -109,7 +110,7 @@ class Rest:
         """
         self._target, self._draft, self._cost, self._expected = target, draft, cost, expected
         self._looks = not draft.models
-        self._trial = LOOK if self._looks else TRY  # what a trial may lose
+        self._trial, self._longer = (LOOK, 0) if self._looks else (TRY, LONGER)
         self.loss, self.pause, self._vain = MOST - LOOK if self._looks else FIRST, 0, -1
         self._said, self._is_new = False, True
 
@@ -165,8 +166,9 @@ class Rest:
 
     def _rest(self) -> None:
         share = self._share_of_trials if self._share_of_trials > 0 else LOSS
-        self._vain = min(self._vain + 1, LONGER)
-        self.pause, self.loss = math.ceil(2**self._vain * self._trial / share), MOST - self._trial
+        self._vain = min(self._vain + 1, self._longer)
+        lost = max(self._trial, self.loss - MOST + self._trial)
+        self.pause, self.loss = math.ceil(2**self._vain * lost / share), MOST - self._trial
         self._say("it does not pay; it is tried again at times")
 
     @cached_property
