@@ -92,7 +92,7 @@ def best(cell: dict[str, Row], *names: str) -> Row | None:
 
 
 def headline() -> None:
-    """For the README: peers, plain decoding, a chain, a tree; a tree with the head and a batch where measured."""
+    """For the README: peers, plain decoding, a chain, a tree; a tree with the head where measured."""
     found = cells("peers")
 
     def peer(name: str, start: str) -> list[Any]:
@@ -114,7 +114,6 @@ def headline() -> None:
 
     wanted = {
         "plain decoding": "autoregressive", "chain": "chain", "tree": "sequoia", "tree, EAGLE head": "sequoia+head",
-        "tree, batch of 8": "sequoia*8",
     }  # fmt: skip
     rows = [ours(f"{name}, `{method}`", method) for name, method in wanted.items() if method in found[GREEDY]]
     peers = [peer("transformers, its best", "transformers"), peer("llama.cpp, its best", "llama-")]
