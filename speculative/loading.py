@@ -41,12 +41,9 @@ from heavypath.speculative.streaming.load import load_streamed
 
 logger = logging.getLogger(__name__)
 
-SHIPPED_HEADS = {  # of the shipped target, and of SmolLM2-135M-Instruct
-    "demo-head": FOLDER / "head",
-    "smollm2-head": FOLDER / "smollm2-head",
-}
+DEMO_HEAD = "demo-head"  # name of the shipped head
 MERGE = "merge:"  # prefix of the drafts of a `Merge`
-_WORDS = (*SHIPPED_HEADS, "prompt-lookup", "recall", "lookahead")  # drafts that are not loaded from a folder
+_WORDS = (DEMO_HEAD, "prompt-lookup", "recall", "lookahead")  # drafts that are not loaded from a folder
 
 
 class Pair(NamedTuple):
@@ -79,7 +76,7 @@ def load_pair(
     """Load a target and a draft, each from a folder, a GGUF file, or by its name on the Hugging Face Hub.
 
     target, draft: default: the shipped pair. GGUF files are read as in `load_target`. draft may be a model, an EAGLE
-        head ("demo-head" and "smollm2-head" are shipped), Medusa heads or a block draft. "prompt-lookup", "recall",
+        head ("demo-head" is the shipped one), Medusa heads or a block draft. "prompt-lookup", "recall",
         "lookahead", "early-exit:LAYERS" and "retrieval:PATH" need no second model; PATH is a file that `Retrieval.save`
         wrote, a text file, or a folder of text files. Drafts can be combined: "demo-head+prompt-lookup" is a `Mixture`,
         "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup" a `Cascade` with the levels of each
@@ -150,7 +147,7 @@ def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only
     Raises the errors of `load_pair` that can be found without reading weights.
     """
     parts = [name for draft in drafts for _, name in _parts(draft) or [("", draft)]]
-    named = [str(SHIPPED_HEADS.get(name, name)) for name in parts if not _check_modelless(name)]
+    named = [name for name in parts if name != DEMO_HEAD and not _check_modelless(name)]
     if target is None:
         for name in named:
             if not is_trained_head(name):
@@ -198,7 +195,7 @@ def _load_pair(
     if draft is not None and _parts(draft):
         alone = _load_pair(target, None, device, dtype, load_target)
         return alone._replace(draft=load_draft(draft, alone, target, dtype, local_files_only=True))
-    draft = None if draft is None else str(SHIPPED_HEADS.get(draft, draft))
+    draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
     modelless = draft is not None and _check_modelless(draft)
     if target is None:
         shipped = Pair(*load_demo_pair(dtype or torch.float32, device))
@@ -239,7 +236,7 @@ def load_draft(
     """Load a draft for a target: a model, or a trained head of any kind as published; from a folder or by its name.
 
     path_or_name: a folder, a GGUF file, or a name on the Hugging Face Hub; what the cache lacks is fetched. Also
-        "demo-head", "smollm2-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair
+        "demo-head", "prompt-lookup", "recall", "lookahead", "early-exit:LAYERS", for a pair
         "retrieval:PATH", and combinations of these, as in `load_pair`
     target: the model, or a pair that `load_pair` loaded. A draft model becomes a `Translated` if its tokenizer differs
         from the pair's, or from the one in the model's folder
@@ -257,7 +254,7 @@ def load_draft(
         if str(path_or_name).startswith(MERGE):
             return Merge(drafts)
         return Cascade(drafts, levels) if levels else Mixture(drafts)
-    name = str(SHIPPED_HEADS.get(str(path_or_name), path_or_name))
+    name = str(FOLDER / "head") if path_or_name == DEMO_HEAD else str(path_or_name)
     if _check_modelless(name):
         return _modelless(name, target.tokenizer if isinstance(target, Pair) else None)
     model = target.target if isinstance(target, Pair) else target
@@ -297,7 +294,7 @@ def _as_trained(
 def _lacks_target(draft: str) -> ValueError:
     return ValueError(
         f"a draft ({draft!r}) needs its target. Without one the target is the shipped model, and its drafts are "
-        f"demo-head, heads of it, prompt-lookup, recall, lookahead, early-exit:LAYERS and retrieval:PATH"
+        f"{DEMO_HEAD}, heads of it, prompt-lookup, recall, lookahead, early-exit:LAYERS and retrieval:PATH"
     )
 
 

@@ -8,8 +8,8 @@ Two kinds of texts, each saved in parts of PART, which are not written again:
     conversations/   prompts that the model wrote itself, after the beginning of a user's message, and its answers
                      (Xu et al. 2024, "Magpie"). They are more varied, and bring more of the vocabulary
 
-`head/` is the result, which `--draft` takes. The model is the one of `heavypath demo --model smollm2`. The shipped head
-(speculative/demo/smollm2-head, with its record) learnt from the same texts in two stages: first from the answers alone.
+`head/` is the result, which `--draft` takes. The model is the one of `heavypath demo --model smollm2`. The head in
+docs/results.md learnt from such texts in two stages, first from the answers alone: bench/results/smollm2-head.json.
 """
 
 import argparse

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from heavypath.speculative.loading import Pair
 
 
-MODELS = {"smollm2": "smollm2-head"}  # published models, and their drafts
-CHAT_TREE = 3  # nodes: by measurement more do not pay with that head
+MODELS = {"smollm2": "recall"}  # published models, and their drafts
 CHAT_KINDS = ("rewriting", "writing", "code")  # of the suite; their first prompts are asked
 CHAT_METHODS = ("autoregressive", "chain", "sequoia", "dyspec", "rsd-s", "ersd")
 
@@ -73,7 +72,6 @@ def demo(
     target, draft = (str(published_model(model)), MODELS[model]) if chats else (None, None)
     pair = load(target, draft, dtype, device=device, threads=threads)
     inputs = [encode(pair, text, chat=chats) for text in texts[:prompts]]
-    tree_size = tree_size or (CHAT_TREE if chats else None)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if not as_json:
         decoder = SpeculativeDecoder(pair.target, pair.draft, tree_size=tree_size)

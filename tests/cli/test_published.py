@@ -8,7 +8,6 @@ import zipfile
 import pytest
 from gguf_files import gguf_llama, write_gguf
 
-from heavypath.speculative.cli.demo import MODELS
 from heavypath.speculative.files.published import PUBLISHED, Published, published_model
 
 
@@ -82,8 +81,7 @@ def test_another_name_is_refused():
         published_model("gpt")
 
 
-def test_the_demo_asks_it(wheel, heavypath, monkeypatch):
-    monkeypatch.setitem(MODELS, "smollm2", "recall")  # the shipped head fits SmolLM2 alone: tests/real has it
+def test_the_demo_asks_it(wheel, heavypath):
     given = ("demo", "--model", "smollm2", "--prompts", 1, "--max-new-tokens", 3)
     code, output, errors = heavypath(*given)
     assert code == 0, errors

@@ -7,7 +7,7 @@ import pytest
 import torch
 from real_texts import QUESTIONS
 
-from heavypath.speculative import EarlyExit, PromptLookup, Recall, Translated, load_draft, load_target
+from heavypath.speculative import EarlyExit, PromptLookup, Recall, Translated, load_target
 
 
 def installed(name: str) -> Path:
@@ -51,7 +51,6 @@ def draft_of(smollm, gemma):
     """A function that makes the draft with a name, for the target of a test."""
     made = {
         "lookup": PromptLookup, "recall": Recall, "exit": lambda: EarlyExit(6),
-        "head": lambda: load_draft("smollm2-head", smollm[0]),
         "translated": lambda: Translated(smollm[0], smollm[1], gemma[1]),
     }  # fmt: skip
     return lambda name: made[name]()

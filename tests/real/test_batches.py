@@ -9,7 +9,7 @@ from heavypath.speculative import SpeculativeDecoder
 pytestmark = pytest.mark.real
 
 
-@pytest.mark.parametrize("draft", ["head", "recall", "exit"])
+@pytest.mark.parametrize("draft", ["recall", "exit"])
 @pytest.mark.parametrize("method", ["sequoia", "ersd", "dyspec"])
 def test_a_batch_of_four(smollm, draft_of, greedy, method, draft):
     target, tokenizer = smollm

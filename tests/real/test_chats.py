@@ -12,7 +12,7 @@ TURNS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("draft", ["head", "recall", "exit"])
+@pytest.mark.parametrize("draft", ["recall", "exit"])
 @pytest.mark.parametrize("method", ["sequoia", "ersd"])
 def test_six_turns(smollm, draft_of, greedy, method, draft):
     target, tokenizer = smollm

@@ -10,7 +10,7 @@ METHODS = ("chain", "sequoia", "ersd", "rsd-s", "dyspec")
 NEW_TOKENS = 32
 
 
-@pytest.mark.parametrize("draft", ["head", "lookup", "recall", "exit"])
+@pytest.mark.parametrize("draft", ["lookup", "recall", "exit"])
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_of_smollm2(smollm, questions, draft_of, greedy, method, draft):
     target, _ = smollm
