@@ -12,7 +12,6 @@ from block_checkpoints import random_block
 from command_line import save_llama
 from distil_cases import TINY, greedy, overlaps, silent, texts
 from head_training_cases import VOCABULARY, random_rows, tiny_head, tiny_target
-from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative import (
@@ -246,16 +245,3 @@ def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavy
     code, text, _ = heavypath(*continued, "--draft", tmp_path / "draft")
     assert code == 0
     assert text == heavypath(*continued, "--method", "autoregressive")[1]
-
-
-def test_a_head_saved_without_the_targets_rows_takes_them_again(tmp_path):
-    """Its lm_head does not learn: it has the target's rows of the tokens that it proposes."""
-    target, documents, folder = tiny_target(), texts(), tmp_path / "head"
-    head = new_head(target, most_frequent(documents, 20, VOCABULARY))
-    distil(head, target, documents, folder, replace(TINY, epochs=0.5), say=silent)
-    tensors = load_file(folder / "model.safetensors")
-    rows = tensors.pop("lm_head.weight")
-    save_file(tensors, folder / "model.safetensors")
-    loaded = load_draft(folder, target)
-    assert torch.equal(loaded.lm_head.weight, rows)
-    assert loaded.config == head.config

@@ -8,14 +8,13 @@ Supported layouts, by tensor names:
     P-EAGLE                   mask_hidden in either of the last two
     EAGLE-3.1                 fc_norm.0, .1, .2 in either of the last two
 
-The variant is recognised by the tensors as far as possible: biases, layers, norms, own embedding and lm_head. A head
-with d2t and no lm_head takes the target's rows of its tokens. `settings.py` reads the rest from config.json.
+The variant is recognised by the tensors as far as possible: biases, layers, norms, own embedding and lm_head.
+`settings.py` reads the rest from config.json.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,19 +66,9 @@ def load_head(
         config = config_of(settings, tensors, target)
         if settings.get("tie_word_embeddings") and _could_be_tied(config, tensors):
             tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)
-        if "d2t" in tensors and "lm_head.weight" not in tensors:
-            tensors["lm_head.weight"] = _rows_of_target(tensors["d2t"], target)
-            config = replace(config, owns_lm_head=True, draft_vocab_size=len(tensors["d2t"]))
         take_the_tokens(config, tensors, kept)
         layer = together(settings.get("eagle_config"), settings, settings.get("transformer_layer_config"))
         return filled(EagleHead, config, layer, tensors, dtype or target.dtype, device or target.device)
-
-
-def _rows_of_target(d2t: Tensor, target: PreTrainedModel) -> Tensor:
-    """The target's lm_head rows [Vd, H] of a head's tokens. Heads of `distil` have these, and may be saved without."""
-    tokens = d2t.to(target.device) + torch.arange(len(d2t), device=target.device)
-    lm_head: Any = target.get_output_embeddings()
-    return lm_head.weight.detach()[tokens].to(d2t.device)
 
 
 def is_head(checkpoint: Checkpoint) -> bool:
