@@ -6,6 +6,7 @@ also be pickles that contain nothing but tensors, because some were published so
 
 import difflib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,11 @@ logger = logging.getLogger(__name__)
 DEMO_HEAD = "demo-head"  # name of the shipped head
 MERGE = "merge:"  # prefix of the drafts of a `Merge`
 _WORDS = (DEMO_HEAD, "prompt-lookup", "recall", "lookahead")  # drafts that are not loaded from a folder
+
+
+# Threads that load wait for each other. While transformers loads, it replaces `PreTrainedModel.tie_weights`. Two loads
+# that overlap may leave the replacement there, and then each later model of the process has an untied lm_head.
+_LOADING = threading.RLock()
 
 
 class Pair(NamedTuple):
@@ -171,7 +177,8 @@ def _folder_of(
     file = gguf_file(role, name)
     if file is None:
         return _find_draft(name, local_files_only) if role == "draft" else find_folder(role, name, local_files_only)
-    return unpacked(role, file, dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16))
+    with _LOADING:
+        return unpacked(role, file, dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16))
 
 
 def _find_draft(name: str, local_files_only: bool) -> Path:
@@ -214,10 +221,11 @@ def _load_pair(
     tokenizer = _load_tokenizer("target", folders["target"])
     if head is not None:
         _check_vocabularies(tokenizer, _tokenizer_in("draft", head))
-    models = {
-        role: load_target(folder) if role == "target" else _load_model(role, folder, device, dtype)
-        for role, folder in folders.items()
-    }
+    with _LOADING:
+        models = {
+            role: load_target(folder) if role == "target" else _load_model(role, folder, device, dtype)
+            for role, folder in folders.items()
+        }
     if head is not None:
         return Pair(models["target"], load_trained_head(head, models["target"]), tokenizer)
     if "draft" in models:
@@ -270,7 +278,9 @@ def load_draft(
             _check_vocabularies(target.tokenizer, own)
         return load_trained_head(folder, model, dtype)
     tokenizer = target.tokenizer if isinstance(target, Pair) else _tokenizer_of(target)
-    return _as_trained(_load_model("draft", folder, model.device, dtype), own, tokenizer)
+    with _LOADING:
+        draft = _load_model("draft", folder, model.device, dtype)
+    return _as_trained(draft, own, tokenizer)
 
 
 def _as_trained(

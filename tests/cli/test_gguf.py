@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import gguf
 import pytest
@@ -177,6 +178,26 @@ def test_positions_are_scaled_as_the_file_says(rope, written, tmp_path):
     prompt = torch.randint(3, model.config.vocab_size, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(target(prompt).logits, model(prompt).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_two_threads_load_one_after_the_other(made, monkeypatch):
+    """Loads that overlap can leave transformers' `no_tie_weights` in force for all later models."""
+    read, inside, overlaps = AutoModelForCausalLM.from_pretrained, [], []
+
+    def reading(*arguments, **options):
+        overlaps.append(len(inside))
+        inside.append(1)
+        time.sleep(0.05)
+        inside.pop()
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reading)
+    threads = [threading.Thread(target=load_target, args=(made[0] / f"{name}.gguf",)) for name in ("target", "draft")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == [0] * 4, "the file, and the model made of it, of each"
 
 
 def test_two_threads_read_a_file_once(made, reads, cache):
