@@ -1,6 +1,7 @@
 """The table by kind of work in docs/results.md, from what `heavypath compare --suite --save FILE` wrote."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tables import results, source, table
 
@@ -19,13 +20,7 @@ def suite() -> None:
         rows.append([kind, *line, _estimate(tree["over_transformers"]), _estimate(tree["over_assisted"]), depths])
     heads = [f"{name}, `{way}`" for name in ("tokens/pass", "to plain") for way in ways]
     table(["", *heads, "to transformers", "to assisted", "accepted by depth"], rows)
-    settings = every["settings"]
-    count = max(settings["prompts"].values())
-    temperature = settings["temperatures"][0]
-    source(
-        "suite-demo",
-        also=f"; {count} prompts of each kind, {settings['max_new_tokens']} new tokens, T = {temperature:g}",
-    )
+    source("suite-demo", also=_settings(every["settings"]))
 
 
 def real() -> None:
@@ -43,13 +38,13 @@ def real() -> None:
         rows.append([kind, *line, _estimate(plain["over_transformers"])])
     heads = [f"`{way.partition(', ')[2]}`: tokens/pass / to plain" for way in ways]
     table(["", *heads, "plain to transformers"], rows)
-    settings = every["settings"]
-    count = max(settings["prompts"].values())
-    temperature = settings["temperatures"][0]
-    source(
-        "suite-smollm2",
-        also=f"; {count} prompts of each kind, {settings['max_new_tokens']} new tokens, T = {temperature:g}",
-    )
+    source("suite-smollm2", also=_settings(every["settings"]))
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    count, temperature = max(settings["prompts"].values()), settings["temperatures"][0]
+    prompts = f"{count} prompt{'s' * (count > 1)} of each kind"
+    return f"; {prompts}, {settings['max_new_tokens']} new tokens, T = {temperature:g}"
 
 
 def _estimate(estimate: Sequence[float]) -> str:

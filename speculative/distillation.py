@@ -212,7 +212,7 @@ def _states(
             f"{free / 1e9:.2g} GB in {str(work)!r}; give another folder, or keep=False, which computes them again"
         )
     parts = RowsAtATime(settings.rows_per_step, f"lower length ({settings.length})", say)
-    kept = KeptStates(teacher, rows, student.tokens, work / "kept", parts, student.autocast(), say)
+    kept = KeptStates(teacher, rows, student.tokens, work / "kept", parts, student.autocast, say)
     return kept, kept.logits
 
 

@@ -100,7 +100,7 @@ def _addition(result: Tensor, one: Tensor, other: Tensor | int, alpha: int = 1) 
     """The call by which NumPy adds integers, result = one + alpha * other.
 
     A step adds noise rows right after the target's pass, which leaves no other code in the processor's caches. There
-    two additions of a few numbers by PyTorch take 60 microseconds, and by NumPy 20.
+    PyTorch's addition of a few numbers takes several times as long as NumPy's.
     """
     to, first, second = result.numpy(), one.numpy(), other.numpy() if isinstance(other, Tensor) else other
     if alpha == 1:

@@ -61,12 +61,13 @@ def demo(
         from heavypath.speculative.decoder import SpeculativeDecoder
         from heavypath.speculative.demo import demo_prompts
         from heavypath.speculative.files.published import published_model
-        from heavypath.speculative.suite.prompts import read_suite
+        from heavypath.speculative.suite.prompts import part_of_suite, read_suite
 
     Filters(temperature, top_k, top_p).check()
     chats = model is not None
-    suite = read_suite()
-    texts = [str(suite[kind][0]) for kind in CHAT_KINDS] if chats else demo_prompts()
+    texts = (
+        [str(prompts[0]) for prompts in part_of_suite(read_suite(), CHAT_KINDS).values()] if chats else demo_prompts()
+    )
     if prompts > len(texts):
         raise ValueError(f"--prompts must be at most {len(texts)}, the number of shipped prompts, got {prompts}")
     target, draft = (str(published_model(model)), MODELS[model]) if chats else (None, None)

@@ -9,6 +9,7 @@ With s, log P of the draft's tokens is their logits minus s. So no later epoch r
 logits: it multiplies the last hidden state with the Vd rows of the lm_head.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,7 +38,7 @@ class KeptStates:
     tokens: LongTensor[Vd], the target's tokens that the draft can propose; None for all
     folder: for the files. They are made now, unless an earlier run has finished them
     parts: decides how many rows the target reads at a time
-    context: the context in which the target runs, for matrix products in bf16
+    context: a function that makes the context in which the target's layers run, for matrix products in bf16
     say: called with lines of progress
 
     Raises ValueError if the target's logits of some tokens cannot be computed alone, and OSError for a full disk.
@@ -50,7 +51,7 @@ class KeptStates:
         tokens: Tensor | None,
         folder: Path,
         parts: RowsAtATime,
-        context: AbstractContextManager[object],
+        context: Callable[[], AbstractContextManager[object]],
         say: Callable[[str], object],
     ):
         self._teacher, self._rows = teacher, rows
@@ -64,8 +65,7 @@ class KeptStates:
             name: _on_disk(folder / name, (*rows.shape, *shape), types[name]) for name, shape in shapes.items()
         }
         if not (folder / "whole").exists():
-            with context:
-                self._compute(parts, say)
+            self._compute(parts, context, say)
             (folder / "whole").touch()
         if tokens is not None:
             self._check(tokens)
@@ -89,18 +89,25 @@ class KeptStates:
         finally:
             target.set_output_embeddings(whole)
 
-    def _compute(self, parts: RowsAtATime, say: Callable[[str], object]) -> None:
+    def _compute(
+        self,
+        parts: RowsAtATime,
+        context: Callable[[], AbstractContextManager[object]],
+        say: Callable[[str], object],
+    ) -> None:
         size = sum(each.numel() * each.element_size() for each in self._kept.values())
         say(f"the target reads {self._rows.numel()} tokens once; {size / 1e9:.2g} GB on disk until the training ends")
         progress = TrainingProgress(len(self._rows), self._rows.shape[1], say)
+        target = self._teacher.target
 
         def keep(chosen: Tensor) -> None:
-            taught = self._teacher(self._rows[chosen])
+            with context():
+                taught = self._teacher(self._rows[chosen])
             for row, number in enumerate(chosen.tolist()):
                 self._kept["taps"][number] = taught.taps[row].to(TAPS)
                 self._kept["hidden"][number] = taught.hidden[row].to(HIDDEN)
-                # Of the hidden state that is kept: P of the draft's tokens is computed from that.
-                own = self._kept["hidden"][number, None].to(taught.hidden)
+                # Of the hidden state that is kept, and in full precision, as P of the draft's tokens is computed later.
+                own = self._kept["hidden"][number, None].to(target.device, target.dtype)
                 self._kept["sums"][number] = self._teacher.logits(own)[0].float().logsumexp(-1)
             done = int(chosen[-1]) + 1
             if progress.is_due(done):
@@ -120,9 +127,7 @@ class KeptStates:
 
 def _on_disk(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor in a file, which is made with zeros if it is not there."""
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)

@@ -21,8 +21,8 @@ ROWS = random_rows(4, 6, 12).tokens
 TOKENS = torch.tensor([1, 2, 3, 5, 8, 13, 21])
 
 
-def kept_states(folder, teacher, tokens=None):
-    return KeptStates(teacher, ROWS, tokens, folder, RowsAtATime(4, "lower length", print), nullcontext(), silent)
+def kept_states(folder, teacher, tokens=None, context=nullcontext):
+    return KeptStates(teacher, ROWS, tokens, folder, RowsAtATime(4, "lower length", print), context, silent)
 
 
 def test_they_are_those_of_the_target_in_16_bits(tmp_path):
@@ -36,6 +36,15 @@ def test_they_are_those_of_the_target_in_16_bits(tmp_path):
     torch.testing.assert_close(taught.hidden, whole.hidden_states[3][:, 3:], rtol=2**-11, atol=1e-4)
     torch.testing.assert_close(taught.sums, whole.logits[:, 3:].logsumexp(-1), rtol=0, atol=2e-2)
     assert bytes_kept(ROWS, 16, 2) == sum(each.stat().st_size for each in tmp_path.iterdir())
+
+
+def test_probabilities_have_a_sum_of_1_where_the_layers_run_in_bf16(tmp_path):
+    teacher = Teacher(tiny_target(), (1,))
+    states = kept_states(tmp_path, teacher, context=lambda: torch.autocast("cpu", torch.bfloat16))
+    taught = states(torch.arange(6), 0)
+    torch.testing.assert_close(taught.sums, teacher.logits(taught.hidden).logsumexp(-1), rtol=0, atol=1e-5)
+    exact = teacher(ROWS)
+    assert not torch.equal(taught.taps, exact.taps.bfloat16().float()), "the layers ran in bf16"
 
 
 @pytest.mark.parametrize("loss", LOSSES)

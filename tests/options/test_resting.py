@@ -184,7 +184,8 @@ def test_a_draft_without_weights_loses_less_and_is_tried_sooner(level):
     first, last = run(gain, 1, 8)
     assert last == ROOT
     assert first * cost <= LOOK + cost
-    pause = max(LOOK, cost, LOOK // cost * cost + cost) / LOSS
+    lost = (LOOK // cost + 1) * cost  # a trial ends with the first loss above LOOK
+    pause = max(LOOK, lost) / LOSS
     assert gain.pause <= pause + 1
     drafted, _ = run(gain, 1, 500, ROOT)
     assert 0 < drafted * cost <= 500 * LOSS + cost
