@@ -33,5 +33,5 @@ def test_a_cpu_that_decodes_loads_no_more_than_today():
 def test_a_reader_enters_no_more_than_today():
     loaded = script("loaded")
     size = loaded.size_of(loaded.files_of(loaded.PROGRAMS["entered"]))
-    assert size.files <= 51, size
-    assert size.density <= 11.2, size
+    assert size.files <= 49, size
+    assert size.density <= 11.1, size
