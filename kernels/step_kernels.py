@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
     from heavypath.kernels.sampling import TopK
     from heavypath.kernels.trees.assembly import Assembled
-    from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, First, Trees
+    from heavypath.kernels.trees.levels import CommonNodes, Drawn, First, NodeInputs, Trees
     from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 FUNCTIONS = {  # name in `StepKernels` -> implementation -> module in this folder, and name there
@@ -99,10 +99,10 @@ class StepKernels:
     compact: "Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], None]"
     commit: "Callable[[State, Nodes, Tensor, Verified, int], None]"
     first_nodes: "Callable[[Tensor, Tensor, Tensor, int], First]"
-    place: "Callable[[Trees, Drawn | None, CommonNodes, bool], Fed]"
+    place: "Callable[[Trees, Drawn | None, CommonNodes, bool], NodeInputs]"
     alike: "Callable[[Trees, CommonNodes], Tensor]"
     copy_rows: "Callable[[Tensor, Tensor, Tensor], None]"
-    grow: "Callable[[Slots, Level, TopK, Tensor, Roots, Policy], tuple[Level, Fed]]"
+    grow: "Callable[[Slots, Level, TopK, Tensor, Roots, Policy], tuple[Level, NodeInputs]]"
     assemble: "Callable[[Slots, Roots, Level, int, bool], Assembled]"
     sequence_scores: "Callable[[Tensor, Tensor], Tensor]"
 

@@ -82,7 +82,7 @@ class SpeculativeDecoder:
             self.profile = load("profile_of")(method, self._row, given)
         self._target = forward_of(target, "target")
         self.runner = StepRunner(cuda_graphs=has_graphs(given.get("cuda_graphs"), self._target))
-        self._draft: Draft | None = None
+        self._draft: Draft = NO_DRAFT
         if method != "autoregressive":
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
@@ -115,20 +115,20 @@ class SpeculativeDecoder:
     @property
     def _models(self) -> list[Any]:
         """The target's forward pass, then those of the draft."""
-        return [self._target, *(self._draft or NO_DRAFT).models]
+        return [self._target, *self._draft.models]
 
     def _notice_changes(self) -> None:
         """Rebuild the target's forward pass, and the draft, if the target's modules have changed since."""
         check_no_autocast(self._target.device)
         if self._peers.any(not self._target.is_current()):
             self._target = forward_of(self.target, "target")
-            if self._draft is not None:
+            if self._draft is not NO_DRAFT:
                 self._draft = as_draft(self._given_draft, self._target, self.target)
 
     def _notice_changes_of_draft(self) -> None:
         """Rebuild the draft if the modules of one of its models have changed since the last call."""
         stale = not all(model.is_current() for model in self._models[1:])
-        if self._peers.any(stale) and self._draft is not None:
+        if self._peers.any(stale):
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
     @property
@@ -168,7 +168,7 @@ class SpeculativeDecoder:
         self._notice_changes()
         request = self._request(input_ids, max_new_tokens, temperature, given, seed=given.get("seed", 0))
         plan = self._plan(request)
-        if plan.draft is not None and request.most_tokens > plan.draft.positions:
+        if request.most_tokens > plan.draft.positions:
             message = f"the draft has {plan.draft.positions:.0f} positions: longer texts go on without it"
             self._warn_once("positions", message)
         self._peers.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, self._target)
@@ -199,9 +199,9 @@ class SpeculativeDecoder:
             new = decode(request, plan, self.runner, workspace, stats=stats, watchers=watchers)
             cache = self.runner.keep(workspace, request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
-        (self._draft or NO_DRAFT).learn(request.prompt, request.lengths, new, stats.tokens_of)
+        self._draft.learn(request.prompt, request.lengths, new, stats.tokens_of)
         times_phases = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
-        drafted = min(map(len, plan.trees)) > 1 and request.most_tokens <= (self._draft or NO_DRAFT).positions
+        drafted = min(map(len, plan.trees)) > 1 and request.most_tokens <= self._draft.positions
         if times_phases and drafted:
             self._warn_of_loss(stats, self.trees.expected_gain(stats, plan.tree))
         return Generation(
@@ -270,12 +270,12 @@ class SpeculativeDecoder:
         drafts = max(sizes) > 1
         if drafts:
             self._notice_changes_of_draft()
-        if drafts and self._draft is None:
+        if drafts and self._draft is NO_DRAFT:
             raise ValueError(f"without a draft a tree must be the root alone, got one of {max(sizes)} nodes")
-        levels, most = max(each.depth for each in candidates), (self._draft or NO_DRAFT).levels
+        levels, most = max(each.depth for each in candidates), self._draft.levels
         if most is not None and drafts and levels > most:
             raise ValueError(f"the draft can draft {most} levels of a tree, got one of {levels} levels")
-        if self._draft is not None and not self._draft.can_rest and drafts and min(sizes) == 1:
+        if drafts and not self._draft.can_rest and min(sizes) == 1:
             raise ValueError(
                 "this draft cannot read later what was written while it drafted nothing: the tree policy must give "
                 "trees of two nodes and more, or the root alone always"
@@ -283,7 +283,7 @@ class SpeculativeDecoder:
         rules = rules_of(self.method, self._row, self._options, request, self._draft, self.profile)
         if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
-        draft = self._draft if drafts else None
+        draft = self._draft if drafts else NO_DRAFT
         plan = StepPlan(self._target, draft, tree, rules, candidates, peers=self._peers)
         return plan.after(int(request.lengths.min()) - 1)
 
@@ -300,7 +300,7 @@ class SpeculativeDecoder:
                 "would change with the tree, so it stays; give tree_size=2, or take method 'ersd', which drafts less"
             )
         if why:
-            can_calibrate = not (self._draft or NO_DRAFT).why_not_measured
+            can_calibrate = not self._draft.why_not_measured
             hint = "; `heavypath calibrate` finds out which trees pay" if can_calibrate else ""
             self._warn_once("loss", f"{why}{hint}")
 

@@ -13,7 +13,7 @@ import torch
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.rules import OWN, VALUE_TEMPERATURE, Rules, Verifier
-from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.names import load
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE, DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
 from heavypath.speculative.trees.tree import ROOT, TokenTree
@@ -418,7 +418,7 @@ def draft_filters_of(options: Mapping[str, Any], target: Filters) -> Filters:
 
 
 def rules_of(
-    method: str, row: Method, options: Mapping[str, Any], request: "Request", draft: Draft | None,
+    method: str, row: Method, options: Mapping[str, Any], request: "Request", draft: Draft,
     profile: "Profile | None",
 ) -> Rules:  # fmt: skip
     """The sampling and verification rules of a request. Raises ValueError if the method cannot sample that way."""
@@ -426,7 +426,7 @@ def rules_of(
     draw, verification = row.at(filters.temperature, draft_filters.temperature)
     if draft_filters.temperature == 0:
         check_independent(method, verification)
-    changes = () if profile is None or draft is None else profile.changes(method, filters)
+    changes = () if profile is None or draft is NO_DRAFT else profile.changes(method, filters)
     rules = Rules(
         draw,
         verification,
@@ -434,9 +434,9 @@ def rules_of(
         draft_filters,
         # Do not fill where uniformly sampled tokens would be rejected: for drafts without a model, which propose few
         # tokens on purpose; after the last position of a draft model; and where logits processors exclude tokens.
-        fill=row.fill and draft is not None and draft.proposes_all(request.most_tokens) and request.processors is None,
+        fill=row.fill and draft.proposes_all(request.most_tokens) and request.processors is None,
         value_temperature=options.get("draft_temperature") or VALUE_TEMPERATURE,
         changes=changes if request.processing is None else (*changes, request.processing),
         verifier=None if verification == "greedy" else row.verifier,
     )
-    return rules if draft is None else draft.rules(rules)
+    return draft.rules(rules)

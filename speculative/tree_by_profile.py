@@ -152,7 +152,7 @@ class TreeByProfile(TreePolicy):
     chosen_by = "by the profile"
 
     def __init__(
-        self, profile: Profile, method: str, row: Method, target: Forward, draft: Draft | None, *, replan: bool = False
+        self, profile: Profile, method: str, row: Method, target: Forward, draft: Draft, *, replan: bool = False
     ):
         self._profile, self._method, self._row = profile, method, row
         self._target, self._draft, self._replan = target, draft, replan
@@ -162,7 +162,7 @@ class TreeByProfile(TreePolicy):
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
         """The trees for 1 to `most` sequences that are fastest on average."""
-        rests = rests and (self._draft or NO_DRAFT).can_rest
+        rests = rests and self._draft.can_rest
         return trees_up_to(most, self._profile.costs.batches, partial(self._tree, filters), self._method, rests=rests)
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
@@ -207,14 +207,14 @@ class TreeByProfile(TreePolicy):
         """The shapes that `replan` chooses among, for 1 to `most` running sequences."""
         key = filters, standing_for(most, self._profile.costs.batches)
         if key not in self._shapes:
-            levels = (self._draft or NO_DRAFT).levels
+            levels = self._draft.levels
             self._shapes[key] = shapes = Shapes.of(self._profile, self._method, filters, levels, most)
             logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
         return self._shapes[key]
 
     def _rest(self, filters: Filters) -> Rest | None:
         """Decides when the draft rests for requests with these filters; None for a draft that cannot rest."""
-        if self._draft is None or not self._draft.can_rest:
+        if not self._draft.can_rest:
             return None
         if filters not in self._rests:
             cost, expected = partial(_cost, self._profile), partial(_expected_tokens, self._shapes, filters)
@@ -222,7 +222,7 @@ class TreeByProfile(TreePolicy):
         return self._rests[filters]
 
     def _tree(self, filters: Filters, batch: int) -> TokenTree | Growth:
-        if self._draft is None:
+        if self._draft is NO_DRAFT:
             return ROOT  # plain decoding drafts nothing
         if (filters, batch) not in self._trees:
             tree = top(self._profile.tree_for(self._method, filters, batch), self._draft.levels)

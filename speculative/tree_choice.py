@@ -21,7 +21,7 @@ from heavypath.kernels.attention.layouts import MAX_NODES
 from heavypath.kernels.numbers import whole
 from heavypath.speculative.costs.estimates import estimated_for, estimates
 from heavypath.speculative.costs.roofline import Work
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, Confidence, Growth
@@ -39,28 +39,28 @@ TOY_BYTES, TOY_SIZE = 1e6, 5  # a model with fewer bytes of weights is a toy; no
 SURE = 1.2  # batches draft only if the estimated gain is at least this, because measured ones are up to 0.15 lower
 
 
-def chosen_tree(
-    method: str, given: Mapping[str, Any], target: Forward, draft: Draft | None
-) -> tuple[TokenTree | Growth, str]:
+def chosen_tree(method: str, given: Mapping[str, Any], target: Forward, draft: Draft) -> tuple[TokenTree | Growth, str]:
     """The tree, or the growth, of a decoder's options or the default; and in words what it was chosen by.
 
     given: the options that are not None
 
     A tree is returned in heavy-path order.
     """
-    own, size, tree, chosen_by = draft or NO_DRAFT, TOY_SIZE, None, "by the options given"
+    size = TOY_SIZE
+    tree = None
+    chosen_by = "by the options given"
     if is_toy(target):
         chosen_by = chosen_by if given else "the default of models of less than a megabyte"
     elif not {"tree", "tree_size"} & given.keys():
         tree = tree_by_estimates(method, target, draft)
         size = max(2, len(tree))
     if tree is None or given:
-        tree = tree_of_options(method, given, size, own.levels)
+        tree = tree_of_options(method, given, size, draft.levels)
     else:
         chosen_by = f"by costs estimated for {estimated_for(target)}"
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
-    elif own.laws > 1:
+    elif draft.laws > 1:
         raise ValueError(
             f"trees of method {method!r} grow, and a Merge needs to know which of its drafts draws a node; take a "
             "method with static trees, as specinfer, or Mixture for Merge"
@@ -110,15 +110,14 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 
 
 def tree_by_estimates(
-    method: str, target: Forward, draft: Draft | None, batch: int = 1, temperature: float = 1.0
+    method: str, target: Forward, draft: Draft, batch: int = 1, temperature: float = 1.0
 ) -> TokenTree | Growth:
     """The tree of a method for `batch` sequences, in heavy-path order, by costs estimated for the device.
 
     temperature: of the target; how often the draft's tokens are usually accepted depends on it
     """
-    own = draft or NO_DRAFT
-    costs = estimates(target, own.models, batch)
-    tree = default_tree(method, costs, own.levels, batch, usual_acceptance(method, own, temperature))
+    costs = estimates(target, draft.models, batch)
+    tree = default_tree(method, costs, draft.levels, batch, usual_acceptance(method, draft, temperature))
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 
 

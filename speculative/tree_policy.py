@@ -30,7 +30,7 @@ from heavypath.speculative.decoding.drafted import Shape
 from heavypath.speculative.decoding.run import Watcher
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
@@ -191,12 +191,12 @@ class StepCosts:
 class TreeByCosts(TreePolicy):
     """The best trees by estimated costs, for decoders without tree options; see `tree_choice`."""
 
-    def __init__(self, method: str, row: Method, target: Forward, draft: Draft | None):
+    def __init__(self, method: str, row: Method, target: Forward, draft: Draft):
         """row: of the method, verified as it will be."""
         self.alone, self.chosen_by = chosen_tree(method, {}, target, draft)
-        self._method, self._row, self._target, self._draft = method, row, target, draft or NO_DRAFT
+        self._method, self._row, self._target, self._draft = method, row, target, draft
         self._is_fixed = self._draft.why_not_measured != ""  # without a usual acceptance: one tree for all batches
-        self._can_rest = draft is not None and draft.can_rest
+        self._can_rest = draft.can_rest
         self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
         self._is_toy = is_toy(target)
         self._by_batch: dict[tuple[float, int, bool], TreesByBatch] = {}
@@ -294,7 +294,7 @@ class TreeByCosts(TreePolicy):
         return self._found[asked]
 
 
-def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forward, draft: Draft | None) -> TreePolicy:
+def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forward, draft: Draft) -> TreePolicy:
     """The policy of a decoder without a profile. Raises TypeError or ValueError for options that do not fit."""
     given = given_trees(options)
     if not given:

@@ -7,11 +7,11 @@ from heavypath.kernels.native.library import thread_count
 from heavypath.kernels.native.recording import Arguments, ask, fields, launch
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees.assembly import Assembled
-from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.trees.levels import NodeInputs
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 _BY = {"slot": 0, "node": 1, "beam": 2}
-_ASSEMBLED = 12  # tensors in an `Assembled` and its `Fed`
+_ASSEMBLED = 12  # tensors in an `Assembled` and its `NodeInputs`
 
 
 class _Grow(Arguments):
@@ -28,7 +28,9 @@ class _Assembly(Arguments):
     )
 
 
-def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> tuple[Level, Fed]:
+def grow(
+    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy
+) -> tuple[Level, NodeInputs]:
     """Fill the next level, as `trees.growing.grow` does."""
     batch, parents, most = draws.tokens.shape
     count = policy.slots_below(draws)
@@ -36,7 +38,7 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
     assert end + count <= slots.tokens.shape[1]
     lines = None if policy.by == "beam" or policy.lines is None else policy.lines.contiguous()
     mask = torch.empty(batch, count, end + count, dtype=torch.bool, device="cpu")
-    fed = torch.empty(5, batch, count, dtype=torch.long, device="cpu")
+    inputs = torch.empty(5, batch, count, dtype=torch.long, device="cpu")
     mask_above = above.mask if above.mask.stride(2) == 1 else above.mask.contiguous()
     rows = {}
     if lines is not None or (policy.by != "beam" and not policy.noisy):
@@ -52,10 +54,11 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
         drawn, drawn_keys, drawn_logprobs, lines=lines, line_step=0 if lines is None else lines.shape[1],
         roots=root_tokens, lengths=lengths, noise_rows=noise_rows, left=left,
         slot_parents=slots.parents, **{name: getattr(slots, name) for name in Slots._fields[1:]},
-        above=mask_above, above_batch=mask_above.stride(0), above_row=mask_above.stride(1), mask=mask, fed=fed, **rows,
+        above=mask_above, above_batch=mask_above.stride(0), above_row=mask_above.stride(1), mask=mask, fed=inputs,
+        **rows,
     )  # fmt: skip
     launch("grow", call)
-    return Level(end, count, above.depth + 1, mask), Fed(*fed.unbind())
+    return Level(end, count, above.depth + 1, mask), NodeInputs(*inputs.unbind())
 
 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
@@ -70,4 +73,4 @@ def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -
     if trims:
         out = out[: _ASSEMBLED * batch * ask(lambda: call.nodes)]  # absent nodes come last
     fields = out.view(_ASSEMBLED, batch, -1).unbind()
-    return Assembled(*fields[:7], fed=Fed(*fields[7:]))
+    return Assembled(*fields[:7], inputs=NodeInputs(*fields[7:]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heavypath.kernels.native.recording import Arguments, fields, launch
 from heavypath.kernels.nodes import Nodes, Verified
-from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, First, Trees
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, First, NodeInputs, Trees
 
 
 class _First(Arguments):
@@ -57,7 +57,7 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> 
     return First(tokens, cache_rows, parent_rows, mask)
 
 
-def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
+def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> NodeInputs:
     """Write drawn tokens into the trees, in place, and return the nodes of the next pass."""
     tokens, roots, noise_rows, lengths, left, _ = trees
     batch, nodes = tokens.shape
@@ -71,7 +71,7 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) ->
         lengths, left, drawn_tokens, child, draw, node, parent, depth, out,
     )  # fmt: skip
     launch("place", call)
-    return Fed(*out.unbind())
+    return NodeInputs(*out.unbind())
 
 
 def alike(trees: Trees, given: CommonNodes) -> Tensor:

@@ -26,7 +26,7 @@ from heavypath.kernels.retrieval.ranges import append_tokens
 from heavypath.kernels.sampling import TopK, gumbel_topk
 from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.kernels.tree_attention import visible_attention
-from heavypath.kernels.trees.levels import CommonNodes, Fed, Trees, place
+from heavypath.kernels.trees.levels import CommonNodes, NodeInputs, Trees, place
 from heavypath.kernels.verification import verify_tree
 
 
@@ -56,8 +56,10 @@ def _scored(logits: Tensor, **_: object) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-def _placed(trees: Trees, given: CommonNodes, **_: object) -> Fed:
-    return Fed(*(trees.tokens.new_empty(trees.tokens.shape[0], given.nodes.shape[0]) for _ in Fed._fields))
+def _placed(trees: Trees, given: CommonNodes, **_: object) -> NodeInputs:
+    return NodeInputs(
+        *(trees.tokens.new_empty(trees.tokens.shape[0], given.nodes.shape[0]) for _ in NodeInputs._fields)
+    )
 
 
 def _normed(hidden: Tensor, **_: object) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
-from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.trees.levels import NodeInputs
 from heavypath.kernels.trees.slots import Level, Roots, Slots, host
 
 
@@ -32,7 +32,7 @@ class Assembled(NamedTuple):
     slots:       the slot in which the node was drafted
     inner:       the node's row in the draft's logits [B * L], where L slots lie above the last level. Nodes of the last
                  level have no children, and get another node's row
-    fed:         the nodes as input of a model
+    inputs:      the nodes as input of a model
     """
 
     tokens: Tensor
@@ -42,7 +42,7 @@ class Assembled(NamedTuple):
     subtree_end: Tensor
     slots: Tensor
     inner: Tensor
-    fed: Fed
+    inputs: NodeInputs
 
 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
@@ -78,8 +78,8 @@ def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -
     )
     ranks, ends = order.ranks.to(token.device), order.subtree_end.to(token.device)
     nodes_in_order = torch.arange(nodes, device=token.device)
-    fed = Fed.of(roots.lengths, token, depth, nodes_in_order, above, roots.noise_rows[:, None] + own)
-    return Assembled(token, above, ranks, depth, ends, own, inner, fed)
+    inputs = NodeInputs.of(roots.lengths, token, depth, nodes_in_order, above, roots.noise_rows[:, None] + own)
+    return Assembled(token, above, ranks, depth, ends, own, inner, inputs)
 
 
 @triton.jit(do_not_specialize=["S", "DRAFTED", "N"])
@@ -182,7 +182,7 @@ def launch(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> 
 
     kept, kept_parents, kept_ranks = room(), room(), room()
     tokens, parents, depths, own, inner = room(), room(), room(), room(), room()
-    fed = Fed(room(), room(), room(), room(), room())
+    inputs = NodeInputs(room(), room(), room(), room(), room())
     block, small = max(32, triton.next_power_of_2(last.end)), 128
     with torch.cuda.device_of(slots.tokens):
         _keep_kernel[(batch,)](
@@ -197,8 +197,8 @@ def launch(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> 
             permutation_ptr=order.permutation, order_parents_ptr=order.parents,
             lengths_ptr=roots.lengths, root_rows_ptr=roots.noise_rows,
             tokens_ptr=tokens, parents_ptr=parents, depths_ptr=depths, slots_ptr=own, inner_ptr=inner,
-            fed_tokens_ptr=fed.tokens, positions_ptr=fed.positions, cache_rows_ptr=fed.cache_rows,
-            parent_rows_ptr=fed.parent_rows, noise_rows_ptr=fed.noise_rows,
+            fed_tokens_ptr=inputs.tokens, positions_ptr=inputs.positions, cache_rows_ptr=inputs.cache_rows,
+            parent_rows_ptr=inputs.parent_rows, noise_rows_ptr=inputs.noise_rows,
             S=stride, INNER=last.first, N=nodes, BLOCK=small, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return Assembled(tokens, parents, order.ranks, depths, order.subtree_end, own, inner, fed)
+    return Assembled(tokens, parents, order.ranks, depths, order.subtree_end, own, inner, inputs)

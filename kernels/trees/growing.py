@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.sampling import TopK, conditioned
-from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.trees.levels import NodeInputs
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots, host
 
 
@@ -43,7 +43,9 @@ class SlotArrays(NamedTuple):
     keys: np.ndarray
 
 
-def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> tuple[Level, Fed]:
+def grow(
+    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy
+) -> tuple[Level, NodeInputs]:
     """Fill the slots of the level below `above`, in place; if `above` is the root, slot 0 as well.
 
     Returns the level, and its nodes as input of the draft.
@@ -78,8 +80,8 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
     token, parent, seen = (torch.from_numpy(each).to(logits.device) for each in (tokens, parents, mask))
     place = torch.from_numpy(places).to(logits.device)
     depths, noise_rows = torch.full_like(place, depth), roots.noise_rows[:, None] + place
-    fed = Fed.of(roots.lengths, token, depths, place, parent, noise_rows)
-    return Level(above.end, count, depth, seen), fed
+    inputs = NodeInputs.of(roots.lengths, token, depths, place, parent, noise_rows)
+    return Level(above.end, count, depth, seen), inputs
 
 
 def values(probs: np.ndarray, squares: np.ndarray | None, lines: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import LOG2E, LOWEST
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sampling import TopK
-from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.trees.levels import NodeInputs
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 _CHUNK = tl.constexpr(4096)  # tokens of a row that a program sums up
@@ -333,7 +333,9 @@ def _sums(logits: Tensor, temperature: float) -> Tensor:
     return sums
 
 
-def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy) -> tuple[Level, Fed]:
+def grow(
+    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy
+) -> tuple[Level, NodeInputs]:
     """Fill the next level, as `growing.grow` does."""
     batch, parents, most = draws.tokens.shape
     count = policy.slots_below(draws)
@@ -341,7 +343,7 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
     from_logits = not beam and not policy.noisy
     lines = None if beam else policy.lines
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
-    fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))
+    inputs = NodeInputs(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in NodeInputs._fields))
     mask = torch.empty(batch, count, above.end + count, dtype=torch.bool, device=device)
     offers, worths = torch.empty(2, batch, parents, most, dtype=torch.float64, device=device)
     warps = max(1, min(16, triton.next_power_of_2(max(parents, count)) // 64))
@@ -354,8 +356,8 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
             left_ptr=roots.left, parents_ptr=slots.parents, ranks_ptr=slots.ranks, depths_ptr=slots.depths,
             tokens_ptr=slots.tokens, values_ptr=slots.values, worths_ptr=slots.worths, keys_ptr=slots.keys,
             mask_above_ptr=above.mask.view(torch.int8), offers_ptr=offers, offered_worths_ptr=worths,
-            mask_ptr=mask.view(torch.int8), fed_tokens_ptr=fed.tokens, positions_ptr=fed.positions,
-            cache_rows_ptr=fed.cache_rows, parent_rows_ptr=fed.parent_rows, noise_rows_ptr=fed.noise_rows,
+            mask_ptr=mask.view(torch.int8), fed_tokens_ptr=inputs.tokens, positions_ptr=inputs.positions,
+            cache_rows_ptr=inputs.cache_rows, parent_rows_ptr=inputs.parent_rows, noise_rows_ptr=inputs.noise_rows,
             first=above.first, n=parents, K=most, W=count, S=slots.tokens.shape[1], depth=above.depth + 1,
             batch_stride=logits.stride(0), row_stride=logits.stride(1), temperature=policy.temperature,
             BEAM=beam, BY_NODE=policy.by == "node", NOISY=policy.noisy, FROM_LOGITS=from_logits,
@@ -364,4 +366,4 @@ def grow(slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, 
             BLOCK_N=triton.next_power_of_2(parents), BLOCK_W=triton.next_power_of_2(count), BLOCK=256 * warps,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return Level(above.end, count, above.depth + 1, mask), fed
+    return Level(above.end, count, above.depth + 1, mask), inputs

@@ -31,7 +31,7 @@ from heavypath.kernels.step_kernels import kernels_by
 _BLOCK = tl.constexpr(128)  # nodes that a program reads in one iteration
 
 
-class Fed(NamedTuple):
+class NodeInputs(NamedTuple):
     """n nodes of each sequence as input of a forward pass and of a draw after it; LongTensor[B, n] each.
 
     tokens:      0 for an absent node
@@ -50,7 +50,7 @@ class Fed(NamedTuple):
     @classmethod
     def of(
         cls, lengths: Tensor, tokens: Tensor, depths: Tensor, nodes: Tensor, parents: Tensor, noise_rows: Tensor
-    ) -> "Fed":
+    ) -> "NodeInputs":
         """Compute the formula at the top; lengths LongTensor[B], tokens and noise_rows [B, n], others [B, n] or [n]."""
         before = lengths[:, None]
         return cls(tokens.clamp(min=0), before + depths, before + nodes, before + parents, noise_rows)
@@ -127,7 +127,9 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> 
 
 
 @operator
-def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, *, whole: bool = False, impl: str = "auto") -> Fed:
+def place(
+    trees: Trees, drawn: Drawn | None, given: CommonNodes, *, whole: bool = False, impl: str = "auto"
+) -> NodeInputs:
     """Write drawn tokens into trees.tokens, in place, and gather the nodes of the model's next pass.
 
     drawn: None for trees of only the root
@@ -151,7 +153,7 @@ def alike(trees: Trees, given: CommonNodes) -> Tensor:
     return first
 
 
-def place_by_torch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
+def place_by_torch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> NodeInputs:
     """Compute `place` in PyTorch."""
     tokens = trees.tokens
     tokens[:, 0] = trees.roots
@@ -162,7 +164,7 @@ def place_by_torch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole:
         here, noise_rows = tokens.masked_fill_(absent, -1), trees.noise_rows
     else:
         here, noise_rows = tokens.index_select(1, given.nodes), trees.noise_rows.index_select(1, given.nodes)
-    return Fed.of(trees.lengths, here, given.depths, given.nodes, given.parents, noise_rows)
+    return NodeInputs.of(trees.lengths, here, given.depths, given.nodes, given.parents, noise_rows)
 
 
 @triton.jit(do_not_specialize=["NODES"])
@@ -282,11 +284,11 @@ def launch_first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: i
     return First(tokens, cache_rows, parent_rows, mask)
 
 
-def launch_place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
+def launch_place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> NodeInputs:
     """Compute `place_by_torch` by the kernel."""
     batch, nodes = trees.tokens.shape
     count, device = len(given.nodes), trees.tokens.device
-    fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))
+    inputs = NodeInputs(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in NodeInputs._fields))
     with torch.cuda.device_of(trees.tokens):
         _place_kernel[(batch,)](
             tokens_ptr=trees.tokens, noise_ptr=trees.noise_rows.contiguous(), roots_ptr=trees.roots,
@@ -294,13 +296,13 @@ def launch_place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: b
             drawn_ptr=None if drawn is None else drawn.tokens.contiguous(),
             children_ptr=None if drawn is None else drawn.children, draws_ptr=None if drawn is None else drawn.draws,
             nodes_ptr=given.nodes, parents_ptr=given.parents, depths_ptr=given.depths,
-            fed_tokens_ptr=fed.tokens, positions_ptr=fed.positions, cache_rows_ptr=fed.cache_rows,
-            parent_rows_ptr=fed.parent_rows, noise_rows_ptr=fed.noise_rows,
+            fed_tokens_ptr=inputs.tokens, positions_ptr=inputs.positions, cache_rows_ptr=inputs.cache_rows,
+            parent_rows_ptr=inputs.parent_rows, noise_rows_ptr=inputs.noise_rows,
             N=nodes, DRAWS=0 if drawn is None else drawn.tokens.shape[1],
             CHILDREN=0 if drawn is None else len(drawn.children), GIVEN=count,
             HAS_DRAWN=drawn is not None, WHOLE=whole, BLOCK=_BLOCK.value, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return fed
+    return inputs
 
 
 def launch_alike(trees: Trees, given: CommonNodes) -> Tensor:

@@ -12,7 +12,7 @@ from heavypath.kernels.native.recording import ask, do, refuse
 from heavypath.kernels.native.sampling import below_infinity
 from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.step_kernels import step_kernels
-from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.trees.levels import NodeInputs
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.models.caches import RowCache
@@ -43,7 +43,7 @@ class Drafted(NamedTuple):
 
     tokens:      LongTensor[B, N], -1 for an absent node
     parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as in `TokenTree`
-    fed:         the nodes as input of the target
+    inputs:      the nodes as input of the target
     draft_rows:  LongTensor[B, N], each node's row in the draft's cache, counted from the end of the prefix; None if it
                  is the node's number
     logits:      [B, N, V], the draft's after each node, undefined after leaves; None for trees of only a root. With D
@@ -55,7 +55,7 @@ class Drafted(NamedTuple):
     ranks: Tensor
     depths: Tensor
     subtree_end: Tensor
-    fed: Fed
+    inputs: NodeInputs
     draft_rows: Tensor | None
     logits: Tensor | None
 
@@ -67,12 +67,12 @@ class Drafted(NamedTuple):
     @property
     def noise_rows(self) -> Tensor:
         """LongTensor[B, N], each node's noise row, see `sequences`."""
-        return self.fed.noise_rows
+        return self.inputs.noise_rows
 
     @property
-    def given(self) -> "Given":
+    def target_inputs(self) -> "TargetInputs":
         """The trees as input of the target."""
-        return Given(self.fed.tokens, self.fed.positions, self.fed.cache_rows, self.subtree_end)
+        return TargetInputs(self.inputs.tokens, self.inputs.positions, self.inputs.cache_rows, self.subtree_end)
 
 
 class Shape(Protocol):
@@ -99,14 +99,12 @@ class Drafter(Protocol):
     @property
     def depth(self) -> int: ...  # noqa: D102
 
-    def __call__(
-        self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
-    ) -> Drafted:
+    def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
         """Draft the trees. Nodes are absent if the draft proposes too few tokens, and beyond the sequence's length."""
         ...
 
 
-class Given(NamedTuple):
+class TargetInputs(NamedTuple):
     """The nodes of a pass of the target: LongTensor[B, N] each; subtree_end may be [N], shared by all sequences.
 
     First come the drafted nodes, then those that a `LogitChange` adds, as more subtrees of the root.
@@ -142,14 +140,14 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
 
 
 def feed_of(
-    fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: int, branches: Tensor | None = None
+    inputs: NodeInputs, state: Sequences, visible_rows: int, mask: Tensor, level: int, branches: Tensor | None = None
 ) -> Feed:
     """Return the feed of a level below the root. visible_rows, mask, level, branches: as in `Feed`."""
     return Feed(
-        tokens=fed.tokens,
-        positions=fed.positions,
-        cache_rows=fed.cache_rows,
-        parent_rows=fed.parent_rows,
+        tokens=inputs.tokens,
+        positions=inputs.positions,
+        cache_rows=inputs.cache_rows,
+        parent_rows=inputs.parent_rows,
         prefix_lengths=state.lengths,
         visible_rows=visible_rows,
         ancestor_mask=mask,

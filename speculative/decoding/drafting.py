@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.step_kernels import step_kernels
-from heavypath.kernels.trees.levels import CommonNodes, Drawn, Fed, Trees
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, NodeInputs, Trees
 from heavypath.speculative.decoding.drafted import (
     Drafted,
     Lap,
@@ -19,7 +19,7 @@ from heavypath.speculative.decoding.drafted import (
 )
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences, node_rows, race_rows, root_rows
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.trees.tree import ROOT, TokenTree
@@ -29,19 +29,19 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 class TreeLevel:
     """The n nodes of one depth that have children, and those m children.
 
-    given:        the n nodes
-    mask:         bool [n, N], which of the tree's nodes they see
-    rows:         LongTensor[l], where the distributions that are drawn from go among the tree's: one after each of the
-                  n nodes, but D after the root
-    branches:     LongTensor[n], see `Feed`
-    children:     LongTensor[m]
-    most_children: that any of these distributions has
-    draws:        LongTensor[m]: child i is draw number `draws[i]` of the l * most_children that are made
+    nodes:         the n nodes
+    mask:          bool [n, N], which of the tree's nodes each of them attends to
+    logit_rows:    LongTensor[l], where the logits after these nodes are stored among the tree's. l is n, but after the
+                   root it is D, the number of distributions that a draft has there (`Draft.laws`)
+    branches:      LongTensor[n], see `Feed`
+    children:      LongTensor[m]
+    draws:         LongTensor[m]: child i is draw number `draws[i]` of the l * most_children that are made
+    most_children: that are drawn from any of the l distributions
     """
 
-    given: CommonNodes
+    nodes: CommonNodes
     mask: Tensor
-    rows: Tensor
+    logit_rows: Tensor
     branches: Tensor
     children: Tensor
     draws: Tensor
@@ -52,7 +52,7 @@ class TreeLevel:
 class DeviceTree:
     """The top levels of a static tree, N nodes in heavy-path order, on a device.
 
-    every:         all nodes, with parents and depths
+    nodes:         all nodes
     ranks, subtree_end: LongTensor[N], as `TokenTree`'s
     whole_numbers: LongTensor[N + D - 1], the nodes' numbers in the whole tree, which their noise rows are made of. For
                    the others of a draft's D distributions after the root D - 1 larger numbers follow
@@ -60,7 +60,7 @@ class DeviceTree:
     levels:        what is drafted at each depth, the root's children first
     """
 
-    every: CommonNodes
+    nodes: CommonNodes
     ranks: Tensor
     subtree_end: Tensor
     whole_numbers: Tensor
@@ -90,52 +90,64 @@ class StaticDrafter:
         """Levels of the tree."""
         return len(self.tree.levels)
 
-    def __call__(
-        self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
-    ) -> Drafted:
+    def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
         """See `Drafter`."""
-        roots = root_rows(state.noise, state.lengths)
-        # Of the nodes, and of further distributions, LongTensor[B, M].
-        if self.rules.verification == "race":
-            noise_rows = race_rows(roots, self.tree.row_depths)
-        else:
-            noise_rows = node_rows(roots, self.tree.whole_numbers)
-        if draft is None or cache is None or not self.tree.levels:
-            return _root_alone(state, noise_rows, self.tree, logits=None)
-        batch, tree, rules, kernels = len(state.root), self.tree, self.rules, step_kernels(state.root.device)
+        tree = self.tree
+        rules = self.rules
+        kernels = step_kernels(state.root.device)
+        batch = len(state.root)
+        noise_rows = self._noise_rows(state)
+        if not tree.levels:
+            return _root_alone(state, noise_rows, tree, logits=None)
         trees = _blank(state, noise_rows[:, : len(tree)], tree, rules.replacement)
-        asks = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
-        feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
-        if len(tree.levels[0].rows) > 1:
-            level_noise = noise_rows.index_select(1, tree.levels[0].rows)
-        logits = fed = None
+        may_be_alone = reach.trims and host_can_read(state.root.device) and not draft.proposes_every_token
+        feed = root_feed(state, reach, len(tree), len(tree.levels))
+        level_noise = noise_rows[:, :1]
+        if len(tree.levels[0].logit_rows) > 1:
+            level_noise = noise_rows.index_select(1, tree.levels[0].logit_rows)
+        logits = inputs = None
         for depth, level in enumerate(tree.levels):
-            if fed is not None:
-                level_noise = fed.noise_rows
-                feed = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth, level.branches)
-            after = draft(feed, cache)[:, -len(level.rows) :]  # [B, l, V]
+            after = draft(feed, cache)[:, -len(level.logit_rows) :]  # [B, l, V]
             if rules.replacement and depth > 0:
                 # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because
                 # it is a user's own. The first of them is taken for both.
-                after = after.gather(1, kernels.alike(trees, level.given)[..., None].expand_as(after))
+                after = after.gather(1, kernels.alike(trees, level.nodes)[..., None].expand_as(after))
             lap("draft")
+
             tokens, keys, _ = kernels.draw(
-                after.flatten(0, 1), level.most_children, rules.drawing_filters,
-                noise=Noise(state.seed, level_noise.flatten()), replacement=rules.replacement, uniform_fill=rules.fill,
-            )  # fmt: skip
-            check_distributions("draft", keys.view(batch, len(level.rows), -1), state, depth)
-            if depth == 0 and asks and not any_drafted(tokens):
+                after.flatten(0, 1),
+                level.most_children,
+                rules.drawing_filters,
+                noise=Noise(state.seed, level_noise.flatten()),
+                replacement=rules.replacement,
+                uniform_fill=rules.fill,
+            )
+            check_distributions("draft", keys.view(batch, len(level.logit_rows), -1), state, depth)
+            if depth == 0 and may_be_alone and not any_drafted(tokens):
                 lap("sampling")
                 return _root_alone(state, noise_rows[:, :1], self.alone, after[:, :1].contiguous())
-            last = depth + 1 == len(tree.levels)
+
+            below = tree.levels[depth + 1] if depth + 1 < len(tree.levels) else None
             drawn = Drawn(tokens.view(batch, -1), level.children, level.draws)
-            fed = kernels.place(trees, drawn, tree.every if last else tree.levels[depth + 1].given, last)
+            inputs = kernels.place(trees, drawn, tree.nodes if below is None else below.nodes, below is None)
             if logits is None:
                 logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
-            kernels.copy_rows(after, logits, level.rows)
+            kernels.copy_rows(after, logits, level.logit_rows)
             lap("sampling")
-        assert fed is not None
-        return _drafted(tree, trees.tokens, fed, logits)
+
+            if below is not None:
+                visible_rows = reach.visible_rows + len(tree)
+                feed = feed_of(inputs, state, visible_rows, below.mask, depth + 1, below.branches)
+                level_noise = inputs.noise_rows
+        assert inputs is not None
+        return _drafted(tree, trees.tokens, inputs, logits)
+
+    def _noise_rows(self, state: Sequences) -> Tensor:
+        """The noise rows, LongTensor[B, M], of the nodes and of further distributions after the root."""
+        roots = root_rows(state.noise, state.lengths)
+        if self.rules.verification == "race":
+            return race_rows(roots, self.tree.row_depths)
+        return node_rows(roots, self.tree.whole_numbers)
 
 
 def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) -> Trees:
@@ -148,48 +160,54 @@ def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) 
 def _root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: Tensor | None) -> Drafted:
     """The tree where nothing is drafted."""
     trees = _blank(state, noise_rows, tree, joins=False)
-    fed = step_kernels(state.root.device).place(trees, None, tree.every, True)
-    return _drafted(tree, trees.tokens, fed, logits)
+    inputs = step_kernels(state.root.device).place(trees, None, tree.nodes, True)
+    return _drafted(tree, trees.tokens, inputs, logits)
 
 
-def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) -> Drafted:
+def _drafted(tree: DeviceTree, tokens: Tensor, inputs: NodeInputs, logits: Tensor | None) -> Drafted:
     """The drafted nodes of a static tree, whose shape all sequences share."""
     return Drafted(
         tokens=tokens,
-        parents=tree.every.parents,
+        parents=tree.nodes.parents,
         ranks=tree.ranks,
-        depths=tree.every.depths,
+        depths=tree.nodes.depths,
         subtree_end=tree.subtree_end,
-        fed=fed,
+        inputs=inputs,
         draft_rows=None,
         logits=logits,
     )
 
 
-def static(tree: TokenTree, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> StaticDrafter:
+def static(tree: TokenTree, depth: int, draft: Draft, rules: Rules, device: torch.device) -> StaticDrafter:
     """The drafter of the top of a static tree, or of its root alone."""
-    top = device_tree(tree, depth, device, (draft or NO_DRAFT).laws)
+    top = device_tree(tree, depth, device, draft.laws)
     return StaticDrafter(top, rules, alone=device_tree(ROOT, 0, device))
 
 
 def device_tree(whole: TokenTree, depth: int, device: torch.device, laws: int = 1) -> DeviceTree:
     """The top `depth` levels of a tree, on a device. Child j of the root is drawn from distribution j mod `laws`."""
     tree, whole_numbers = whole.truncated(depth)
-    mask, size, levels = tree.mask(), len(tree), []
+    mask = tree.mask()
+    size = len(tree)
+    levels = []
     further = size + torch.arange(laws - 1 if tree.depth else 0, device="cpu")
     branches = ((mask & (tree.depths == 1)) * tree.ranks).sum(1)
     for level in range(tree.depth):
         children = (tree.depths == level + 1).nonzero()[:, 0]
         nodes, parent = tree.parents[children].unique(return_inverse=True)
-        rows, law, draw = nodes, parent, tree.ranks[children]
+        logit_rows = nodes
+        law = parent  # of each child, the distribution it is drawn from, and the number of the draw
+        draw = tree.ranks[children]
         if level == 0:
-            rows, law, draw = torch.cat([nodes, further]), draw % laws, draw // laws
+            logit_rows = torch.cat([nodes, further])
+            law = draw % laws
+            draw = draw // laws
         most_children = int(draw.max()) + 1
         levels.append(
             TreeLevel(
-                given=CommonNodes(nodes.to(device), tree.parents[nodes].to(device), tree.depths[nodes].to(device)),
+                nodes=CommonNodes(nodes.to(device), tree.parents[nodes].to(device), tree.depths[nodes].to(device)),
                 mask=mask[nodes].to(device),
-                rows=rows.to(device),
+                logit_rows=logit_rows.to(device),
                 branches=branches[nodes].to(device),
                 children=children.to(device),
                 draws=(law * most_children + draw).to(device),
@@ -197,7 +215,7 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, laws: int = 
             )
         )
     return DeviceTree(
-        every=CommonNodes(torch.arange(size, device=device), tree.parents.to(device), tree.depths.to(device)),
+        nodes=CommonNodes(torch.arange(size, device=device), tree.parents.to(device), tree.depths.to(device)),
         ranks=tree.ranks.to(device),
         subtree_end=tree.subtree_end.to(device),
         whole_numbers=torch.cat([whole_numbers, further - size + len(whole)]).to(device),

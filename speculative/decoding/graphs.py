@@ -36,7 +36,7 @@ from heavypath.speculative.decoding.drafted import Lap, Shape, no_lap
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Launch, Launcher
-from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
+from heavypath.speculative.drafts.draft import Drafting
 
 if TYPE_CHECKING:  # which has a launcher of these graphs
     from heavypath.speculative.decoding.workspace import Workspace
@@ -180,7 +180,7 @@ class CudaGraphs(Launcher):
         ranks, whose first collective sets up their connections.
         """
         self._is_prepared = True
-        if not _is_ours(step):
+        if not _is_ours(step.plan):
             return
         with uncompiled_launches() as compilations:
             self.graphs.try_out(partial(launch, no_lap))
@@ -200,7 +200,7 @@ class CudaGraphs(Launcher):
                 self._warn(step, error)
         if graph.is_captured:
             with ExitStack() as turns:
-                for stream in {getattr(model, "stream", None) for model in _models(step)}:
+                for stream in {getattr(model, "stream", None) for model in _models(step.plan)}:
                     if stream is not None:
                         turns.enter_context(stream.replay())
                 graph.replay()
@@ -214,8 +214,8 @@ class CudaGraphs(Launcher):
     def _warn(self, step: Step, error: RuntimeError) -> None:
         """Log once why steps are not captured. Nothing has run; the caller runs the same step call by call."""
         if not self._warned:
-            names = [type(model.model).__name__ for model in _models(step)]
-            names += (step.draft or NO_DRAFT).foreign
+            names = [type(model.model).__name__ for model in _models(step.plan)]
+            names += step.plan.draft.foreign
             reason = str(error.__context__ or error).strip().splitlines()[0]
             logger.warning(
                 "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
@@ -278,14 +278,14 @@ def _compile_prompts(request: Request, plan: StepPlan, workspace: "Workspace") -
     compile_all(compilations, plan.target.device)
 
 
-def _is_ours(what: Step | StepPlan) -> bool:
+def _is_ours(plan: StepPlan) -> bool:
     """Whether only the package's code runs, in one process, so that launches may be skipped."""
-    foreign = (what.draft or NO_DRAFT).foreign or any(model.is_foreign for model in _models(what))
-    return what.peers.is_alone and not foreign
+    foreign = plan.draft.foreign or any(model.is_foreign for model in _models(plan))
+    return plan.peers.is_alone and not foreign
 
 
-def _models(step: Step | StepPlan) -> list[Drafting]:
-    return [step.target, *(step.draft or NO_DRAFT).models]
+def _models(plan: StepPlan) -> list[Drafting]:
+    return [plan.target, *plan.draft.models]
 
 
 def _stream_for(device: torch.device) -> torch.cuda.Stream:

@@ -62,20 +62,19 @@ class GrowingDrafter:
         """The levels of a tree."""
         return self.growth.depth
 
-    def __call__(
-        self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
-    ) -> Drafted:
+    def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
         """Draft the trees level by level, then keep the best nodes."""
-        assert draft is not None
-        assert cache is not None
-        growth, rules = self.growth, self.rules
-        batch, device = len(state.root), state.root.device
+        growth = self.growth
+        rules = self.rules
+        batch = len(state.root)
+        device = state.root.device
         kernels = step_kernels(device)
         can_trim = reach.trims and host_can_read(device)
         first_rows = root_rows(state.noise, state.lengths)
         roots = Roots(state.root, state.lengths, first_rows, state.left)
         slots = Slots.room_for(batch, growth.slots, device)
-        feed, noise_rows = root_feed(state, reach, 2, growth.depth), first_rows[:, None]
+        feed = root_feed(state, reach, 2, growth.depth)
+        noise_rows = first_rows[:, None]
         level = Level(0, 1, 0, feed.ancestor_mask[:, 1:, :1])  # the root, which sees itself
         logits: list[Tensor] = []
         while True:
@@ -84,14 +83,14 @@ class GrowingDrafter:
             most = min(growth.width, after.shape[-1])
             drawn = gumbel_topk(after, most, **rules.drawing_filters._asdict(), seed=state.seed, rows=noise_rows)
             check_distributions("draft", drawn.keys, state, level.depth)
-            level, fed = kernels.grow(slots, level, drawn, after, roots, _policy(growth, rules, level.depth, device))
+            level, inputs = kernels.grow(slots, level, drawn, after, roots, _policy(growth, rules, level.depth, device))
             logits.append(after)
             lap("sampling")
             tokens = slots.tokens[:, level.first : level.end]
             if level.depth == growth.depth or (can_trim and not any_drafted(tokens)):
                 break
-            noise_rows = fed.noise_rows
-            feed = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth)
+            noise_rows = inputs.noise_rows
+            feed = feed_of(inputs, state, reach.visible_rows + level.end, level.mask, level.depth)
         tree = kernels.assemble(slots, roots, level, growth.size, can_trim)
         every = torch.cat(logits, 1)  # [B, n, V], after the slots of all levels except the last
         chosen = every.flatten(0, 1).index_select(0, tree.inner.flatten())
@@ -101,7 +100,7 @@ class GrowingDrafter:
             ranks=tree.ranks,
             depths=tree.depths,
             subtree_end=tree.subtree_end,
-            fed=tree.fed,
+            inputs=tree.inputs,
             draft_rows=tree.slots,
             logits=chosen.view(*tree.tokens.shape, -1),
         )

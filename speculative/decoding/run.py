@@ -385,7 +385,7 @@ class Recordings(Launcher):
             if known and each.recording.replay():
                 known.insert(0, known.pop(place))
                 return each.result
-        if not again or known is None or not step.peers.is_alone:  # a collective cannot be replayed
+        if not again or known is None or not step.plan.peers.is_alone:  # a collective cannot be replayed
             return launch(lap)
         with recorded() as recording:
             stepped = launch(lambda phase: do(partial(lap, phase)))

@@ -7,6 +7,7 @@ A step changes only a `Workspace`, and on a GPU never synchronises with the host
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, cast
 
 from torch import Tensor
@@ -15,12 +16,20 @@ from heavypath.kernels.commit import State
 from heavypath.kernels.nodes import Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.step_kernels import step_kernels
-from heavypath.speculative.decoding.drafted import Drafted, Drafter, Lap, Reach, Shape, check_distributions
+from heavypath.speculative.decoding.drafted import (
+    Drafted,
+    Drafter,
+    Lap,
+    Reach,
+    Shape,
+    TargetInputs,
+    check_distributions,
+)
 from heavypath.speculative.decoding.drafting import static
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.changes import LogitChange
-from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.drafts.changes import LogitChange, LogitChanges
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.names import load
@@ -44,13 +53,14 @@ class Stepped(NamedTuple):
 class StepPlan:
     """What stays fixed during a generation: models, candidate trees, sampling and verification rules.
 
+    draft:  `NO_DRAFT` if no step drafts anything
     tree:   the trees that the next steps draft
     others: the trees that other steps of the same generation may draft
     peers:  the processes that decode together
     """
 
     target: Forward
-    draft: Draft | None
+    draft: Draft
     tree: Shape
     rules: Rules
     others: tuple[Shape, ...] = ()
@@ -60,7 +70,7 @@ class StepPlan:
         """Return a plan for each of the trees, this one's first."""
         return [replace(self, tree=tree) for tree in self.trees]
 
-    @property
+    @cached_property
     def trees(self) -> tuple[Shape, ...]:
         """All candidate trees, each once; `tree` is the first."""
         return tuple(dict.fromkeys((self.tree, *self.others)))
@@ -70,103 +80,107 @@ class StepPlan:
 
         Its trees are only roots if the draft has no more positions.
         """
-        if self.draft is None or shortest < self.draft.positions or self.tree.depth == 0:
+        if shortest < self.draft.positions or self.tree.depth == 0:
             return self
         others = self.others if self.tree in self.others else (*self.others, self.tree)
         return replace(self, tree=ROOT, others=others)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """The levels of the deepest candidate tree."""
         return max(tree.depth for tree in self.trees)
 
-    @property
+    @cached_property
     def branching(self) -> int:
         """The most children of a node in any candidate tree."""
         return max(tree.branching for tree in self.trees)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The most cache rows that a candidate tree takes, with the nodes that the draft adds to it."""
-        return max(tree.cache_rows for tree in self.trees) + (self.draft or NO_DRAFT).extra_nodes
+        return max(tree.cache_rows for tree in self.trees) + self.draft.extra_nodes
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """The work of a step, for any batch.
 
-    drafter:   drafts the trees; near the end of a sequence only their top levels
-    branching: the most children of a node in any tree of the generation, by which `commit` indexes its counts
-    most_levels: the most levels that any step of the generation drafts
-    peers:     the processes that decode together
+    drafter: drafts the trees; near the end of a sequence only their top levels
     """
 
-    target: Forward
-    draft: Draft | None
+    plan: StepPlan
     drafter: Drafter
-    branching: int
-    most_levels: int
-    rules: Rules
-    peers: Peers = ALONE
 
     def __call__(
-        self, state: Sequences, target_cache: KeyValueCache, draft_cache: RowCache | None, visible_rows: int, lap: Lap,
+        self,
+        state: Sequences,
+        target_cache: KeyValueCache,
+        draft_cache: RowCache,
+        visible_rows: int,
+        lap: Lap,
         changes: Sequence[LogitChange] = (),
-    ) -> Stepped:  # fmt: skip
+    ) -> Stepped:
         """Run one step. visible_rows: at least the rows of the longest prefix; changes: applied before the rules'."""
-        changes = [change.of_step(state, lap) for change in (*self._own(draft_cache), *changes, *self.rules.changes)]
-        reach = Reach(visible_rows, self.most_levels + 1, trims=self.peers.is_alone)
-        with self.target.reading_ahead:
-            drafted = self.drafter(self._changed(changes, state), draft_cache, state, reach, lap)
-            given = drafted.given
-            for change in changes:
-                given = change.before_scoring(given, state)
-            nodes, rows = drafted.tokens.shape[1], visible_rows + given.tokens.shape[1]
-            mask = TreeMask(prefix_length=state.lengths, visible_rows=rows, subtree_end=given.subtree_end)
-            positions = self.target.settled(given.positions, state.lengths)
-            taps = None if self.draft is None or draft_cache is None else self.draft.taps(draft_cache)
-            every = self.target(given.tokens, positions, given.cache_rows, target_cache, mask, taps=taps)
-        raw_logits = every[:, :nodes]
+        plan = self.plan
+        change = self._changes(draft_cache, changes, state, lap)
+        with plan.target.reading_ahead:
+            draft = change.before_drawing(plan.draft, state)
+            reach = Reach(visible_rows, plan.depth + 1, trims=plan.peers.is_alone)
+            drafted = self.drafter(draft, draft_cache, state, reach, lap)
+            inputs = change.before_scoring(drafted.target_inputs, state)
+            scores = self._score(inputs, state, target_cache, draft_cache, visible_rows)
+        nodes = drafted.tokens.shape[1]
+        raw_logits = scores[:, :nodes]  # without those of nodes that a change has added
         check_distributions("target", raw_logits, state, drafted.depths)
         lap("target")
-        logits = every
-        for change in changes:
-            logits = change.before_verifying(logits, drafted, state)
-        depth, noise = min(self.drafter.depth, nodes - 1), Noise(state.seed, drafted.noise_rows)
-        verified = self.rules.verify(drafted.nodes, logits, drafted.logits, depth, noise)
-        for change in changes:
-            change.after_verifying(verified)
+
+        logits = change.before_verifying(scores, drafted, state)
+        depth = min(self.drafter.depth, nodes - 1)
+        noise = Noise(state.seed, drafted.noise_rows)
+        verified = plan.rules.verify(drafted.nodes, logits, drafted.logits, depth, noise)
+        change.after_verifying(verified)
         lap("verification")
-        self._keep(drafted, verified, state, target_cache, draft_cache)
-        self.peers.check(drafted, every, verified, state.left)
+
+        if nodes > 1:
+            target_cache.accept(verified.path, verified.length, state.lengths)
+            draft_cache.accept(verified.path, verified.length, state.lengths, drafted.draft_rows)
+        self._commit(drafted, verified, state)
+        target_cache.advance(verified.path, state.produced)
+        if drafted.logits is not None:
+            draft_cache.advance(verified.path, state.produced, drafted.draft_rows)
+        plan.peers.check(drafted, scores, verified, state.left)
         lap("compaction")
         return Stepped(drafted, raw_logits, logits, verified)
 
-    def _changed(self, changes: Sequence[LogitChange], state: Sequences) -> Draft | None:
-        """Return the draft, wrapped so that its logits are changed."""
-        draft = self.draft
-        for change in changes:
-            draft = None if draft is None else change.before_drawing(draft, state)
-        return draft
+    def _changes(
+        self, draft_cache: RowCache, changes: Sequence[LogitChange], state: Sequences, lap: Lap
+    ) -> LogitChanges:
+        """The changes of logits of this step, in order: the draft's if it drafts, those given, those of the rules."""
+        drafts = self.drafter.depth > 0
+        of_draft = self.plan.draft.changes(draft_cache) if drafts else ()
+        return LogitChanges([*of_draft, *changes, *self.plan.rules.changes]).of_step(state, lap)
 
-    def _own(self, cache: RowCache | None) -> Sequence[LogitChange]:
-        """Return the draft's changes of logits, which come first; none in a step that drafts nothing."""
-        return () if self.draft is None or cache is None or self.drafter.depth == 0 else self.draft.changes(cache)
+    def _score(
+        self,
+        inputs: TargetInputs,
+        state: Sequences,
+        target_cache: KeyValueCache,
+        draft_cache: RowCache,
+        visible_rows: int,
+    ) -> Tensor:
+        """The target's logits [B, N, V] after N nodes of each sequence, in one pass."""
+        target = self.plan.target
+        rows = visible_rows + inputs.tokens.shape[1]
+        mask = TreeMask(prefix_length=state.lengths, visible_rows=rows, subtree_end=inputs.subtree_end)
+        positions = target.settled(inputs.positions, state.lengths)
+        taps = self.plan.draft.taps(draft_cache)
+        return target(inputs.tokens, positions, inputs.cache_rows, target_cache, mask, taps=taps)
 
-    def _keep(
-        self, drafted: Drafted, verified: Verified, state: Sequences, target_cache: KeyValueCache,
-        draft_cache: RowCache | None,
-    ) -> None:  # fmt: skip
-        """Move the accepted rows of both caches to the end of the prefix, and commit the accepted tokens."""
-        if draft_cache is not None and drafted.tokens.shape[1] > 1:
-            target_cache.accept(verified.path, verified.length, state.lengths)
-            draft_cache.accept(verified.path, verified.length, state.lengths, drafted.draft_rows)
+    def _commit(self, drafted: Drafted, verified: Verified, state: Sequences) -> None:
+        """Append the accepted tokens to the sequences, see `kernels.commit`."""
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        kernels = step_kernels(state.root.device)
-        kernels.commit(written, drafted.nodes, drafted.depths, verified, self.branching)
-        target_cache.advance(verified.path, state.produced)
-        if draft_cache is not None and drafted.logits is not None:
-            draft_cache.advance(verified.path, state.produced, drafted.draft_rows)
+        commit = step_kernels(state.root.device).commit
+        commit(written, drafted.nodes, drafted.depths, verified, self.plan.branching)
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:
@@ -176,12 +190,4 @@ def new_step(plan: StepPlan, depth: int) -> Step:
         drafter: Drafter = load("growing_drafter")(tree, depth, plan.rules, device)
     else:
         drafter = static(cast(TokenTree, tree), depth, plan.draft, plan.rules, device)
-    return Step(
-        target=plan.target,
-        draft=plan.draft,
-        drafter=drafter,
-        branching=plan.branching,
-        most_levels=plan.depth,
-        rules=plan.rules,
-        peers=plan.peers,
-    )
+    return Step(plan, drafter)

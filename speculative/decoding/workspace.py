@@ -106,9 +106,9 @@ class Workspace:
         self._target, self._draft = target, draft
         self._behind = dict[int, int]()  # rows that a resting draft has read of each sequence, see `turn`
         self.order: list[int] = []
-        self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache | None]]()
+        self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
-        self.draft_cache = None if draft is None else draft.new_cache(size.sequences, size.cache_rows)
+        self.draft_cache = draft.new_cache(size.sequences, size.cache_rows)
         self.state = Sequences.room_for(
             size.sequences,
             new_tokens=size.new_tokens,
@@ -139,7 +139,7 @@ class Workspace:
     @property
     def cache_bytes(self) -> int:
         """Bytes of both caches."""
-        return sum(cache.nbytes for cache in (self.target_cache, self.draft_cache) if cache is not None)
+        return self.target_cache.nbytes + self.draft_cache.nbytes
 
     def most_visible(self, plan: StepPlan) -> int:
         """Return the rows of the longest prefix for which there is room."""
@@ -147,7 +147,7 @@ class Workspace:
 
     def fits(self, size: Size, plan: StepPlan) -> bool:
         """Whether a generation of this size, by this plan, can use the workspace."""
-        same_models = self._target is plan.target and (plan.draft is None or plan.draft is self._draft)
+        same_models = self._target is plan.target and plan.draft in (NO_DRAFT, self._draft)
         return self.size.covers(size) and same_models
 
     def begin(self, request: Request, plan: StepPlan) -> list[int]:
@@ -188,12 +188,11 @@ class Workspace:
         before_roots = prompt[:, :-1]
         width = before_roots.shape[1]
         draft = plan.draft
-        rests = draft is not None and plan.tree.depth == 0  # such a draft reads nothing until it drafts
+        rests = draft is not NO_DRAFT and plan.tree.depth == 0  # such a draft reads nothing until it drafts
         self._behind = dict.fromkeys(range(batch), 0) if rests else {}
         _, target_cache, draft_cache = self.first(batch)
         target_cache.begin(lengths - 1)
-        if draft_cache is not None:
-            draft_cache.begin(lengths - 1)
+        draft_cache.begin(lengths - 1)
         if width == 0 and request.inputs is None:
             yield [0] * batch
             return
@@ -203,7 +202,7 @@ class Workspace:
         def copied(model: Drafting, cache: RowCache) -> list[int]:
             return [0] * batch if shared is None else shared.copy_rows(model, cache)
 
-        parts = [] if draft is None or draft_cache is None else draft.parts(draft_cache)
+        parts = draft.parts(draft_cache)
         in_parts = [[0] * batch if part.forward is None else copied(part.forward, cache) for part, cache in parts]
         readers = [number for number, (part, _) in enumerate(parts) if part.reads_target]
         if shared is not None:  # a head must have cached all tokens that the target does not compute again
@@ -218,13 +217,12 @@ class Workspace:
             min([cached[slot], *(each.starts[slot] for each in blocks if slot < each.slots)]) for slot in range(batch)
         ]
         if request.inputs is not None:
-            taps = None if draft is None or draft_cache is None else draft.taps(draft_cache)
+            taps = draft.taps(draft_cache)
             cached = request.inputs.begin(target_cache, taps, reused)
             blocks = blocks_of(ends, cached, rows_of_pass)
         for texts, starts in _pieces(before_roots, blocks, chunk):
             _, in_target, in_draft = self.first(len(texts))
-            taps = None if draft is None or in_draft is None else draft.taps(in_draft)
-            self._target.prefill(texts, in_target, starts, taps)
+            self._target.prefill(texts, in_target, starts, draft.taps(in_draft))
             yield reused
         if rests:
             self._behind = dict(zip(self.order, in_parts[0], strict=True))
@@ -237,7 +235,6 @@ class Workspace:
                 continue
             piecewise: Any = part  # whose prefill takes `starts`
             for texts, starts in _pieces(before_roots, blocks_of(ends, have, rows_of_pass), chunk, part.overlap):
-                assert draft is not None
                 _, own = draft.parts(self.first(len(texts))[2])[number]
                 piecewise.prefill(texts, own, starts)
                 yield reused
@@ -270,7 +267,6 @@ class Workspace:
         """Let the draft read the tokens before the roots of the first slots that it has not read."""
         (state, _, cache), draft = self.first(slots), cast(Any, plan.draft)
         assert draft.can_rest
-        assert cache is not None
         numbers = state.numbers.cpu()
         members = numbers[StateField.MEMBER]
         lengths = self._text_lengths(request, numbers)
@@ -309,8 +305,8 @@ class Workspace:
         texts = self._texts(request)[:, : int(lengths.max()) if rows is None else rows].cpu()
         texts = texts.where(torch.arange(texts.shape[1], device="cpu") < lengths[:, None], -1)
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
-        for part, cache in [] if draft is None or self.draft_cache is None else draft.parts(self.draft_cache):
-            if draft is not None and part.forward is not None:
+        for part, cache in draft.parts(self.draft_cache):
+            if part.forward is not None:
                 missed = [int(lengths[member]) - rows for member, rows in self._behind.items()]
                 unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
                 models.append(ModelRows(part.forward, self._kept(cache, texts), 0 if part.keeps_state else unsure))
@@ -319,26 +315,24 @@ class Workspace:
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
         return cache.trimmed(slice(len(texts)), texts.shape[1]) if self.launcher.outlives else cache
 
-    def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache | None]:
+    def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache]:
         """Return views of the state, the target's and the draft's cache for the first `slots` slots."""
         if slots not in self._views:
-            draft_cache = None if self.draft_cache is None else self.draft_cache.first(slots)
-            self._views[slots] = self.state.first(slots), self.target_cache.first(slots), draft_cache
+            caches = self.target_cache.first(slots), self.draft_cache.first(slots)
+            self._views[slots] = self.state.first(slots), *caches
         return self._views[slots]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
         """Exchange the sequences in two slots, with their first `rows` cache rows (None: all)."""
         self.state.swap(one, other)
         for cache in (self.target_cache, self.draft_cache):
-            if cache is not None:
-                cache.swap(one, other, rows)
+            cache.swap(one, other, rows)
 
     def receive(self, slot: int, source: "Workspace", of: int, rows: int) -> None:
         """Copy the sequence in slot `of` of `source` (maybe this workspace) to `slot`; its caches have `rows` rows."""
         self.state.receive(slot, source.state, of)
         self.target_cache.receive(slot, source.target_cache, of, rows)
-        if self.draft_cache is not None and source.draft_cache is not None:
-            self.draft_cache.receive(slot, source.draft_cache, of, rows)
+        self.draft_cache.receive(slot, source.draft_cache, of, rows)
 
 
 class Block(NamedTuple):
@@ -387,7 +381,7 @@ def rows_of_a_pass(plan: StepPlan, *, alone: bool = False) -> float:
     This is so if weights are streamed for each pass, if the longest sequence of a pass decides its rotary embeddings,
     and if prompts hold more than tokens (`alone`).
     """
-    models = [plan.target, *(plan.draft or NO_DRAFT).models]
+    models = [plan.target, *plan.draft.models]
     if alone or plan.target.stream is not None or any(model.rope_limit is not None for model in models):
         return inf
     return ROWS_OF_A_PASS["cpu" if host_can_read(plan.target.device) else "cuda"]

@@ -4,7 +4,7 @@ A step has a list of changes. Each is called when the step begins, before tokens
 before verification, and after it. In this base class the hooks do nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,12 +28,12 @@ class LogitChange:
         """The draft to draw from: the given one, or a wrapper that changes its logits."""
         return draft
 
-    def before_scoring(self, given: Any, state: Any) -> Any:
-        """The nodes for the target's pass, a `Given`, possibly with more nodes appended.
+    def before_scoring(self, inputs: Any, state: Any) -> Any:
+        """The nodes for the target's pass, a `TargetInputs`, possibly with more nodes appended.
 
         Appended nodes are not drafted and not verified: `before_verifying` must cut off their logits.
         """
-        return given
+        return inputs
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
         """The target's logits [B, N, V] after the nodes of drafted trees (a `Drafted`), changed.
@@ -44,3 +44,37 @@ class LogitChange:
 
     def after_verifying(self, verified: Verified) -> None:
         """Called with the result of the verification."""
+
+
+class LogitChanges(LogitChange):
+    """Several changes of logits as one: each hook calls those of all changes, in order."""
+
+    def __init__(self, changes: Sequence[LogitChange]):
+        self._changes = changes
+
+    def of_step(self, state: Any, lap: Callable[[str], object]) -> "LogitChanges":
+        """The changes for the step that begins now."""
+        return LogitChanges([change.of_step(state, lap) for change in self._changes])
+
+    def before_drawing(self, draft: Draft, state: Any) -> Draft:
+        """The draft, with its logits changed by all."""
+        for change in self._changes:
+            draft = change.before_drawing(draft, state)
+        return draft
+
+    def before_scoring(self, inputs: Any, state: Any) -> Any:
+        """The nodes for the target's pass, with those that all changes append."""
+        for change in self._changes:
+            inputs = change.before_scoring(inputs, state)
+        return inputs
+
+    def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
+        """The target's logits, changed by all."""
+        for change in self._changes:
+            logits = change.before_verifying(logits, drafted, state)
+        return logits
+
+    def after_verifying(self, verified: Verified) -> None:
+        """Called with the result of the verification."""
+        for change in self._changes:
+            change.after_verifying(verified)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heavypath.speculative.models.caches import RowCache
@@ -211,7 +212,20 @@ class Draft:
         return next((leaf.why_not_measured for leaf in self.leaves if leaf is not self and leaf.why_not_measured), "")
 
 
-NO_DRAFT = Draft()  # stands for no draft: has no models and no limits
+class _NoDraft(Draft):
+    """Stands for no draft: it has no model, no limits, and a cache of no bytes, and is never called."""
+
+    def new_cache(self, batch: int, rows: int) -> RowCache:
+        """A cache that keeps nothing."""
+        nothing = torch.empty(batch, 0, rows, 0, device="cpu")
+        return RowCache(nothing, nothing)
+
+    def parts(self, cache: Any) -> list[tuple[Draft, Any]]:
+        """An empty list, as nothing has to be prefilled."""
+        return []
+
+
+NO_DRAFT = _NoDraft()
 
 
 class Draftable:

@@ -157,7 +157,7 @@ class _Window(LogitChange):
     def __init__(self, draft: LookaheadDraft, cache: LookaheadCache):
         self._draft, self._cache = draft, cache
 
-    def before_scoring(self, given: Any, state: Any) -> Any:
+    def before_scoring(self, inputs: Any, state: Any) -> Any:
         """The tree, with the window appended as further subtrees of its root.
 
         A missing guess is replaced by a token of the sequence, a fixed number of positions before the guess.
@@ -167,13 +167,13 @@ class _Window(LogitChange):
         guesses = self._cache.values[:, 0, :, -1].gather(1, (lengths + depths - back).clamp(min=0)).view_as(window)
         window.copy_(window.where(window >= 0, guesses))
         window[:, 0, 0] = state.root
-        nodes, ends = given.subtree_end.shape[-1], given.subtree_end
+        nodes, ends = inputs.subtree_end.shape[-1], inputs.subtree_end
         indices = torch.arange(nodes, nodes + len(depths) - 1, device=ends.device)
         window_ends = (self._draft.ends + nodes - 1).expand(*ends.shape[:-1], -1)  # for the root and the guesses
-        return type(given)(
-            tokens=torch.cat([given.tokens, window.flatten(1)[:, 1:]], 1),
-            positions=torch.cat([given.positions, lengths + depths[1:]], 1),
-            cache_rows=torch.cat([given.cache_rows, lengths + indices], 1),
+        return type(inputs)(
+            tokens=torch.cat([inputs.tokens, window.flatten(1)[:, 1:]], 1),
+            positions=torch.cat([inputs.positions, lengths + depths[1:]], 1),
+            cache_rows=torch.cat([inputs.cache_rows, lengths + indices], 1),
             subtree_end=torch.cat([window_ends[..., :1], ends[..., 1:], window_ends[..., 1:]], -1),
         )
 

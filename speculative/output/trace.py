@@ -26,7 +26,7 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
-from heavypath.speculative.drafts.draft import Draft, Drafting
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft, Drafting
 from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.output.reasons import FATES, Reasons, VerifiedTree, explain, shown
@@ -127,7 +127,7 @@ class Recorder:
                 self._streams.append(TextStream(tokenizer, pieces.append))
                 self._streams[-1].put(torch.tensor(prompt, device="cpu"))
 
-    def header(self, method: str, target: Forward, draft: Draft | None) -> None:
+    def header(self, method: str, target: Forward, draft: Draft) -> None:
         """Write the first line."""
         request = self._request
         sequences = [
@@ -142,7 +142,7 @@ class Recorder:
                 "verify": self._rules.verification,
                 "law_changed_by": self._rules.law_changed_by,
                 "target": _described(target),
-                "draft": None if draft is None else _described_draft(draft),
+                "draft": None if draft is NO_DRAFT else _described_draft(draft),
                 "filters": request.filters._asdict(),
                 "draft_filters": self._rules.draft_filters._asdict(),
                 "shown": shown(request.filters)._asdict(),
@@ -231,7 +231,7 @@ def recording(
     method: str,
     rules: Rules,
     target: Forward,
-    draft: Draft | None,
+    draft: Draft,
     request: Request,
 ) -> Iterator[Recorder]:
     """A context with a recorder that writes to the file `trace`; rules: those of this generation."""

@@ -109,7 +109,7 @@ class Observing(Watcher):
 
 @contextmanager
 def watching(
-    request: Request, plan: StepPlan, method: str, draft: Draft | None, options: Mapping[str, Any],
+    request: Request, plan: StepPlan, method: str, draft: Draft, options: Mapping[str, Any],
     lap: Callable[[str], object],
 ) -> Iterator[tuple[list[Watcher], "Chosen | None"]]:  # fmt: skip
     """A context with the watchers that a call of `generate` needs, and the collector of logits if these are requested.

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Launcher, Size, Workspace
-from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.logprobs import prompt_logprobs
 from heavypath.speculative.serving.prefixes import FoundPrefixes, common
@@ -36,7 +35,7 @@ class Entrance:
         self._plan, self._piece = plan, piece
         self._one = Workspace(plan, size._replace(sequences=1), Launcher())
         self._rooms = [self._one]
-        models = (plan.target, *(plan.draft or NO_DRAFT).models)
+        models = (plan.target, *plan.draft.models)
         self._limits = [model.rope_limit for model in models if model.rope_limit is not None]
         self._most = 1 if self._limits else min(GROUP, size.sequences)
         self._short = piece // 2

@@ -63,7 +63,7 @@ def serve(
         raise ValueError(f"unseeded must be None or an integer >= 0, got {unseeded!r}")
     room = min(2048 if max_tokens is None else whole("max_tokens", max_tokens), plan.target.max_positions + 1)
     limits = ServiceLimits(slots, room, queue, prefill_tokens, prefix_bytes).check()
-    if plan.draft is not None and limits.max_tokens > plan.draft.positions:
+    if limits.max_tokens > plan.draft.positions:
         logger.warning("the draft has %d positions: longer texts go on without it", plan.draft.positions)
     trees = trees_of(slots)
     drafts = any(len(tree) > 1 for tree in trees.trees)

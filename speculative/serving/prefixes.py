@@ -121,8 +121,8 @@ class Prefixes:
         plan, workspace = self._plan, self._workspace
         yield plan.target, workspace.target_cache, 0
         draft = plan.draft
-        for part, cache in [] if draft is None or workspace.draft_cache is None else draft.parts(workspace.draft_cache):
-            if draft is not None and part.forward is not None:
+        for part, cache in draft.parts(workspace.draft_cache):
+            if part.forward is not None:
                 yield part.forward, cache, max(part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth))
 
     def _forget(self, key: bytes) -> None:

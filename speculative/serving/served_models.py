@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.serving.arrivals import ModelChanged
 from heavypath.speculative.serving.looks import Look
 
@@ -62,6 +61,6 @@ class ServedModels:
     def _take(self) -> None:
         """Make the plan, and record the state of its models."""
         self.plan = self._new_plan()
-        drafting = (self.plan.draft or NO_DRAFT).models
+        drafting = self.plan.draft.models
         self._all = [self.plan.target, *drafting]
         self._of_target, self._of_draft = Look([self.plan.target]), Look(drafting)

@@ -31,7 +31,6 @@ from heavypath.speculative.decoding.drafted import no_lap
 from heavypath.speculative.decoding.run import Engine, SlotNumbers, StepRunner
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size
-from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.forward import host_can_read
 from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
@@ -160,7 +159,7 @@ class ServiceSlots:
         self._readers = deque[ReadLogits | None]()  # for steps whose results have not arrived yet
         self.running: list[Member] = []  # by slot, from the first one on
         self._rows = list(range(count))  # free rows of `output`
-        models = (plan.target, *(plan.draft or NO_DRAFT).models)
+        models = (plan.target, *plan.draft.models)
         self._limits = [model.rope_limit for model in models if model.is_foreign and model.rope_limit is not None]
         if cuda_graphs:
             from heavypath.speculative.decoding.graphs import warm_up_steps

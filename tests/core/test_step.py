@@ -32,6 +32,7 @@ from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.run import SlotNumbers, Snapshots
 from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.drafts.blocks.pard import PardDraft
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft
@@ -133,14 +134,22 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
 
 def test_a_plan_has_each_of_its_trees():
     root, chain = TokenTree([-1]), TokenTree.chain(3)
-    plan = StepPlan(None, None, chain, None, (root, chain))
+    plan = StepPlan(None, NO_DRAFT, chain, None, (root, chain))
     assert [each.tree for each in plan.each()] == [chain, root]
 
 
 def test_a_step_without_a_draft_leaves_the_cache_of_one_alone():
     """Which a workspace may have that drafted before."""
-    step = new_step(StepPlan(SimpleNamespace(device=torch.device("cpu")), None, TokenTree([-1]), None), 0)
-    assert step._own(object()) == ()
+
+    class Remembers(Draft):
+        laws = 1
+
+        def changes(self, cache):
+            raise AssertionError("a cache of another draft is read")
+
+    target, rules = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(changes=())
+    step = new_step(StepPlan(target, Remembers(), TokenTree([-1]), rules), 0)
+    step._changes(object(), (), None, None)
 
 
 MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and launches

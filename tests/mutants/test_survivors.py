@@ -25,7 +25,7 @@ from heavypath.kernels.sharing import counters, open_pass, take_chunk
 from heavypath.kernels.step_kernels import StepKernels, step_kernels
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
-from heavypath.kernels.trees.levels import CommonNodes, Fed, Trees, place
+from heavypath.kernels.trees.levels import CommonNodes, NodeInputs, Trees, place
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
 from heavypath.speculative.decoding.drafted import Drafted
@@ -255,14 +255,14 @@ def test_a_stream_is_told_unless_a_profiler_wants_to_know_of_launches(monkeypatc
 
 
 def test_nodes_that_a_draft_adds_come_after_those_of_each_sequences_own_tree():
-    fed = Fed(*(torch.zeros(2, 3, dtype=torch.long) for _ in Fed._fields))
+    fed = NodeInputs(*(torch.zeros(2, 3, dtype=torch.long) for _ in NodeInputs._fields))
     drafted = Drafted(
         fed.tokens, fed.tokens, fed.tokens, fed.tokens, torch.tensor([[3, 2, 3], [3, 3, 3]]), fed, None, None
     )
     draft = LookaheadDraft(Lookahead(1, 6), 50, torch.device("cpu"))  # a column, of the root and four guesses
     (window,) = draft.changes(draft.new_cache(2, 30))
     state = SimpleNamespace(root=torch.ones(2).long(), lengths=torch.tensor([10, 20]))
-    given = window.before_scoring(drafted.given, state)
+    given = window.before_scoring(drafted.target_inputs, state)
     assert given.cache_rows[:, 3:].tolist() == [[13, 14, 15, 16], [23, 24, 25, 26]]
     assert given.subtree_end.tolist() == [[7, 2, 3, 7, 7, 7, 7], [7, 3, 3, 7, 7, 7, 7]]
 

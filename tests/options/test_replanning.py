@@ -14,6 +14,7 @@ from tree_policies import Scripted
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import LOSSLESS_METHODS, Cascade, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.tree_by_profile import EVERY, HALF_LIFE, WEIGHT, BestShape, Shapes, ValuedShape, _together
 from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
@@ -34,7 +35,7 @@ def profile(target=None, draft=None, accepted=ACCEPTED):
 
 def replanner(rates, *shapes):
     shapes = shapes or (ValuedShape(CHAIN, CHAIN, {1: 1.3}), ValuedShape(WIDE, WIDE, {1: 1.0}))
-    plan = StepPlan(None, None, shapes[0].tree, None, tuple(shape.tree for shape in shapes))
+    plan = StepPlan(None, NO_DRAFT, shapes[0].tree, None, tuple(shape.tree for shape in shapes))
     chooser = BestShape(plan, Shapes(shapes, torch.tensor(rates, dtype=torch.float64)))
     return chooser, lambda counts: chooser(1, EVERY, counts)
 

@@ -29,6 +29,7 @@ from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import BATCHES, Costs, standing_for
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
@@ -321,7 +322,7 @@ def test_re_planning_takes_the_costs_of_as_many_sequences_as_run():
     shapes = Shapes.of(by_batch_profile(), "sequoia", Filters(1.0), None, most=8)
     assert {*shapes.shapes[0].costs} == {1, 4, 8}
     assert min(len(shape.planned) for shape in shapes.shapes) == 2, "nothing is learned without a draft"
-    first = StepPlan(None, None, shapes.trees[0], None, shapes.trees)
+    first = StepPlan(None, NO_DRAFT, shapes.trees[0], None, shapes.trees)
     choose = BestShape(first, shapes)
     nothing = torch.zeros(2, first.depth * first.branching, dtype=torch.long)
     sizes = [len(choose(running, EVERY, nothing)) for running in (1, 4, 8)]

@@ -14,7 +14,6 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.drafts.draft import NO_DRAFT
 
 LENGTH = 4  # of texts whose law is enumerated
 
@@ -57,7 +56,7 @@ def texts(case, decoder, *, way=None, only=None, past=None):
     if "past" in options:
         # States are there at the ends of texts and of prompts alone, and a head may have read less.
         by_head = case.row["target"] in RECURRENT and case.row["draft"] in ("head", "p-eagle", "medusa", "block", "mtp")
-        unsure = (decoder._draft or NO_DRAFT).unsure_rows(out.stats.depth)  # of a head more in deeper trees
+        unsure = decoder._draft.unsure_rows(out.stats.depth)  # of a head more in deeper trees
         assert out.stats.reused_tokens > 0 or ids.shape[1] < unsure + 4 or by_head
     for told, text in zip(streamers or [], found if streamers else [], strict=True):
         assert told.tokens[len(told.tokens) - len(text) :] == text

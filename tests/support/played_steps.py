@@ -18,6 +18,7 @@ from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.decoding.typical import Typical
+from heavypath.speculative.drafts.draft import NO_DRAFT
 
 KERNELS = (
     "sampling", "trees.levels", "verification",
@@ -135,9 +136,9 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
     limits = Typical() if verification == "typical" else None
     changes = () if processing is None else (processing,)
     rules = Rules(draw, verification, filters, filters, METHODS[method].fill, changes=changes, verifier=limits)
-    rules = rules if draft is None else draft.rules(rules)
-    step = new_step(StepPlan(target, draft, shape, rules), shape.depth)
-    caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)
+    draft = NO_DRAFT if draft is None else draft
+    step = new_step(StepPlan(target, draft, shape, draft.rules(rules)), shape.depth)
+    caches = target.new_cache(batch, 300), draft.new_cache(batch, 300)
     slots = max(1, shape.depth * shape.branching)
     room = {"new_tokens": 20, "stops": 2, "vocab_size": vocab_size, "count_slots": slots, "device": target.device}
     run = partial(step, Sequences.room_for(batch, **room), *caches, 160, lambda phase: None)
