@@ -22,7 +22,6 @@ from heavypath.speculative.decoding.drafted import (
     Lap,
     Reach,
     Shape,
-    TargetInputs,
     check_distributions,
 )
 from heavypath.speculative.decoding.drafting import static
@@ -128,7 +127,11 @@ class Step:
             reach = Reach(visible_rows, plan.depth + 1, trims=plan.peers.is_alone)
             drafted = self.drafter(draft, draft_cache, state, reach, lap)
             inputs = change.before_scoring(drafted.target_inputs, state)
-            scores = self._score(inputs, state, target_cache, draft_cache, visible_rows)
+            rows = visible_rows + inputs.tokens.shape[1]
+            mask = TreeMask(prefix_length=state.lengths, visible_rows=rows, subtree_end=inputs.subtree_end)
+            positions = plan.target.settled(inputs.positions, state.lengths)
+            taps = plan.draft.taps(draft_cache)
+            scores = plan.target(inputs.tokens, positions, inputs.cache_rows, target_cache, mask, taps=taps)
         nodes = drafted.tokens.shape[1]
         raw_logits = scores[:, :nodes]  # without those of nodes that a change has added
         check_distributions("target", raw_logits, state, drafted.depths)
@@ -159,22 +162,6 @@ class Step:
         drafts = self.drafter.depth > 0
         of_draft = self.plan.draft.changes(draft_cache) if drafts else ()
         return LogitChanges([*of_draft, *changes, *self.plan.rules.changes]).of_step(state, lap)
-
-    def _score(
-        self,
-        inputs: TargetInputs,
-        state: Sequences,
-        target_cache: KeyValueCache,
-        draft_cache: RowCache,
-        visible_rows: int,
-    ) -> Tensor:
-        """The target's logits [B, N, V] after N nodes of each sequence, in one pass."""
-        target = self.plan.target
-        rows = visible_rows + inputs.tokens.shape[1]
-        mask = TreeMask(prefix_length=state.lengths, visible_rows=rows, subtree_end=inputs.subtree_end)
-        positions = target.settled(inputs.positions, state.lengths)
-        taps = self.plan.draft.taps(draft_cache)
-        return target(inputs.tokens, positions, inputs.cache_rows, target_cache, mask, taps=taps)
 
     def _commit(self, drafted: Drafted, verified: Verified, state: Sequences) -> None:
         """Append the accepted tokens to the sequences, see `kernels.commit`."""
