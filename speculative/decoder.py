@@ -168,6 +168,9 @@ class SpeculativeDecoder:
         self._notice_changes()
         request = self._request(input_ids, max_new_tokens, temperature, given, seed=given.get("seed", 0))
         plan = self._plan(request)
+        if given.get("attention_mask") is None and len(input_ids) > 1 and request.looks_padded:
+            message = "some prompts begin with the padding token, and it is read as text: give attention_mask, too"
+            self._warn_once("padding", message)
         if request.most_tokens > plan.draft.positions:
             message = f"the draft has {plan.draft.positions:.0f} positions: longer texts go on without it"
             self._warn_once("positions", message)

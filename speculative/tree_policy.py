@@ -18,6 +18,7 @@ the default tree is that of one sequence; if that would make a batch slower than
 drafts nothing.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -303,7 +304,12 @@ def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forw
         return FixedTree(*chosen_tree(method, given, target, draft))
     policy = given.pop("trees")
     if not isinstance(policy, TreePolicy):
-        raise TypeError(f"trees must be an object of a class that inherits TreePolicy, got {policy!r}")
+        hint = f"; give {policy.__name__}(...)" if isinstance(policy, type) and issubclass(policy, TreePolicy) else ""
+        raise TypeError(f"trees must be an object of a class that inherits TreePolicy, got {policy!r}{hint}")
+    try:
+        inspect.signature(policy.tree).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"{type(policy).__name__} must be callable as tree(filters, running): {error}") from None
     if given:
         raise ValueError(f"trees chooses all trees; leave out {', '.join(given)}")
     return policy

@@ -38,6 +38,7 @@ OTHER_ERRORS = {
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
+    no_args_is_help=True,
     help="Tree speculative decoding.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -123,6 +123,12 @@ class Request:
         """The most tokens that a sequence may have, prompt included."""
         return self.prompt.shape[1] + self.max_new_tokens
 
+    @property
+    def looks_padded(self) -> bool:
+        """Whether some prompts, but not all, begin with the padding token; reads tokens on the host."""
+        padded = self.input_ids[:, 0] == self.pad
+        return bool(padded.any() and not padded.all())
+
     def to_compare(self) -> dict[str, object]:
         """Return the values, by name, that must be equal on all ranks of a generation."""
         return {

@@ -1,6 +1,7 @@
 """Checks of a user's own `Draft`: its methods when the decoder is built, and their results at every call."""
 
 import inspect
+from dataclasses import fields, replace
 from difflib import get_close_matches
 
 import torch
@@ -80,9 +81,13 @@ class OwnDraft(Draft):
             self._draft.prefill(tokens, cache)
 
     def __call__(self, feed: Feed, cache: RowCache) -> Tensor:
-        """The draft's logits after each node, fp32 [B, n, V]; copied, because the draft may reuse its memory."""
+        """The draft's logits after each node, fp32 [B, n, V].
+
+        The draft gets copies of the feed's tensors, because it may write to them, and its logits are copied, because it
+        may reuse their memory.
+        """
         refuse(self.name)  # a recording would not run its Python again
-        logits = self._draft(feed, cache)
+        logits = self._draft(_copied(feed), cache)
         if not isinstance(logits, Tensor):
             raise TypeError(f"{self.name} must return logits, a tensor, got {type(logits).__name__}")
         shape = (*feed.tokens.shape, self._vocab_size)
@@ -93,6 +98,12 @@ class OwnDraft(Draft):
                 f"got {_described(logits)}"
             )
         return logits.clone(memory_format=torch.contiguous_format)
+
+
+def _copied(feed: Feed) -> Feed:
+    """The feed with copies of its tensors."""
+    values = {field.name: getattr(feed, field.name) for field in fields(feed)}
+    return replace(feed, **{name: value.clone() for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def _has(draft: object, name: str) -> bool:

@@ -93,3 +93,16 @@ def test_generate_of_transformers_has_the_last_word_on_its_own_settings(pair):
     target.generation_config = GenerationConfig(**on)
     out = target.generate(IDS, custom_generate=decoder, max_new_tokens=12, **off, pad_token_id=0)
     assert torch.equal(out, expected)
+
+
+def test_padding_without_a_mask_is_warned_of_once(caplog):
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, None, "autoregressive")
+    with caplog.at_level("WARNING"):
+        decoder.generate(torch.tensor([[0, 3, 1], [4, 1, 5]]), 4, pad_token_id=6)
+        decoder.generate(torch.tensor([[6, 3, 1], [6, 1, 5]]), 4, pad_token_id=6)
+        decoder.generate(torch.tensor([[6, 3, 1], [4, 1, 5]]), 4, pad_token_id=6, attention_mask=torch.ones(2, 3))
+        assert "padding" not in caplog.text
+        for _ in range(2):
+            decoder.generate(torch.tensor([[6, 3, 1], [4, 1, 5]]), 4, pad_token_id=6)
+    assert caplog.text.count("some prompts begin with the padding token") == 1

@@ -67,6 +67,29 @@ def is_lossless(decoder, sequences):
     return goodness_of_fit(out.sequences[:, 3:], law).is_lossless()
 
 
+class Scribbler(Trigrams):
+    """Writes to every tensor that it is given."""
+
+    def __call__(self, feed, cache):
+        logits = super().__call__(feed, cache)
+        for tensor in (feed.tokens, feed.positions, feed.cache_rows, feed.parent_rows, feed.prefix_lengths):
+            tensor.zero_()
+        feed.ancestor_mask.fill_(True)
+        return logits
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(3), TokenTree.from_branching([2, 2])])
+def test_a_draft_may_write_to_what_it_is_given(tree):
+    target, table = tiny_llama(1, vocab_size=VOCAB), random_table(VOCAB, VOCAB)
+    texts = [
+        SpeculativeDecoder(target, kind(table), tree=tree)
+        .generate(PROMPT[None].expand(2, -1), 9, 0.8, seed=3)
+        .sequences
+        for kind in (Trigrams, Scribbler)
+    ]
+    assert torch.equal(*texts)
+
+
 class Counting(Bigrams):
     """Computes with operations that a recording replays, and counts its calls in Python, which it does not."""
 

@@ -81,6 +81,9 @@ def policy(tree):
 
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"trees": SmallInBatches}, TypeError, "trees must be an object of a class that inherits TreePolicy, got <class"),
+    ({"trees": SmallInBatches}, TypeError, r"give SmallInBatches\(...\)"),
+    ({"trees": type("Mine", (TreePolicy,), {"tree": lambda self, filters, running, tokens: None})()}, TypeError,
+     r"Mine must be callable as tree\(filters, running\): missing a required argument: 'tokens'"),
     ({"trees": TokenTree.chain(2)}, TypeError, "trees must be an object of a class that inherits TreePolicy"),
     ({"trees": SmallInBatches(), "tree_size": 4, "max_depth": 2}, ValueError,
      "trees chooses all trees; leave out tree_size, max_depth"),
