@@ -8,8 +8,8 @@ A step with a tree of n nodes verifies B n rows in a batch of B sequences. So la
 batch size on, a drafted token costs more than it saves; then the best tree is the root alone, which is plain decoding.
 The number of running sequences is rounded to a few values, so that there are few trees and, on a GPU, few graphs.
 
-While steps draft nothing, the draft does not read the new tokens: it rests. Before it drafts again, `Workspace.turn`
-runs it over the tokens that it has missed. Drafts that cannot do this always draft at least one token.
+While steps draft nothing, the draft does not read the new tokens: it rests. Before it drafts again, it reads the tokens
+that it has missed, see `Workspace.rest_or_catch_up`. Drafts that cannot do this always draft at least one token.
 
 Sampled output depends on the trees: another tree gives another sample of the same distribution. At temperature 0, and
 with exponential races (ersd), the output does not depend on them. There the trees follow the batch, also while
@@ -123,7 +123,7 @@ class TreePolicy:
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
         """The trees for 1 to `most` running sequences.
 
-        rests: whether a tree may be the root alone although others are not, which needs `Workspace.turn`. If False, at
+        rests: whether a tree may be the root alone although others are not, for drafts that can rest. If False, at
             least one token is drafted in every step, or none in any
         """
         trees = {running: self.tree(filters, running) for running in range(1, most + 1)}

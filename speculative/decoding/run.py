@@ -35,6 +35,7 @@ from heavypath.speculative.decoding.workspace import Launch, Launcher, Size, Wor
 from heavypath.speculative.models.forward import Forward, host_can_read
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.names import load
+from heavypath.speculative.ranks.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -63,63 +64,60 @@ def decode(
     Raises ValueError for logits that give no distribution. With ranks, all of them raise RankMismatchError after the
     step in which they differ, and each raises the errors of the others, see `Agreement.hold`.
     """
-    peers, state, batch = plan.peers, workspace.state, len(request.prompt)
-    looks = [watcher.looks_at(state) for watcher in watchers]
-    engine = Engine[int](
-        runner, workspace, [tensor for tensor in looks if tensor is not None],
-        waits=bool(workspace.changes) or any(watcher.waits for watcher in watchers),
-    )  # fmt: skip
+    peers = plan.peers
+    state = workspace.state
+    batch = len(request.prompt)
+    watching = Watchers(watchers, state)
+    waits = watching.wait or bool(workspace.changes)
+    engine = Engine[int](runner, workspace, watching.tensors, waits=waits)
     ended: dict[int, SlotNumbers] = {}
     members = [*workspace.order]  # the sequences in the slots
-    longest, most_left = request.prompt.shape[1] - 1, request.max_new_tokens
-    seen = 0  # steps whose result the host has read
+    longest = request.prompt.shape[1] - 1
+    most_left = request.max_new_tokens
+    steps = 0  # whose result the host has read
     while True:
-        for watcher in watchers:
-            watcher.before(state)
+        watching.before(state)
         peers.tell()
         outcome = engine.step(
-            plan, members[:], slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap,
+            plan,
+            members[:],
+            slots=len(members),
+            levels=most_left - 1,
+            longest=longest,
+            lap=stats.lap,
             ends=most_left == 1,
-        )  # fmt: skip
+        )
         if outcome is None:
             continue
-        seen += 1
+        steps += 1
         rows = {slot: row for slot, row in enumerate(outcome.rows) if row.member not in ended}
         for row in rows.values():
             if row.left < 0:
-                raise peers.error(row.left, seen) or row.error(f" of sequence {row.member}")
-        for watcher in watchers:
-            ends = watcher.ends([*rows.values()], state)
-            for slot, row in rows.items():
-                if row.member in ends:
-                    rows[slot] = row._replace(produced=ends[row.member], left=0)
-                    state.produced[slot], state.left[slot] = ends[row.member], 0
-        copies = iter(outcome.looked)
-        looked = [None if tensor is None else next(copies) for tensor in looks]
-        for watcher, copy in zip(watchers, looked, strict=True):
-            with peers.holding():
-                watcher.see(outcome.stepped, state, [*rows.values()], copy)
+                raise peers.error(row.left, steps) or row.error(f" of sequence {row.member}")
+        rows = watching.after(outcome, rows, state, peers)
         ended |= {row.member: row for row in rows.values() if row.left == 0}
         if len(ended) == batch:
             break
-        longest, most_left = max(row.lengths for row in outcome.rows), max(row.left for row in rows.values())
+
+        longest = max(row.lengths for row in outcome.rows)
+        most_left = max(row.left for row in rows.values())
         running = batch - len(ended)
         slots = running if engine.on_host else 1 << (running - 1).bit_length()
         close_up(workspace, members, ended, slots, longest + 2 * (plan.depth + 1))  # a step may be running
-        before, shortest = plan, min(row.lengths for row in rows.values() if row.left > 0)
-        for watcher, copy in zip(watchers, looked, strict=True):
-            plan = watcher.replanned(plan, seen, len(members), copy)
-        plan = plan.after(shortest)
-        if plan.tree != before.tree:
-            stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
-            workspace.turn(request, before, plan, len(members))
+
+        shortest = min(row.lengths for row in rows.values() if row.left > 0)
+        next_plan = watching.replanned(plan, steps, len(members)).after(shortest)
+        if next_plan.tree != plan.tree:
+            stats.replans.append((steps, f"{len(next_plan.tree)} nodes, {next_plan.tree.depth} levels"))
+            workspace.rest_or_catch_up(request, plan, next_plan, len(members))
+        plan = next_plan
         stats.lap("host")
 
     peers.end()
-    tokens_of, steps_of, nodes_of = torch.tensor(
-        [(ended[member].produced, ended[member].steps, ended[member].nodes) for member in range(batch)], device="cpu"
-    ).unbind(1)
-    stats.end(state.counts, tokens_of.clone(), steps_of.clone(), int(nodes_of.sum()))
+    ends = [ended[member] for member in range(batch)]
+    tokens_of = torch.tensor([row.produced for row in ends], device="cpu")
+    steps_of = torch.tensor([row.steps for row in ends], device="cpu")
+    stats.end(state.counts, tokens_of, steps_of, sum(row.nodes for row in ends))
     new = state.output[:batch, : int(tokens_of.max())]
     column = torch.arange(new.shape[1], device="cpu")
     return new.where((column < tokens_of[:, None]).to(new.device), request.pad)
@@ -186,6 +184,56 @@ class Watcher:
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
         """Return the plan of later steps, with one of the trees of `plan`. steps: so far; running: slots in use."""
+        return plan
+
+
+class Watchers:
+    """The watchers of one generation, with the tensors that they look at.
+
+    tensors: those that are copied to the host after each step
+    wait:    whether the host waits for each step, because one of them needs it
+    """
+
+    def __init__(self, watchers: Sequence[Watcher], state: Sequences):
+        self._watchers = watchers
+        self._looks = [watcher.looks_at(state) for watcher in watchers]
+        self._looked: list[Tensor | None] = []  # by each, after the last step
+        self.tensors = [tensor for tensor in self._looks if tensor is not None]
+        self.wait = any(watcher.waits for watcher in watchers)
+
+    def before(self, state: Sequences) -> None:
+        """Call each before a step."""
+        for watcher in self._watchers:
+            watcher.before(state)
+
+    def after(
+        self, outcome: "Outcome[int]", rows: dict[int, SlotNumbers], state: Sequences, peers: Peers
+    ) -> dict[int, SlotNumbers]:
+        """End the sequences that a watcher wants to end, then call each with the result of the step.
+
+        rows: {slot: its numbers}, of the sequences that took part in the step
+
+        Returns the rows, changed where a sequence was ended.
+        """
+        rows = dict(rows)
+        for watcher in self._watchers:
+            ends = watcher.ends([*rows.values()], state)
+            for slot, row in rows.items():
+                if row.member in ends:
+                    rows[slot] = row._replace(produced=ends[row.member], left=0)
+                    state.produced[slot] = ends[row.member]
+                    state.left[slot] = 0
+        copies = iter(outcome.looked)
+        self._looked = [None if tensor is None else next(copies) for tensor in self._looks]
+        for watcher, looked in zip(self._watchers, self._looked, strict=True):
+            with peers.holding():
+                watcher.see(outcome.stepped, state, [*rows.values()], looked)
+        return rows
+
+    def replanned(self, plan: StepPlan, steps: int, running: int) -> StepPlan:
+        """Return the plan of later steps, after each of them may have changed its tree."""
+        for watcher, looked in zip(self._watchers, self._looked, strict=True):
+            plan = watcher.replanned(plan, steps, running, looked)
         return plan
 
 

@@ -104,7 +104,7 @@ class Workspace:
             self._home = torch.cuda.current_stream()
             self._left: Any = None  # the event at the end of the last generation
         self._target, self._draft = target, draft
-        self._behind = dict[int, int]()  # rows that a resting draft has read of each sequence, see `turn`
+        self._behind = dict[int, int]()  # rows that a resting draft has read of each sequence, see `rest_or_catch_up`
         self.order: list[int] = []
         self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
@@ -240,7 +240,7 @@ class Workspace:
                 yield reused
         yield reused
 
-    def turn(self, request: Request, before: StepPlan, after: StepPlan, slots: int) -> None:
+    def rest_or_catch_up(self, request: Request, before: StepPlan, after: StepPlan, slots: int) -> None:
         """Let the draft rest, or catch up, when steps change from one plan to another; waits for the device.
 
         A step that drafts nothing gives the draft nothing to read. So before the first of such steps the number of
