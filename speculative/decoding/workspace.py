@@ -147,8 +147,8 @@ class Workspace:
 
     def fits(self, size: Size, plan: StepPlan) -> bool:
         """Whether a generation of this size, by this plan, can use the workspace."""
-        same_models = self._target is plan.target and plan.draft in (NO_DRAFT, self._draft)
-        return self.size.covers(size) and same_models
+        same_draft = plan.draft is NO_DRAFT or plan.draft is self._draft
+        return self.size.covers(size) and self._target is plan.target and same_draft
 
     def begin(self, request: Request, plan: StepPlan) -> list[int]:
         """Put a request's prompts into the first slots, and prefill all tokens except the last of each.
