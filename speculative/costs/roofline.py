@@ -29,7 +29,7 @@ from torch import Tensor
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.ranks.parts import part_owned
+from heavypath.speculative.ranks.peers import part_owned
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
 LEVEL_NODES = 8  # assumed number of nodes of a level

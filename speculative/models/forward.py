@@ -22,7 +22,7 @@ from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.layer_weights import stream_of, streamed
 from heavypath.speculative.models.structure import WeightValues, structure_of
 from heavypath.speculative.names import load
-from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
+from heavypath.speculative.ranks.peers import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of each prompt in one pass: bounds the size of the attention mask
 PREFILL_ROWS = 8192  # tokens of all prompts in one pass on a GPU: attention needs no mask there, more rows are faster

@@ -26,7 +26,7 @@ from heavypath.kernels.layers.gated import silu_product
 from heavypath.speculative.models.forward import is_plain
 from heavypath.speculative.models.linear import Product, Products
 from heavypath.speculative.models.structure import has_hooks
-from heavypath.speculative.ranks.parts import local_of
+from heavypath.speculative.ranks.peers import local_of
 
 # The parameters joined now, by the identity of the first one. All forward passes of a model share them.
 _shared: weakref.WeakValueDictionary[int, "_Together"] = weakref.WeakValueDictionary()

@@ -31,7 +31,7 @@ from heavypath.speculative.models.layer_weights import streamed, weights_of
 from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import attentions_of, has_hooks
-from heavypath.speculative.ranks.parts import Parts, local_of
+from heavypath.speculative.ranks.peers import Parts, local_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from heavypath.speculative.models.functions import FUNCTIONS, functions_of
 from heavypath.speculative.models.layer_weights import is_own, streamed
-from heavypath.speculative.ranks.parts import local_of
+from heavypath.speculative.ranks.peers import local_of
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # attributes of PEFT's adapter layers
 _PLAIN = (bool, int, float, str, *FUNCTIONS)

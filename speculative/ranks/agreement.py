@@ -30,8 +30,7 @@ from torch import Tensor
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative.ranks.communication import Communication, RankFailedError, said_of
 from heavypath.speculative.ranks.group import whole_ranks
-from heavypath.speculative.ranks.parts import local_of
-from heavypath.speculative.ranks.peers import Peers
+from heavypath.speculative.ranks.peers import Peers, local_of
 
 DIFFERENT, ENDED = -2, -3  # values of LEFT for all sequences
 PARTS = ("draft", "target logits", "verdict")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import embedding as look_up
 
 from heavypath.speculative.ranks.group import Ranks, ranks_of
-from heavypath.speculative.ranks.parts import WHOLE, Parts, Product, is_split, local_of
+from heavypath.speculative.ranks.peers import WHOLE, Parts, Product, is_split, local_of
 
 _ROWS, _COLUMNS = (Shard(0),), (Shard(1),)
 _LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")

@@ -10,6 +10,7 @@ from heavypath.kernels.numbers import whole
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.run import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.forward_of import check_alone
 from heavypath.speculative.serving.service import Service
 from heavypath.speculative.serving.slots import ServiceLimits
@@ -70,7 +71,7 @@ def serve(
 
     def with_trees() -> StepPlan:
         plan = new_plan()
-        draft = plan.draft if drafts else None
+        draft = plan.draft if drafts else NO_DRAFT
         return replace(plan, tree=trees.of(slots), others=trees.trees, draft=draft)
 
     return Service(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import is_plain
 from heavypath.speculative.models.layer_weights import LayerWeights, StreamCounts, WeightStream, stream_of
-from heavypath.speculative.ranks.parts import is_split
+from heavypath.speculative.ranks.peers import is_split
 from heavypath.speculative.streaming.offloaded import layers_in
 from heavypath.speculative.streaming.stream import check_layer
 

@@ -28,7 +28,7 @@ from heavypath.speculative.drafts.blocks.settings import BlockSettings, config_o
 from heavypath.speculative.drafts.heads.fitting import filled, take_the_tokens
 from heavypath.speculative.drafts.heads.settings import together
 from heavypath.speculative.files.checkpoint import IGNORED, Checkpoint, opened, read_pickle, renamed
-from heavypath.speculative.ranks.parts import local_of
+from heavypath.speculative.ranks.peers import local_of
 
 MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
 _RENAMED = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", MASK_FILE: MASK}
