@@ -13,19 +13,19 @@ Product = Callable[[Tensor], Tensor]  # from an input [rows, K]
 
 
 class Parts:
-    """All weights are in this process.
+    """Builds a model's layers from the weights that this process has: all of them, or for `Shards` a part.
 
-    ranks: the processes that the weights are split over, a `Ranks`; None for one process
+    ranks: the processes over which the weights are split, a `Ranks`; None if this process has all weights
     """
 
     ranks: Any = None
 
     def knows_hook_of(self, module: nn.Module) -> bool:
-        """Whether a module's hook or patch is one that splits it over ranks."""
+        """Whether a module's hook or patch comes from splitting it over ranks. If so, this object replaces it."""
         return False
 
     def are_usual(self, model: Any) -> bool:
-        """Whether a Llama is split in a way that `LlamaForward` supports."""
+        """Whether a Llama is whole, or split over ranks in the way that `LlamaForward` supports."""
         return True
 
     def heads(self, count: int) -> int:
@@ -37,15 +37,15 @@ class Parts:
         return module
 
     def summed(self, module: Any, product: Product) -> Product:
-        """The product of a layer that is split by columns, from the product of this process's part."""
+        """The product of a layer split by columns, the sum of all parts'. product: of this process's part."""
         return product
 
     def joined(self, module: Any, product: Product) -> Product:
-        """The product of a layer that is split by rows, from the product of this process's part."""
+        """The product of a layer split by rows, all parts' outputs side by side. product: of this process's part."""
         return product
 
     def embedded(self, module: Any) -> Callable[[Tensor], Tensor]:
-        """A function from tokens LongTensor[N] to their embeddings [N, H]."""
+        """A function from tokens LongTensor[N] to embeddings [N, H], for an embedding layer."""
         return module
 
 
@@ -53,12 +53,12 @@ WHOLE = Parts()
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor: all of it, unless it is a DTensor."""
+    """This process's part of a DTensor, as an ordinary tensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def part_owned(tensor: Tensor) -> float:
-    """The share of a tensor that each rank has, the same number for all ranks even if one has a row more."""
+    """The fraction of a tensor that each rank has: 1 / ranks for a DTensor, even if one has a row more; otherwise 1."""
     return 1 / tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1.0
 
 

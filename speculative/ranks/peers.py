@@ -17,38 +17,43 @@ Answer = TypeVar("Answer")
 
 
 class Peers:
-    """This process alone.
+    """What decoding does together with other processes that hold parts of the model; here nothing, for one process.
 
-    is_alone: whether there is only one process. With several, trees have a fixed size, even where they differ
+    is_alone: whether there is only one process. With several, absent nodes stay in a tree, so that sizes are the same
     """
 
     is_alone: bool = True
 
     def begin_text(self, facts: Mapping[str, object], target: Any) -> None:
-        """Begin a generation; facts: {name: value} that must be the same on all ranks."""
+        """Called before a generation: check that all processes do the same.
+
+        facts:  name -> value, which must be the same in all processes
+        target: the target's forward pass
+        """
 
     def of_first(self, streamers: list[Any], trace: str | Path | None) -> tuple[list[Any], str | Path | None]:
-        """The streamers and the trace that this process writes."""
+        """The streamers that this process calls, and the file of the trace that it writes."""
         return streamers, trace
 
     def tell(self) -> None:
-        """Before a step: signal the other processes if this one must stop."""
+        """Called before a step: signal the other processes if this one must stop after it."""
 
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
-        """After a step: stop all sequences, by `left` (`StateField.LEFT`), if the results of the processes differ.
+        """Called at the end of a step: stop all sequences if the results of the processes differ, or one must stop.
 
-        drafted: a `Drafted`; logits: [B, N, V], all logits of the target
+        drafted: a `Drafted`, the trees; logits: the target's [B, N, V]; verified: the accepted nodes
+        left: LongTensor[b], the sequences' `StateField.LEFT`, which is written to stop them
         """
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """The error to raise after step number `step` if `left`, a value of `LEFT`, stands for one; else None."""
+        """The error to raise after step number `step` if `check` set `left` to a value that means one; else None."""
         return None
 
     def end(self) -> None:
-        """End a generation."""
+        """Called after the last step of a generation: raise if one of the processes had to stop in it."""
 
     def holding(self) -> AbstractContextManager[object]:
-        """Defer exceptions of code that only one process runs until all have reached the same step."""
+        """A context that keeps exceptions of code that one process alone runs, until all have reached the same step."""
         return nullcontext()
 
     def interruptible(self) -> AbstractContextManager[object]:
@@ -56,7 +61,7 @@ class Peers:
         return nullcontext()
 
     def decided(self, by: Callable[[], Answer]) -> Answer:
-        """The result of a function that may return different values in different processes."""
+        """The result of the function `by` in the first process, for a function that may differ between processes."""
         return by()
 
     def any(self, fact: bool) -> bool:

@@ -134,10 +134,7 @@ class Arrival:
         return "stop" if end is not None else "length" if self.left == 0 else None
 
     def end(self, outcome: Reason | Exception) -> None:
-        """Mark the request as ended and pass the result to its readers.
-
-        outcome: why the sequence ended, from which `Completed` is made, or an error, which readers will raise
-        """
+        """End the request: pass to its readers a `Completed` with the reason, or an error, which they raise."""
         self.has_ended, now = True, self.clock()
         if isinstance(outcome, Exception):
             self.progress.end(outcome)

@@ -52,10 +52,7 @@ class Completion:
 
     @property
     def reused_tokens(self) -> int:
-        """How many prompt tokens were not computed, because their cache rows were copied from another sequence.
-
-        Final when the first new token arrives; 0 before the prompt is read.
-        """
+        """How many prompt tokens had cache rows copied from another sequence. Final with the first new token."""
         return self._progress.reused
 
     @property

@@ -19,7 +19,6 @@ from heavypath.speculative.models.forward import Forward, as_long, chain_mask
 class TokenLogprob(NamedTuple):
     """The natural log-probability of one token of a sequence under the target.
 
-    token:     its id
     logprob:   None for the first token of a prompt, which nothing precedes
     likeliest: pairs (id, log-probability) of the likeliest tokens at this position, the likeliest first
     """

@@ -44,10 +44,9 @@ class Look:
     def is_current(self, *, thorough: bool) -> bool:
         """Whether the models are unchanged since this object was made.
 
-        thorough: also make the checks that take milliseconds, of weights on a GPU too. Otherwise they are made only if
-                  the quick comparison differs
+        thorough: also make the checks that take milliseconds; otherwise only if the quick comparison differs
 
-        False also while another thread is changing a dictionary of theirs.
+        False also while another thread is changing a dictionary of a module.
         """
         try:
             if not thorough and self._is_alike():

@@ -57,8 +57,8 @@ def serve(
     prefix_bytes: memory for rows of ended sequences, which prompts with the same beginning reuse. Default: half of the
         memory of the slots; 0: nothing is kept
     seed: seed of the random numbers that all requests share
-    unseeded: the seed from which requests without a seed get one, in the order of `submit`. Default: a random one, so
-        that services are independent of each other. `Service.unseeded` has its value
+    unseeded: seed of the seeds that requests without one get, in the order of `submit`. Default: a random one, so that
+        services are independent of each other
 
     Raises TypeError or ValueError for unsuitable numbers (`ServiceLimits`), ValueError for a decoder or a target that
     is split over processes, and torch.OutOfMemoryError if the caches do not fit.

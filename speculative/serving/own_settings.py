@@ -34,10 +34,7 @@ class _Scored(Draft):
         self._draft, self._settings, self.laws = draft, settings, draft.laws
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """Scores [B, n, V] after the n nodes of a feed; in the first feed of a step only [B, D, V], those of the root.
-
-        D is the number of the draft's distributions at the root.
-        """
+        """Scores [B, n, V] after the n nodes of a feed; for a step's first feed, of the root's D distributions."""
         logits = self._draft(feed, cache)
         last = logits[:, -self.laws :] if feed.news else logits
         return step_kernels(last.device).sequence_scores(last, self._settings)

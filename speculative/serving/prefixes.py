@@ -114,10 +114,7 @@ class Prefixes:
         return self._ended[key][1]
 
     def _cache(self, slots: slice, text: Tokens, *, copied: bool) -> TextCache:
-        """The rows of a slot's sequence, except for the last token, which is the root of the next tree.
-
-        text: all tokens of the sequence; copied: copy the rows, so that they stay when the slot is used again
-        """
+        """The rows of the sequence `text` in a slot, or a copy; without its last token, the root of the next tree."""
         texts = torch.from_numpy(text[None, :-1])
         models = []
         for forward, cache, unsure in self._caches():
@@ -173,10 +170,7 @@ class FoundPrefixes:
         return fewer
 
     def copy_rows(self, forward: Caching, cache: RowCache) -> list[int]:
-        """Copy the rows that `forward` computed for each prefix to sequence 0, 1, ... of `cache`.
-
-        Returns how many rows of each sequence were copied.
-        """
+        """Copy the rows that `forward` computed for each prefix to sequence 0, 1, ... of `cache`; returns counts."""
         return [
             0 if each is None else each.copy_rows(forward, cache, first=place)[0]
             for place, each in enumerate(self._shared)

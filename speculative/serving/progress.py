@@ -122,10 +122,7 @@ class Progress:
         return self._outcome is not None
 
     def _reading(self) -> AbstractContextManager[object]:
-        """The lock. A forked process gets no lock, since its copy may be locked forever, and no thread writes there.
-
-        Raises RuntimeError in a forked process if the request had not ended.
-        """
+        """The lock. A forked process gets no lock, since its copy may be locked forever, and no thread writes there."""
         if self._process.is_this_one:
             return self._lock
         if not self._has_ended:

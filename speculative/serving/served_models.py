@@ -42,12 +42,9 @@ class ServedModels:
         self._of_draft.let_go()
 
     def renewed(self, device: torch.device, max_tokens: int) -> StepPlan:
-        """Make and return a new plan, for the models in their current state.
+        """Make a new plan, for the models in their current state. Raises ModelChanged if they cannot be decoded.
 
-        device:     the device that they must be on
-        max_tokens: the length of the longest sequence of the service, prompt included
-
-        Raises ModelChanged if they cannot be decoded as they are.
+        device: the device that they must be on; max_tokens: the length of the longest sequence, prompt included
         """
         try:
             with torch.inference_mode(mode=False):  # weights that are joined are no tensors of inference

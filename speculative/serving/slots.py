@@ -182,8 +182,7 @@ class ServiceSlots:
     def may_join(self, client: Hashable, waiting: Collection[Hashable], entering: Sequence[Arrival] = ()) -> bool:
         """Whether a client may have one more slot, by the rules at the top of this file.
 
-        waiting:  the clients with waiting requests
-        entering: requests that will join before this client's next one
+        waiting: the clients with waiting requests; entering: requests that will join first
         """
         clients = [*(member.arrival.client for member in self.running), *(arrival.client for arrival in entering)]
         if len(clients) >= self.limits.slots:
@@ -207,8 +206,7 @@ class ServiceSlots:
     def may_follow(self, group: Sequence[Arrival], arrival: Arrival) -> bool:
         """Whether a prompt can be read in one batch with those of `group`.
 
-        With an empty group, whether the request may run in one batch with the running ones: by longrope's limits, with
-        transformers' own forward pass, it must not if only one of them is long.
+        With an empty group, whether it may run with the running ones: with longrope, long and short ones may not.
         """
         if not group:
             return not self.running or self._is_long(arrival) == self._is_long(self.running[0].arrival)
