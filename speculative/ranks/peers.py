@@ -25,11 +25,7 @@ class Peers:
     is_alone: bool = True
 
     def begin_text(self, facts: Mapping[str, object], target: Any) -> None:
-        """Called before a generation: check that all processes do the same.
-
-        facts:  name -> value, which must be the same in all processes
-        target: the target's forward pass
-        """
+        """Called before a generation: check that all processes do the same. facts: by name, the same in all of them."""
 
     def of_first(self, streamers: list[Any], trace: str | Path | None) -> tuple[list[Any], str | Path | None]:
         """The streamers that this process calls, and the file of the trace that it writes."""
@@ -41,8 +37,7 @@ class Peers:
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
         """Called at the end of a step: stop all sequences if the results of the processes differ, or one must stop.
 
-        drafted: a `Drafted`, the trees; logits: the target's [B, N, V]; verified: the accepted nodes
-        left: LongTensor[b], the sequences' `StateField.LEFT`, which is written to stop them
+        drafted: a `Drafted`; logits: the target's [B, N, V]; left: LongTensor[b], `StateField.LEFT`, written to stop
         """
 
     def error(self, left: int, step: int) -> BaseException | None:
