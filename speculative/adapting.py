@@ -78,7 +78,7 @@ class Adapting(Watcher):
         return state.counts if self._counts else None
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Note how many new tokens a sequence got on average in this step; nothing if no sequence drafted."""
+        """Called after each step: note its average number of new tokens of a sequence, if any sequence drafted."""
         tokens, drafted = 0, False
         for row in rows:
             now, before = (row.produced, row.steps, row.nodes), self._before.get(row.member, (0, 0, 0))
@@ -133,9 +133,9 @@ class Rest:
         return ROOT if doubtful or waits else tree
 
     def begin(self, first: Shape, *, rests: bool) -> None:
-        """Begin a generation.
+        """Note that a generation begins. If its first step drafts, an earlier pause is over.
 
-        first: the tree of its first step
+        first: the tree of the first step
         rests: whether this tree is the root alone because the draft rests
         """
         if rests and self._is_new:

@@ -179,7 +179,7 @@ def over_plain(rows: Sequence[ComparedWay]) -> list[float | None]:
 
 
 def headline(rows: Sequence[ComparedWay]) -> str | None:
-    """One line about the fastest way of ours that is not lossy, with its speed-ups; None if only transformers decoded.
+    """One line about our fastest way that is not lossy, with its speed-ups; None if only transformers decoded.
 
     Its ratio to plain decoding (the row "autoregressive") is the effect of speculation. The ratio of plain decoding to
     transformers is the effect of the rest of the decoder. Both are medians over the prompts.

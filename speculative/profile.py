@@ -233,7 +233,7 @@ class Profile:
     gains: tuple[MethodGain, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
+        """Write the profile as a JSON file, which `load` reads."""
         acceptance = [asdict(entry) | {"filters": entry.filters._asdict()} for entry in self.acceptance]
         costs = {batch: asdict(self.costs.at(batch)) for batch in self.costs.batches}
         gains = [asdict(gain) | {"filters": gain.filters._asdict()} for gain in self.gains]

@@ -156,7 +156,7 @@ class TreeByProfile(TreePolicy):
     Trees are planned once for each combination of sampling and number of sequences.
 
     method, row: name and row of the method
-    target, draft: the forward pass of the target, and the draft; None for plain decoding
+    target, draft: the forward pass of the target, and the draft; `NO_DRAFT` for plain decoding
     replan: whether trees are chosen again while decoding, by the acceptance in the current sequences
     """
 

@@ -99,7 +99,7 @@ def best_plan(
 def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> TokenTree | Growth:
     """Turn a planned tree into what the method drafts: the tree itself, or for methods whose trees grow a `Growth`.
 
-    The growth has as many nodes and levels, and up to twice the widest level. confidence: for trees such as DySpec's
+    A growth has as many nodes and levels, and up to twice the widest level. confidence: predicts a slot's acceptance
     """
     usual = METHODS[method].tree_of(8) if len(tree) > 1 else tree
     if not isinstance(usual, Growth):

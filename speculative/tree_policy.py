@@ -134,7 +134,7 @@ class TreePolicy:
         return self.by_batch(Filters(), slots, rests=False)
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
-        """The watcher that chooses the tree after each step of a generation, if there are several `candidates`."""
+        """The object that chooses the tree after each step, if there are several `candidates`. plan: of step 0."""
         return load("Adapting")(lambda running, *_: self.tree(filters, running))
 
     def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:

@@ -35,7 +35,7 @@ class AnswerForm:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether thinking is separated from the answer."""
+        """Whether thinking is separated from the content."""
         return self.reasoning is not None or self.template is not None
 
     @cached_property

@@ -153,7 +153,7 @@ class Exchange:
 
     @property
     def counted(self) -> Counted:
-        """The token counts so far."""
+        """The token counts of the request so far, over all its choices."""
         return Counted(
             sum(text.prompt_tokens for text in self._texts),
             sum(text.stopped.tokens for text in self._texts),

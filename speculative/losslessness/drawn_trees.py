@@ -85,7 +85,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
-    """For each node that has children, their indices in rising order."""
+    """For each node that has children, their indices in rising order. parents: of each node; parents[0] is ignored."""
     children: dict[int, list[int]] = {}
     for child, parent in enumerate(parents[1:], start=1):
         children.setdefault(parent, []).append(child)

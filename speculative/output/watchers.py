@@ -56,7 +56,10 @@ class Streaming(Watcher):
         return state.output[: len(self._streamers)]
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Pass new tokens on, and end the streamers of sequences that have ended."""
+        """Called after each step: pass new tokens on, and end the streamers of sequences that have ended.
+
+        rows: the numbers of each slot; looked: the host's copy of the new tokens
+        """
         assert looked is not None
         for row in rows:
             streamer = self._streamers[row.member]
@@ -93,7 +96,10 @@ class Criteria(Watcher):
 
 
 class Observing(Watcher):
-    """Calls a function after each step, with the state before and after it."""
+    """Calls `observe` after each step, with the step's results and the state before and after it.
+
+    lap: called with "trace" after that, to measure times
+    """
 
     waits = True
 

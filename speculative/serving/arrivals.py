@@ -22,15 +22,15 @@ GREEDY_DRAFT = Filters(temperature=2.0**-7)
 
 
 class QueueFull(RuntimeError):  # noqa: N818 - as the standard library calls its own
-    """The queue, or the client's share of it, is full; try again later."""
+    """Raised by `submit`: the queue, or the client's share of it, is full. Try again later."""
 
 
 class Closed(RuntimeError):  # noqa: N818
-    """The service takes no more requests."""
+    """Raised by `submit`: the service takes no more requests, because it was closed or an error has ended it."""
 
 
 class ModelChanged(RuntimeError):  # noqa: N818
-    """The target was changed while a request was decoded, or the models are in a state that cannot be decoded."""
+    """The error of a request whose target was changed while it was decoded, or whose models cannot be decoded now."""
 
 
 @dataclass(eq=False)

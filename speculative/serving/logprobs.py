@@ -51,12 +51,12 @@ class ReadLogits(LogitChange):
         self._logits = self._path = torch.empty(0, device="cpu")
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """Keep the logits, and return them unchanged."""
+        """Keep the target's logits of a step, [B, N, V], and return them unchanged."""
         self._logits = logits
         return logits
 
     def after_verifying(self, verified: Verified) -> None:
-        """Keep the accepted path."""
+        """Keep the accepted paths of a step, by which `of_slot` finds the logits."""
         self._path = verified.path
 
     def of_slot(self, slot: int, count: int) -> Tensor:

@@ -136,7 +136,7 @@ class Service:
             reserved for a client that has none. None, for a program that is alone, is only limited by the queue
         group: requests of a client that belong together; a client's groups take turns
         logprobs: report the log-probability of each new token under the target, and those of this many of the likeliest
-            tokens at its position; prompt_logprobs: the same for the prompt. See `Completion`
+            tokens at its position, in `Completion.logprobs`; None for none. prompt_logprobs: the same for the prompt
         options: `RequestOptions`, with the same meanings and defaults as in `SpeculativeDecoder.generate`
 
         Raises TypeError or ValueError for unsuitable arguments. Raises QueueFull if the queue, or this client's share

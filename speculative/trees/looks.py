@@ -9,8 +9,9 @@ import numpy as np
 def as_text(parents: np.ndarray, children: np.ndarray, first: np.ndarray) -> str:
     """A tree as text: a line with nodes and depth, then a line for each node, siblings in draw order.
 
-    parents: int64 [N]
-    children: int64 [N - 1], the children of node 0, then those of node 1, ...; those of node j begin at first[j]
+    parents: int64 [N], -1 for the root
+    children: int64 [N - 1], the children of node 0, then those of node 1, ...
+    first: int64 [N + 1], where the children of each node begin in `children`
     """
     own = [children[begin:end].tolist() for begin, end in pairwise(first.tolist())]
     lines, stack, depth = ["0"], [(child, "") for child in reversed(own[0])], 0

@@ -59,7 +59,7 @@ class Plan:
     """A tree, and what decoding with it is expected to yield.
 
     expected_tokens: average tokens of a step: the accepted nodes and the bonus token
-    speedup:         how many times as fast as plain decoding: expected_tokens / (t(size) + depth * draft_cost)
+    speedup:         how many times as fast as plain decoding: expected_tokens / (cost of verifying + of drafting)
     """
 
     tree: TokenTree
@@ -241,7 +241,7 @@ class Rates:
 
     @classmethod
     def of(cls, acceptance: Acceptance | PathAcceptance) -> "Rates":
-        """Check acceptance [child] or [depth, child]. Raises TypeError or ValueError if it is invalid."""
+        """Make it from acceptance [child] or [depth, child]. Raises TypeError or ValueError if that is invalid."""
         if callable(acceptance):
             raise ValueError("sequoia_tree takes acceptance [child] or [depth, child], not a function of the path")
         values: Any = acceptance

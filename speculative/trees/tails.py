@@ -70,7 +70,7 @@ class Usual(NamedTuple):
     later: float = 1.0
 
     def by_a_sample(self) -> "Usual":
-        """The same for methods that accept a child only if it equals a sample of the target, which is rarer.
+        """This acceptance, lowered for methods that accept a child only if it equals a sample of the target.
 
         Rejection accepts about 1.5 times as many.
         """

@@ -39,7 +39,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_lines(path: Path, first: int, defaults: Mapping[str, Any], options: str = "") -> Iterator[Line]:
-    """The lines of a file that are not empty, from number `first` on.
+    """Parse the lines of a batch file that are not empty, from number `first` on; invalid lines have an error.
 
     defaults: values for fields that a body leaves out
     options:  what answers depend on besides the line, for the digests

@@ -59,7 +59,7 @@ class ToolFormat(NamedTuple):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All fixed parts of a call, which may be special tokens of the tokenizer."""
+        """All fixed texts of a call, such as its markers; some may be special tokens of the tokenizer."""
         tags = () if self.tags is None else (*self.tags.name, *self.tags.key, *self.tags.value, self.tags.end)
         inner = ("[ARGS]", "[CALL_ID]") if self.marker == "[TOOL_CALLS]" else ()
         return tuple(each for each in (self.marker, self.end, *tags, *inner) if each)

@@ -42,7 +42,7 @@ class _Cursor:
         raise NoCall
 
     def name(self) -> str:
-        """Read the function's name, which ends where another character follows."""
+        """Read the function's name, and move the position past it. It is complete if another character follows."""
         found = _NAME.match(self.text, self.place)
         if found is None or found.end() == len(self.text):
             self.end(self.text[self.place :] == "" or found is not None)
