@@ -284,7 +284,9 @@ def default_batch_sizes(kind: str) -> tuple[int, ...]:
 
 
 def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:
-    """The sizes of trees that are worth timing: those planned by the costs known so far, and their neighbours.
+    """The sizes of trees worth timing: those of the best trees by measured acceptance and the costs known so far.
+
+    The next smaller and larger of `sizes` belong to them, too.
 
     For a tree larger than all timed ones, the cost of the largest timed one is a lower bound. If the tree would be
     planned at that cost, it is worth timing.

@@ -174,7 +174,7 @@ class StepProcessors:
         self._changes: dict[tuple[int, int], list[Change]] = {}  # (slot, node) -> changes to make if it is accepted
 
     def of_draft(self, logits: Tensor, paths: PathsOf) -> Tensor:
-        """The draft's logits after n nodes of each sequence, processed, fp32 [B, n, V].
+        """The draft's logits after n nodes of each sequence, processed, fp32 [B, n, V]. paths: to these nodes.
 
         A node that must not have children gets a row of -inf: one whose token ends the sequence, one at which a
         processor's state changes, and every node if a processor's state cannot be read. If a processor makes NaN of
@@ -201,7 +201,7 @@ class StepProcessors:
         return out
 
     def of_target(self, logits: Tensor, paths: PathsOf) -> Tensor:
-        """The target's logits after the N nodes of each tree, processed, fp32 [B, N, V].
+        """The target's logits after the N nodes of each tree, processed, fp32 [B, N, V]. paths: to these nodes.
 
         If processors exclude all tokens after a node, its logits are returned unchanged. `accept` raises an error if
         the node is accepted. Raises ValueError if processors make NaN or +inf.

@@ -37,7 +37,7 @@ class Peers:
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
         """Called at the end of a step: stop all sequences if the results of the processes differ, or one must stop.
 
-        drafted: a `Drafted`; logits: the target's [B, N, V]; left: LongTensor[b], `StateField.LEFT`, written to stop
+        logits: the target's, [B, N, V]; left: `StateField.LEFT`, LongTensor[b], which is written to stop sequences
         """
 
     def error(self, left: int, step: int) -> BaseException | None:

@@ -52,7 +52,7 @@ class CountedTexts:
         return math.sqrt(float((apart**2).sum()) * len(steps) / max(1, len(steps) - 1)) / steps.sum()
 
     def rates(self) -> Tensor:
-        """The acceptance by which trees are planned: fp64 [tails.DEPTH, child].
+        """The acceptance by which trees are planned, fp64 [depth, child]: counted shares, smoothed and extrapolated.
 
         It starts as the share of nodes at depth d whose child j was accepted. Each depth is shrunk towards the mean
         over all depths, which has the weight of `PRIOR` nodes. That mean is shrunk, with the same weight, towards the
