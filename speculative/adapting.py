@@ -63,9 +63,9 @@ Choose = Callable[[int, int, Tensor | None], Shape]  # (running sequences, steps
 class Adapting(Watcher):
     """Chooses the tree of each step of one generation.
 
-    choose: returns the best tree
+    choose: returns the best tree, given the number of running sequences, the steps so far, and counts of acceptance
     rest: decides when the draft rests; None if it never does
-    counts: whether `choose` gets the counts of accepted nodes
+    counts: whether `choose` gets the counts, LongTensor[2, any], of offered and accepted children; otherwise None
     """
 
     def __init__(self, choose: Choose, rest: "Rest | None" = None, *, counts: bool = False):
@@ -78,7 +78,7 @@ class Adapting(Watcher):
         return state.counts if self._counts else None
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Note how many tokens a sequence got on average in this step, if it drafted."""
+        """Called after each step: note its average number of new tokens of a sequence, if any sequence drafted."""
         tokens, drafted = 0, False
         for row in rows:
             now, before = (row.produced, row.steps, row.nodes), self._before.get(row.member, (0, 0, 0))
@@ -88,7 +88,10 @@ class Adapting(Watcher):
         self._tokens = tokens / len(rows) if drafted else None
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
-        """The plan of the next steps, with the tree for them."""
+        """The plan of the next steps: `plan` itself, or with another tree.
+
+        steps: steps so far; running: sequences that have not ended; looked: the counts, if they are needed
+        """
         tree = self._choose(running, steps, looked)
         if self._rest is not None:
             tree = self._rest.after(tree, running, self._tokens)
@@ -96,17 +99,17 @@ class Adapting(Watcher):
 
 
 class Rest:
-    """Decides when a decoder's draft rests, by the formulas above.
+    """Decides when a decoder's draft rests, by the formulas at the top of this file. Kept between generations.
 
-    loss: of drafting so far, in steps of plain decoding
-    pause: remaining steps of the current pause
+    loss: what drafting has lost so far, in steps of plain decoding
+    pause: remaining steps of the current pause; 0 while the draft is used
     """
 
     def __init__(
         self, target: Forward, draft: Draft, cost: Callable[[Shape, int], float], expected: Callable[[Shape], float]
     ):
-        """cost: of a step with a tree for a number of sequences, in steps of plain decoding
-        expected: expected tokens of a step with a tree
+        """cost: returns the cost of a step, given tree and number of sequences, in steps of plain decoding
+        expected: returns the expected tokens of a step, given the tree
         """
         self._target, self._draft, self._cost, self._expected = target, draft, cost, expected
         self._looks = not draft.models
@@ -115,14 +118,14 @@ class Rest:
         self._said, self._is_new = False, True
 
     def never_drafts(self, tree: TokenTree | Growth, running: int) -> bool:
-        """Whether a tree would not pay even if every level was accepted."""
+        """Whether a tree, for `running` sequences, would not pay even if a node of every level was accepted."""
         never = tree.depth + 1 <= self._cost(tree, running)
         if never:
             self._say("no draft is expected to pay, not even one that is always right")
         return never and len(tree) > 1
 
     def first(self, tree: TokenTree | Growth, running: int) -> TokenTree | Growth:
-        """The tree of a generation's first step: the given one, or the root alone."""
+        """The tree of a generation's first step: `tree`, or the root alone if the draft begins by resting."""
         if self.never_drafts(tree, running):
             return ROOT
         doubtful = self._is_new and self._expected(tree) < self._cost(tree, running)
@@ -130,10 +133,10 @@ class Rest:
         return ROOT if doubtful or waits else tree
 
     def begin(self, first: Shape, *, rests: bool) -> None:
-        """Begin a generation.
+        """Note that a generation begins. If its first step drafts, an earlier pause is over.
 
-        first: the tree of its first step
-        rests: whether that is the root alone because the draft rests
+        first: the tree of the first step
+        rests: whether this tree is the root alone because the draft rests
         """
         if rests and self._is_new:
             self._rest()
@@ -142,9 +145,10 @@ class Rest:
         self._is_new = False
 
     def after(self, tree: Shape, running: int, tokens: float | None) -> Shape:
-        """The tree of the next step: the given one, or the root alone during a pause.
+        """Account for the last step. Returns the tree of the next step: `tree`, or the root alone during a pause.
 
         tree: the tree of a step that drafts
+        running: sequences that have not ended
         tokens: average new tokens of a sequence in the last step; None if it drafted nothing
         """
         if tokens is not None:
@@ -159,9 +163,7 @@ class Rest:
 
     @property
     def _rest_of_text(self) -> int:
-        """1 if a pause lasts until the end of the generation, because catching up would cost too much for trials; else
-        0.
-        """
+        """1 if a pause lasts until the end of the generation, because trials would have to read too much; else 0."""
         return int(self._share_of_trials <= 0)
 
     def _rest(self) -> None:

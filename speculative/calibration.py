@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 
 def _numbers(name: str, given: Any) -> list[int] | None:
-    """A list of integers, or None. Raises TypeError for anything else."""
+    """The value of option `name` as a list of integers; None for None. Raises TypeError for anything else."""
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -105,7 +105,7 @@ def calibrate(
     limit: float | None = None,
     verifier: str | None = None,
 ) -> Profile:
-    """Measure costs and acceptance of a pair of models, for `SpeculativeDecoder(..., profile=)`.
+    """Measure costs of steps and acceptance of a pair of models, for `SpeculativeDecoder(..., profile=)`.
 
     prompts: LongTensors [T] to be continued, reused until there are `sequences` of them. Default: the target samples
         some itself, starting with its first token
@@ -226,7 +226,10 @@ def calibrate(
 
 @torch.inference_mode()
 def _limit_of_streamed(target: Forward, limit: float | None, report: Report) -> float:
-    """The time limit for a streamed target, from the time of a pass. Raises ValueError if the given one is too low."""
+    """The time limit in seconds for a streamed target: the given limit, or by default one by the time of a pass.
+
+    Raises ValueError if the given limit is too low to count acceptance.
+    """
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     report("the first pass, in which weights are looked at, too")
     target.prefill(token, target.new_cache(1, 2))
@@ -246,8 +249,9 @@ def _limit_of_streamed(target: Forward, limit: float | None, report: Report) -> 
 
 
 def ways_to_draft(temperature: float, device_type: str, verifier: str | None = None) -> list[Way]:
-    """All ways in which lossless methods draft and verify at a temperature, each once.
+    """The combinations of draw and verification that lossless methods use at a temperature, each once.
 
+    device_type: of the target, on which the default verification depends
     verifier: for the methods that accept it; None for each method's default
     """
     drafting = [name for name, row in METHODS.items() if name != "autoregressive" and row.is_lossless]
@@ -261,7 +265,7 @@ def ways_to_draft(temperature: float, device_type: str, verifier: str | None = N
 
 
 def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:
-    """What costs depend on besides the models: device, threads, precision, library versions, bytes read in a pass."""
+    """What costs depend on besides the models: device, threads, precision, versions, megabytes that a pass reads."""
     device = target.device
     return streaming_of(target) | {
         "device_type": device.type,
@@ -274,7 +278,7 @@ def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:
 
 
 def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> list[Tensor]:
-    """`count` sequences LongTensor[1 + length] sampled from the target; their first token is bos, else eos, else 0."""
+    """Sample `count` prompts, LongTensors [1 + length], from the target; they begin with bos, else eos, else 0."""
     config = target.config
     known = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in known if isinstance(token, int)), 0)

@@ -40,8 +40,8 @@ GRAY, BLUE = "#9aa1ab", "#2b6cb8"  # colours of the plot
 class ComparedWay:
     """Results of one way to decode, over all prompts.
 
-    method: its name: a method; "method, verifier" if it used one of the given verifiers; with several drafts followed
-        by ", draft"; or the name of a given decoder
+    method: name of the way: a method; "method, verifier" if it used one of the given verifiers; with several drafts
+        followed by ", draft"; or the name of a given decoder
     tokens_per_forward: new tokens / forward passes of the target. For transformers this includes the prefill, which
         yields a token; ours is not counted, because it leaves the prompt's last token to the first step
     tokens_per_second: new tokens / seconds, prefill included, over all prompts together
@@ -151,7 +151,7 @@ def compare(
 
 
 def as_table(rows: Sequence[ComparedWay]) -> Table:
-    """The rows as a table for a terminal of 80 columns."""
+    """The rows of `compare` as a table of rich for a terminal of 80 columns. `print` of rich shows it."""
     table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     gains = over_plain(rows)
     against = ["to\nplain"] if any(gain is not None for gain in gains) else []
@@ -168,7 +168,7 @@ def as_table(rows: Sequence[ComparedWay]) -> Table:
 
 
 def over_plain(rows: Sequence[ComparedWay]) -> list[float | None]:
-    """The speed of each way divided by that of plain decoding (the row "autoregressive"); medians over the prompts.
+    """For each row of `compare`, its speed divided by that of plain decoding ("autoregressive"), median over prompts.
 
     All are None if plain decoding was not measured.
     """
@@ -179,8 +179,7 @@ def over_plain(rows: Sequence[ComparedWay]) -> list[float | None]:
 
 
 def headline(rows: Sequence[ComparedWay]) -> str | None:
-    """One line with the fastest way to decode and its speed-ups, without lossy methods; None if only transformers
-    decoded.
+    """One line about our fastest way that is not lossy, with its speed-ups; None if only transformers decoded.
 
     Its ratio to plain decoding (the row "autoregressive") is the effect of speculation. The ratio of plain decoding to
     transformers is the effect of the rest of the decoder. Both are medians over the prompts.
@@ -203,7 +202,7 @@ def headline(rows: Sequence[ComparedWay]) -> str | None:
 def _row(
     name: str, own: Sequence[TimedRun], plain: Sequence[TimedRun], text: Verdict, gap: float | None
 ) -> ComparedWay:
-    """The row of one way. plain: the runs of transformers' generate on the same prompts"""
+    """The row of one way. own: its runs; plain: the runs of transformers' generate on the same prompts, in order."""
     ratios = [run.speed / reference.speed for run, reference in zip(own, plain, strict=True)]
     low, _, high = quantiles(ratios, method="inclusive") if len(ratios) > 1 else 3 * ratios
     tokens = sum(run.new_tokens for run in own)

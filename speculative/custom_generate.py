@@ -70,8 +70,9 @@ _FILTERS: dict[type, int] = {
 
 
 class _OneByOne:
-    """Passes tokens to a streamer as transformers does: one per call, and the prompt only if it has not been passed
-    yet.
+    """A streamer that passes tokens to another one as transformers does, one in each call.
+
+    has_prompt: whether the other streamer has got the prompt already, so that it is not passed again
     """
 
     def __init__(self, streamer: Streamer, has_prompt: bool):
@@ -91,7 +92,10 @@ class _OneByOne:
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output of generate, with the decoder's statistics. Pickling or copying it drops the cache."""
+    """The output of transformers' `generate` with return_dict_in_generate, and the decoder's statistics, `stats`.
+
+    Pickling or copying it drops the cache.
+    """
 
     stats: Statistics | None = None
 
@@ -101,7 +105,11 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """The arguments that transformers' generate passes to a decoder, under transformers' own names."""
+    """One call of a decoder by transformers' `generate`: its arguments, under transformers' own names.
+
+    seed: an argument of the decoder; None to draw one from torch's generator
+    model_kwargs: all arguments that are not fields, most of them for the model's forward pass
+    """
 
     model: PreTrainedModel
     input_ids: Tensor
@@ -114,17 +122,18 @@ class GenerateCall:
 
     @classmethod
     def of(cls, model: PreTrainedModel, input_ids: Tensor, seed: int | None, given: dict[str, Any]) -> "GenerateCall":
-        """A call with these keyword arguments; those that are not fields become model_kwargs."""
+        """Make the record of a call. given: its keyword arguments; those that are not fields become model_kwargs."""
         names = ("logits_processor", "stopping_criteria", "generation_config", "streamer")
         own = {name: given.pop(name) for name in names if name in given}
         return cls(model, input_ids, seed=seed, model_kwargs=given, **own)
 
     def arguments(self, target: PreTrainedModel, peers: Peers = ALONE) -> dict[str, Any]:
-        """The arguments for the decoder's own `generate`.
+        """The keyword arguments by which the decoder's own `generate` does what the call asks.
 
+        target: the decoder's target, which must be the model of the call
         peers: ranks of a split target; the first one draws the seed if none is given
 
-        Raises ValueError for whatever would change the output or the result and is not supported.
+        Raises ValueError for another model, and for any setting that is not supported and would change the result.
         """
         if self.model is not target:
             raise ValueError(
@@ -177,7 +186,10 @@ class GenerateCall:
         scores: tuple[Tensor, ...] | None,
         logits: tuple[Tensor, ...] | None,
     ) -> "Tensor | SpeculativeOutput":
-        """The result of transformers' generate for sequences LongTensor[B, T + new]."""
+        """The result in the form of transformers' `generate`: the sequences, or with return_dict_in_generate all of it.
+
+        sequences: LongTensor[B, T + new]; scores, logits: for each new token [B, V], None if not requested
+        """
         if self._config.return_dict_in_generate:
             if scores is not None and self.logits_processor and type(self.logits_processor[-1]) is LogitNormalization:
                 scores = tuple(
@@ -255,11 +267,11 @@ def _generate_call(input_ids: Tensor) -> dict[str, Any]:
 
 
 def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> int:
-    """How many of the first processors are penalties that the decoder implements.
+    """How many processors at the beginning of the list are penalties that the decoder implements.
 
     0 if another processor of these classes follows later: it would replace the first one, not add to it.
 
-    stops: the end-of-sequence tokens
+    stops: the end-of-sequence tokens; mask: LongTensor [B, T], 0 for padding, or None
     """
     kinds: list[type] = []
     for processor in processors:
@@ -277,7 +289,7 @@ def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> i
 
 
 def _own_last(processors: list[Any]) -> int:
-    """The index from which on all processors are filters that the decoder implements."""
+    """The index from which on all processors are filters that the decoder implements, in the decoder's order."""
     place, before = len(processors), len(_FILTERS)
     for processor in reversed(processors):
         order = _FILTERS.get(type(processor), before)
@@ -293,7 +305,8 @@ def _from_processors(
 ) -> dict[str, Any]:
     """The decoder's options for a list of processors.
 
-    first, last: processors before `first` and from `last` on become options; those between stay processors
+    first, last: processors before index `first` and from index `last` on become options; others stay processors
+    width: length of the prompts with padding
     """
     options: dict[str, Any] = {"temperature": 1.0, "min_new_tokens": 0}
     for processor in processors[:first] + processors[last:]:
@@ -320,10 +333,11 @@ def _from_processors(
 
 
 def _is_all_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> bool:
-    """Whether the penalty covers the whole sequence except padding.
+    """Whether a repetition penalty covers the whole sequence except padding.
 
-    Before version 5.23, transformers treats padding as text, and `ignored` is None; later `ignored` has the lengths of
-    the padding.
+    ignored: the processor's `prompt_ignore_length`: the lengths of the padding, or None before transformers 5.23, which
+        treats padding as text
+    mask: LongTensor [B, T], 0 for padding; None without padding
     """
     if isinstance(ignored, Tensor):
         padding = 0 if mask is None else (mask != 0).int().argmax(1)
@@ -332,7 +346,10 @@ def _is_all_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> bool
 
 
 def _from_criteria(criteria: list[Any], width: int) -> dict[str, Any]:
-    """The decoder's options for the criteria that it implements; all other criteria stay `stopping_criteria`."""
+    """The decoder's options for stopping criteria; those that it does not implement stay `stopping_criteria`.
+
+    width: length of the prompts with padding
+    """
     options: dict[str, Any] = {}
     others = StoppingCriteriaList()
     for criterion in criteria:

@@ -60,9 +60,10 @@ def distil(
 
     draft: an EAGLE head, a block draft, or a causal language model with the target's vocabulary. Afterwards it is on
         the target's device, in its dtype, in eval mode and without gradients
-    documents: from `read_documents`
-    folder: new or empty, except with resume; it holds checkpoints and rows of tokens until training has finished
-    settings: see `DistilSettings`
+    documents: the texts to train on, from `read_documents`
+    folder: where the draft and record.json are saved. It must be new or empty, except with resume; until training has
+        finished it has checkpoints and rows of tokens
+    settings: length of rows, epochs, rates, loss and the rest
     tokenizer: saved with a plain draft model, so that `load_draft` finds it
     resume: continue from the folder's last checkpoint with its rows; the result is the same as without interruption
     say: called with lines that report progress
@@ -118,7 +119,7 @@ def distil(
 
 
 def schedule_of(settings: DistilSettings, rows: int, width: int) -> Schedule:
-    """Number of steps and learning rates for training on `rows` rows. width: hidden size of the draft"""
+    """The number of steps and the learning rates of a training. rows: of the data; width: hidden size of the draft."""
     steps = max(1, round(settings.epochs * rows / settings.rows_per_step))
     rate = settings.rate or 2 / width
     return Schedule(
@@ -139,7 +140,11 @@ def _train(
     checkpoint: Path,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Train the student; returns what to record: steps, tokens, seconds, loss, and held-out agreement by step."""
+    """Train the student in place, with checkpoints. Returns what to record: steps, tokens, seconds, loss, agreement.
+
+    rows: of tokens, to train on and held out; checkpoint: the file of the checkpoint, from which training continues if
+    it exists
+    """
     size = settings.rows_per_step
     config: Any = student.module.config
     schedule = schedule_of(settings, len(rows.train), config.hidden_size)
@@ -194,8 +199,12 @@ def _states(
     work: Path,
     say: Callable[[str], object],
 ) -> tuple[Callable[[Tensor, int], Taught], Logits]:
-    """A function from the numbers of rows and the tokens to leave out at their beginning to the target's hidden states,
-    and the target's logits for these.
+    """How the target's hidden states are found: computed when they are needed, or computed once and kept on disk.
+
+    Returns a function from (numbers of rows, how many tokens to leave out at their beginning) to hidden states, and a
+    function from these to the target's logits. Raises OSError if the disk has no room.
+
+    rows: LongTensor [rows, length]; work: a folder for the states
     """
     target = teacher.target
     width = target.config.get_text_config(decoder=True).hidden_size
@@ -217,7 +226,10 @@ def _states(
 
 
 def _settings_for(draft: EagleHead | BlockHead | PreTrainedModel, settings: DistilSettings) -> DistilSettings:
-    """The settings with this kind of draft's defaults. Raises ValueError for settings that it does not have."""
+    """The settings, with None replaced by the defaults of this kind of draft.
+
+    Raises ValueError for settings that this kind does not have.
+    """
     if isinstance(draft, EagleHead):
         return replace(settings, depths=settings.depths or 5, decay=settings.decay or 0.8)
     if isinstance(draft, BlockHead):
@@ -250,7 +262,10 @@ def _new_rows(
 
 
 def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
-    """The rows that an earlier run saved. Raises ValueError if its settings or draft were different."""
+    """The rows that an interrupted training saved. made_for: settings and draft now.
+
+    Raises ValueError if they were different then.
+    """
     saved = torch.load(file, weights_only=True)
     before = saved.pop("made_for")
     changed = [
@@ -262,7 +277,7 @@ def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
 
 
 def _student(draft: EagleHead | BlockHead | PreTrainedModel, target: PreTrainedModel) -> Student:
-    """The draft, ready for training. Embedding and lm_head of a head or block draft are not trained."""
+    """The draft in the form in which it is trained. Embedding and lm_head of a head or block draft are not trained."""
     draft.eval()  # no dropout: the draft learns from distributions, not from samples
     if isinstance(draft, EagleHead | BlockHead):
         draft.requires_grad_(True)
@@ -322,9 +337,7 @@ def _check_folder(folder: Path, resume: bool) -> None:
 
 @contextmanager
 def _without_gradients(target: PreTrainedModel) -> Iterator[None]:
-    """Switch off gradients of the target's weights in the block: a draft that shares embedding and lm_head must not
-    train them.
-    """
+    """A context in which the target's weights get no gradients, so that drafts that share some do not train them."""
     learning = [weight for weight in target.parameters() if weight.requires_grad]
     for weight in learning:
         weight.requires_grad_(False)

@@ -29,13 +29,13 @@ LONGEST_CHAIN = 16
 
 
 class LayerChoice(NamedTuple):
-    """Layers of a target that can be used as its draft.
+    """Layers of a target that can be used as its draft, and how fast that is expected to be.
 
-    layers: for `EarlyExit`
+    layers: indices of the layers, for `EarlyExit`
     overlap: probability that a drafted token is accepted, at the requested temperature
     share: share of the target's weights that a pass over the layers reads
-    drafts: length of the fastest chain
-    speedup: over plain decoding, with that chain, if only reading weights takes time; 1 if no chain pays
+    drafts: number of drafted tokens a step with which decoding is fastest
+    speedup: how many times as fast as plain decoding this is, if only reading weights takes time; 1 if no draft pays
     """
 
     layers: tuple[int, ...]
@@ -54,7 +54,7 @@ def choose_layers(
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[LayerChoice]:
-    """The best choice found for each number of layers, fastest first.
+    """Find the layers that draft best for a target: the best choice for each number of layers, fastest first.
 
         best, *others = choose_layers(target, prompts)
         SpeculativeDecoder(target, EarlyExit(best.layers))
@@ -101,7 +101,7 @@ def choose_layers(
 
 
 def _best_chain(overlap: float, share: float) -> tuple[int, float]:
-    """The length of the fastest chain, and its speed-up."""
+    """The number of drafted tokens a step with which decoding is fastest, and its speed-up; see `LayerChoice`."""
     speedups = {
         drafts: sum(overlap**depth for depth in range(drafts + 1)) / (1 + drafts * share)
         for drafts in range(LONGEST_CHAIN + 1)

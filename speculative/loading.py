@@ -53,7 +53,10 @@ _LOADING = threading.RLock()
 
 
 class Pair(NamedTuple):
-    """A target and a draft in eval mode on one device, and the target's tokenizer; draft None is for plain decoding."""
+    """A target, a draft for it, and the target's tokenizer. Models are in eval mode and on one device.
+
+    draft: a model, or any other kind of draft; None for plain decoding
+    """
 
     target: PreTrainedModel
     draft: PreTrainedModel | Draftable | None
@@ -148,7 +151,10 @@ def load_target(
 
 
 def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only: bool = False) -> None:
-    """Find the folders of a target and of drafts, named as for `load_pair`, and fetch what the cache lacks.
+    """Check that a target and drafts can be loaded, and fetch what the cache lacks, without reading weights.
+
+    target, drafts: names as for `load_pair`; target None for the shipped model
+    local_files_only: fetch nothing
 
     Raises the errors of `load_pair` that can be found without reading weights.
     """
@@ -173,7 +179,11 @@ def find_models(target: str | None, drafts: Sequence[str] = (), local_files_only
 def _folder_of(
     role: str, name: str, device: torch.device | str, dtype: torch.dtype | None, local_files_only: bool = True
 ) -> Path:
-    """The folder of a target or a draft, that of a GGUF file with weights of the dtype, by default of the device's."""
+    """The folder of a target or a draft. A GGUF file is first unpacked to a folder of the cache.
+
+    role: "target" or "draft", for messages; name: a folder, a GGUF file, or a name on the Hub
+    dtype: of the unpacked weights; None for float32 if the device is a CPU, else bfloat16
+    """
     file = gguf_file(role, name)
     if file is None:
         return _find_draft(name, local_files_only) if role == "draft" else find_folder(role, name, local_files_only)
@@ -182,7 +192,7 @@ def _folder_of(
 
 
 def _find_draft(name: str, local_files_only: bool) -> Path:
-    """The folder of a draft; the error for a misspelt name suggests the right one."""
+    """The folder of a draft. Raises FileNotFoundError, which suggests the right word if the name is misspelt."""
     try:
         return find_folder("draft", name, local_files_only)
     except FileNotFoundError as error:
@@ -198,7 +208,10 @@ def _load_pair(
     dtype: torch.dtype | None,
     load_target: Callable[[Path], PreTrainedModel],
 ) -> Pair:
-    """Like `load_pair`, with a function that loads the target, once all folders have been found or fetched."""
+    """Load a pair as `load_pair` does, once all folders have been found or fetched.
+
+    load_target: loads the target from its folder
+    """
     if draft is not None and _parts(draft):
         alone = _load_pair(target, None, device, dtype, load_target)
         return alone._replace(draft=load_draft(draft, alone, target, dtype, local_files_only=True))
@@ -286,8 +299,10 @@ def load_draft(
 def _as_trained(
     model: PreTrainedModel, own: PreTrainedTokenizerBase | None, target: PreTrainedTokenizerBase | None
 ) -> PreTrainedModel | Draftable:
-    """A draft model; wrapped in `Pard` if trained to draft all levels at once, in `Translated` if its tokenizer
-    differs.
+    """The draft for a loaded model: a `Pard` if it was trained to draft all levels at once, a `Translated` if its
+    tokenizer differs from the target's, else the model.
+
+    own, target: the tokenizers of the draft and of the target; None if not known
     """
     mask = getattr(model.config, "pard_token", None)
     if mask is not None:
@@ -309,7 +324,7 @@ def _lacks_target(draft: str) -> ValueError:
 
 
 def _parts(draft: str) -> list[tuple[str, str]]:
-    """The (levels or "", name) of each draft of a combination; empty if the string names a single draft.
+    """The drafts of a combination such as "2*demo-head+recall", each as (levels or "", name); empty for a single draft.
 
     Raises ValueError if only some drafts have levels, and for a merge of one draft or with levels.
     """
@@ -331,8 +346,9 @@ def _parts(draft: str) -> list[tuple[str, str]]:
 
 
 def _check_modelless(draft: str) -> bool:
-    """Whether the string names a draft without a model. Raises ValueError or FileNotFoundError if its argument is
-    wrong.
+    """Whether the string names a draft without a model, such as "recall" or "early-exit:2".
+
+    Raises ValueError or FileNotFoundError if the part after the colon is wrong.
     """
     kind, _, what = draft.partition(":")
     if kind == "early-exit" and not all(part.isdecimal() for part in what.split(",")):
@@ -348,14 +364,14 @@ def _check_modelless(draft: str) -> bool:
 
 
 def _exit_layers(draft: str | None) -> set[int]:
-    """The target's layers that the "early-exit" drafts in this string run."""
+    """The indices of the target's layers that the early-exit drafts named in this string run; empty without any."""
     texts = [name for _, name in _parts(draft or "")] or [draft]
     exits = [_modelless(text, None) for text in texts if text is not None and text.startswith("early-exit:")]
     return {index for one in exits if isinstance(one, EarlyExit) for index in one.indices}
 
 
 def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Draftable:
-    """The draft without a model that a checked string names."""
+    """The draft that a string names, for which `_check_modelless` is true. tokenizer: the target's, for "retrieval"."""
     kind, _, what = (draft or "").partition(":")
     if kind == "early-exit":
         return EarlyExit([int(layer) for layer in what.split(",")] if "," in what else int(what))

@@ -55,16 +55,18 @@ SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take in a valid profile
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """The counts of `calibration.walk` for one combination of draw, verification and sampling.
+    """How often children were accepted, for one combination of draw, verification and sampling.
 
-    draw, verification: as `Method.at` returns them
+    draw, verification: names of how children are drawn and verified, as `Method.at` returns them
     sequence_count: number of independent sequences; None for trees that may branch at every node
     filters: how target and draft were sampled
-    accepted, reached: as in `walking.Counts`
-    moments: as in `walking.Counts`, summed over all depths
+    accepted: [depth][child], how often child j of a node at depth d was accepted
+    reached: [depth], at how many nodes children were offered
+    moments: [child][5], sums over the nodes at which the child was tried: of 1, q, q^2, y and q y. q is the draft's
+        probability of the child among the tokens not yet drawn; y is 1 if the child was accepted, else 0
     texts: for each measured sequence the ranks of its tokens, separated by spaces; empty if only counts are known
     moments_by_depth: moments of each of the first depths, for its first children; empty if not kept per depth
-    temperatures: for each depth, by which the draft's distributions were sharpened, see `drafts.tempered`; empty for 1
+    temperatures: for each depth the number by which the draft's logits were divided; empty for 1 at all depths
     """
 
     draw: str
@@ -79,14 +81,12 @@ class MeasuredAcceptance:
     temperatures: list[float] = field(default_factory=list)
 
     def is_of(self, row: Method, temperature: float) -> bool:
-        """Whether this is the acceptance of a method at this temperature, or of another one with equal draw and
-        verification.
-        """
+        """Whether it holds for a method at this temperature: draw and verification are equal. row: of `METHODS`."""
         sequences = self.sequence_count is not None
         return (self.draw, self.verification, sequences) == (*row.at(temperature), row.independent_sequences)
 
     def check(self) -> None:
-        """Raise ValueError for impossible counts."""
+        """Raise ValueError for counts, moments, ranks or temperatures that no calibration can produce."""
         self.filters.check()
         if self.sequence_count is not None and self.sequence_count < 1:
             raise ValueError(f"sequence_count must be None or >= 1, got {self.sequence_count}")
@@ -113,7 +113,7 @@ class MeasuredAcceptance:
         return CountedTexts(self.accepted, self.reached, ranks, int(self.sequence_count is not None))
 
     def rates(self) -> Tensor:
-        """The acceptance for planning trees, fp64 [depth, child], see `CountedTexts.rates`."""
+        """The acceptance by which trees are planned, fp64 [depth, child], smoothed and extrapolated from the counts."""
         return self.counts.rates()
 
     def confidence(self) -> Confidence:
@@ -133,13 +133,13 @@ class MeasuredAcceptance:
 
 
 def _lines(moments: np.ndarray) -> Confidence:
-    """The fitted line of each child. moments: [children, 5]"""
+    """The fitted line of each child, from moments [children, 5] at one depth."""
     base, slope = zip(*map(_line, moments.tolist()), strict=True)
     return Confidence(base, slope)
 
 
 def _line(moments: Sequence[float]) -> tuple[float, float]:
-    """Base and slope of the least-squares line; if that does not rise within [0, 1], the best line at these limits."""
+    """Base and slope of the least-squares line from five moments; held so that acceptance rises within [0, 1]."""
     tried, shares, squares, hits, products = moments
     spread = squares * tried - shares**2
     if spread > 1e-6 * tried**2:
@@ -160,10 +160,11 @@ def _line(moments: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class MethodGain:
-    """The ratio of accepted drafted tokens in real decoding to those expected from counts, for a method's plan.
+    """How many drafted tokens a method accepts in real decoding, relative to what counts of acceptance predict.
 
-    nodes: of the plan's tree
-    factor, error: the ratio and its standard error
+    filters: how the target was sampled
+    nodes: of the planned tree that was drafted
+    factor, error: the ratio of accepted to predicted tokens, and its standard error
     """
 
     method: str
@@ -174,7 +175,7 @@ class MethodGain:
 
 
 class Planned(NamedTuple):
-    """A plan, the acceptance that it was computed from, and the gain by which its expected tokens were corrected."""
+    """A plan, the acceptance from which it was computed, and the gain that corrected its expected tokens, if any."""
 
     plan: Plan
     acceptance: MeasuredAcceptance
@@ -193,8 +194,9 @@ class Planned(NamedTuple):
 class Limit(NamedTuple):
     """What limits the speed of a plan.
 
-    limited_by: "compute": the cost of further nodes in a pass; "drafting"; or "acceptance" if neither matters
-    without_that: the speed-up of the best tree if that cost were zero; for acceptance: if the likeliest path were
+    limited_by: "compute": the cost of further nodes in a pass; "drafting": the cost of levels; or "acceptance" if
+        neither matters
+    without_that: the speed-up of the best tree if this cost were zero; for acceptance: if the likeliest path were
         always accepted
     free_nodes: nodes of the largest tree whose step takes at most a tenth longer than one of a single token. Up to this
         size a step is limited by memory bandwidth, that is, by reading the weights
@@ -207,12 +209,12 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured costs and acceptance of a pair of models.
+    """Measured costs and acceptance of a pair of models on one machine, and the trees planned from them.
 
-    target, draft: descriptions of the models, see `describe`
-    target_parameters, draft_parameters: their sizes, see `parameter_count`
-    environment: what else costs depend on, see `calibration.cost_environment`
-    costs: for several batch sizes
+    target, draft: descriptions of the models, as `describe` makes them, by which a profile of other models is refused
+    target_parameters, draft_parameters: numbers of parameters
+    environment: what else costs depend on: device, threads, precision, versions, as `cost_environment` returns it
+    costs: seconds of steps, for several batch sizes
     acceptance: one entry for each combination of draw, verification and sampling
     verifier: a value of `methods.VERIFIERS` that verified the methods that accept it; None for each method's default on
         that device type
@@ -231,7 +233,7 @@ class Profile:
     gains: tuple[MethodGain, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
+        """Write the profile as a JSON file, which `load` reads."""
         acceptance = [asdict(entry) | {"filters": entry.filters._asdict()} for entry in self.acceptance]
         costs = {batch: asdict(self.costs.at(batch)) for batch in self.costs.batches}
         gains = [asdict(gain) | {"filters": gain.filters._asdict()} for gain in self.gains]
@@ -266,7 +268,7 @@ class Profile:
         )
 
     def _checked(self) -> "Profile":
-        """Returns the profile; raises ValueError for figures that no calibration can produce."""
+        """Return the profile itself. Raises ValueError for figures that no calibration can produce."""
         for batch in self.costs.batches:
             costs = self.costs.at(batch)
             sizes = {*costs.step, *costs.step_error}
@@ -291,15 +293,15 @@ class Profile:
         return self
 
     def row(self, method: str) -> Method:
-        """The row of a method, with the verification that its acceptance was measured with."""
+        """The row of a method in `METHODS`, with the verification by which this profile measured its acceptance."""
         return measured_row(method, self.verifier, str(self.environment["device_type"]))
 
     def check(self, target: PreTrainedModel, draft: AnyDraft | None, method: str, verification: str) -> None:
-        """Raise ValueError if it was measured for other models, another precision, another device type or another
-        verification.
+        """Raise ValueError if the profile was measured with other models, precision, device type or verification.
 
+        target, draft: the models of a decoder; draft None for a method that has no draft
         method: whose trees are wanted
-        verification: how they will be verified
+        verification: the name of how they will be verified
         """
         measured_by = self.row(method).verification
         if measured_by != verification:
@@ -322,10 +324,10 @@ class Profile:
             )
 
     def measured(self, method: str, filters: Filters) -> list[MeasuredAcceptance]:
-        """The measurements of a method at the nearest temperature, with the same filters if possible.
+        """The measurements of a method with the same filters if possible, and at the nearest temperature.
 
-        It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none, and
-        for a method that is not lossless.
+        The list has one measurement, or one for each number of independent sequences. Raises ValueError if the method
+        was not measured, and for a method that is not lossless.
         """
         if not row_of(method).is_lossless:
             raise ValueError(f"a profile measures methods that keep the target's law, got {method!r}")
@@ -345,15 +347,16 @@ class Profile:
         return [entry for entry in fitting if distance(entry) == nearest]
 
     def changes(self, method: str, filters: Filters) -> tuple[Tempered, ...]:
-        """The changes of the draft's logits with which a method's acceptance was measured; apply them in each step."""
+        """The drawing temperatures with which a method was measured, as changes of each step's logits; may be empty."""
         if not any(entry.temperatures for entry in self.acceptance):
             return ()
         temperatures = self.measured(method, filters)[0].temperatures
         return (Tempered(tuple(temperatures)),) if temperatures else ()
 
     def plan(self, method: str, filters: Filters, batch: int = 1) -> Planned:
-        """The best tree of a method for some target filters, and the acceptance that it was computed from.
+        """Plan the fastest tree of a method. Returns it with the acceptance from which it was computed.
 
+        filters: how the target is sampled
         batch: number of sequences decoded together
 
         For methods whose trees grow, it is the best static tree, because how many tokens a grown tree yields depends on
@@ -375,7 +378,7 @@ class Profile:
         return next((gain for gain in self.gains if (gain.method, gain.filters) == (method, filters)), None)
 
     def limit(self, method: str, planned: Planned, batch: int = 1) -> Limit:
-        """What limits the speed of a method's plan. batch: as for the plan"""
+        """What limits the speed of a method's plan, for `batch` sequences decoded together."""
         known, entry = self.costs.at(batch), planned.acceptance
         costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
         free = max(size for size, cost in costs.items() if cost <= 1.1)
@@ -393,14 +396,18 @@ class Profile:
         return Limit("acceptance", (plan.tree.depth + 1) * plan.speedup / plan.expected_tokens, free)
 
     def speedup_error(self, planned: Planned, batch: int = 1) -> float:
-        """The standard error of a plan's speed-up, from those of its expected tokens and of its costs."""
+        """The standard error of a plan's speed-up, from the errors of its expected tokens and of its costs.
+
+        batch: number of sequences decoded together
+        """
         plan = planned.plan
         cost = self.costs.at(batch).relative_error(len(plan.tree), plan.tree.depth)
         return plan.speedup * math.hypot(planned.tokens_error / plan.expected_tokens, cost)
 
     def tree_for(self, method: str, filters: Filters, batch: int = 1) -> TokenTree | Growth:
-        """The tree, or the growth, that `SpeculativeDecoder` drafts with a method, for these target filters.
+        """The tree, or for trees that grow their `Growth`, that a decoder with this profile drafts.
 
+        filters: how the target is sampled
         batch: number of sequences decoded together
         """
         plan, entry, _ = self.plan(method, filters, batch)
@@ -416,8 +423,6 @@ class Profile:
 
 
 def streaming_of(target: PreTrainedModel) -> dict[str, str | int]:
-    """The megabytes that each pass of a streamed target reads, for a profile's environment; empty for a target in
-    memory.
-    """
+    """The megabytes that each pass of a streamed target reads, as an entry of a profile's environment; else empty."""
     stream = stream_of(target)
     return {} if stream is None else {STREAMED: round(streamed_bytes(stream) / 1e6)}

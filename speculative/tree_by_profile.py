@@ -62,9 +62,12 @@ SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # factors of the profile's shares; there i
 
 
 def profile_of(method: str, row: Method, options: Mapping[str, Any]) -> "Profile | None":
-    """The profile of a decoder, or None. Raises ValueError if options or method do not allow one, or need one.
+    """The profile among a decoder's options, read from its file if needed; None if there is none.
 
-    options: of the decoder
+    method, row: name and row of the decoder's method; options: all options of the decoder
+
+    Raises ValueError if the method or other options do not allow a profile, or if `replan` lacks one, and TypeError for
+    another kind of object.
     """
     given, replan, others = options.get("profile"), options.get("replan", False), given_trees(options)
     if given is not None and row.verification == OWN:
@@ -88,9 +91,11 @@ def profile_of(method: str, row: Method, options: Mapping[str, Any]) -> "Profile
 
 
 class ValuedShape(NamedTuple):
-    """A tree (or growth), the static tree by which its tokens are estimated, and the cost of a step with it.
+    """A tree that may be drafted, and what is needed to value it.
 
-    costs: {sequences decoded together: seconds}
+    tree: the tree, or a growth
+    planned: the static tree by which its expected tokens are computed
+    costs: number of sequences decoded together -> seconds of a step with the tree
     """
 
     tree: TokenTree | Growth
@@ -99,9 +104,10 @@ class ValuedShape(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """The shapes that may be drafted, the best for the profile's acceptance first, and that acceptance.
+    """The trees among which `replan` chooses.
 
-    rates: fp64 [depth, child]
+    shapes: the first is the best for the profile's acceptance
+    rates: this acceptance, fp64 [depth, child]
     """
 
     shapes: tuple[ValuedShape, ...]
@@ -109,9 +115,10 @@ class Shapes(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile, method: str, filters: Filters, levels: int | None, most: int = 1) -> "Shapes":
-        """The shapes of a method for target filters.
+        """Plan the shapes of a method: the best trees for several degrees of acceptance and numbers of sequences.
 
-        levels: the most that the draft can draft; None for any
+        filters: how the target is sampled
+        levels: most levels that the draft can draft; None for any number
         most: number of sequences at the beginning
         """
         batches = sorted({standing_for(running, profile.costs.batches) for running in range(1, most + 1)})
@@ -144,9 +151,13 @@ class Shapes(NamedTuple):
 
 
 class TreeByProfile(TreePolicy):
-    """The trees of a decoder with a profile; each combination of sampling and number of sequences is computed once.
+    """The tree policy of a decoder with a profile: the trees that are fastest by its measurements.
 
-    replan: whether trees are chosen again by the acceptance in the current sequences
+    Trees are planned once for each combination of sampling and number of sequences.
+
+    method, row: name and row of the method
+    target, draft: the forward pass of the target, and the draft; `NO_DRAFT` for plain decoding
+    replan: whether trees are chosen again while decoding, by the acceptance in the current sequences
     """
 
     chosen_by = "by the profile"
@@ -161,7 +172,10 @@ class TreeByProfile(TreePolicy):
         self._rests: dict[Filters, Rest] = {}
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
-        """The trees for 1 to `most` sequences that are fastest on average."""
+        """The trees for 1 to `most` sequences that are fastest on average.
+
+        rests: whether a tree may be the root alone although others are not
+        """
         rests = rests and self._draft.can_rest
         return trees_up_to(most, self._profile.costs.batches, partial(self._tree, filters), self._method, rests=rests)
 
@@ -180,16 +194,19 @@ class TreeByProfile(TreePolicy):
         return trees if self._rest(filters) is None else (*trees, ROOT)
 
     def for_serving(self, slots: int) -> TreesByBatch:
-        """The trees of a service. Where the output depends on the tree, always that for all slots, so that no request's
-        output depends on the other requests.
+        """The trees of a service with this many slots.
+
+        If sampled output depends on the tree, all steps have the tree for full slots, so that no request's output
+        depends on the other requests.
         """
         plain = Filters()
         trees = self.by_batch(plain, slots, rests=False)
         return trees if self._row.texts_ignore_trees(plain) else TreesByBatch({1: trees.of(slots)})
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
-        """The watcher that follows the number of running sequences; with `replan` also acceptance, and it lets the
-        draft rest.
+        """The watcher that chooses the tree after each step of a generation of `batch` sequences.
+
+        It follows the number of running sequences; with `replan` also acceptance, and it lets the draft rest.
         """
         if not self._replan:
             trees = self.by_batch(filters, batch)
@@ -239,13 +256,16 @@ class TreeByProfile(TreePolicy):
 
 
 def _cost(profile: Profile, tree: Shape, running: int) -> float:
-    """The measured cost of a step with a tree, in steps of plain decoding of as many sequences."""
+    """The measured cost of a step with a tree, in steps of plain decoding of the same number of sequences."""
     costs = profile.costs.at(standing_for(running, profile.costs.batches))
     return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
 
 
 def _expected_tokens(known: Mapping[tuple[Filters, int], Shapes], filters: Filters, tree: Shape) -> float:
-    """The expected tokens of a step with one of the known shapes, for these target filters."""
+    """The expected tokens of a step with one of the shapes planned so far, for these target filters.
+
+    known: the planned shapes by filters and batch size
+    """
     fitting = [shapes for (sampled, _), shapes in known.items() if sampled == filters]
     planned = next(shape.planned for shapes in fitting for shape in shapes.shapes if shape.tree == tree)
     return expected_tokens(planned, fitting[0].rates)
@@ -255,7 +275,7 @@ class BestShape:
     """Chooses among the shapes of one generation, by the acceptance in it so far."""
 
     def __init__(self, plan: StepPlan, shapes: Shapes):
-        """plan: that of the first steps, whose limits hold for the trees of all shapes"""
+        """plan: of the first steps, whose depth and branching bound those of all shapes."""
         self._shapes = shapes.shapes
         self._nodes, self._has = _together([shape.planned for shape in self._shapes])
         batches = self._shapes[0].costs
@@ -268,9 +288,9 @@ class BestShape:
         self._best = self._shapes[0].tree
 
     def __call__(self, running: int, steps: int, counts: Tensor | None) -> Shape:
-        """The best tree for `running` sequences after `steps` steps.
+        """The best tree for `running` sequences after `steps` steps. It is chosen again every `EVERY` steps.
 
-        counts: LongTensor[2, any] of offered and accepted children, see `commit`
+        counts: LongTensor[2, any], how often each child was offered and accepted so far, at depth * branching + child
         """
         if steps % EVERY:
             return self._best
@@ -305,14 +325,15 @@ def _together(trees: Sequence[TokenTree]) -> tuple[TokenTree, np.ndarray]:
 
 
 def _shares(rates: Tensor) -> Tensor:
-    """Conditional acceptance [depth, child]: how often a child is accepted, given that all earlier siblings were
-    rejected.
+    """Conditional acceptance [depth, child]: how often a child is accepted if all earlier siblings were rejected.
+
+    rates: [depth, child], how often it is the accepted child
     """
     left = 1 - (rates.cumsum(1) - rates)
     return torch.where(left > 1e-9, rates / left, 0.0).clamp(max=1)
 
 
 def _rates(shares: Tensor) -> Tensor:
-    """The inverse of `_shares`."""
+    """How often each child is the accepted one, [depth, child], by conditional acceptance: the inverse of `_shares`."""
     refused = (1 - shares).cumprod(1)
     return shares * torch.cat([torch.ones_like(refused[:, :1]), refused[:, :-1]], 1)

@@ -40,11 +40,11 @@ SURE = 1.2  # batches draft only if the estimated gain is at least this, because
 
 
 def chosen_tree(method: str, given: Mapping[str, Any], target: Forward, draft: Draft) -> tuple[TokenTree | Growth, str]:
-    """The tree, or the growth, of a decoder's options or the default; and in words what it was chosen by.
+    """The tree that a decoder's options set, or the default tree; and in words what it was chosen by.
 
-    given: the options that are not None
+    given: the tree options that are not None
 
-    A tree is returned in heavy-path order.
+    A static tree is in heavy-path order. Raises TypeError or ValueError for options that do not fit method or draft.
     """
     size = TOY_SIZE
     tree = None
@@ -76,10 +76,10 @@ def is_toy(target: Forward) -> bool:
 def best_plan(
     method: str, rates: Tensor, costs: Mapping[int, float], level: float, sequence_count: int | None
 ) -> "Plan":
-    """The tree of a method with which decoding is expected to be fastest.
+    """The static tree of a method with which decoding is expected to be fastest.
 
     rates: acceptance fp64 [depth, child]
-    costs: {nodes: cost of a step}, for 1, 2, ... nodes, in steps of plain decoding
+    costs: number of nodes, 1, 2, ... -> cost of a step, in steps of plain decoding
     level: cost of drafting a level, in steps of plain decoding
     sequence_count: number of independent sequences; None for trees that may branch at every node
 
@@ -97,10 +97,9 @@ def best_plan(
 
 
 def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> TokenTree | Growth:
-    """Turn a planned tree into what the method drafts.
+    """Turn a planned tree into what the method drafts: the tree itself, or for methods whose trees grow a `Growth`.
 
-    For methods whose trees grow, the result is a `Growth` of as many nodes and levels, and at most twice the widest
-    level. confidence: predicts acceptance in DySpec's trees
+    A growth has as many nodes and levels, and up to twice the widest level. confidence: predicts a slot's acceptance
     """
     usual = METHODS[method].tree_of(8) if len(tree) > 1 else tree
     if not isinstance(usual, Growth):
@@ -112,7 +111,7 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 def tree_by_estimates(
     method: str, target: Forward, draft: Draft, batch: int = 1, temperature: float = 1.0
 ) -> TokenTree | Growth:
-    """The tree of a method for `batch` sequences, in heavy-path order, by costs estimated for the device.
+    """The fastest tree of a method for `batch` sequences, in heavy-path order, by costs estimated for the device.
 
     temperature: of the target; how often the draft's tokens are usually accepted depends on it
     """
@@ -122,14 +121,14 @@ def tree_by_estimates(
 
 
 def usual_acceptance(method: str, draft: Draft, temperature: float) -> Usual:
-    """How often a method usually accepts the tokens of such a draft, at this temperature of the target."""
+    """How often a method usually accepts the tokens of a draft of this kind, if the target has this temperature."""
     usual = draft.usual_acceptance(temperature)
     by_a_sample = temperature > 0 and METHODS[method].verification == "target_sample"
     return usual.by_a_sample() if by_a_sample else usual
 
 
 def tokens_of_tree(tree: TokenTree | Growth, usual: Usual) -> float:
-    """The expected tokens of a step. A tree that grows counts as the best static tree of its size."""
+    """The expected tokens of a step by usual acceptance. A growth counts as the best static tree of this size."""
     from heavypath.speculative.trees.planning import expected_tokens
 
     static = METHODS["sequoia"].tree_of(len(tree), max_depth=tree.depth) if isinstance(tree, Growth) else tree
@@ -140,9 +139,9 @@ def tokens_of_tree(tree: TokenTree | Growth, usual: Usual) -> float:
 def default_tree(
     method: str, costs: "Costs", levels: int | None = None, batch: int = 1, usual: Usual = SMALL_MODEL
 ) -> TokenTree | Growth:
-    """The tree of a method by these costs and the usual acceptance of its kind of draft, for models not measured.
+    """The fastest tree of a method for models that were not measured, by estimated costs and usual acceptance.
 
-    levels: the most that the draft can draft; None for any
+    levels: most levels that the draft can draft; None for any number
     batch: number of sequences that the costs are for
 
     If no tree is expected to be SURE times as fast as plain decoding, a batch gets the root alone. A single sequence
@@ -166,10 +165,10 @@ def default_tree(
 
 @lru_cache(maxsize=256)  # many decoders of the same models are made in a program that compares methods
 def _usual_plan(method: str, steps: tuple[float, ...], level: float, levels: int, usual: Usual) -> "Plan":
-    """The best tree of a method, which may be the root alone.
+    """The fastest tree of a method by usual acceptance, which may be the root alone.
 
-    steps: costs for 1, 2, ... nodes, in steps of plain decoding, as is `level`
-    levels: the most that the draft can draft
+    steps, level: costs of a step with 1, 2, ... nodes, and of drafting a level, in steps of plain decoding
+    levels: most levels that the draft can draft
     """
     rates = torch.from_numpy(usual.rates(depth=min(DEPTH, levels, max(1, len(steps) - 1))))
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
@@ -179,9 +178,9 @@ def _usual_plan(method: str, steps: tuple[float, ...], level: float, levels: int
 def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: int | None = None) -> TokenTree | Growth:
     """The tree, or the growth, that a method makes of a decoder's options.
 
-    given: the options that are not None
-    size: nodes, if `tree_size` is not among them
-    levels: the most that the draft can draft; None for any. If no option sets the depth, the tree is limited to it
+    given: the tree options that are not None
+    size: number of nodes, if `tree_size` is not among them
+    levels: most levels that the draft can draft; None for any. If no option sets the depth, the tree is limited to it
 
     Raises TypeError or ValueError for options that the method does not have, or that do not fit each other or the
     draft.
@@ -229,7 +228,7 @@ def top(tree: TokenTree | Growth, levels: int | None) -> TokenTree | Growth:
 
 
 def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> "Plan":
-    """The tree that is expected to decode fastest."""
+    """The plan of the tree among these that is expected to decode fastest. The other arguments: as for `best_plan`."""
     from heavypath.speculative.trees.planning import Plan, expected_tokens
 
     plans = []
@@ -240,7 +239,7 @@ def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float],
 
 
 def _trees(method: str, size: int, rates: Tensor, sequence_count: int | None) -> Iterator[TokenTree] | None:
-    """The trees of at most `size` nodes that a method can have, with the root alone; None if it can have any tree."""
+    """The trees of at most `size` nodes that a method can have, the root alone included; None if it can have any."""
     depth = len(rates)
     if sequence_count is not None:
         lengths = range(min(depth, (size - 1) // sequence_count) + 1)

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 class TreesByBatch:
     """Maps the number of running sequences to a tree.
 
-    by_batch: {number of sequences: TokenTree or Growth}; for other numbers the nearest is used, see `standing_for`
+    by_batch: number of sequences -> tree or growth; other numbers use the nearest, as `standing_for` finds it
     """
 
     def __init__(self, by_batch: Mapping[int, TokenTree | Growth]):
@@ -77,11 +77,11 @@ class TreesByBatch:
 def trees_up_to(
     most: int, batches: Iterable[int], tree_at: Callable[[int], TokenTree | Growth], method: str, *, rests: bool
 ) -> TreesByBatch:
-    """The trees for 1 to `most` running sequences.
+    """Find the trees for 1 to `most` running sequences.
 
     batches: numbers of sequences for which `tree_at` can find a tree
-    tree_at: returns the tree for one of them
-    rests: whether a tree may be the root alone, so that the draft rests
+    tree_at: returns the tree for one of these numbers
+    rests: whether a tree may be the root alone although others are not, so that the draft rests
     """
     known = [*batches]
     needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
@@ -107,17 +107,14 @@ class TreePolicy:
     chosen_by = "by a policy of your own"
 
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
-        """The tree for `running` sequences whose target is sampled with `filters`. Equal arguments must give equal
-        trees.
+        """The tree for `running` sequences whose target is sampled with `filters`; the same for equal arguments.
 
         It is called before the first step, and between steps if there are several `candidates`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define tree(filters, running)")
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
-        """All trees that the steps of a generation of `batch` sequences may draft; on a GPU a graph is captured for
-        each.
-        """
+        """All trees that steps of a generation of `batch` sequences may draft. On a GPU each is captured as a graph."""
         return self.by_batch(filters, batch).trees
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
@@ -133,17 +130,15 @@ class TreePolicy:
         return TreesByBatch({running: tree if len(tree) > 1 else TokenTree.chain(1) for running, tree in trees.items()})
 
     def for_serving(self, slots: int) -> TreesByBatch:
-        """The trees of a service, whose requests come and go, and are sampled differently."""
+        """The trees of a service with this many slots, whose requests come and go, and are sampled differently."""
         return self.by_batch(Filters(), slots, rests=False)
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
-        """The watcher that chooses the tree after each step; used if there are several `candidates`."""
+        """The object that chooses the tree after each step, if there are several `candidates`. plan: of step 0."""
         return load("Adapting")(lambda running, *_: self.tree(filters, running))
 
     def to_warm_up(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
-        """A function from the number of running sequences to its tree; None if any candidate may be used with any
-        number.
-        """
+        """A function from a number of running sequences to their tree; None if any number may have any candidate."""
         trees = self.by_batch(filters, batch)
         return None if len(trees.trees) < 2 else trees.of
 
@@ -181,7 +176,7 @@ class StepCosts:
         self._by_batch: dict[int, Costs] = {}
 
     def __call__(self, tree: Shape, running: int) -> float:
-        """The cost of a step with a tree for `running` sequences, divided by that of a step that drafts nothing."""
+        """The cost of a step with a tree for `running` sequences, divided by the cost of a step that drafts nothing."""
         batch = standing_for(running, BATCHES)
         if batch not in self._by_batch:
             self._by_batch[batch] = estimates(self._target, self._draft.models, batch)
@@ -193,7 +188,7 @@ class TreeByCosts(TreePolicy):
     """The best trees by estimated costs, for decoders without tree options; see `tree_choice`."""
 
     def __init__(self, method: str, row: Method, target: Forward, draft: Draft):
-        """row: of the method, verified as it will be."""
+        """row: of the method, with the verification that the decoder uses."""
         self.alone, self.chosen_by = chosen_tree(method, {}, target, draft)
         self._method, self._row, self._target, self._draft = method, row, target, draft
         self._is_fixed = self._draft.why_not_measured != ""  # without a usual acceptance: one tree for all batches
@@ -204,7 +199,7 @@ class TreeByCosts(TreePolicy):
         self.cost = StepCosts(target, self._draft)
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
-        """The trees for 1 to `most` sequences; a single tree if the output would depend on the choice.
+        """The trees for 1 to `most` sequences; one tree for all if sampled output would depend on the choice.
 
         A draft that cannot rest drafts at least one token in every step. But if plain decoding is best for all `most`
         sequences, nothing is drafted until they have all ended.
@@ -220,15 +215,17 @@ class TreeByCosts(TreePolicy):
         return self.rest.first(tree, running) if self._may_rest(filters) else tree
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
-        """All trees of a generation of `batch` sequences, with the root alone if the draft may rest."""
+        """All trees that a generation of `batch` sequences may draft, with the root alone if the draft may rest."""
         trees = self.by_batch(filters, batch)
         if not self._may_rest(filters):
             return trees.trees
         return (ROOT,) if self.rest.never_drafts(trees.of(batch), batch) else tuple(dict.fromkeys((*trees.trees, ROOT)))
 
     def for_serving(self, slots: int) -> TreesByBatch:
-        """The trees of a service. Where the output depends on the tree, always that of one sequence, so that no
-        request's output depends on the other requests.
+        """The trees of a service with this many slots.
+
+        If sampled output depends on the tree, the tree is always that of one sequence, so that no request's output
+        depends on the other requests.
         """
         plain = Filters()
         return self.by_batch(plain, slots if self._row.texts_ignore_trees(plain) else 1, rests=False)
@@ -242,11 +239,11 @@ class TreeByCosts(TreePolicy):
         return load("Adapting")(lambda running, *_: trees.of(running), rest)
 
     def expected_gain(self, stats: Statistics, tree: Shape) -> float | None:
-        """Measured tokens a step over the estimated cost of a step; None if nothing is drafted."""
+        """Measured tokens per step divided by the estimated cost of a step; None if nothing is drafted."""
         return None if len(tree) == 1 else stats.tokens_per_step / self.cost(tree, len(stats.tokens_of))
 
     def in_words(self, tree: Shape, batch: int) -> str:
-        """The size of the tree and the reason; with the number of sequences if the tree depends on it."""
+        """The size of a batch's tree and the reason for it, with the number of sequences if the tree depends on it."""
         if tree == self.alone:
             return super().in_words(tree, batch)
         return _in_words(tree, f"by costs estimated for {batch} sequence{'s' * (batch > 1)}")
@@ -273,7 +270,7 @@ class TreeByCosts(TreePolicy):
         return trees_up_to(most, BATCHES, lambda batch: self._tree(batch, temperature), self._method, rests=rests)
 
     def _for_the_whole_text(self, batch: int, temperature: float) -> TokenTree | Growth:
-        """The tree of one sequence if it pays for a batch, else the root alone.
+        """The tree of all steps of a generation: that of one sequence if it pays for the batch, else the root alone.
 
         So the same seed gives the same sampled output in every batch size that gains by drafting, and no batch is
         slower than plain decoding.
@@ -296,7 +293,7 @@ class TreeByCosts(TreePolicy):
 
 
 def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forward, draft: Draft) -> TreePolicy:
-    """The policy of a decoder without a profile. Raises TypeError or ValueError for options that do not fit."""
+    """The policy of a decoder without a profile, by its options. Raises TypeError or ValueError if these do not fit."""
     given = given_trees(options)
     if not given:
         return TreeByCosts(method, row, target, draft)
@@ -316,6 +313,6 @@ def policy_of(method: str, row: Method, options: Mapping[str, Any], target: Forw
 
 
 def given_trees(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree options that were given, without `profile` and `replan`."""
+    """The tree options of a decoder that are not None, without `profile` and `replan`. options: all its options."""
     names = [name for name in TreeOptions.__annotations__ if name not in ("profile", "replan")]
     return {name: options[name] for name in names if options.get(name) is not None}

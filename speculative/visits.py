@@ -56,10 +56,12 @@ ROUNDS_OF_GAINS, SURE = 32, 0.01  # a gain is measured until this many visits, o
 
 
 class Visits:
-    """Decodes a few steps of a batch with a tree of a given size, and returns the time of a step.
+    """A function that decodes a few steps of a batch with a tree of a given size, and returns the seconds of a step.
 
-    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; all others decode as many. Trees have
+    The first call finds how many tokens of plain decoding take `VISIT_SECONDS`; all others decode this many. Trees have
     at most `levels` levels.
+
+    prompts: LongTensors [T], taken in turn; levels: most levels of a tree
     """
 
     pace = PACE
@@ -69,22 +71,24 @@ class Visits:
         self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int,
         verifier: str | None = None, batch: int = 1,
     ):  # fmt: skip
-        """batch: number of sequences decoded together"""
+        """verifier: as in `SpeculativeDecoder`; batch: number of sequences decoded together"""
         self.target, self.draft, self.prompts, self.levels = target, draft, prompts, levels
         self.verifier, self.batch = verifier, batch
         self._decoders: dict[int, SpeculativeDecoder] = {}
         self._tokens = 0
 
     def of(self, batch: int) -> "Visits":
-        """The same visits for another batch size; decoders are shared."""
+        """Visits with the same models and prompts for another batch size. They use the same decoders."""
         visits = type(self)(self.target, self.draft, self.prompts, self.levels, self.verifier, batch)
         visits._decoders = self._decoders
         return visits
 
     def __call__(self, size: int, round_: int) -> Timed:
-        """The seconds of a step with a tree of `size` nodes, and of drafting one level.
+        """Decode, and return the seconds of a step with a tree of `size` nodes, and of drafting one level.
 
         Sequences are stopped while there is still room for another step, so that every step has the whole tree.
+
+        round_: number of the round, which selects prompts and seed
         """
         if not self._tokens:
             least, most = VISIT_TOKENS
@@ -140,17 +144,17 @@ class Watched:
         return getattr(self.runner, name)
 
     def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
-        """Run a step. where: the keyword arguments of `StepRunner.run`"""
+        """Run a step by the decoder's own runner. where: the keyword arguments of `StepRunner.run`."""
         return self.runner.run(plan, workspace, **where)
 
 
 class CountedSteps(Watched):
-    """Counts the steps that are run. On a GPU that can be one more than was needed, see `decoding.run`."""
+    """Counts the steps that a decoder runs. On a GPU one more step than needed may run after all sequences ended."""
 
     steps = 0
 
     def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
-        """Count and run a step."""
+        """Count a step, and run it. where: the keyword arguments of `StepRunner.run`."""
         self.steps += 1
         return super().run(plan, workspace, **where)
 
@@ -238,11 +242,13 @@ def costs_by_batch(
     limit: float,
     report: Callable[[str], object],
 ) -> CostsByBatch:
-    """The costs for 1 and each of `batches` sequences; on a GPU up to the largest that fits into memory.
+    """Measure the costs of steps for 1 and each of `batches` sequences; on a GPU up to the largest that fits in memory.
 
-    sizes: nodes of the trees that may be timed
+    visits: run and time the steps
+    sizes: nodes of the trees that may be timed, root included
     measured: acceptance, by which the sizes worth timing are chosen
     limit: seconds for everything
+    report: called with lines of text about the progress
 
     Raises ValueError as `time_costs` does, and torch.OutOfMemoryError if not even a single sequence fits into memory.
     """
@@ -278,7 +284,9 @@ def default_batch_sizes(kind: str) -> tuple[int, ...]:
 
 
 def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:
-    """The sizes that would be planned by the costs known so far, and their neighbours in `sizes`.
+    """The sizes of trees worth timing: those of the best trees by measured acceptance and the costs known so far.
+
+    The next smaller and larger of `sizes` belong to them, too.
 
     For a tree larger than all timed ones, the cost of the largest timed one is a lower bound. If the tree would be
     planned at that cost, it is worth timing.
@@ -296,7 +304,7 @@ def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[i
 
 
 def _falling(rates: Tensor) -> Tensor:
-    """Acceptance with each depth's children sorted from the most accepted; no tree accepts more with the given ones."""
+    """Acceptance [depth, child] with each row sorted from the most accepted child: an upper bound for each tree."""
     return rates.sort(1, descending=True).values
 
 
@@ -307,10 +315,12 @@ def _clock_of_gpu() -> float:
 
 
 class Both:
-    """A `Verifier` that runs a verification and also rejection, records what each accepts, and returns the former's
-    result.
+    """A `Verifier` that verifies each tree by a verification and also by rejection, and records what each accepts.
+
+    The step gets the verification's result.
 
     draw, verification: as `Method.at` returns them
+    accepted: for each step fp64 [2, B], the drafted tokens accepted by the verification, and by rejection
     """
 
     def __init__(self, draw: str, verification: str):
@@ -335,10 +345,12 @@ class Both:
 
 @dataclass
 class GainJob:
-    """The measurement of a method's gain for some target filters.
+    """What is needed to measure a method's gain: how many more tokens it accepts than counts of acceptance predict.
 
-    nodes: of the plan's tree
-    counted: expected tokens per step, without the gain
+    filters: how the target is sampled
+    decoder: decodes with the method's planned tree
+    nodes: of this tree
+    counted: expected tokens per step by the counts
     tokens: number of new tokens of each sequence
     both: the verifier that also counts rejection; None for trees that grow
     """
@@ -352,10 +364,12 @@ class GainJob:
     both: Both | None
 
     def visit(self, prompts: Tensor, mask: Tensor, seed: int, positions: int) -> Tensor | None:
-        """Decode once; returns fp64 [2, n]: accepted tokens, and those expected from counts. None if prompts are too
-        long.
+        """Decode a batch once. Returns accepted drafted tokens, and those to compare with, fp64 [2, n].
 
-        n is the number of steps with `both`, else the number of sequences.
+        With `both` n is the number of steps, and the others are those that rejection accepts; otherwise n is the number
+        of sequences, and the others are those that counts predict. None if prompts are too long.
+
+        prompts, mask: LongTensors [B, T], left-padded; positions: how many the models have
         """
         tree = self.decoder.tree
         assert tree is not None
@@ -381,12 +395,12 @@ def measure_gains(
     jobs: Sequence[GainJob], prompts: Sequence[Tensor], *, positions: int, until: float, seed: int,
     report: Callable[[str], object],
 ) -> tuple[MethodGain, ...]:  # fmt: skip
-    """The gains of all jobs that could be measured in the time.
+    """Measure the gains of jobs, in turn, until each is certain enough or time is over. Jobs without data are left out.
 
-    positions: of the models
-    until: a time of time.perf_counter()
-
-    Jobs are visited in turn.
+    prompts: LongTensors [T]
+    positions: how many positions the models have
+    until: the value of time.perf_counter() after which no visit begins
+    report: called with lines of text about the progress
     """
     gains: dict[int, MethodGain] = {}
     found: dict[int, list[Tensor]] = {number: [] for number in range(len(jobs))}
@@ -413,7 +427,7 @@ def measure_gains(
 def jobs_of(
     target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: Sequence[str] = LOSSLESS_METHODS
 ) -> Iterator[GainJob]:
-    """A job for each method that may have a gain, and for each sampling whose acceptance was counted."""
+    """Make a job for each sampling whose acceptance was counted, and each method that may accept more than counted."""
     for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
         for method in methods:
             row = profile.row(method)

@@ -18,7 +18,7 @@ WAIT_SETTINGS = (WAIT_POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY") 
 
 
 def is_command(argv: list[str], original: list[str]) -> bool:
-    """True if this process is the `heavypath` command, or `python -m` with the package's name.
+    """Whether this process is the `heavypath` command, or `python -m` with the package's name.
 
     argv, original: sys.argv and sys.orig_argv. While Python looks for the module of -m, the first of argv is "-m".
     """
@@ -28,11 +28,11 @@ def is_command(argv: list[str], original: list[str]) -> bool:
 
 
 def wait_passively(environment: MutableMapping[str, str]) -> None:
-    """Let threads sleep while they wait, unless the environment says how they wait. Before PyTorch is imported."""
+    """Set OMP_WAIT_POLICY=PASSIVE, unless the environment sets how threads wait. Call before PyTorch is imported."""
     if not waiting(environment):
         environment[WAIT_POLICY] = "PASSIVE"
 
 
 def waiting(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment's setting for how threads wait; nothing for OpenMP's own default, to spin."""
+    """The environment's variables that set how threads wait, with their values; empty for OpenMP's default, to spin."""
     return {name: environment[name] for name in WAIT_SETTINGS if name in environment}

@@ -57,10 +57,9 @@ Report = Callable[[str], object]
 class Way(NamedTuple):
     """A combination of draw and verification whose acceptance is measured.
 
-    draw, verification: as `Method.at` returns them
+    draw: how children are drawn; verification: how they are verified; by the names that `Method.at` returns
     sequence_count: number of independent sequences; None for trees that may branch at every node
-    temperatures: for each depth, by which the draft's logits are divided, see `drafts.tempered`; empty for 1 at all
-        depths
+    temperatures: for each depth the number by which the draft's logits are divided; empty for 1 at all depths
     """
 
     draw: str
@@ -84,10 +83,14 @@ class Way(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """How much is counted: `sequences` sequences of `tokens` tokens, `children` per node, down to `depth` levels.
+    """On how much text acceptance is counted, and for which children.
 
-    tree: that is walked along, with fewer levels than `depth`; None for all children. Ignored for independent sequences
+    tokens, sequences: length and number of the sequences that the target generates
+    depth: levels that are counted
+    children: how many children are offered at each token
     seconds: after this time the sequences are cut off, but not before they have `LEAST_TOKENS`
+    tree: an accepted child leads one level deeper only if this tree has it; None for all children. It has fewer levels
+        than `depth`, and is ignored for independent sequences
     """
 
     tokens: int
@@ -99,21 +102,21 @@ class Extent(NamedTuple):
 
     @classmethod
     def of_trees(cls, tokens: int, sequences: int, levels: int | None, seconds: float = math.inf) -> "Extent":
-        """The extent for planning trees. levels: the most that the draft can draft; None for any"""
+        """The extent for planning trees. levels: most levels that the draft can draft, None for any number."""
         tree = greedy_tree(of_any_pair(), NODES, levels)
         return cls(tokens, sequences, max(tree.depth + 1, DEPTH), CHILDREN, seconds, tree)
 
 
 class Counts(NamedTuple):
-    """Counts of acceptance, on the CPU.
+    """Counts of acceptance along sequences, on the CPU.
 
     accepted: LongTensor[depth, children], how often child j of a node at depth d was accepted; of siblings with equal
         tokens, the first. For independent sequences, children below the first level count as child 0
-    reached: LongTensor[depth], how many nodes there were at depth d
+    reached: LongTensor[depth], at how many nodes at depth d children were offered
     moments: fp64 [depth, children, 5], sums over the nodes at which child k was tried: of 1, q, q^2, y and q y. q is
         the draft's probability of the child among the tokens not yet drawn; y is 1 if the child was accepted, else 0
-    ranks: for each walk int16 [S, T]: the rank of each token, NONE if no child was accepted, UNKNOWN if none was
-        offered
+    ranks: for each set of sequences, int16 [S, T]: the index of the child that became each token, NONE if no child was
+        accepted, UNKNOWN if none was offered
     """
 
     accepted: Tensor
@@ -122,7 +125,7 @@ class Counts(NamedTuple):
     ranks: tuple[Tensor, ...]
 
     def plus(self, other: "Counts") -> "Counts":
-        """The counts on the sequences of both."""
+        """The sum of these counts and others: the counts on the sequences of both."""
         return Counts(
             self.accepted + other.accepted,
             self.reached + other.reached,
@@ -135,10 +138,16 @@ def measure_ways(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
     seed: int, seconds: float, report: Report,
 ) -> tuple[MeasuredAcceptance, ...]:  # fmt: skip
-    """The acceptance of every way with its filters. The sequences are divided into parts, and all ways take turns.
+    """Measure the acceptance of each way with its filters. Ways take turns, each on a part of the sequences.
 
-    seconds: for all of it. After them no further part begins, and the sequences of the first part are cut off if it
-        would take longer. Raises ValueError if even sequences of `LEAST_TOKENS` tokens would take much longer
+    prompts: LongTensors [T], taken in turn
+    wanted: the ways, each with the filters of target and draft
+    extent: on how much text acceptance is counted
+    seconds: time limit. After it no further part begins, and the sequences of the first part are cut off if the part
+        would take longer
+    report: called with lines of text about the progress
+
+    Raises ValueError if even sequences of `LEAST_TOKENS` tokens would take more than twice the time.
     """
     begin = time.perf_counter()
     every, wanted = wanted, list(dict.fromkeys((way.counted, filters) for way, filters in wanted))
@@ -167,9 +176,9 @@ def measure_ways(
 
 
 def _check_time(counts: Counts, needed: float, seconds: float) -> None:
-    """Raise ValueError if `needed` seconds, with the shortest sequences allowed, are more than twice what there is.
+    """Raise ValueError if `needed` seconds are more than twice `seconds`, though sequences are as short as allowed.
 
-    counts: of the first walk
+    counts: of the first walk, which show how long its sequences are
     """
     if counts.ranks[0].shape[1] <= LEAST_TOKENS and needed > 2 * seconds:
         raise ValueError(
@@ -181,7 +190,7 @@ def _check_time(counts: Counts, needed: float, seconds: float) -> None:
 
 
 def _parts(sequences: int) -> Iterator[tuple[int, int]]:
-    """For each part, the index of its first sequence and the number of sequences."""
+    """Divide sequences into parts: for each part, the index of its first sequence and the number of its sequences."""
     size = -(-sequences // PARTS)
     for first in range(0, sequences, size):
         yield first, min(size, sequences - first)
@@ -220,7 +229,13 @@ def walk_together(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
     seed: int, report: Report = lambda line: None,
 ) -> list[Counts]:  # fmt: skip
-    """`walk` for several ways, each with its own filters and sequences, all in the same forward passes."""
+    """Count acceptance for several ways, each with its own filters and sequences, all in the same forward passes.
+
+    prompts: LongTensors [T], reused until there are extent.sequences of them for each way
+    report: called with lines of text about the progress
+
+    Returns the counts of each way, as `walk` does.
+    """
     made = [partial(_Walked, way, filters, extent, target.vocab_size, seed) for way, filters in wanted]
     walked = _along(target, draft, prompts, made, extent, seed, report)
     return [each.counts() for each in walked]
@@ -230,12 +245,11 @@ def _along(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[Callable[[Sequences], Any]],
     extent: Extent, seed: int, report: Report,
 ) -> list[Any]:  # fmt: skip
-    """Generate several sets of sequences in the same forward passes; returns the observers, which have seen every
-    token.
+    """Generate several sets of sequences in the same forward passes. Returns an observer for each set.
 
-    wanted: for each set, a function that builds its observer from its state. `observer.at`, LongTensor[S], is the depth
-        of the next token; `observer.go_on` gets the logits of the draft [S, V] and of the target [S, 1, V], and appends
-        the next token
+    wanted: for each set, a function that makes the observer, given the `Sequences` of the set. `observer.at`,
+        LongTensor[S], is the depth of the next token. `observer.go_on` is called for each token with the logits of the
+        draft [S, V] and of the target [S, 1, V], and appends the next token
     """
     tokens, sequences, depth = extent.tokens, extent.sequences, extent.depth
     every = sequences * len(wanted)
@@ -285,7 +299,7 @@ def _along(
 
 
 class _Walked:
-    """The sequences of one way, and the counts on them."""
+    """Observes the sequences of one way: offers children, verifies them, and counts which are accepted."""
 
     def __init__(self, way: Way, filters: Filters, extent: Extent, vocab_size: int, seed: int, state: Sequences):
         self._way, self._rules = way, Rules(way.draw, way.verification, filters, filters)
@@ -306,10 +320,9 @@ class _Walked:
         self._ranks: list[Tensor] = []
 
     def go_on(self, after: Tensor, logits: Tensor) -> None:
-        """Offer children, verify, count, and append a token.
+        """Offer children at the last token of each sequence, verify them, count, and append the next token.
 
-        after: logits of the draft [S, V]
-        logits: of the target [S, 1, V]
+        after: the draft's logits [S, V]; logits: the target's [S, 1, V]
         """
         state, way, depth, children, at = self._state, self._way, self._depth, self._children, self.at
         rules, noise, independent = self._rules, root_rows(state.noise, state.lengths), way.sequence_count is not None
@@ -372,11 +385,13 @@ def drawing_temperatures(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], samplings: Sequence[Filters], extent: Extent, seed: int,
     report: Report,
 ) -> dict[Filters, tuple[float, ...]]:  # fmt: skip
-    """The drawing temperatures of `drafts.tempered`, for a draft that gives the distributions of all levels in one
-    pass.
+    """Fit, for each depth, the number by which the logits of a draft are divided, so that most tokens are accepted.
 
-    They are fitted for each sampling with temperature above 0, on its own sequences. Empty for other drafts; a sampling
-    is given no temperatures if 1 is best at all depths.
+    This is for drafts that give the distributions of all levels in one pass; for others the result is empty. It has an
+    entry for each sampling with temperature above 0, fitted on its own sequences: the temperatures by depth
+    (`drafts.tempered`), empty if 1 is best at all depths.
+
+    samplings: filters of the target; report: called with lines of text about the progress
     """
     drawn, levels = [each for each in samplings if each.temperature > 0], draft.levels
     if not (drawn and levels and draft.forward is not None and draft.forward.drafts_at_once):
@@ -399,9 +414,11 @@ def drawing_temperatures(
 
 
 class _Common:
-    """The sequences of one sampling, and the overlap of the draft's with the target's distribution at each token.
+    """Observes the sequences of one sampling: at each token, how much the draft's distribution overlaps the target's.
 
-    Blocks of all depths follow each other, whatever the draft proposes.
+    The depth of tokens runs from 0 to `depths` - 1, again and again, whatever the draft proposes.
+
+    common: for each token, the overlaps by drawing temperature, as `fitted` takes them
     """
 
     def __init__(self, filters: Filters, depths: int, seed: int, state: Sequences):

@@ -34,7 +34,7 @@ Verdict = Literal["equal", "tie", "differs", "same law", "other law", "unchecked
 
 
 class Decoded(NamedTuple):
-    """What a way to decode returns for one prompt.
+    """The result of one way to decode for one prompt.
 
     sequence: LongTensor[1, T + new], prompt and output
     forwards: forward passes of the target. For transformers this includes the prefill, which yields a token; ours is
@@ -51,7 +51,7 @@ Runner = Callable[[Tensor, int], Decoded]  # of a prompt LongTensor[1, T] and th
 
 
 class TimedRun(NamedTuple):
-    """The run of one way to decode on one prompt. seconds: prefill included."""
+    """A timed run of one way to decode on one prompt. new_tokens: length of the output; seconds: with the prefill."""
 
     decoded: Decoded
     new_tokens: int
@@ -65,13 +65,13 @@ class TimedRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ways:
-    """Ways to decode with one target.
+    """The ways to decode that are compared, all with one target.
 
     theirs: ways of transformers by name, each with its assistant: a draft model, the number of tokens to look up in
         the prompt, or None
-    decoders: ours by name
-    assisted: for our ways whose draft is a model: the name of transformers' way with the same draft
-    recalls: the drafts that learn from earlier prompts
+    decoders: our ways by name
+    assisted: for our ways whose draft is a model, by name: the name of transformers' way with the same draft
+    recalls: the drafts in them that learn from earlier prompts
     """
 
     target: PreTrainedModel
@@ -82,18 +82,18 @@ class Ways:
 
     @property
     def plain(self) -> str | None:
-        """The name of our plain decoding; None if it is not measured."""
+        """The name of our way that decodes without a draft ("autoregressive"); None if it is not among the ways."""
         return next((name for name, each in self.decoders.items() if _is_a_method(each, "autoregressive")), None)
 
     @property
     def racing(self) -> list[str]:
-        """The names of our ways whose sampled text must be that of plain decoding."""
+        """The names of our ways whose sampled text must equal that of plain decoding: those with method "ersd"."""
         return [name for name, each in self.decoders.items() if _is_a_method(each, "ersd")]
 
     def runners(self, sampling: Mapping[str, Any], seed: int) -> dict[str, Runner]:
-        """What decodes a prompt, for each way, transformers' first.
+        """For each way by name, transformers' first, a function that decodes a prompt.
 
-        sampling: temperature, top_k, top_p and min_p
+        sampling: temperature, top_k, top_p and min_p, by name
 
         Raises ValueError if the text of a way cannot be checked, because plain decoding is missing.
         """
@@ -108,7 +108,11 @@ class Ways:
     def verdict(
         self, name: str, runs: Mapping[str, Sequence[TimedRun]], temperature: float
     ) -> tuple[Verdict, float | None]:
-        """The verdict on a way's texts over all prompts, and the largest logit gap where greedy texts first differ."""
+        """The verdict on a way's texts, over all prompts, and the largest logit gap where greedy texts first differ.
+
+        name: the way; runs: of all ways, by name. A verdict is one of the words that `ComparedWay.text` describes. The
+        gap is None unless greedy texts differ
+        """
         if name == (PLAIN if temperature == 0 else self.plain):
             return "reference", None
         if temperature == 0:
@@ -135,7 +139,7 @@ def build_ways(
     profile: Profile | str | Path | None = None,
     assistant: PreTrainedModel | None = None,
 ) -> Ways:
-    """Each given method with each draft and verifier, ready decoders, and transformers' `generate`, alone and assisted.
+    """Build the ways to compare: each method with each draft and verifier, given decoders, and transformers' own.
 
     Arguments and errors are those of `comparison.compare`.
     """
@@ -191,8 +195,10 @@ def timed_runs(
     recalls: Sequence[Recall] = (),
     report: Callable[[str], object],
 ) -> dict[str, list[TimedRun]]:
-    """The fastest run of each way on each prompt, LongTensor[1, T].
+    """Run each way on each prompt, and keep its fastest run: for each way by name, a run for each prompt.
 
+    runners: the ways by name; prompts: LongTensors [1, T]
+    repeats: rounds over all prompts
     recalls: drafts that are emptied at the beginning of each round
     report: called with a line of text before each run
     """
@@ -215,9 +221,11 @@ def timed_runs(
 def transformers_runner(
     target: PreTrainedModel, assistant: PreTrainedModel | int | None, sampling: Mapping[str, Any], seed: int
 ) -> Runner:
-    """A runner of transformers' generate, or of its assisted generation.
+    """A function that decodes a prompt by transformers' `generate`, plain or assisted.
 
-    assistant: a draft model, or the number of tokens to look up in the prompt (`prompt_lookup_num_tokens`)
+    assistant: a draft model, or the number of tokens to look up in the prompt (`prompt_lookup_num_tokens`); None for
+        plain generation
+    sampling: temperature, top_k, top_p and min_p, by name
     """
     options = {"do_sample": False, "repetition_penalty": 1.0, "num_beams": 1, "pad_token_id": _pad_token(target)}
     if sampling["temperature"] > 0:
@@ -268,7 +276,7 @@ def _timed(runner: Runner, prompt: Tensor, max_new_tokens: int) -> TimedRun:
 
 
 def _with_own(draft: Any, recalls: list[Recall]) -> Any:
-    """The draft with each `Recall` in it replaced by a new one, which is also added to the list."""
+    """The draft with each `Recall` in it replaced by a new one, so that ways share none; `recalls` gets it, too."""
     if isinstance(draft, Recall):
         recalls.append(Recall(draft.tokens, max_ngram=draft.max_ngram))
         return recalls[-1]
@@ -289,7 +297,10 @@ def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
 def _greedy_verdict(
     target: PreTrainedModel, own: Sequence[TimedRun], plain: Sequence[TimedRun]
 ) -> tuple[Verdict, float | None]:
-    """The worst verdict over all prompts, and the largest logit gap where outputs first differ."""
+    """The worst verdict on greedy texts over all prompts, and the largest logit gap where outputs first differ.
+
+    own, plain: the runs of a way and of transformers on the same prompts
+    """
     pairs = [(a.decoded.sequence, b.decoded.sequence) for a, b in zip(own, plain, strict=True)]
     gaps = [_parting_gap(target, one, other) for one, other in pairs if not torch.equal(one, other)]
     if not gaps:
@@ -301,7 +312,7 @@ def _greedy_verdict(
 
 @torch.no_grad()
 def _parting_gap(target: PreTrainedModel, sequence: Tensor, reference: Tensor) -> float | None:
-    """The target's logit gap between the first two tokens that differ; None if one sequence is a prefix of the other.
+    """The difference of the target's logits of the first two tokens that differ; None if one sequence begins the other.
 
     sequence, reference: LongTensor[1, L], prompt and output
     """

@@ -19,11 +19,11 @@ AUTO, NONE = "auto", "none"  # values of `--reasoning`, besides the names of for
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How the answers of a request are read.
+    """How generated texts of a chat request are split into thinking, content and tool calls.
 
     reasoning: the markers of thinking; None for no thinking
     calls:     how tool calls are read; None without tools
-    template:  the tokenizer's response template, which replaces both
+    template:  the tokenizer's response template. If given, it finds all parts, and the markers above are not used
     follows_prompt: whether thinking that the prompt has opened continues in the answer
     """
 
@@ -35,12 +35,12 @@ class AnswerForm:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether thinking is separated from the answer."""
+        """Whether thinking is separated from the content."""
         return self.reasoning is not None or self.template is not None
 
     @cached_property
     def silent(self) -> frozenset[int] | None:
-        """The special tokens to leave out of texts; None if all of them can be, because no marker is one."""
+        """Ids of the special tokens to leave out of texts: all that mark no part. None if no part has such a marker."""
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         if self.template is not None:
             written = json.dumps(self.template, ensure_ascii=False).replace("\\", "")  # without escapes of patterns
@@ -51,7 +51,7 @@ class AnswerForm:
         return frozenset(special[each] for each in special.keys() - wanted) if wanted else None
 
     def reader(self, prompt: str) -> AnswerReader:
-        """A reader for one answer after this prompt."""
+        """Make a reader for one answer. prompt: the text before it, which may have opened or closed thinking."""
         if self.template is not None:
             tools = None if self.calls is None else [tool.for_template() for tool in self.calls.tools]
             parallel = self.calls is None or self.calls.parallel
@@ -66,9 +66,11 @@ class AnswerForm:
 def answer_form(
     request: ChatRequest, tokenizer: PreTrainedTokenizerBase, reasoning: str, calls: Calls | None, template: Any
 ) -> AnswerForm | None:
-    """How the answers of a request are read; None if texts are returned as they are.
+    """Decide how the answers of a request are read; None if texts are returned as they are.
 
-    reasoning: auto, none or the name of a format; template: the tokenizer's response template, if it is to be used
+    reasoning: "auto", to find the markers of thinking in the chat template; "none"; or the name of a format
+    calls:     how tool calls are read; None without tools
+    template:  the tokenizer's response template, or None to read by `reasoning` and `calls`
     """
     if template is not None:
         follows = _may_close(request, closes_of(template))
@@ -83,7 +85,7 @@ def answer_form(
 
 
 def _may_close(request: ChatRequest, closes: tuple[str, ...]) -> bool:
-    """Whether a request's answers may end thinking. If a grammar excludes the closing marker, there is no thinking."""
+    """Whether the grammar of a request, if any, allows a marker that ends thinking; if not, there is no thinking."""
     if request.must_call:
         return False
     wanted = request.wanted()

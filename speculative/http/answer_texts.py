@@ -7,7 +7,7 @@ from heavypath.speculative.http.tool_calls import Call, CallReader
 
 
 class AnswerParts(NamedTuple):
-    """The next parts of an answer: thinking, content, tool calls."""
+    """What was added to an answer: text of the thinking (`thought`), text of the content (`said`), and tool calls."""
 
     thought: str = ""
     said: str = ""
@@ -15,15 +15,11 @@ class AnswerParts(NamedTuple):
 
 
 class AnswerReader(Protocol):
-    """Splits a text that arrives piece by piece.
-
-    begin:       the number of characters before the first character of the content; None before there is any
-    is_thinking: whether the end of the text so far belongs to thinking
-    """
+    """Splits a generated text that arrives piece by piece into thinking, content and tool calls."""
 
     @property
     def begin(self) -> int | None:
-        """The number of characters before the content; None before there is any."""
+        """The index in the text of the first character of the content; None before there is content."""
         ...
 
     @property
@@ -32,21 +28,23 @@ class AnswerReader(Protocol):
         ...
 
     def add(self, text: str) -> AnswerParts:
-        """Add text. Returns the parts that have become certain."""
+        """Add the next piece of text. Returns what is certain now; what may begin a marker is held back."""
         ...
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """The remaining parts; stopped: whether the model ended the text, so that it is complete."""
+        """Return what was held back, after the last piece. stopped: whether the model ended the text itself."""
         ...
 
 
 class MarkedAnswer:
-    """An answer whose thinking and tool calls are enclosed in markers.
+    """Reads an answer whose thinking and tool calls are enclosed in markers; an `AnswerReader`.
 
     A call within thinking is not a call, with one exception: if the model ends its text while thinking, calls at the
     end of the thinking count.
 
-    thinking_calls: reads the thinking, to find such calls
+    reasoning:      separates thinking from the rest
+    calls:          finds tool calls in the rest
+    thinking_calls: finds tool calls in the thinking, for this exception
     """
 
     def __init__(self, reasoning: ReasoningReader, calls: CallReader, thinking_calls: CallReader):
@@ -56,7 +54,7 @@ class MarkedAnswer:
 
     @property
     def begin(self) -> int | None:
-        """The number of characters before the content; None before there is any."""
+        """The index in the text of the first character of the content; None before there is content."""
         return self._reasoning.begin
 
     @property
@@ -65,13 +63,13 @@ class MarkedAnswer:
         return self._reasoning.is_thinking
 
     def add(self, text: str) -> AnswerParts:
-        """Add text. Returns the parts that have become certain."""
+        """Add the next piece of text. Returns what is certain now; what may begin a marker is held back."""
         thought, said = self._reasoning.add(text)
         thought = self._thought(thought)
         return AnswerParts(thought, self._calls.add(said), tuple(self._calls.new_calls()))
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """The remaining parts; stopped: whether the model ended the text, so that it is complete."""
+        """Return what was held back, after the last piece. stopped: whether the model ended the text itself."""
         thought, said = self._reasoning.end()
         thought = self._thought(thought)
         said = self._calls.add(said) + self._calls.end()[0]
@@ -83,7 +81,7 @@ class MarkedAnswer:
         return AnswerParts(thought + self._thinking, said, tuple(self._calls.new_calls()))
 
     def _thought(self, text: str) -> str:
-        """The thinking up to what may be a call; all of it once thinking has ended."""
+        """Add thinking. Returns its new part up to what may be a tool call; all of it once thinking has ended."""
         self._thinking += text
         self._thinking_calls.add(text)
         certain = self._thinking_calls.settled - self._told if self.is_thinking else len(self._thinking)

@@ -14,8 +14,10 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 
 class Counted(NamedTuple):
-    """Token counts of a request: of its prompts, and of all new tokens.
+    """Token counts of a request.
 
+    prompt:    tokens of all its prompts
+    new:       new tokens of all its choices
     cached:    prompt tokens that were not computed, because cached rows were reused
     reasoning: new tokens that are thinking; None where thinking is not separated
     """
@@ -26,7 +28,7 @@ class Counted(NamedTuple):
     reasoning: int | None = None
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
+        """The `usage` object of OpenAI's API, with these counts."""
         counts = {"prompt_tokens": self.prompt, "completion_tokens": self.new, "total_tokens": self.prompt + self.new}
         details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": self.cached}}
         if self.reasoning is not None:
@@ -35,11 +37,15 @@ class Counted(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The next piece of choice `place`. The last piece has the reason why the choice ended.
+    """The next piece of one choice of an answer.
 
-    scored:  the log-probabilities of its tokens, if they were requested
-    calls:   tool calls
-    thought: thinking before the text; scored_thought: the log-probabilities of the thinking's tokens and markers
+    place:   the index of the choice
+    text:    text of the content
+    reason:  why the choice ended; None for all pieces but the last
+    scored:  log-probabilities of the tokens of the content, if they were requested
+    calls:   tool calls that are complete
+    thought: thinking, which comes before the text
+    scored_thought: log-probabilities of the tokens of the thinking and its markers, if they were requested
     """
 
     place: int
@@ -56,8 +62,11 @@ class Piece(NamedTuple):
 
 
 class Style(NamedTuple):
-    """What is the same for all choices of an answer.
+    """What all choices and events of an answer have in common.
 
+    model:      the served model's name
+    fingerprint: the `system_fingerprint` of OpenAI's API
+    spelling:   gives the texts of single tokens, for log-probabilities
     scores:     whether it has log-probabilities
     usage:      whether a stream ends with token counts
     continuous: whether each event has token counts
@@ -76,7 +85,7 @@ class Style(NamedTuple):
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """Join all pieces of one choice."""
+    """The pieces of one choice, from first to last, as one piece with the reason of the last."""
     return pieces[-1]._replace(
         text="".join(each.text for each in pieces),
         scored=[one for each in pieces for one in each.scored],
@@ -87,9 +96,9 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def measures(acceptance: Acceptance | None) -> dict[str, Any]:
-    """vLLM's object of acceptance metrics.
+    """The acceptance of draft tokens as the `metrics` object of vLLM's answers.
 
-    It is null for several choices, because the counts cannot be split among them.
+    Its value is null for None, which stands for several choices, whose counts are not reported together.
     """
     if acceptance is None:
         return {"speculative_decoding": None}
@@ -108,7 +117,7 @@ def measures(acceptance: Acceptance | None) -> dict[str, Any]:
 
 
 class _Answer:
-    """The common part of both kinds of answers."""
+    """Makes the JSON objects of an answer; the common part of completions and chats."""
 
     prefix, whole_kind, event_kind = "", "", ""
 
@@ -122,7 +131,7 @@ class _Answer:
         }
 
     def whole(self, texts: Sequence[Piece], counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
-        """The whole answer as one object."""
+        """The whole answer as one object. texts: one joined piece for each choice."""
         choices = [
             {"index": index, "logprobs": self._logprobs(text), "finish_reason": text.reason} | self._whole(text)
             for index, text in enumerate(texts)
@@ -130,11 +139,11 @@ class _Answer:
         return self._head | {"object": self.whole_kind, "choices": choices} | self._numbers(counted, acceptance)
 
     def last(self, counted: Counted, acceptance: Acceptance | None) -> dict[str, Any]:
-        """The last event of a stream, with token counts."""
+        """The last event of a stream, without choices and with token counts."""
         return self._head | {"object": self.event_kind, "choices": []} | self._numbers(counted, acceptance)
 
     def event(self, piece: Piece, counted: Counted) -> dict[str, Any]:
-        """The event for a piece."""
+        """The stream's event for a piece. counted: token counts so far, which each event has if requested."""
         choice = {"index": piece.place, "logprobs": self._logprobs(piece), "finish_reason": piece.reason}
         event = self._head | {"object": self.event_kind, "choices": [choice | self._part(piece)]}
         if self._style.continuous:
@@ -156,7 +165,7 @@ class _Answer:
 
 
 class CompletionAnswer(_Answer):
-    """An answer of /v1/completions."""
+    """Makes the JSON objects of an answer of /v1/completions."""
 
     prefix, whole_kind, event_kind = "cmpl", "text_completion", "text_completion"
 
@@ -180,7 +189,7 @@ class CompletionAnswer(_Answer):
 
 
 class ChatAnswer(_Answer):
-    """An answer of /v1/chat/completions. The first event of each choice has its role."""
+    """Makes the JSON objects of an answer of /v1/chat/completions."""
 
     prefix, whole_kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -189,7 +198,7 @@ class ChatAnswer(_Answer):
         self._calls: dict[int, int] = {}  # by choice, how many calls were sent
 
     def begin(self, index: int, counted: Counted) -> dict[str, Any]:
-        """The first event of choice `index`."""
+        """The first event of choice `index`, which has the role and no text."""
         event = self.event(Piece(index, ""), counted)
         event["choices"][0]["delta"] = {"role": "assistant", "content": ""}
         return event

@@ -23,7 +23,7 @@ from heavypath.speculative.http.writing import EventStream, Writing
 
 
 def fingerprint_of(method: str, seed: int) -> str:
-    """The system_fingerprint for `create_app`: version, method and seed, on which answers depend."""
+    """The `system_fingerprint` of a server's answers: version, method and seed, on which all answers depend."""
     return f"heavypath-{importlib.metadata.version('heavypath')}-{method}-{seed}"
 
 
@@ -34,10 +34,11 @@ def create_app(
     hosts: Collection[str] | None = None,
     origins: Collection[str] = (),
 ) -> FastAPI:
-    """The ASGI application.
+    """Make the ASGI application of a server, with the routes of OpenAI's API, /health and /metrics.
 
-    fingerprint: identifies what answers depend on besides the request: OpenAI's system_fingerprint
-    api_key: the key that clients must send; None for none
+    served: the service, its model's name, and the settings of the server
+    fingerprint: OpenAI's system_fingerprint, which identifies what answers depend on besides the request
+    api_key: the key that clients must send; None if they need no key
     hosts: host names that requests may use; None for any
     origins: origins of web pages that may read answers (CORS), "*" for all
     """
@@ -103,9 +104,9 @@ def create_app(
 async def _answered(
     exchange: Exchange, body: Sampling, request: Request, answer: AnyAnswer, writing: Writing
 ) -> Response:
-    """Answer with a stream or as a whole.
+    """The response to a request: an event stream if the body wants one, otherwise one object.
 
-    If more texts were decoded than requested (best_of), with the best of them.
+    If more texts were decoded than requested (best_of), it has those of the highest mean log-probability.
     """
     if body.stream:
         return EventStream(exchange, answer, writing, has_numbers=body.streamed.include_usage)
@@ -124,7 +125,7 @@ async def _answered(
 
 
 def _describe(app: FastAPI, bodies: Mapping[str, type[Sampling]]) -> None:
-    """Add the bodies of requests to /openapi.json, since FastAPI does not read them."""
+    """Add the schemas of request bodies to /openapi.json: FastAPI does not know them. bodies: by path of the route."""
     described = app.openapi()
     for path, kind in bodies.items():
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")

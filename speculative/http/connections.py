@@ -23,13 +23,13 @@ def raise_limit_of_files() -> None:
 
 
 def most_connections(asked: int) -> int:
-    """`asked`, but at most half of the files that this process may open."""
+    """The number of connections to allow: `asked`, but at most half of the files that this process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return asked if files == resource.RLIM_INFINITY else max(1, min(asked, files // 2))
 
 
 class Pieces(h11.Connection):
-    """The HTTP protocol of a connection. It refuses a body in very many very small chunks.
+    """The HTTP parser of a connection, which refuses a body in very many very small chunks.
 
     Each chunk takes some 20 microseconds of the event loop, however small it is. A megabyte in chunks of one byte would
     take 20 seconds.
@@ -38,7 +38,7 @@ class Pieces(h11.Connection):
     _count = _size = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next event."""
+        """The next event of the connection. Raises RemoteProtocolError, as status 400, for a body of tiny chunks."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._count = self._size = 0
@@ -55,15 +55,15 @@ class Connection(H11Protocol):
     If there are too many connections, a new one replaces the one that has been silent longest, or whose client does not
     read its answer. Only if all of them are busy, the new one itself is closed.
 
-    head_seconds: time for a header, from its first byte (on a new connection: from its opening) to its last
-    most:         number of connections
+    head_seconds: seconds for a header to arrive, from the opening of the connection, or later from the first byte on
+    most:         largest number of connections
     """
 
     head_seconds = 10.0
     most = 1000
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept a connection; close another one if there are too many."""
+        """Accept this connection. If there are too many now, close another one, or this one if all others are busy."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self.conn = Pieces(h11.SERVER)
         self._since, self._late = 0.0, None
@@ -76,7 +76,7 @@ class Connection(H11Protocol):
                 min(others, key=lambda each: (each.is_busy, each._since), default=self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Process data, and update the timeout."""
+        """Process received data, and start or stop the timeout of the header."""
         super().data_received(data)
         self._watch()
 
@@ -117,7 +117,7 @@ class AcceptErrors:
         self._seconds, self._last = seconds, float("-inf")
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error."""
+        """Log an error of `accept`, unless one was logged within `seconds`; other errors are logged as usual."""
         if not str(context.get("message")).startswith("socket.accept()"):
             loop.default_exception_handler(context)
         elif time.monotonic() >= self._last + self._seconds:

@@ -32,9 +32,13 @@ class Answer(JSONResponse):
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, too
-    """Why a request gets no text, or no more text.
+    """Raised to answer a request with an error, before it gets any text or in the middle of a stream.
 
-    status: HTTP status; param: the field of the request that is wrong; code: for programs
+    status:  HTTP status
+    message: for people; cut to 250 characters
+    param:   the field of the request that is wrong, if one is
+    code:    the kind of error for programs, such as "queue_full"
+    headers: additional headers of the response
     """
 
     def __init__(
@@ -50,23 +54,23 @@ class Refusal(Exception):  # noqa: N818 - an answer, too
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def content(self) -> dict[str, Any]:
-        """The body of the response."""
+        """The JSON object of the error, in OpenAI's format."""
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Answer:
-        """The response."""
+        """The HTTP response of the error."""
         return Answer(self.content(), self.status, self.headers)
 
 
 def failed(error: Exception) -> Refusal:
-    """The refusal that a client gets for an internal error; details go to the log."""
+    """Log an internal error, and return the refusal (status 500) that its client gets, without details."""
     logger.error("a request failed", exc_info=error)
     return Refusal(500, "the server failed; its log says why", code="internal_error")
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Answer all errors of the app in OpenAI's format, including those of FastAPI and Starlette."""
+    """Add handlers to the app that answer all errors in OpenAI's format, also errors of FastAPI and Starlette."""
 
     async def refuse(request: Request, error: Exception) -> Answer:
         assert isinstance(error, Refusal)
@@ -85,7 +89,7 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def of_fields(error: ValidationError) -> Refusal:
-    """The refusal for a body that failed validation: its first wrong field, where it is, and why it is wrong."""
+    """The refusal (status 400) for a body that failed validation. It reports the first wrong field and the reason."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]
     if first["type"] == "missing" and len(first["loc"]) == 1:  # the field may be misspelt: then report that one

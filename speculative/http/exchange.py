@@ -35,14 +35,17 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 @dataclass(frozen=True)
 class Served:
-    """The model that a server serves, and its settings.
+    """The model that a server serves, and the server's settings.
 
+    service:     decodes the requests
     name:        the model's name in requests
-    temperature: the default temperature
+    temperature: of requests that have none
     eos_token_ids: tokens that end a text
+    limits:      limits of a request
+    metrics:     counts requests and measures their times
     tool_format: how the model writes tool calls; None to derive it from the chat template
-    reasoning:   auto, none or the name of a format in `reasoning`
-    measured:    whether answers report acceptance
+    reasoning:   how thinking is marked: "auto", "none" or the name of a format
+    measured:    whether answers report the acceptance of draft tokens
     """
 
     service: Service
@@ -58,11 +61,13 @@ class Served:
 
 
 class Asked(NamedTuple, Generic[Body]):
-    """A request that was read and checked.
+    """An HTTP request that was read and checked.
 
-    grammar: a grammar for all its choices; None for none
-    form:    how its answers are read; None if texts are returned as they are
-    ends:    the time.monotonic() by which it has to be complete; None for no limit
+    body:    its fields
+    prompts: its prompts as tokens
+    grammar: a grammar for all its choices; None if they are free
+    form:    how answers are split into parts; None if texts are returned as they are
+    ends:    value of time.monotonic() by which it has to be complete; None for no limit
     """
 
     body: Body
@@ -86,13 +91,13 @@ class _ChoiceText:
 
     @property
     def thinking_tokens(self) -> int:
-        """How many tokens there are before the content so far."""
+        """How many of the tokens so far come before the content: thinking and its markers."""
         if self.reader is None:
             return 0
         return bisect_left(self.stopped.begins, math.inf if self.reader.begin is None else self.reader.begin)
 
     def piece(self, parts: AnswerParts, reason: Reason | None = None) -> Piece:
-        """A piece with these parts, and the log-probabilities of the tokens taken since the last piece."""
+        """Make a piece of these parts, with the log-probabilities of the tokens that came since the last piece."""
         begin, self.told = self.told, self.stopped.tokens
         scored, thinking = self.completion.logprobs[begin : self.told], max(0, self.thinking_tokens - begin)
         self.has_called |= bool(parts.calls)
@@ -100,20 +105,23 @@ class _ChoiceText:
 
 
 def sequence_id(seed: int | None, index: int) -> int | None:
-    """The service's seed for choice `index` of a request; for the first one this is sequence `seed` of `generate`.
+    """The seed that choice `index` of a request has in the service; None, for a random one, if the request has none.
 
-    Seeds are taken modulo 2**27, the number of possible sequences.
+    The first choice has the seed of the request, modulo 2**27, the number of seeds that a service has.
     """
     return None if seed is None else (seed + index * APART) % MAX_SEQUENCES
 
 
 class Exchange:
-    """The choices of one request: n for each prompt, in the order of the prompts.
+    """The choices of one HTTP request while they are decoded: n for each prompt, in the order of the prompts.
 
+    Making an Exchange submits all choices to the service; `pieces` has their texts. Its length is their number.
+
+    asked:  the request
     client: who sent the request; the queue is shared fairly among clients
 
-    Raises Refusal if the request needs something that is not allowed, the queue is full, or the service is closed.
-    Nothing of the request is decoded then.
+    Raises Refusal if the request needs something that is not allowed, the queue is full, or the service is closed. All
+    choices are cancelled then.
     """
 
     def __init__(self, served: Served, asked: Asked[Any], client: str | None = None):
@@ -145,7 +153,7 @@ class Exchange:
 
     @property
     def counted(self) -> Counted:
-        """The token counts so far."""
+        """The token counts of the request so far, over all its choices."""
         return Counted(
             sum(text.prompt_tokens for text in self._texts),
             sum(text.stopped.tokens for text in self._texts),
@@ -159,19 +167,19 @@ class Exchange:
         return self._texts[0].completion.acceptance if len(self._texts) == 1 else None
 
     def mean_logprob(self, index: int) -> float:
-        """The mean log-probability of a choice's tokens; needs log-probabilities."""
+        """The mean log-probability of the tokens of choice `index`, whose log-probabilities were requested."""
         text = self._texts[index]
         found = [each.logprob or 0.0 for each in text.completion.logprobs[: text.stopped.tokens]]
         return sum(found) / max(1, len(found))
 
     def leave(self) -> None:
-        """The client has disconnected: cancel all choices."""
+        """Cancel all choices, because the client has disconnected."""
         self._gone = True
         for text in self._texts:
             text.completion.cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """The pieces of all choices as they arrive; may be iterated once.
+        """The pieces of all choices, in the order in which they arrive; may be iterated once.
 
         At most one piece waits here. What a slow reader has not read yet stays as tokens in the completions, whose size
         is limited; decoding does not wait for it. Raises Refusal if a choice fails.
@@ -191,7 +199,7 @@ class Exchange:
                 reader.cancel()
 
     def close(self) -> None:
-        """Cancel all choices that have not ended: nobody reads them any more."""
+        """Cancel all choices that have not ended, and record them in the metrics. Called when nothing reads them."""
         for text in self._texts:
             text.completion.cancel()
             text.watch.finish("disconnected" if self._gone else "failed", text.stopped.tokens)
@@ -256,7 +264,10 @@ class Exchange:
             await put(failed(error))
 
     def _finish(self, text: _ChoiceText) -> Piece:
-        """The last piece of a choice whose tokens have all arrived. Raises Refusal if the choice was cut off."""
+        """The last piece of a choice whose tokens have all arrived, with the reason of its end.
+
+        Raises Refusal if the deadline, a disconnected client, or the end of the service cut it off.
+        """
         steps, rest = 0, text.stopped.end()
         if text.stopped.ended:
             reason = "stop"
@@ -283,7 +294,7 @@ class Exchange:
 
 
 async def gone(receive: Receive) -> None:
-    """Wait until the client disconnects; receive: from the request, whose body has been read."""
+    """Wait until the client disconnects. receive: the ASGI function of the request, whose body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -305,7 +316,7 @@ async def until_gone(receive: Receive, exchange: Exchange) -> AsyncGenerator[Non
 
 
 def overdue(limits: Limits) -> Refusal:
-    """The refusal of a request that takes too long."""
+    """The refusal (status 504) of a request that takes more than `limits.seconds`."""
     return Refusal(504, f"the text was not complete within the server's {limits.seconds:g} seconds", code="deadline")
 
 
@@ -338,7 +349,10 @@ def _options(served: Served, asked: Asked[Any]) -> dict[str, Any]:
 
 
 def _processors(request: Sampling, grammar: Grammar | None, prompt_length: int, vocab_size: int) -> list[Any]:
-    """The logits processors of a choice."""
+    """The logits processors of a choice: biases, then penalties, then the grammar, as far as requested.
+
+    Raises Refusal for a bias of a token outside the vocabulary.
+    """
     found: list[Any] = []
     bias = {int(token): value for token, value in (request.logit_bias or {}).items() if value}
     if bias:
@@ -353,9 +367,9 @@ def _processors(request: Sampling, grammar: Grammar | None, prompt_length: int, 
 
 
 def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
-    """The largest number of new tokens of a choice.
+    """The largest number of new tokens of a choice, at least 1. Raises Refusal if a slot has no room for them.
 
-    Asked: the requested number, None for the largest possible.
+    asked: the requested number; None for the largest possible
     """
     room = limits.max_tokens - len(prompt.tokens)
     if room < 1 or (asked or 1) > room:
@@ -366,7 +380,10 @@ def _new_tokens(limits: Limits, prompt: Prompt, asked: int | None) -> int:
 
 
 def _check_tokens(prompt: Prompt, least: int, most: int, vocab_size: int) -> None:
-    """Check what the service would refuse, too, so that the message uses the names of the API."""
+    """Raise Refusal for a token outside the vocabulary, and for min_tokens `least` above max_tokens `most`.
+
+    The service would refuse both, too, but its message would not use the names of the API.
+    """
     if (largest := max(prompt.tokens)) >= vocab_size:
         raise Refusal(400, f"prompt: expected tokens of at most {vocab_size - 1}, got {largest}", param="prompt")
     if least > most:
@@ -375,7 +392,7 @@ def _check_tokens(prompt: Prompt, least: int, most: int, vocab_size: int) -> Non
 
 
 def _seconds_for_one(service: Service) -> int:
-    """An estimate of the seconds until a running request ends."""
+    """An estimate of the seconds until a running request ends, 1 to 60, for the header Retry-After."""
     stats = service.stats()
     return max(1, min(60, math.ceil(stats.seconds_busy / max(1, stats.completed))))
 

@@ -31,7 +31,12 @@ KEPT = 16  # how many grammars are kept; one usually takes 1 MiB
 
 
 class GrammarSource(NamedTuple):
-    """A grammar as text; what: its name in messages; field: the request's field that has it."""
+    """A grammar before it is compiled.
+
+    text:  the grammar as llguidance reads it
+    what:  its name in error messages, such as "JSON schema"
+    field: the request's field that has it
+    """
 
     text: str
     what: str
@@ -39,7 +44,7 @@ class GrammarSource(NamedTuple):
 
 
 class Grammars:
-    """Compiles and keeps the grammars of requests, by their sources."""
+    """Compiles the grammars of requests in threads, and keeps the 16 that were used last, by their source texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
         self._tokenizer, self._eos_token_ids = tokenizer, [*eos_token_ids] or None
@@ -53,9 +58,9 @@ class Grammars:
         self._lock = threading.Lock()  # protects `_kept`
 
     async def of(self, source: GrammarSource) -> Grammar:
-        """The grammar of a source. Raises Refusal if it cannot be compiled within the limits.
+        """The compiled grammar of a source. Raises Refusal if it cannot be compiled within the limits.
 
-        If it is cancelled while it waits for a thread, it takes none.
+        Cancelled while it waits for a thread, it does not take one later.
         """
         with self._lock:
             if source.text in self._kept:
@@ -80,9 +85,9 @@ class Grammars:
 
 
 def source_of(request: Sampling, calls: Calls | None) -> GrammarSource | None:
-    """The grammar that a request's texts must follow; None for any text.
+    """The source of the grammar that a request's texts must follow; None if they are free.
 
-    calls: how the model writes tool calls, if the request has tools
+    calls: how the model writes tool calls; None without tools
 
     Raises Refusal for a schema beyond the limits, for two grammars, and if the server cannot use grammars.
     """

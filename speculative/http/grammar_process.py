@@ -17,7 +17,7 @@ SECONDS = 10  # CPU time limit, in case the server is gone and cannot end this p
 
 
 def main() -> None:
-    """Compile each grammar, with the first argument as the limit of additional memory in bytes."""
+    """Compile each grammar that arrives on standard input. The first argument is the limit of added memory in bytes."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     memory = int(sys.argv[1])
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _limit(what: int, most: int) -> None:
-    """Set a soft limit, within the hard limit."""
+    """Set the soft limit of a resource to `most`, or to its hard limit if that is lower."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

@@ -18,12 +18,16 @@ DROPPED = 16  # a body is read up to 16 times its limit, since some clients read
 
 
 class Guard:
-    """ASGI middleware. The inner application gets each body as a whole.
+    """ASGI middleware that refuses requests with a wrong host, a wrong key, or too large or slow a body.
 
-    api_key: what clients must send as `Authorization: Bearer KEY`; None for none
+    The inner application gets each body as a whole.
+
+    limits:  size and time of a body
+    metrics: counts all answers, by path and status
+    api_key: what clients must send as `Authorization: Bearer KEY`; None if they need no key
     hosts: host names that a request may use, in lower case; None for any. Without this check a web page whose domain
-           name
-        resolves to the visitor's loopback address could use a server that is only reachable locally (DNS rebinding)
+        name resolves to the visitor's loopback address could use a server that is only reachable locally (DNS
+        rebinding)
     """
 
     def __init__(
@@ -77,7 +81,10 @@ class Guard:
             raise Refusal(401, message, code="invalid_api_key", headers=headers)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if the client disconnected before it was complete."""
+        """The whole body; None if the client disconnected before it was complete.
+
+        Raises Refusal if it is too large, or does not arrive in time.
+        """
         most, seconds = self._limits.body_bytes, self._limits.body_seconds
         body, size, more = bytearray(), 0, True
         try:
@@ -100,15 +107,15 @@ class Guard:
 
 
 def host_of(address: str) -> str:
-    """The host name in a Host header, without the port and without IPv6 brackets."""
+    """The host name in the value of a Host header, in lower case, without port and without IPv6 brackets."""
     name = address[1:].partition("]")[0] if address.startswith("[") else address.partition(":")[0]
     return name.lower()
 
 
 def client_of(scope: Scope) -> str | None:
-    """An identification of the sender, for sharing between clients: an IPv4 address, or an IPv6 network of size /64.
+    """Who sent a request, for fair sharing among clients: an IPv4 address, or the /64 network of an IPv6 address.
 
-    If the server gives something that is no address, that is used; None if it gives nothing.
+    scope: the request's ASGI scope. A client in it that is no address is returned as it is; None if it has no client
     """
     if not scope.get("client"):
         return None
@@ -123,7 +130,7 @@ def client_of(scope: Scope) -> str | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """A receive function that first returns the whole body."""
+    """An ASGI receive function that first returns the whole body, then what `receive` returns."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:

@@ -12,7 +12,7 @@ LEAST = -9999.0  # replaces -inf, which JSON cannot express
 
 
 class Spelling:
-    """The texts of single tokens, cached."""
+    """Writes log-probabilities with the texts of their tokens, which it caches."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -23,9 +23,11 @@ class Spelling:
         return self._spelled(token)[0]
 
     def completion(self, scored: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """The logprobs object of /v1/completions; offset: the first token's offset in the text.
+        """The `logprobs` object of a choice or event of /v1/completions.
 
-        The first token of a text has null, since nothing precedes it.
+        A token without a log-probability, the first of a prompt, has null.
+
+        offset: characters of the text before the first of these tokens
         """
         tokens = [self.of(each.token) for each in scored]
         return {
@@ -36,7 +38,7 @@ class Spelling:
         }
 
     def chat(self, scored: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The logprobs object of /v1/chat/completions."""
+        """The `logprobs` object of a choice or event of /v1/chat/completions."""
         return {"content": map(self._with_likeliest, scored), "refusal": None}
 
     def _with_likeliest(self, scored: TokenLogprob) -> dict[str, Any]:
@@ -48,16 +50,16 @@ class Spelling:
         return {"token": text, "logprob": max(LEAST, logprob or 0.0), "bytes": content}
 
     def _spelled(self, token: int) -> tuple[str, list[int]]:
-        """The text of a token, and its bytes."""
+        """The text of a token, and the bytes of the text."""
         if token not in self._known:
             text = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
             self._known[token] = text, [*text.encode(errors="replace")]
         return self._known[token]
 
     def _by_text(self, scored: TokenLogprob) -> dict[str, float] | None:
-        """{text: log-probability}.
+        """The log-probabilities by text of the likeliest tokens and the token itself; None if the token has none.
 
-        For tokens with the same text, such as parts of characters, the likeliest one counts.
+        If tokens have the same text, as incomplete characters have, the likeliest one counts.
         """
         if scored.logprob is None:
             return None

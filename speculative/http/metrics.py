@@ -20,7 +20,10 @@ TOKENS_OF_A_STEP = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 
 
 class Metrics:
-    """Counts and times of one server, in its own registry."""
+    """The Prometheus metrics of one server, in its own registry.
+
+    requests: counts HTTP requests by path and status; the other attributes count and time texts, with help texts below
+    """
 
     def __init__(self, service: Service):
         self._registry = registry = CollectorRegistry()
@@ -48,7 +51,7 @@ class Metrics:
         self._by_position = counter(f"{drafts}_accepted_tokens_per_pos", by_depth, ["position"])
 
     def speculation(self, acceptance: Acceptance) -> None:
-        """Add the counts of a text that has ended."""
+        """Add the counts of draft tokens of a text that has ended."""
         self._drafts.inc(acceptance.num_spec_steps)
         self._drafted.inc(acceptance.num_draft_tokens)
         self._accepted.inc(acceptance.num_accepted_draft_tokens)
@@ -60,13 +63,13 @@ class Metrics:
         return generate_latest(self._registry)
 
     def watch(self, prompt_tokens: int) -> "Watch":
-        """Start measuring one text."""
+        """Count a text's prompt tokens, and start to measure its times."""
         self.prompt_tokens.inc(prompt_tokens)
         return Watch(self)
 
 
 class Watch:
-    """Measures the times of one text, from its creation on."""
+    """Measures the times of one text for `Metrics`, from the creation of this object, when the text is submitted."""
 
     def __init__(self, metrics: Metrics):
         self._metrics, self._begin = metrics, time.perf_counter()
@@ -89,9 +92,12 @@ class Watch:
         self._last = now
 
     def finish(self, outcome: str, tokens: int, steps: int = 0, acceptance: Acceptance | None = None) -> None:
-        """Record the end of the text, with its numbers of tokens and steps, as far as known.
+        """Record the end of the text. Only the first call counts.
 
-        Further calls have no effect.
+        outcome:    why it ended: stop, length, deadline, disconnected, refused, closed or failed
+        tokens:     number of its new tokens
+        steps:      number of its steps; 0 if not known
+        acceptance: counts of its draft tokens; None if not known
         """
         if self._finished:
             return

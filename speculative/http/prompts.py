@@ -18,10 +18,10 @@ _OF_TEMPLATES = (
 
 
 class Prompt(NamedTuple):
-    """The tokens of a prompt.
+    """A prompt as tokens.
 
-    echo: the text to put before the new text in the answer; empty unless requested
-    conversation: the text that the chat template made; empty without one
+    echo: the prompt's text if the answer has to begin with it, otherwise empty
+    conversation: the text that the chat template made; empty for a prompt of /v1/completions
     """
 
     tokens: list[int]
@@ -42,7 +42,10 @@ class PromptTokens:
         return self._of_chat(request) if isinstance(request, ChatRequest) else self._of_texts(request)
 
     def _of_texts(self, request: CompletionRequest) -> list[Prompt]:
-        """One prompt or several, given as texts or as tokens. Raises Refusal for an empty one."""
+        """The prompts of a completion request, one or several, given as texts or as tokens.
+
+        Raises Refusal for an empty prompt or list, and for too many or too long prompts.
+        """
         given: Any = request.prompt
         several = isinstance(given, list) and not (given and isinstance(given[0], int))
         prompts = given if several else [given]
@@ -65,9 +68,9 @@ class PromptTokens:
         return Prompt(tokens, str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)))
 
     def _of_chat(self, request: ChatRequest) -> list[Prompt]:
-        """The conversation in the tokenizer's chat template, up to where the answer begins.
+        """The conversation as one prompt, written by the tokenizer's chat template up to where the answer begins.
 
-        Raises Refusal if there is no template, or if it cannot render the conversation.
+        Raises Refusal if there is no template, if it cannot write the conversation, and if the text is too long.
         """
         if not self._tokenizer.chat_template:
             message = "this model's tokenizer has no chat template, so it can continue texts alone: use /v1/completions"

@@ -23,7 +23,10 @@ Result = TypeVar("Result")
 
 
 class Reading:
-    """Reads the requests to a server. The time limit of a request starts here."""
+    """Reads the requests to a server: validates their bodies, tokenizes prompts, and compiles grammars.
+
+    Raises ValueError for a response template of the tokenizer that transformers cannot read.
+    """
 
     def __init__(self, served: Served):
         self._served = served
@@ -38,7 +41,7 @@ class Reading:
         self._thread.submit(int)  # start the thread now, while there is memory for it
 
     async def read(self, request: Request, kind: type[Body]) -> Asked[Body]:
-        """Read a request of this kind.
+        """Read a request, whose time limit starts now. kind: the class of its body.
 
         Raises Refusal if it is not valid, its client disconnects, or its time is over.
         """
@@ -68,7 +71,7 @@ class Reading:
         return asked if source is None else asked._replace(grammar=await self._grammars.of(source))
 
     def _form(self, request: ChatRequest) -> AnswerForm | None:
-        """How the answers are read. Raises Refusal if the request asks for what the model does not support."""
+        """How answers are split into parts; None for texts as they are. Raises Refusal if tools are not supported."""
         served = self._served
         return answer_form(request, served.tokenizer, served.reasoning, self._calls(request), self._template)
 
@@ -87,10 +90,7 @@ class Reading:
 
 
 def check_model(served: Served, name: str | None) -> None:
-    """Raise Refusal for another model than the served one, which need not be named.
-
-    No model is ever loaded by a request.
-    """
+    """Raise Refusal (status 404) if a request names another model than the served one. name: None if it names none."""
     if name not in (None, served.name):
         message = f"there is no model {name!r:.100} here; this server has {served.name!r}"
         raise Refusal(404, message, param="model", code="model_not_found")
@@ -106,10 +106,7 @@ def _check_type(given: str) -> None:
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`. If the client disconnects first, work is cancelled.
-
-    If it still waits, it takes no thread.
-    """
+    """The result of `work`. If the client disconnects first, `work` is cancelled, and Refusal is raised."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)

@@ -35,7 +35,7 @@ def reasoning_of(template: str) -> ReasoningFormat | None:
 
 
 def state_after(prompt: str, form: ReasoningFormat) -> bool | None:
-    """True if a prompt ends within thinking, False if it ends with the closing marker, None for neither."""
+    """Whether a prompt opens thinking: True if it ends with the opening marker, False with the closing one, or None."""
     ending = prompt.rstrip()
     return True if ending.endswith(form.open) else False if ending.endswith(form.close) else None
 
@@ -43,10 +43,10 @@ def state_after(prompt: str, form: ReasoningFormat) -> bool | None:
 class ReasoningReader:
     """Splits a text that arrives piece by piece into thinking and content, without spaces around the thinking.
 
-    form:     None for texts without thinking
+    form:     the markers of thinking; None for texts without thinking
     is_open:  whether the text begins within thinking; None if it may begin with a marker
 
-    begin: the number of characters before the content; None before there is any
+    begin: the index in the text of the first character of the content; None before there is content
     is_thinking: whether the end of the text so far belongs to thinking
     """
 
@@ -58,13 +58,13 @@ class ReasoningReader:
         self.begin: int | None = 0 if self._is_closed else None
 
     def add(self, text: str) -> tuple[str, str]:
-        """Add text. Returns the thinking and the content that have become certain."""
+        """Add the next piece of text. Returns the new thinking and content; what may begin a marker is held back."""
         self._taken += len(text)
         self._held += text
         return self._read(final=False)
 
     def end(self) -> tuple[str, str]:
-        """The rest. If thinking never ended, all of the text is thinking."""
+        """Return what was held back, after the last piece: thinking if it has not ended, otherwise content."""
         return self._read(final=True)
 
     def _read(self, *, final: bool) -> tuple[str, str]:
@@ -77,7 +77,7 @@ class ReasoningReader:
         return thought, self._said()
 
     def _decided(self, form: ReasoningFormat, final: bool) -> bool:
-        """Whether it is decided if the text begins with the opening marker, which is removed then."""
+        """Whether the text so far shows if it begins with the opening marker; if it does, the marker is removed."""
         text = self._held.lstrip()
         if text.startswith(form.open):
             self.is_thinking = True

@@ -18,9 +18,11 @@ MOST_LOGPROBS = 20  # how many of the likeliest tokens may be requested at each 
 
 
 class StreamOptions(Body):
-    """include_usage: send a last event with token counts. include_obfuscation: False, or left out.
+    """What the events of a stream have besides the text.
 
-    continuous_usage_stats: send the token counts so far in each event
+    include_usage: send a last event with token counts
+    continuous_usage_stats: send the token counts so far in each event, too
+    include_obfuscation: only false is supported
     """
 
     include_usage: bool = False
@@ -29,7 +31,7 @@ class StreamOptions(Body):
 
 
 class Sampling(SamplingFields, Formatted):
-    """The fields that both kinds of requests have.
+    """The fields that requests for completions and for chats have in common.
 
     Sampling settings that are left out have the values of the target's generation_config; a temperature that is missing
     there, too, is 1. skip_special_tokens=False keeps special tokens in the text, except the one that ends it.
@@ -73,7 +75,7 @@ class Sampling(SamplingFields, Formatted):
 
     @property
     def new_tokens(self) -> int | None:
-        """The largest number of new tokens of each text; None for as many as there is room for."""
+        """The largest number of new tokens of each text; None for as many as a slot has room for."""
         return self.max_tokens
 
     @property
@@ -89,10 +91,10 @@ def _kind(value: Any) -> str:
 
 
 class CompletionRequest(Sampling):
-    """Texts, or their tokens, to continue. max_tokens is 16 by default, as in OpenAI's API.
+    """The body of a request to /v1/completions: texts, or their tokens, to continue.
 
-    With 0 prompts are only read.
-
+    max_tokens: largest number of new tokens, 16 by default, as in OpenAI's API. With 0 prompts are only read
+    echo:     put the prompt before the new text
     logprobs: report this many of the likeliest tokens at each position, and the chosen token; with echo for the prompt,
               too
     best_of:  decode this many texts, and return the n with the highest mean log-probability of their tokens
@@ -134,22 +136,22 @@ class CompletionRequest(Sampling):
 
     @property
     def new_tokens(self) -> int | None:
-        """The largest number of new tokens of each text."""
+        """The largest number of new tokens of each text, 16 by default; 0 to read the prompts only."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens to report at each position."""
+        """How many of the likeliest tokens to report at each position; None for no log-probabilities."""
         return self.logprobs
 
 
 class ChatRequest(Sampling):
-    """A conversation to answer, by default with as many tokens as there is room for.
+    """The body of a request to /v1/chat/completions: a conversation to answer.
 
+    max_completion_tokens: largest number of new tokens, also called max_tokens; by default as many as there is room for
     chat_template_kwargs: variables for the chat template, such as enable_thinking
     tool_choice: "none" hides the tools from the template. "auto", the default, lets the model decide. "required", or
-                 one
-        of the tools, forces a call, which needs the extra `grammar`
+        one of the tools, forces a call, which needs the extra `grammar`
     parallel_tool_calls: false keeps only the first call of an answer
     """
 
@@ -205,7 +207,7 @@ class ChatRequest(Sampling):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model may call."""
+        """The tools that the chat template shows to the model; empty without tools, or if tool_choice is "none"."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -217,10 +219,10 @@ class ChatRequest(Sampling):
 
     @property
     def new_tokens(self) -> int | None:
-        """The largest number of new tokens of the answer; None for as many as there is room for."""
+        """The largest number of new tokens of the answer; None for as many as a slot has room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens to report at each position."""
+        """How many of the likeliest tokens to report at each position; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None

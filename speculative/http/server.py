@@ -37,13 +37,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves an app until SIGTERM or SIGINT. Then it takes no more requests, and finishes those under way.
+    """Serves an app until SIGTERM or SIGINT. Then it takes no more requests, and finishes those that run.
 
-    grace: seconds in which running requests may finish before they are cancelled
-    ready: called once the server listens
-    head_seconds, connections: time until a request's header is complete, and the number of connections; see
-                               `Connection`.
-        There are at most half as many connections as this process may open files.
+    grace: seconds in which running requests may then finish, before they are cancelled
+    ready: called without arguments once the server listens
+    head_seconds: seconds in which a request's header must arrive
+    connections: largest number of connections, but at most half of the files that this process may open
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening."""
+        """Start listening, then call `ready`."""
         asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         await super().startup(sockets)
         if self.started:

@@ -18,13 +18,13 @@ _UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)  # raised by the
 
 
 def closes_of(template: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts that end thinking; empty if the template has none."""
+    """The texts that end thinking, from a tokenizer's response template; empty if it has no thinking."""
     found = [template["fields"].get(name, {}).get("close", ()) for name in REASONING_FIELDS]
     return tuple(word for each in found for word in ((each,) if isinstance(each, str) else each))
 
 
 def check_response_template(template: Any) -> None:
-    """Raise ValueError for a template that transformers cannot read."""
+    """Raise ValueError if transformers cannot read the `response_template` of a tokenizer."""
     try:
         load_response_template(template)
     except _UNREADABLE as error:
@@ -33,11 +33,14 @@ def check_response_template(template: Any) -> None:
 
 
 class TemplateAnswer:
-    """An answer in the regions of a response template; an `AnswerReader`.
+    """Reads an answer by a response template, which says how thinking, content and calls begin and end.
 
-    If a region of calls turns out to contain none, its first character is content, and the search continues after it.
+    An `AnswerReader`. If what was read as a call is none, its first character is content, and reading goes on after it.
 
-    prompt: the text before the answer; tools: in the format of chat templates, None if calls are ordinary text
+    template: the tokenizer's `response_template`
+    prompt:   the text before the answer, which may have opened thinking
+    tools:    in the format of chat templates; None if calls are ordinary text
+    parallel: whether an answer may have several calls; otherwise only the first is kept
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class TemplateAnswer:
 
     @property
     def begin(self) -> int | None:
-        """The number of characters before the content; None before there is any."""
+        """The index in the text of the first character of the content; None before there is content."""
         return self._begin
 
     @property
@@ -79,12 +82,12 @@ class TemplateAnswer:
         return self._field in REASONING_FIELDS
 
     def add(self, text: str) -> AnswerParts:
-        """Add text. Returns the parts that have become certain."""
+        """Add the next piece of text. Returns what is certain now; what may begin a marker is held back."""
         self._feed(text)
         return self._parts()
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """The remaining parts. A region that was not closed counts as one, however the text ended."""
+        """Return what was held back, after the last piece. An unclosed part counts as closed, whatever `stopped` is."""
         while not self._is_plain:
             try:
                 _, events = self._parser.finalize()
@@ -115,7 +118,10 @@ class TemplateAnswer:
             self._say("".join(waiting), self._base)
 
     def _go_on(self) -> str:
-        """Start again after the first character of a region without a call; returns the text to be read again."""
+        """Start again after an invalid region: one of calls is content up to its first character.
+
+        Returns the text to be read again.
+        """
         text = "".join(self._fed)
         if self._field != CALLS:
             self._base += len(text)
@@ -183,7 +189,7 @@ class TemplateAnswer:
 
 
 def _calls(value: Any) -> list[Call]:
-    """The calls of a region's value. Raises TypeError, KeyError or ValueError if it has none."""
+    """The calls in what the parser found between two markers. Raises TypeError, KeyError or ValueError if none is."""
     values = value if isinstance(value, list) else [value]
     if not values:
         raise ValueError("no call in an empty list")

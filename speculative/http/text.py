@@ -9,17 +9,19 @@ from heavypath.speculative.output.text_stream import TextStream
 
 
 class StoppedText:
-    """Text in whole characters that ends before the first of the stop strings `stops`, as in OpenAI's API.
+    """Decodes tokens to text in whole characters, up to the first stop string, which is left out as in OpenAI's API.
 
     Stop strings are searched in the text, wherever tokens begin and end. Tokens are added one by one, so the result
     does not depend on how many of them a step produced. What may be the beginning of a stop string is held back until
     it is decided.
 
-    tokens: how many tokens were taken, up to the one that completed a stop string
-    begins: for each of them, the number of characters of text before it
-    ended:  whether a stop string was found; later tokens are ignored
+    prompt:  the tokens before the text, on which the decoding of the first new token may depend
+    stops:   the stop strings
+    silent:  tokens that are left out of the text, such as end-of-sequence tokens
+    special: whether other special tokens are part of the text
 
-    silent: tokens that are not part of the text, such as end-of-sequence tokens; special: whether special tokens are
+    begins: for each token taken so far, the number of characters of text before it
+    ended:  whether a stop string was found; later tokens are ignored
     """
 
     def __init__(
@@ -40,11 +42,11 @@ class StoppedText:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were taken."""
+        """How many tokens were taken, up to the one that completed a stop string."""
         return len(self.begins)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Add tokens. Returns the text that has become certain."""
+        """Add tokens. Returns the new text that is certain: whole characters that begin no stop string."""
         text = ""
         for token in tokens:
             if self.ended:
@@ -56,7 +58,7 @@ class StoppedText:
         return text
 
     def end(self) -> str:
-        """The rest, when no more tokens come. An incomplete character becomes U+FFFD, as tokenizers decode it."""
+        """Return the text that was held back, after the last token. An incomplete character becomes U+FFFD."""
         if self.ended:
             return ""
         self._stream.end()
@@ -80,7 +82,7 @@ class StoppedText:
 
 
 def beginning(text: str, words: Collection[str]) -> int:
-    """How many of a text's last characters may be the beginning of one of the words."""
+    """How many characters at the end of a text are the beginning of one of the words, but not all of it; 0 if none."""
     firsts = {word[0] for word in words}
     longest = min(len(text), max(map(len, words), default=1) - 1)
     for length in range(longest, 0, -1):

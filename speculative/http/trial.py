@@ -14,11 +14,13 @@ STARTING = 60.0  # seconds until the process must be ready
 
 
 class Trial:
-    """A process that compiles grammars. It starts with the first one, and again after it was ended.
+    """Compiles grammars in another process, to find out whether the server can compile them safely.
 
-    seconds: time limit for compiling; memory: memory limit in bytes, above what the process uses at its start
+    The process starts with the first grammar, and again after one that exceeded the limits. It ends with the server's
+    process, or by `close`. One thread at a time may use it.
 
-    To be used by one thread at a time. The process ends with this one, or by `close`.
+    seconds: time limit for compiling a grammar
+    memory:  memory limit in bytes, above what the process uses before it compiles
     """
 
     def __init__(self, seconds: float, memory: int):
@@ -26,7 +28,10 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, source: str, what: str) -> None:
-        """Raise ValueError for a grammar source that cannot be compiled, or not within the limits.
+        """Raise ValueError if a grammar cannot be compiled within the limits.
+
+        source: the grammar as llguidance reads it
+        what: its name in the message, such as "JSON schema"
 
         Raises RuntimeError if the process does not start.
         """
@@ -65,7 +70,13 @@ def _started(memory: int) -> subprocess.Popen[str]:
 
 
 def _answer(process: subprocess.Popen[str], source: str | None, seconds: float) -> str | None:
-    """The answer of the process to a source, or its first line; None if the process ended or had to be killed."""
+    """The next line of the process, decoded: its answer to `source`, an error message or "".
+
+    source:  the grammar to send first; None to only wait for a line
+    seconds: time limit, after which the process is killed
+
+    Returns None if the process ended or was killed.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     late = threading.Event()

@@ -25,14 +25,18 @@ LEVELS = 5  # depth of the objects and lists above those of one token
 
 
 class Writing:
-    """Writes the answers of a server."""
+    """Writes the answers of a server as JSON, long ones in a thread of its own."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "writing")
         self._thread.submit(int)  # start the thread now, while there is memory for it
 
     async def written(self, make: Callable[[], Any], places: int) -> str:
-        """The JSON of what `make` returns; places: how many tokens have log-probabilities in it."""
+        """The JSON text of an object.
+
+        make:   makes the object; called in the thread if it is long
+        places: how many tokens have log-probabilities in it, which decides whether it is long
+        """
         if places <= FEW:
             return compact(make())
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: "".join(in_pieces(make())))
@@ -62,19 +66,25 @@ def in_pieces(content: Any, levels: int = LEVELS) -> Iterator[str]:
 
 
 class EventStream(Response):
-    """One event for each piece of text, then [DONE]. If an error occurs, the last event is {"error": ...}.
+    """The response of a stream: one server-sent event for each piece of text, then [DONE].
+
+    If an error occurs, the last event is {"error": ...}.
 
     JSON contains no line breaks, and in ASCII no other character that a client could take for one.
     """
 
     def __init__(self, exchange: Exchange, answer: AnyAnswer, writing: Writing, *, has_numbers: bool):
-        """has_numbers: whether the last event before [DONE] has token counts."""
+        """Make the response of an exchange.
+
+        answer: makes the objects of the events; writing: writes them
+        has_numbers: whether an event with token counts comes before [DONE]
+        """
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._exchange, self._answer, self._writing, self._has_numbers = exchange, answer, writing, has_numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send each event as soon as it is there."""
+        """Send each event as soon as it is made, and cancel the choices if the client disconnects."""
         async with until_gone(receive, self._exchange), aclosing(self._events()) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in events:

@@ -29,7 +29,7 @@ LEAST_EXPECTED = 5  # outcomes of a cell
 
 
 def joint_counts(tokens: Tensor, vocab_size: int) -> Tensor:
-    """The counts of each of the vocab_size ** T outputs among tokens LongTensor[B, T]."""
+    """How often each of the vocab_size ** T outputs occurs in tokens LongTensor[B, T]: LongTensor[vocab_size ** T]."""
     index = torch.zeros_like(tokens[:, 0])
     for column in tokens.unbind(1):
         index = index * vocab_size + column
@@ -37,9 +37,11 @@ def joint_counts(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def chi_square_p_value(counts: Tensor, law: Tensor) -> float:
-    """The probability of a fit as bad as that of counts [n] to a distribution law [n], or worse.
+    """The p-value of Pearson's chi-square: how likely counts drawn from `law` fit it as badly as these, or worse.
 
-    It is 0 if an outcome of probability 0 came.
+    counts: [n], how often each outcome came; law: [n], the probability of each
+
+    It is 0 if an outcome of probability 0 came, and 1 if all outcomes share one cell.
     """
     counts, law = counts.flatten().double(), law.flatten().double()
     if counts[law == 0].any():
@@ -55,9 +57,12 @@ def chi_square_p_value(counts: Tensor, law: Tensor) -> float:
 def detectable_total_variation(
     law: Tensor, sequences: int, *, significance: float = SIGNIFICANCE, power: float = 0.99
 ) -> float:
-    """The total variation from a distribution law [V, ..., V] that `sequences` outputs find with probability `power`.
+    """The least total variation from `law` that a test of `sequences` outputs finds with probability `power`.
 
-    Four times the sequences find half of it. 1.0 if there are too few of them to distinguish two outputs.
+    Four times the sequences find half of it. 1.0 if there are too few sequences to distinguish two outputs.
+
+    law:          [V, ..., V], the distribution that outputs should have
+    significance: the probability with which the test fails for outputs that have it
     """
     freedom = int(cells_of(law.flatten().double(), sequences).max())
     x, y = math.log(2 / significance), -math.log1p(-power)
@@ -69,7 +74,10 @@ def detectable_total_variation(
 
 
 def cells_of(law: Tensor, sequences: float) -> Tensor:
-    """The cell LongTensor[n] of each outcome of a distribution law [n]: its own, or that of all rare outcomes."""
+    """The number of each outcome's cell, LongTensor[n]; outcomes that are expected less than 5 times share one.
+
+    law: [n], the probabilities of the outcomes; sequences: how many outcomes are drawn
+    """
     expected = law * sequences
     rare = expected < LEAST_EXPECTED
     cells = (~rare).cumsum(0) - 1
@@ -80,7 +88,10 @@ def cells_of(law: Tensor, sequences: float) -> Tensor:
 
 
 def expected_total_variation(law: Tensor, sequences: int) -> float:
-    """Half the sum over x of E|O(x) / N - law(x)|, O(x) being binomial: the mean deviation of de Moivre 1730."""
+    """The mean total variation between a distribution and the shares of `sequences` outputs drawn from it.
+
+    Half the sum over x of E|O(x) / N - law(x)|, O(x) being binomial: the mean deviation of de Moivre 1730.
+    """
     law = law[(law > 0) & (law < 1)]
     above = (law * sequences).floor() + 1  # E|O - N p| = 2 above (1 - p) P(O = above)
     log_ways = math.lgamma(sequences + 1) - torch.lgamma(above + 1) - torch.lgamma(sequences - above + 1)

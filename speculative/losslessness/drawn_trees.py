@@ -27,7 +27,7 @@ class Tables(NamedTuple):
         return self.target[0].shape[1]
 
     def law(self) -> Tensor:
-        """The joint distribution [V, ..., V] of depth + 1 tokens, which is the product of P."""
+        """The target's joint distribution of depth + 1 tokens, [V, ..., V]: the product of P after each of them."""
         law = torch.ones(1, dtype=torch.float64, device="cpu")
         for level in self.target:
             law = (law[:, None] * level).flatten()
@@ -35,10 +35,10 @@ class Tables(NamedTuple):
 
 
 class DrawnTrees(NamedTuple):
-    """Drafted trees of one shape.
+    """B drafted trees of N nodes, all of one shape.
 
     tokens:   LongTensor[B, N]; node 0 is the root, whose token is 0; -1 marks an absent node
-    contexts: LongTensor[B, N], the row of each node in the tables of its depth
+    contexts: LongTensor[B, N], the row of `Tables` at the node's depth that has P and Q after the node
     """
 
     tokens: Tensor
@@ -46,7 +46,7 @@ class DrawnTrees(NamedTuple):
 
 
 def generator_of(*numbers: int) -> torch.Generator:
-    """A generator of its own for these numbers >= 0, whose stream is not that of `torch.manual_seed` of one of them."""
+    """A new generator of random numbers on the CPU, seeded by all these numbers >= 0 together, not by one of them."""
     state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
     return torch.Generator("cpu").manual_seed(int(state) & 0x7FFF_FFFF_FFFF_FFFF)
 
@@ -77,7 +77,7 @@ DRAWS: Mapping[str, Draw] = MappingProxyType({
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """The depth of each node; a parent comes before its children."""
+    """The depth of each node, 0 for the root. parents: of each node, which comes before it; parents[0] is ignored."""
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
@@ -85,7 +85,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
-    """The children of each node that has any, in index order."""
+    """For each node that has children, their indices in rising order. parents: of each node; parents[0] is ignored."""
     children: dict[int, list[int]] = {}
     for child, parent in enumerate(parents[1:], start=1):
         children.setdefault(parent, []).append(child)
@@ -93,7 +93,9 @@ def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
 
 
 def draw_trees(tables: Tables, parents: Sequence[int], draw: Draw, trees: int, seed: int) -> DrawnTrees:
-    """Trees with these parents; the children of each node are drawn from Q after it.
+    """Draw trees of one shape: the children of each node are drawn from Q after the node.
+
+    draw: called with Q [trees, V], number of children, node and seed; returns their tokens LongTensor[trees, number]
 
     Raises TypeError and ValueError for a draw that does not return tokens.
     """
@@ -110,7 +112,10 @@ def draw_trees(tables: Tables, parents: Sequence[int], draw: Draw, trees: int, s
 
 
 def rows_at(levels: list[Tensor], contexts: Tensor, depths: Sequence[int]) -> Tensor:
-    """Rows in fp32 [B, N, V] of tables by depth, for nodes with these contexts LongTensor[B, N]."""
+    """The distributions after all nodes of B trees, fp32 [B, N, V].
+
+    levels: the target's or the draft's tables by depth; contexts: LongTensor[B, N], each node's row; depths: [N]
+    """
     rows = [levels[depth][contexts[:, node]] for node, depth in enumerate(depths)]
     return torch.stack(rows, 1).float()
 

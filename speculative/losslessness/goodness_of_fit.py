@@ -42,7 +42,7 @@ NAMED_BELOW = 0.01  # p-values of departures that are printed
 
 
 class Departure(NamedTuple):
-    """The count of tokens after a prefix of new tokens, and the count that was expected."""
+    """How often a token came after a prefix of new tokens, or a whole output came, and how often that was expected."""
 
     prefix: tuple[int, ...]  # empty for the first token and for whole outputs
     tokens: tuple[int, ...]  # one, or a whole output
@@ -53,7 +53,7 @@ class Departure(NamedTuple):
 
     @property
     def residual(self) -> float:
-        """The standardised residual: how many standard deviations it came too often."""
+        """By how many standard deviations the count is above the expected one; negative below it."""
         away = self.observed - self.expected
         return away / self.deviation if self.deviation else math.copysign(math.inf, away) if away else 0.0
 
@@ -78,7 +78,7 @@ class GoodnessOfFit(NamedTuple):
     texts: list[Departure]  # the same of whole outputs
 
     def is_lossless(self, significance: float = SIGNIFICANCE) -> bool:
-        """True if no departure was found. A right sampler fails with `significance`, as far as chi-square is exact."""
+        """Whether no departure was found. A right sampler gets False with probability `significance`, or nearly so."""
         return self.p_value >= significance
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def check_losslessness(
     sequence, with seed, seed + 1, ... With a batch_size it is called as sample(prompts LongTensor[B, P], seed) and
     gives LongTensor[B, T]; the last batch may be smaller. Rows of a batch must be independent of each other.
 
-    law: probabilities [V, ..., V] with T dimensions, as `joint_law` gives them.
+    law: probabilities [V, ..., V] with T dimensions, as `joint_law` gives them; sequences: how many are sampled
 
     Raises TypeError and ValueError for a law that is no distribution, a prompt or number out of range, and if sample
     returns no LongTensor, another shape, or tokens outside the vocabulary.
@@ -137,9 +137,10 @@ def check_losslessness(
 
 
 def goodness_of_fit(texts: Tensor, law: Tensor) -> GoodnessOfFit:
-    """The fit of outputs `texts` LongTensor[N, T] to a distribution `law` [V, ..., V] with T dimensions.
+    """Test if outputs have a distribution; the result names the tokens that depart from it most.
 
-    It names the tokens that depart from it.
+    texts: LongTensor[N, T], N independent outputs of T tokens
+    law:   [V, ..., V] with T dimensions, the probability of each output
 
     Raises TypeError and ValueError for texts and laws of other types and shapes, for tokens outside the vocabulary, for
     a law that is no distribution, and for too few texts to be compared with it.
@@ -168,7 +169,7 @@ def goodness_of_fit(texts: Tensor, law: Tensor) -> GoodnessOfFit:
 
 
 def _departing_tokens(counts: Tensor, law: Tensor) -> list[Departure]:
-    """The most surprising counts of a token after a prefix, over all positions of counts and law [V, ..., V]."""
+    """The most surprising counts of a token after a prefix, at any position. counts, law: [V, ..., V], of outputs."""
     found, asked = [], sum(len(law) ** (place + 1) for place in range(law.ndim))
     for position in range(law.ndim):
         later = [*range(position + 1, law.ndim)]
@@ -179,10 +180,10 @@ def _departing_tokens(counts: Tensor, law: Tensor) -> list[Departure]:
 
 
 def _departures(seen: Tensor, came: Tensor, law: Tensor, prefix: int, asked: int) -> list[Departure]:
-    """The most surprising of the counts seen [V, ..., V].
+    """The most surprising of the counts seen [V, ..., V], how often each prefix and the tokens after it came.
 
-    came:   how often each prefix came, and law: the distribution after it; both broadcast to [V, ..., V]
-    prefix: the number of tokens of a prefix; asked: the number of tests among which these are
+    came:   how often the prefix came; law: the distribution after it. Both broadcast to [V, ..., V]
+    prefix: the number of tokens of a prefix; asked: the number of all tests, for the p-values
     """
     expected = came * law
     surprise = torch.zeros_like(expected)  # the exponent of Chernoff's bound
@@ -201,7 +202,7 @@ def _departures(seen: Tensor, came: Tensor, law: Tensor, prefix: int, asked: int
 
 
 def _checked_law(law: Tensor, sequences: int) -> Tensor:
-    """The distribution in fp64 on the CPU, if this number of sequences can be compared with it."""
+    """The distribution `law` in fp64 on the CPU. Raises an error if it is none, or with too few sequences for it."""
     if not isinstance(law, Tensor) or not law.is_floating_point() or len({*law.shape}) != 1:
         raise TypeError(f"law must be probabilities [V, ..., V] with a dimension for each token, got {_described(law)}")
     law = law.detach().double().cpu()

@@ -34,13 +34,15 @@ def joint_law(
     min_p: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> Tensor:
-    """Probabilities of the next `length` tokens after prompt LongTensor[P]: float64 [V, V, ..., V] on the CPU.
+    """The probability of each output of `length` tokens after a prompt, float64 [V, V, ..., V] on the CPU.
 
-    The element at [x_1, ..., x_T] is that of the output x_1, ..., x_T. model: a causal LM of transformers, or whatever
-    takes `input_ids` [B, T] and `use_cache` and answers with `.logits` [B, T, V]; in evaluation mode.
+    The element at [x_1, ..., x_T] is the probability of the output x_1, ..., x_T.
 
-    After an eos_token_id the output is filled up with that token, with the first one if there are several. A sampler
-    must pad outputs that end early in this way. None: no token ends an output.
+    model:        a causal language model of transformers in evaluation mode, or any function of `input_ids` [B, T] and
+                  `use_cache` that returns an object with `.logits` [B, T, V]
+    prompt:       LongTensor[P]
+    eos_token_id: tokens that end an output. After one of them the output is filled up with that token, with the first
+                  one if there are several; a sampler must pad outputs in this way. None: no token ends an output
 
     Raises ValueError for a prompt of another shape, a length below 1, filters out of range, and tokens outside the
     vocabulary. Also for a model in training mode, and more than 2 ** 20 outputs.
@@ -84,7 +86,7 @@ def joint_law(
 
 
 def check_size(vocab_size: int, length: int) -> None:
-    """Raise ValueError if there are too many outputs to list."""
+    """Raise ValueError if there are more than 2 ** 20 outputs of `length` tokens, too many to list."""
     if vocab_size**length > MOST_TEXTS:
         raise ValueError(
             f"{vocab_size} ** {length} = {vocab_size**length} outputs are too many to list, at most {MOST_TEXTS} are: "

@@ -19,7 +19,7 @@ def _random(generator: torch.Generator, rows: int, vocab_size: int, *, scale: fl
 
 
 def _keep(rows: Tensor, tokens: Tensor) -> Tensor:
-    """The rows with all mass on tokens LongTensor[rows, k]."""
+    """The distributions [rows, V] restricted to k tokens each, and normalised again. tokens: LongTensor[rows, k]."""
     kept = rows * torch.zeros_like(rows).scatter(-1, tokens, 1.0)
     return kept / kept.sum(-1, keepdim=True)
 

@@ -77,7 +77,7 @@ MOST_NAMED = 3  # departures of a case that are printed
 
 
 class CaseFit(NamedTuple):
-    """The fit of a verification's outputs for one kind of P and Q."""
+    """How well a verification's outputs fit the target's distribution, for one kind of P and Q."""
 
     fit: GoodnessOfFit  # of the completed outputs
     total_variation: float  # an estimate that is not above it on average
@@ -94,12 +94,12 @@ class VerificationFit(NamedTuple):
 
     @property
     def p_value(self) -> float:
-        """The probability that a right verification fits as badly in its worst case, or worse; times the cases."""
+        """The least p-value of a case, times the number of cases (Bonferroni); at most 1."""
         return min(1.0, len(self.cases) * min(case.fit.p_value for case in self.cases.values()))
 
     @property
     def ok(self) -> bool:
-        """True if no case departs from the target's distribution. A right verification fails with `significance`."""
+        """Whether no case departs. A right verification gets False with probability `significance`."""
         return not self.departing
 
     @property
@@ -181,7 +181,7 @@ def check_verification(
 
 
 def draws_to_detect(law: Tensor, total_variation: float, significance: float) -> int:
-    """The draws with which this total variation from a law [V, ..., V] is found with a probability of 0.99."""
+    """How many draws find this total variation from a distribution law [V, ..., V] with a probability of 0.99."""
     draws = 1
     while (found := detectable_total_variation(law, draws, significance=significance)) > total_variation:
         draws = math.ceil(draws * min(2.0, (found / total_variation) ** 2))
@@ -189,7 +189,7 @@ def draws_to_detect(law: Tensor, total_variation: float, significance: float) ->
 
 
 class _Calls:
-    """A verification, and the seeds with which it is called."""
+    """Calls a verification on drawn trees, each time with another seed. The arguments are those of the check."""
 
     def __init__(
         self, verify: Callable[..., Any], parents: list[int], depths: list[int], batch_size: int | None, seed: int
@@ -198,7 +198,7 @@ class _Calls:
         self.batch_size, self.seed = batch_size, seed
 
     def outputs(self, tables: Tables, draw: Draw, draws: int) -> Iterator[Tensor]:
-        """What the verification outputs for new trees, LongTensor[B, L] with -1 after the tokens, batch by batch."""
+        """What the verification outputs for `draws` new trees, LongTensor[B, L] with -1 after the tokens, by batch."""
         together = self.batch_size or DRAWN_TOGETHER
         for start in range(0, draws, together):
             trees = draw_trees(tables, self.parents, draw, min(together, draws - start), self.seed)
@@ -233,7 +233,7 @@ def _fit_of(calls: _Calls, tables: Tables, draw: Draw, draws: int, significance:
 
 
 def _completed(outputs: Tensor, tables: Tables, generator: torch.Generator) -> Tensor:
-    """The outputs LongTensor[B, L] with tokens drawn from P in the place of -1."""
+    """The outputs LongTensor[B, L] with each -1 replaced by a token drawn from P after the tokens before it."""
     context, texts = torch.zeros_like(outputs[:, 0]), []
     for level, output in zip(tables.target, outputs.unbind(1), strict=True):
         drawn = level[context].multinomial(1, generator=generator)[:, 0]
@@ -243,9 +243,10 @@ def _completed(outputs: Tensor, tables: Tables, generator: torch.Generator) -> T
 
 
 def _estimated_total_variation(texts: Tensor, law: Tensor) -> tuple[float, float]:
-    """An estimate that is not above the total variation on average, and the standard error of one half's estimate.
+    """An estimate of the total variation between outputs and `law`, on average not above it, and a standard error.
 
-    The estimates of both halves depend on each other. Their mean has a standard error between 0.7 times that and that.
+    The estimate is the mean of two, one by each half of the outputs, which depend on each other. The standard error is
+    that of one half; the mean's is 0.7 to 1 times as large.
     """
     halves = [joint_counts(half, len(law)).view(law.shape).double() for half in (texts[::2], texts[1::2])]
     excesses, variances = [], []
@@ -258,9 +259,11 @@ def _estimated_total_variation(texts: Tensor, law: Tensor) -> tuple[float, float
 
 
 def _too_often(counts: Tensor, law: Tensor) -> Tensor:
-    """The outputs that begin with a prefix that comes too often: BoolTensor[V, ..., V].
+    """Which outputs begin with a prefix that came more often than expected, BoolTensor[V, ..., V].
 
-    The prefixes have the length for which their excess stands out most from that of a right verification.
+    All prefixes have one length: that for which the excess is largest compared to a right verification's.
+
+    counts: [V, ..., V], how often each output came
     """
     sequences, found = int(counts.sum()), []
     for length in range(1, law.ndim + 1):
@@ -274,7 +277,10 @@ def _too_often(counts: Tensor, law: Tensor) -> Tensor:
 
 
 def _tables_of(name: str, kind: Kind, depth: int, vocab_size: int, generator: torch.Generator) -> Tables:
-    """P and Q of a kind for all contexts of at most `depth` tokens, if they are distributions."""
+    """P and Q of a kind for all contexts of at most `depth` tokens.
+
+    Raises ValueError, with the kind's name, if it does not return distributions.
+    """
     target, draft = [], []
     for length in range(depth + 1):
         rows = vocab_size**length

@@ -12,7 +12,12 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def in_one_tensor(rows: list[Any], most: int) -> Tensor:
-    """Outputs of one tree each, lists of integers or Tensors [T], as LongTensor[B, most] with -1 after them."""
+    """Outputs of B trees as LongTensor[B, most], with -1 after the tokens.
+
+    rows: for each tree a list of integers, or a Tensor [T]; most: the largest number of tokens
+
+    Raises TypeError for anything else, and ValueError for more tokens.
+    """
     padded = []
     for number, row in enumerate(rows):
         row = row.tolist() if isinstance(row, Tensor) else row
@@ -30,7 +35,10 @@ def in_one_tensor(rows: list[Any], most: int) -> Tensor:
 
 
 def checked_outputs(outputs: Any, tokens: Tensor, parents: Sequence[int], vocab_size: int) -> Tensor:
-    """The outputs LongTensor[B, L] of a verification of trees with tokens LongTensor[B, N], with -1 after the tokens.
+    """Check what a verification returned; returns it as LongTensor[B, L], with -1 after the tokens.
+
+    tokens:  LongTensor[B, N], of the drafted trees
+    parents: the parent of each node, -1 for node 0
 
     Raises TypeError and ValueError for another type or shape, for rows without tokens, tokens out of range or after a
     -1, and for accepted tokens that are no path of the tree.
@@ -57,7 +65,7 @@ def checked_outputs(outputs: Any, tokens: Tensor, parents: Sequence[int], vocab_
 
 
 def _is_path(outputs: Tensor, accepted: Tensor, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-    """Whether the first `accepted` tokens of each output lead to a node of its tree: BoolTensor[B]."""
+    """Whether the first `accepted` (LongTensor[B]) tokens of each output spell a path of its tree, BoolTensor[B]."""
     depths = depths_of(parents)
     reached = [torch.ones_like(accepted, dtype=torch.bool)]
     for node in range(1, len(parents)):
@@ -67,7 +75,7 @@ def _is_path(outputs: Tensor, accepted: Tensor, tokens: Tensor, parents: Sequenc
 
 
 def _refuse(wrong: Tensor, what: str, outputs: Tensor, tokens: Tensor) -> None:
-    """Raise ValueError if a row is wrong, with the first one of them."""
+    """Raise ValueError if any row is wrong (BoolTensor[B]), with `what` it did and the first such row."""
     if wrong.any():
         row = int(wrong.int().argmax())
         raise ValueError(

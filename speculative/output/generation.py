@@ -13,11 +13,12 @@ from heavypath.speculative.models.text_cache import TextCache
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """The result of `generate`.
+    """The result of `SpeculativeDecoder.generate`.
 
     sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
-    stats:     counts, acceptance and times, see `Statistics`
-    scores, logits: if requested, fp32 [B, V] for each new token, see `output.scores`; otherwise None
+    stats:     counts, acceptance and times
+    logits:    if requested, for each new token the target's logits that it was chosen by, fp32 [B, V]; otherwise None
+    scores:    the same after logits processors, temperature and filters
 
     A copy, made by the modules copy or pickle, has no cache.
     """

@@ -85,7 +85,7 @@ _LEGEND = {
 
 
 def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
-    """The HTML page for the header and steps that `read_trace` returns. Raises ValueError if there are no steps."""
+    """The text of an HTML page about a trace. header, steps: from `read_trace`. Raises ValueError without steps."""
     if not steps:
         raise ValueError("the trace has no steps: its generation stopped before the first")
     sequences = [
@@ -121,14 +121,17 @@ def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
 
 
 def _legend(verify: str) -> list[tuple[str, str]]:
-    """The legend's labels and styles for a verification."""
+    """The legend of a page: labels, each with its style. verify: the header's name of the verification."""
     legend = _LEGEND[verify in WITH_COINS]
     edge = {OWN: "not accepted", "typical": "not accepted", "held": "not taken or not reached"}
     return [(edge.get(verify, words) if style == "edge" else words, style) for words, style in legend]
 
 
 def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
-    """A step in the form that the page's script takes; shape: the index of its tree's shape among all shapes."""
+    """A step of the trace in the form that the page's script takes.
+
+    shape: the index of the tree's shape (parents, ranks, depths) in the page's list of shapes
+    """
     tall = _tall(step)
     small = {
         "step": step["step"],
@@ -147,7 +150,7 @@ def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
 
 
 def _tall(step: Mapping[str, Any]) -> list[int]:
-    """The nodes that are shown with figures. The last number, the count of nodes, stands for the next token."""
+    """The indices of the nodes that are drawn with figures, and last the number of nodes, for the next token."""
     all_nodes = len(step["fates"]) <= MANY
     reached = (node for node, fate in enumerate(step["fates"]) if fate not in ("parent", "absent"))
     return [node for node in reached if all_nodes or node in step["path"]] + [len(step["fates"])]
@@ -175,7 +178,7 @@ def _facts(header: Mapping[str, Any]) -> str:
 
 
 def _model(model: Mapping[str, Any]) -> str:
-    """A description of a model from the header."""
+    """A model of the trace's header in words: its name, type, layers and parameters, as far as known."""
     if not {"type", "layers", "parameters"} <= model.keys():
         return model["name"]
     millions = model["parameters"] / 1e6

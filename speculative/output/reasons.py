@@ -55,11 +55,13 @@ WITH_COINS = DRAFT_AWARE  # verifications that try a child against a coin
 
 
 class VerifiedTree(NamedTuple):
-    """One sequence's tree of N nodes, as `verify_tree` took it; on any device.
+    """One sequence's tree of N nodes, as it was given to `verify_tree`; on any device.
 
-    tokens, parents, ranks, noise_rows: LongTensor[N]
-    target_logits, draft_logits:        [N, V]. draft_logits may be None if nothing was drafted, and have more rows if
-                                        the root's children were drawn from several distributions
+    tokens, parents, ranks: LongTensor[N], as in `Drafted`
+    noise_rows:    LongTensor[N], the row of random numbers of each node
+    target_logits: [N, V], after each node
+    draft_logits:  [N, V], after each node; None if nothing was drafted; with more rows if the root's children were
+                   drawn from several distributions
     """
 
     tokens: Tensor
@@ -71,15 +73,16 @@ class VerifiedTree(NamedTuple):
 
 
 class Reasons(NamedTuple):
-    """What happened to each of N nodes, and where the token after the accepted ones came from.
+    """What happened to each of N nodes, and where the token after the accepted nodes came from.
 
     fates:       one of FATES for each node
-    coins, thresholds: for nodes that were tried against a coin; None for the others. Typical acceptance has thresholds
-                 and no coins
+    coins:       the random number that each node was tried against; None for a node that was not tried
+    thresholds:  the bound that the coin had to be below; None for a node that was not tried. Typical acceptance has
+                 thresholds, for the target's probability, and no coins
     chosen:      for each node of the path, the node by which its token was accepted: itself, or an equal sibling
     draft, target: the probability of each node's token given its parent; None for the root and absent nodes
-    kind:        of the next token: "recovered" if all drafted children were refused, "bonus" if the last accepted node
-                 had no children, "plain" if nothing was drafted
+    kind:        how the next token was chosen: "recovered" if all drafted children were refused, "bonus" if the last
+                 accepted node had no children, "plain" if nothing was drafted
     next_target: the target's probability of the next token
     """
 
@@ -96,7 +99,10 @@ class Reasons(NamedTuple):
 def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_token: int) -> Reasons:
     """Explain the verification of one sequence's tree, by `verify_tree` or by a user's or the draft's verifier.
 
-    path, next_token: the verifier's result, LongTensor[any] and an int
+    rules: the verification and the filters of the step
+    seed:  of the generation, from which the coins come
+    path:  LongTensor[any], the nodes that the verifier accepted, from the root on; -1 for padding
+    next_token: the token that the verifier chose after them
 
     Probabilities are computed with the filters; at temperature 0, from the logits without filters.
     """
@@ -196,19 +202,22 @@ def shown(filters: Filters) -> Filters:
 
 
 def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[int, np.ndarray]:
-    """{node: log-probabilities fp64 [V] after it} for these nodes of logits [N, V]."""
+    """For each of these nodes, the log-probabilities after it, fp64 [V], of logits [N, V] with the filters."""
     logs = filtered_logprobs(logits[nodes].float(), shown(filters))
     return dict(zip(nodes, logs.cpu().numpy(), strict=True))
 
 
 def _chain(log_target: np.ndarray, log_draft: np.ndarray | None, independent: bool) -> Chain:
-    """The residual chain of a node, from natural logarithms fp64 [V]."""
+    """The state in which a node's children are tried one after the other, from natural log-probabilities fp64 [V].
+
+    independent: whether the children were drawn with replacement
+    """
     base_2 = np.log(2)
     return Chain(log_target / base_2, None if log_draft is None else log_draft / base_2, 1.0, independent)
 
 
 def _rejected(chain: Chain, drawn: list[int]) -> list[float | None]:
-    """The thresholds of children tried one after the other while all are rejected; None for a child that is skipped."""
+    """The threshold of each child, if all children before it were rejected; None for a child that is skipped."""
     thresholds: list[float | None] = []
     for token in drawn:
         thresholds.append(chain.offer(token))

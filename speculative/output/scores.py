@@ -14,14 +14,14 @@ from heavypath.speculative.decoding.step import Stepped
 
 
 class Chosen:
-    """Collects, step by step, the logits that each new token of a batch of `batch` sequences was chosen by."""
+    """Collects, step by step, the target's logits by which each new token was chosen. batch: number of sequences."""
 
     def __init__(self, batch: int):
         self._raw: list[list[Tensor]] = [[] for _ in range(batch)]
         self._processed: list[list[Tensor]] = [[] for _ in range(batch)]
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
-        """Add the tokens that one step emitted; before, after: the batch before and after the step."""
+        """Add the logits of the tokens that one step emitted. before, after: the batch before and after the step."""
         for slot in (before.left > 0).nonzero()[:, 0].tolist():
             sequence = int(before.member[slot])
             emitted = int(after.produced[slot]) - int(before.produced[slot])
@@ -30,11 +30,14 @@ class Chosen:
                 kept[sequence].append(logits[slot, path].float())
 
     def logits(self) -> tuple[Tensor, ...]:
-        """fp32 [B, V] for each new token of the longest sequence; 0 where a sequence had ended."""
+        """The model's logits, fp32 [B, V], for each new token of the longest sequence; 0 after a sequence's end."""
         return _by_token(self._raw)
 
     def scores(self, filters: Filters) -> tuple[Tensor, ...]:
-        """fp32 [B, V] for each new token: the processed logits, see the module; filters: how the target was sampled."""
+        """The logits after processors, temperature and filters, as `logits` returns them.
+
+        Tokens that a filter removed have -inf; at temperature 0 only processors apply. filters: those of the target
+        """
         scores = _by_token(self._processed)
         if filters.temperature == 0:
             return scores

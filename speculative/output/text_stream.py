@@ -25,7 +25,10 @@ class TextStream:
         self._written = 0  # how many of these are written
 
     def put(self, value: Tensor) -> None:
-        """The prompt in the first call, then new tokens; tensors of any shape."""
+        """Add tokens, and write the text that is complete. The first call after creation or `end` gets the prompt.
+
+        value: LongTensor of any shape
+        """
         if self._tokens is None:
             self._tokens = value.flatten()[-_CONTEXT:].tolist()
             self._written = len(self._tokens)

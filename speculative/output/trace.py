@@ -74,11 +74,9 @@ class _Header(TypedDict):
 
 
 class _Step(TypedDict):
-    """N nodes, a number that may differ from step to step.
+    """A step of one sequence, with a tree of N nodes, of which P are on the accepted path.
 
-    Node 0 is the root, the last token of the sequence before the step.
-
-    P nodes are on the accepted path.
+    N may differ from step to step. Node 0 is the root, the last token of the sequence before the step.
     """
 
     step: int  # number of the batch's step, from 0
@@ -108,7 +106,11 @@ class _Step(TypedDict):
 
 
 class Recorder:
-    """Writes a generation's trace, step by step."""
+    """Writes the lines of a generation's trace to a file, step by step.
+
+    tokenizer: for the texts of tokens; None to write none
+    rules:     how the generation verifies
+    """
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Recorder:
                 self._streams[-1].put(torch.tensor(prompt, device="cpu"))
 
     def header(self, method: str, target: Forward, draft: Draft) -> None:
-        """Write the first line."""
+        """Write the first line: method, models, sampling and prompts."""
         request = self._request
         sequences = [
             {"id": name, "prompt": prompt} | ({} if self._tokenizer is None else {"text": self._text(prompt)})
@@ -155,7 +157,7 @@ class Recorder:
         )
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
-        """Write the results of one step; before, after: the batch before and after the step."""
+        """Write a line for each sequence that took part in a step. before, after: the batch before and after it."""
         drafted, logits, verified = stepped.drafted, stepped.logits, stepped.verified
         parents, ranks, depths = (
             field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
@@ -234,7 +236,13 @@ def recording(
     draft: Draft,
     request: Request,
 ) -> Iterator[Recorder]:
-    """A context with a recorder that writes to the file `trace`; rules: those of this generation."""
+    """A context with a `Recorder` that writes to the file `trace`, whose first line is written at once.
+
+    tokenizer: for the texts of tokens; None to write none
+    rules:     how the generation verifies
+
+    Raises TypeError if `trace` is no path, and OSError if the file cannot be written.
+    """
     if not isinstance(trace, (str, Path)):
         raise TypeError(f"trace must be the path of a file, got {type(trace).__name__}")
     with Path(trace).open("w", encoding="utf-8") as file:
@@ -266,7 +274,7 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _checked(step: dict[str, Any], sequences: int) -> dict[str, Any]:
-    """The step itself; ValueError unless its fields have matching lengths and valid indices."""
+    """Return a step as it is. Raises ValueError unless its fields have matching lengths and valid indices."""
     nodes, path, chosen = len(step["tokens"]), step["path"], step["chosen"]
     per_node = ("parents", "ranks", "depths", "draft", "target", "fates", "coins", "thresholds")
     fits = nodes > 0 and all(len(step[name]) == nodes for name in per_node) and 0 <= step["sequence"] < sequences
@@ -288,13 +296,13 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _described_draft(draft: Draft) -> dict[str, Any]:
-    """The description of a draft: only a name without a model; for a composite, the joined names of its parts."""
+    """The header's record of a draft: that of its model, or only a name, without a model or with several parts."""
     facts = [{"name": leaf.name} if leaf.forward is None else _described(leaf.forward) for leaf in draft.leaves]
     return facts[0] if len(facts) == 1 else {"name": " and ".join(each["name"] or "model" for each in facts)}
 
 
 def _described(model: Drafting) -> dict[str, Any]:
-    """The description of a model."""
+    """The header's record of a model: name, type, number of layers and of parameters."""
     return {
         "name": Path(str(getattr(model.config, "name_or_path", ""))).name,
         "type": model.config.model_type,
@@ -304,7 +312,7 @@ def _described(model: Drafting) -> dict[str, Any]:
 
 
 def _rounded(reasons: Reasons) -> dict[str, Sequence[Any]]:
-    """The reasons for each node, rounded for the file."""
+    """The fields of a step's line that have the reasons for each node, with numbers rounded to four digits or more."""
     coins: list[float | None] = []
     thresholds: list[float | None] = []
     for coin, threshold in zip(reasons.coins, reasons.thresholds, strict=True):

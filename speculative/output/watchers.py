@@ -29,7 +29,10 @@ class Streamer(Protocol):
 
 
 def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:
-    """One streamer for each sequence, or an empty list. Raises ValueError or TypeError for anything else."""
+    """The streamers as a list with one for each of `batch` sequences; an empty list for None.
+
+    Raises ValueError for another number of streamers, and TypeError for an object without `put` and `end`.
+    """
     streamers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
     if given is not None and len(streamers) != batch:
         many = f"{len(streamers)} streamers" if isinstance(given, Sequence) else "one streamer"
@@ -49,11 +52,14 @@ class Streaming(Watcher):
             streamer.put(prompt[None, :length].cpu())
 
     def looks_at(self, state: Sequences) -> Tensor:
-        """The tensor with the new tokens, to be copied to the host."""
+        """The tensor to copy to the host after each step: the new tokens of the sequences, LongTensor[B, M]."""
         return state.output[: len(self._streamers)]
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Pass new tokens on, and end the streamers of sequences that have ended."""
+        """Called after each step: pass new tokens on, and end the streamers of sequences that have ended.
+
+        rows: the numbers of each slot; looked: the host's copy of the new tokens
+        """
         assert looked is not None
         for row in rows:
             streamer = self._streamers[row.member]
@@ -64,7 +70,7 @@ class Streaming(Watcher):
 
 
 class Criteria(Watcher):
-    """Calls stopping criteria; with several processes only the first one calls them."""
+    """Calls stopping criteria after each step. With several processes only the first one calls them."""
 
     waits = True
 
@@ -73,7 +79,7 @@ class Criteria(Watcher):
         self._checked: dict[int, int] = {}  # up to how many tokens each sequence has been checked
 
     def ends(self, rows: Sequence[SlotNumbers], state: Sequences) -> dict[int, int]:
-        """{sequence: number of its new tokens} for the sequences that end now."""
+        """For each sequence that ends now, by its index: how many of its new tokens it keeps."""
 
         def check() -> dict[int, int]:
             kept = {
@@ -90,7 +96,10 @@ class Criteria(Watcher):
 
 
 class Observing(Watcher):
-    """Calls a function after each step, with the state before and after it."""
+    """Calls `observe` after each step, with the step's results and the state before and after it.
+
+    lap: called with "trace" after that, to measure times
+    """
 
     waits = True
 
@@ -102,7 +111,7 @@ class Observing(Watcher):
         self._before = replace(state, numbers=state.numbers.clone())
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Call the function."""
+        """Call the function with the results of the step, and the state before and after it."""
         self._observe(stepped, self._before.first(len(stepped.verified.length)), state)
         self._lap("trace")
 
@@ -112,9 +121,11 @@ def watching(
     request: Request, plan: StepPlan, method: str, draft: Draft, options: Mapping[str, Any],
     lap: Callable[[str], object],
 ) -> Iterator[tuple[list[Watcher], "Chosen | None"]]:  # fmt: skip
-    """A context with the watchers that a call of `generate` needs, and the collector of logits if these are requested.
+    """A context with the watchers that a call of `generate` needs, and the collector of logits, None if not requested.
 
-    options: see `GenerateOptions`; lap: called with the name of a phase when it ends, to measure times
+    method, draft: for the header of a trace
+    options: those of the call (`GenerateOptions`): streamer, trace, tokenizer, output_scores, output_logits
+    lap: called with the name of a phase when it ends, to measure times
     """
     streamers = checked_streamers(options.get("streamer"), len(request.prompt))
     streamers, trace = plan.peers.of_first(streamers, options.get("trace"))

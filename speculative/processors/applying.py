@@ -13,14 +13,17 @@ from heavypath.speculative.processors.watched import WatchedCallable
 
 
 class Change(NamedTuple):
-    """A call that changed a processor's state, and was undone. ids: LongTensor[1, T'], scores: fp32 [1, V]."""
+    """A call of a processor that changed the processor's state, which was restored.
+
+    ids, scores: the arguments of the call, LongTensor[1, T'] and fp32 [1, V]
+    """
 
     processor: WatchedCallable
     ids: Tensor
     scores: Tensor
 
     def make_again(self) -> None:
-        """Repeat the call; this time the changed state stays."""
+        """Repeat the call, and keep the changed state."""
         self.processor.keep(self.ids.clone(), self.scores.clone())
 
 

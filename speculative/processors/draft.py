@@ -22,21 +22,27 @@ if TYPE_CHECKING:
 
 
 class ProcessedSteps(LogitChange):
-    """The processors of a batch, as a `LogitChange`. They run on the host, so each step waits for the device."""
+    """Applies the logits processors of a batch to the logits of draft and target, as a `LogitChange`.
+
+    Processors run on the host, so each step waits for the device.
+    """
 
     def __init__(self, processors: BatchProcessors):
         self.processors = processors
 
     @classmethod
     def of(cls, request: "Request") -> "ProcessedSteps":
-        """The change for a request's processors. Raises ValueError for processors that do not fit its sequences."""
+        """Make the change of a request. Raises ValueError if the request's processors do not fit its sequences."""
         processors, stops = BatchProcessors(), request.stops.tolist()
         for member, own in enumerate(request.processors or ()):
             processors.begin(member, request.input_ids[member], own, stops, member)
         return cls(processors)
 
     def of_step(self, state: Any, lap: Callable[[str], object]) -> "_ProcessedStep":
-        """The change for one step, after the tokens of earlier steps have been added to the sequences."""
+        """Add the tokens of earlier steps to the sequences, and return the change for the next step.
+
+        state: the batch's `Sequences`; lap: called with the name of a phase when it ends, to measure times
+        """
         step = self.processors.step(state.member, state.produced, state.left, state.output)
         lap("processing")
         return _ProcessedStep(step, lap)
@@ -99,7 +105,7 @@ class ProcessedDraft(Draft):
         return after
 
     def _note(self, feed: Feed) -> list[list[int]]:
-        """Store the paths to the nodes of a level below the root. Returns the nodes' numbers [B][n]."""
+        """Store the paths to the nodes of a level below the root. Returns the nodes' numbers, n for each sequence."""
         numbers, parents = (rows - feed.prefix_lengths[:, None] for rows in (feed.cache_rows, feed.parent_rows))
         nodes, above, tokens = torch.stack([numbers, parents, feed.tokens]).tolist()
         columns = torch.tensor([[self._columns[parent] for parent in own] for own in above], device=feed.tokens.device)

@@ -101,16 +101,16 @@ class Grammar:
         return cls(lark_source(grammar), tokenizer, eos_token_id=eos_token_id, what="Lark grammar")
 
     def matcher(self) -> Any:
-        """A new LLMatcher of llguidance, which has not read any token yet."""
+        """Make an LLMatcher of llguidance for one sequence, which has read no token yet."""
         return self._beginning.deep_copy()
 
     def as_processor(self, prompt_length: int) -> "GrammarProcessor":
-        """A logits processor for transformers' own generate. prompt_length: tokens of the prompts, with padding."""
+        """A logits processor for transformers' own `generate`. prompt_length: tokens of the prompts, with padding."""
         return GrammarProcessor(self, prompt_length)
 
 
 class GrammarProcessor:
-    """A grammar as a logits processor of transformers; also the reference for `matching`.
+    """A grammar as a logits processor for transformers' own `generate`; also the reference for `matching`.
 
     Each call reads the whole output again. So it keeps no state and works with beams, but the time for an output grows
     with the square of its length.
@@ -170,18 +170,18 @@ def schema_source(schema: str | Mapping[str, Any], *, whitespace: bool = True, m
 
 
 def regex_source(pattern: str) -> str:
-    """The llguidance source of a regular expression."""
+    """The source, for `Grammar`, of a grammar of all texts that a regular expression matches as a whole."""
     return _library().LLMatcher.grammar_from_regex(pattern)
 
 
 def lark_source(grammar: str) -> str:
-    """The llguidance source of a Lark grammar. Raises ValueError for one beyond the limits."""
+    """The source, for `Grammar`, of a Lark grammar. Raises ValueError for one with too many rules."""
     check_lark(grammar)
     return _library().LLMatcher.grammar_from_lark(grammar)
 
 
 def choice_source(texts: Sequence[str]) -> str:
-    """The llguidance source of a grammar that allows exactly these texts."""
+    """The source, for `Grammar`, of a grammar that allows exactly these texts."""
     literals = " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
     return _library().LLMatcher.grammar_from_lark(f"start: {literals}\n")
 
@@ -206,7 +206,10 @@ def before_end(text: Sequence[int], ends: Sequence[int]) -> tuple[Sequence[int],
 
 
 def words_of(matcher: Any) -> Tensor:
-    """The tokens that may follow, as a bit mask, IntTensor[V / 32]. Raises ValueError if the parser has failed."""
+    """The tokens that may follow what a matcher has read, as a bit mask, IntTensor[V / 32].
+
+    Token t is bit t mod 32 of word t // 32. Raises ValueError if the parser has failed.
+    """
     words = matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(f"the grammar could not be followed any further: {matcher.get_error()}")
@@ -214,7 +217,7 @@ def words_of(matcher: Any) -> Tensor:
 
 
 def words_with(tokens: Iterable[int], words: int) -> Tensor:
-    """A bit mask with the bits of these tokens set, IntTensor[words]."""
+    """A bit mask, IntTensor[words], in which only the bits of these tokens are set."""
     bits = np.zeros(words, np.uint32)
     for token in tokens:
         bits[token // 32] |= np.uint32(1 << token % 32)

@@ -77,7 +77,7 @@ _REFUSED_PACKAGES = {"xgrammar": _OWN_GRAMMARS, "outlines": _OWN_GRAMMARS, "outl
 
 
 def name_of(processor: object) -> str:
-    """The name of a processor in messages: its `__name__`, or that of its class."""
+    """The name of a processor for messages: of the function, or of its class."""
     return getattr(processor, "__name__", type(processor).__name__)
 
 

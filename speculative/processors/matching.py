@@ -16,7 +16,7 @@ Path = tuple[int, ...]  # drafted tokens, from the root's child down to a node; 
 
 
 class GrammarText:
-    """A grammar's state for one sequence: the tokens that may follow its root and the nodes of its tree."""
+    """Follows a grammar along one sequence, and finds the tokens that may follow each node of its trees."""
 
     def __init__(self, grammar: Grammar):
         self._matcher, self._ends = grammar.matcher(), grammar.eos_token_ids
@@ -26,7 +26,7 @@ class GrammarText:
         self._words: dict[Path, Tensor] = {}  # path to a node of this step -> bit mask of the tokens that may follow
 
     def advance(self, new: Sequence[int]) -> None:
-        """Append accepted tokens to the sequence. Raises ValueError if the grammar does not allow them."""
+        """Append the new tokens of a step to the sequence. Raises ValueError if the grammar does not allow them."""
         self._words.clear()
         if self._ended:
             return
@@ -38,7 +38,10 @@ class GrammarText:
         self._at = ()
 
     def words_after(self, path: Path) -> Tensor:
-        """The tokens that may follow a node of this step, as a bit mask, IntTensor[V / 32]. path: leads to the node."""
+        """The tokens that may follow a node of this step, as a bit mask, IntTensor[V / 32].
+
+        path: the drafted tokens from the root's child to the node
+        """
         if path not in self._words:
             ended = self._ended or before_end(path, self._ends)[1]
             if not ended and self._go_to(path):

@@ -25,7 +25,7 @@ class TextPenalties:
         self._frequency, self._presence, self._prompt_length = frequency, presence, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores [R, V] after the sequences LongTensor[R, T'], minus the penalties."""
+        """The scores [R, V] minus the penalties. input_ids: LongTensor[R, T'], the sequences before them."""
         new = input_ids[:, self._prompt_length :]
         counts = torch.zeros_like(scores).scatter_add(1, new, torch.ones_like(new, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)

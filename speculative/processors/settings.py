@@ -37,9 +37,10 @@ def with_processors(
     vocab_size: int,
     penalties: bool,
 ) -> "Request":
-    """The request with its processors; unchanged if there are none.
+    """The request with all its processors, in transformers' order; the same request if there are none.
 
-    Penalties become processors, and filters, too, if a warper or a watermark needs it: see above.
+    If there are any, its repetition penalty and minimal length become processors, and with a warper or a watermark its
+    filters do, too.
 
     options: `logits_processor` and `prefix_allowed_tokens_fn` of `RequestOptions`
     config: a model's generation config, if its settings apply
@@ -66,7 +67,10 @@ def with_processors(
 
 
 def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
-    """The settings' and the user's processors, as `GenerationMixin._merge_criteria_processor_list` combines them."""
+    """Processors made from settings, then a user's. A user's replaces, in its position, one of the same class.
+
+    So does `GenerationMixin._merge_criteria_processor_list`.
+    """
     first = {type(each): each for each in reversed(own)}
     for each in settings:
         if type(each) in first:
@@ -97,7 +101,7 @@ def _penalties(request: "Request", eos: list[int]) -> list[list[Any]]:
 
 
 def _biases(config: GenerationConfig) -> list[Any]:
-    """The settings' processors that transformers calls before the penalties."""
+    """The processors of a generation config that transformers calls before the penalties."""
     bias = getattr(config, "sequence_bias", None)
     return [] if bias is None else [theirs.SequenceBiasLogitsProcessor(bias)]
 
@@ -108,7 +112,10 @@ def _others(
     request: "Request",
     eos_tokens: list[int],
 ) -> list[Any]:
-    """The settings' processors that transformers calls after the penalties and before a user's, in its order."""
+    """The processors of a generation config that transformers calls between the penalties and a user's, in its order.
+
+    allowed: the request's `prefix_allowed_tokens_fn`; eos_tokens: tokens that end a sequence
+    """
     width, device = request.input_ids.shape[1], str(request.input_ids.device)
     eos = torch.tensor(eos_tokens, dtype=torch.long, device=device)
     has_least = request.processing is not None and request.processing.min_new_tokens > 0
@@ -147,7 +154,7 @@ def _others(
 
 
 def _warpers(config: GenerationConfig, device: torch.device) -> list[Any]:
-    """The warpers that the decoder's kernels do not have, in transformers' order."""
+    """The warpers of a generation config that the decoder's kernels do not have, in transformers' order."""
     found: list[Any] = []
     for name, kind, off in (
         ("top_h", theirs.TopHLogitsWarper, None),
@@ -177,7 +184,7 @@ def _in_order(filters: Filters, warpers: list[Any]) -> list[Any]:
 
 
 def _watermarks(config: GenerationConfig, vocab_size: int, on: torch.device) -> list[Any]:
-    """The watermark's processor, which transformers calls last."""
+    """The processor of a generation config's watermark, which transformers calls last; an empty list without one."""
     watermark = getattr(config, "watermarking_config", None)
     if watermark is None:
         return []

@@ -55,7 +55,13 @@ _NOTHING = object()
 
 
 class _Copy(NamedTuple):
-    """A thing that can change, and its copy. read: copies the thing's own content; write: restores it from a copy."""
+    """A copy of one object that can change.
+
+    thing: the object
+    read:  returns a copy of the object's own content
+    write: restores the content from a copy
+    saved: the copy
+    """
 
     thing: Any
     read: Callable[[Any], Any]
@@ -64,8 +70,9 @@ class _Copy(NamedTuple):
 
 
 class KeptState:
-    """A copy of a callable's state at one moment.
+    """A copy of the state that a callable had when this object was made.
 
+    kept:       the callable
     unseen:     the reason why a part of the state cannot be read; "" if all of it can
     may_differ: whether this part may depend on the sequence; the clock and random numbers do not
     """
@@ -83,11 +90,11 @@ class KeptState:
             self._visit(self._left.pop())
 
     def has_changed(self) -> bool:
-        """Whether the present state differs from the copy, in the parts that can be read."""
+        """Whether the callable's state now differs from the copy, in the parts that can be read."""
         return not all(_same(copy.saved, copy.read(copy.thing)) for copy in self._copies)
 
     def put_back(self) -> None:
-        """Restore the state from the copy."""
+        """Restore the callable's state from the copy."""
         for copy in self._copies:
             if not _same(copy.saved, copy.read(copy.thing)):
                 copy.write(copy.thing, copy.saved)
@@ -292,7 +299,7 @@ def _set_tensor(tensor: Tensor, saved: Tensor) -> None:
 
 
 def _inner(thing: Any) -> list[object] | None:
-    """The objects in an immutable thing; None if the thing is of another kind."""
+    """The objects that an immutable object refers to, such as a tuple or a partial; None for other kinds of objects."""
     match thing:
         case tuple() | frozenset():
             return [*thing]

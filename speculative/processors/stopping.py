@@ -39,10 +39,13 @@ _made: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, OrderedDict[object, S
 
 @dataclass(frozen=True)
 class Stopping:
-    """Stopping criteria for a batch. input_ids: LongTensor[B, T], the prompts as they were given.
+    """The stopping criteria of a batch, which are called for each new token of each sequence.
 
-    In a batch of several sequences, a user's criterion has a state for each sequence (see `watched`). Raises ValueError
-    if this state cannot be read.
+    In a batch of several sequences, a user's criterion has a state for each sequence (see `watched`).
+
+    input_ids: LongTensor[B, T], the prompts as they were given
+
+    Raises ValueError if the state of a user's criterion cannot be read.
     """
 
     input_ids: Tensor
@@ -60,7 +63,7 @@ class Stopping:
         object.__setattr__(self, "_of_each", own)
 
     def kept(self, sequence: int, new: Tensor, before: int) -> int | None:
-        """The number of new tokens after which a sequence ends; None if it does not end.
+        """Check new tokens of a sequence. Returns the number of new tokens with which it ends; None if it goes on.
 
         sequence: its index in the batch
         new: LongTensor[any], its new tokens

@@ -28,6 +28,7 @@ PathsOf = Sequence[Sequence[Path | None]]  # for each sequence, the paths to som
 class _SequenceState:
     """One sequence and its processors.
 
+    processors: the objects to call for this sequence, in order
     ids: LongTensor[T'], the prompt and the new tokens so far
     stops: the tokens that end the sequence; processors are not called after them
     produced: number of new tokens
@@ -55,11 +56,14 @@ class _SequenceState:
         return not self.is_unseen and self.steps & (self.steps - 1) == 0
 
     def together(self, path: Path) -> tuple[object, int]:
-        """A key: nodes with equal keys can be processed in one call."""
+        """A key for a node, given the path to it: nodes with equal keys can be processed in one call."""
         return self._alike, 0 if self._textless else len(self.ids) + len(path)
 
     def with_path(self, paths: Sequence[Path]) -> Tensor:
-        """The sequences that end at nodes of one depth, LongTensor[n, T']; [n, 0] if no processor reads them."""
+        """The sequence up to each of n nodes of one depth, LongTensor[n, T']; [n, 0] if no processor reads tokens.
+
+        paths: the drafted tokens from the root's child to each node
+        """
         if self._textless:
             return self.ids.new_empty(len(paths), 0)
         drafted = torch.tensor(paths, dtype=torch.long, device=self.ids.device)
@@ -75,7 +79,7 @@ class _SequenceState:
 
 
 class BatchProcessors:
-    """The sequences of a batch, each with its processors, from the prompt to the last committed token."""
+    """The processors of a batch's sequences, and the tokens of each sequence up to its last committed token."""
 
     def __init__(self) -> None:
         self._sequences: dict[int, _SequenceState] = {}
@@ -130,9 +134,10 @@ class BatchProcessors:
 
         This waits for the device.
 
-        member, produced, left: LongTensor[b], for each slot: its sequence, and how many tokens this sequence has
-            produced and may still produce
-        output: LongTensor[B, M], the new tokens of each member
+        member:   LongTensor[b], for each slot the number of its sequence
+        produced: LongTensor[b], how many new tokens this sequence has
+        left:     LongTensor[b], how many it may still get
+        output:   LongTensor[B, M], the new tokens of each member
         """
         members, counts, lefts = torch.stack([member, produced, left]).tolist()
         sequences = [self._sequences.get(each) if more > 0 else None for each, more in zip(members, lefts, strict=True)]
@@ -169,7 +174,7 @@ class StepProcessors:
         self._changes: dict[tuple[int, int], list[Change]] = {}  # (slot, node) -> changes to make if it is accepted
 
     def of_draft(self, logits: Tensor, paths: PathsOf) -> Tensor:
-        """The draft's logits after n nodes of each sequence, processed, fp32 [B, n, V].
+        """The draft's logits after n nodes of each sequence, processed, fp32 [B, n, V]. paths: to these nodes.
 
         A node that must not have children gets a row of -inf: one whose token ends the sequence, one at which a
         processor's state changes, and every node if a processor's state cannot be read. If a processor makes NaN of
@@ -196,7 +201,7 @@ class StepProcessors:
         return out
 
     def of_target(self, logits: Tensor, paths: PathsOf) -> Tensor:
-        """The target's logits after the N nodes of each tree, processed, fp32 [B, N, V].
+        """The target's logits after the N nodes of each tree, processed, fp32 [B, N, V]. paths: to these nodes.
 
         If processors exclude all tokens after a node, its logits are returned unchanged. `accept` raises an error if
         the node is accepted. Raises ValueError if processors make NaN or +inf.
@@ -241,7 +246,7 @@ class StepProcessors:
     def _processed(
         self, logits: Tensor, paths: PathsOf, *, of_target: bool
     ) -> tuple[Tensor, dict[tuple[int, int], list[Change]]]:
-        """The processed logits, and the calls that changed a state: (slot, column) -> changes."""
+        """The logits [B, n, V] after all processors, and the calls that changed a state, by (slot, column) of nodes."""
         out = logits.float().clone()
         groups: dict[object, list[tuple[int, int, _SequenceState, Path]]] = {}
         for slot, (sequence, own) in enumerate(zip(self._sequences, paths, strict=True)):
@@ -272,7 +277,7 @@ class StepProcessors:
 
     @staticmethod
     def _changed_paths(changes: Iterable[tuple[int, int]], paths: PathsOf) -> dict[int, set[Path]]:
-        """Slot -> the paths to the nodes in `changes`."""
+        """For each slot, the paths to its nodes in `changes`, which are given as (slot, column)."""
         found: dict[int, set[Path]] = {}
         for slot, column in changes:
             path = paths[slot][column]
@@ -281,7 +286,7 @@ class StepProcessors:
         return found
 
     def _goes_on(self, sequence: _SequenceState, slot: int, path: Path) -> bool:
-        """Whether the sequence can continue after a node."""
+        """Whether the sequence in a slot can continue after the node at the end of a path."""
         return len(path) < self._left[slot] and sequence.stops.isdisjoint(path)
 
     def _check(self, whose: str, out: Tensor, paths: PathsOf) -> Tensor:

@@ -28,9 +28,10 @@ TOLD_AFTER = 3  # changes after which a warning is logged: a callable may set it
 
 
 class Shared:
-    """A callable that one or several sequences use. kept: the user's object in it, whose state is watched.
+    """The state of a callable that one or several sequences use, each with its own state of it.
 
-    now: the state that the callable has at present
+    kept: the user's object whose state is watched: the callable, or a function in it
+    now:  a copy of the state that the object has now
     """
 
     def __init__(self, kept: object):
@@ -40,7 +41,7 @@ class Shared:
         self._changes = 0
 
     def enter(self, sequence: "WatchedCallable") -> KeptState:
-        """Restore the state that a sequence's last call has left. Returns this state."""
+        """Give the object the state that the last call for this sequence has left. Returns a copy of this state."""
         if self.now.has_changed():  # by code outside of these calls
             self.now = KeptState(self.kept)
         if self._before is not None and self._owner is not sequence:
@@ -51,7 +52,10 @@ class Shared:
         return self.now
 
     def moved_on(self, sequence: "WatchedCallable") -> None:
-        """Store the present state, which a sequence's call has changed, as the state of this sequence."""
+        """Keep the state that the object has now, after a call for this sequence, as the state of the sequence.
+
+        After three changes a warning is logged.
+        """
         self._before, self._owner = self._before or self.now, sequence
         self.now = KeptState(self.kept)
         self._changes += 1
@@ -60,7 +64,12 @@ class Shared:
 
 
 class WatchedCallable:
-    """A callable with the state of one sequence. own: this state, while another sequence's is in force."""
+    """A user's callable, as one sequence uses it: each call finds the state that this sequence's calls have left.
+
+    processor: the callable
+    shared:    its state, which all sequences that use it share
+    own:       this sequence's state, while the callable has another sequence's state
+    """
 
     def __init__(self, processor: Any, shared: Shared):
         self.processor, self.shared = processor, shared
@@ -68,11 +77,14 @@ class WatchedCallable:
 
     @property
     def unseen(self) -> str:
-        """The reason why a part of its state cannot be read; "" if all of it can."""
+        """The reason why a part of the callable's state cannot be read; "" if all of it can."""
         return self.shared.now.unseen
 
     def ask(self, ids: Tensor, scores: Tensor) -> tuple[Any, bool]:
-        """Call it, and undo a change of its state. Returns the result, and whether the state had changed."""
+        """Call the callable, and undo a change of its state. Returns the result, and whether the state had changed.
+
+        A state that cannot be read is not restored, and counts as unchanged.
+        """
         if self.unseen:
             return self.processor(ids, scores), False
         state = self.shared.enter(self)
@@ -83,7 +95,7 @@ class WatchedCallable:
         return answer, changed
 
     def keep(self, ids: Tensor, scores: Tensor | None) -> Any:
-        """Call it, and keep a change of its state. Returns the result."""
+        """Call the callable, and keep a change of its state for this sequence. Returns the result."""
         if self.unseen:
             return self.processor(ids, scores)
         state = self.shared.enter(self)
@@ -94,13 +106,15 @@ class WatchedCallable:
 
 
 class WatchedOnes:
-    """Makes the watched callables of a batch. Sequences that use the same object share a `Shared`."""
+    """Makes the `WatchedCallable`s of a batch. Sequences that use the same object share a `Shared`."""
 
     def __init__(self) -> None:
         self._shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
 
     def of(self, processor: Any, kept: object = None) -> WatchedCallable:
-        """A callable for one sequence. kept: the object whose state is watched, if it is not the processor itself.
+        """Make the callable for one sequence.
+
+        processor: what is called; kept: the object whose state is watched, None for the processor itself
 
         Raises ValueError if its state cannot be read, may depend on the sequence, and another sequence uses it, too.
         """
@@ -120,7 +134,7 @@ class WatchedOnes:
 
 
 def tell(kept: object, why: str) -> None:
-    """Log a warning, once, that a callable makes trees smaller, with the reason."""
+    """Log a warning, once, that a callable makes trees smaller. why: the reason."""
     logger.warning_once(
         f"{name_of(kept)} is called once for each token, and no tree is drafted if its results may depend on earlier "
         f"calls: {why}. If they depend on its arguments alone, set its attribute keeps_no_state = True"
@@ -128,5 +142,5 @@ def tell(kept: object, why: str) -> None:
 
 
 def is_promised(processor: object) -> bool:
-    """Whether its attribute `keeps_no_state` promises that its results depend on its arguments alone."""
+    """Whether a processor's attribute `keeps_no_state` promises that its results depend on its arguments alone."""
     return getattr(processor, "keeps_no_state", False) is True

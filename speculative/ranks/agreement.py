@@ -39,9 +39,11 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio as an odd number, w
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks that decode together do not agree.
+    """Raised on all ranks if ranks that decode together have different results, inputs or weights.
 
-    rank: the first one that differs from the majority, or from rank 0 if there is none; what: in which respect
+    rank:  the first rank that differs from the majority, or from rank 0 if there is no majority
+    what:  what differs, such as "draft" or the name of a weight
+    where: when it differed, for the message, such as "in step 3"
     """
 
     def __init__(self, rank: int, what: str, where: str):
@@ -53,7 +55,7 @@ class RankMismatchError(RuntimeError):
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """A hash LongTensor[] of tensors; different tensors have the same hash with probability 2**-62.
+    """A hash of tensors, LongTensor[], 0 to 2**62 - 1; different tensors have the same hash with probability 2**-62.
 
     The bits of each row [columns] are summed, and the sums are weighted by the row's index, so that swapped rows are
     noticed. Integer tensors are hashed number by number, so that swapped numbers are noticed, too.
@@ -83,9 +85,10 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 class Agreement(Peers):
-    """Keeps the ranks of a decoder together while it decodes. One generation at a time.
+    """Checks after each step that the ranks of a decoder agree, and lets them stop together. One generation at a time.
 
-    compares_weights: whether to compare the weights that every rank has in full, which only DTensors show
+    device: where the tensors of a step are
+    compares_weights: whether `begin_text` compares the weights that every rank has in full, which only DTensors show
     """
 
     is_alone = False
@@ -105,9 +108,9 @@ class Agreement(Peers):
         return self.ranks.rank == 0
 
     def begin(self, facts: Mapping[str, object]) -> None:
-        """Begin a generation, and check that these facts are the same on all ranks.
+        """Begin a generation: forget the last one, and check that these facts are the same on all ranks.
 
-        facts: {name: tensors, or an object whose `repr` describes it completely}
+        facts: name, for the message, -> a tensor, a list of tensors, or an object with a complete `repr`
 
         Raises RankMismatchError for the first name for which a rank differs.
         """
@@ -126,21 +129,21 @@ class Agreement(Peers):
         self.begin({**facts, **own_weights(target)} if self._compares_weights else facts)
 
     def of_first(self, streamers: list[Any], trace: str | Path | None) -> tuple[list[Any], str | Path | None]:
-        """Streamers and trace on rank 0.
+        """The streamers and the trace that this rank uses: on rank 0 those that are given.
 
-        Other ranks have no streamers, and write a trace to os.devnull to take as long.
+        Other ranks have no streamers, and write the trace to os.devnull, so that their steps take as long.
         """
         return (streamers, trace) if self.is_first else ([], None if trace is None else os.devnull)
 
     def tell(self) -> None:
-        """Before a step: set the signal that this rank must stop, if it must."""
+        """Called before a step: if `hold` has been called, set the signal by which the step stops all ranks."""
         if self._problem is not None:
             self._ends.fill_(1)
 
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
-        """After a step: stop all sequences on all ranks if their results differ, or if a rank must stop.
+        """Called at the end of a step: stop all sequences on all ranks if results differ, or if a rank must stop.
 
-        left: LongTensor[b], which is changed
+        left: LongTensor[b], the sequences' `StateField.LEFT`. To stop them, it is set to DIFFERENT or ENDED
         """
         words = torch.stack([digest(part) for part in (_drawn(drafted), [logits], verified)])
         self._words.copy_(torch.where(self._differ, self._words, words))
@@ -150,9 +153,9 @@ class Agreement(Peers):
         left.copy_(torch.where(self._differ, DIFFERENT, torch.where(most[-1] > 0, ENDED, left)))
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """The error that all ranks raise if `LEFT` is DIFFERENT or ENDED after a step; None otherwise.
+        """The error that all ranks must raise after a step if `left` is DIFFERENT or ENDED; None for other values.
 
-        step: its number, for the message. All ranks must call this together.
+        All ranks must call this together. step: the number of the step, for the message
         """
         if left == DIFFERENT:
             every = self.ranks.all_of(self._words).T.tolist()
@@ -162,7 +165,7 @@ class Agreement(Peers):
         return self._ending() if left == ENDED else None
 
     def end(self) -> None:
-        """End a generation: raise on all ranks if one of them had to stop in the last step."""
+        """End a generation. If a rank had to stop in the last step, it raises its error, the others RankFailedError."""
         self.tell()
         if int(self.ranks.largest(self._ends.clone())):
             problem = self._ending()
@@ -181,7 +184,7 @@ class Agreement(Peers):
         return None
 
     def hold(self, problem: BaseException) -> None:
-        """Raise this exception after the current step, together with RankFailedError on the other ranks."""
+        """Keep an exception until the step ends; then this rank raises it, and the others raise RankFailedError."""
         self._problem = self._problem or problem
 
     @contextmanager
@@ -214,7 +217,7 @@ class Agreement(Peers):
             signal.signal(signal.SIGINT, before)
 
     def decided(self, by: Callable[[], Any]) -> Any:
-        """The result of rank 0, see `Communication.decided`."""
+        """The result of the function `by` on rank 0, which alone calls it. If it raises, all ranks raise."""
         return self.ranks.decided(by)
 
     def any(self, fact: bool) -> bool:
@@ -223,9 +226,9 @@ class Agreement(Peers):
 
 
 def agreement_of(models: Sequence[Any], device: torch.device, communication: Communication | None = None) -> Agreement:
-    """The agreement of the ranks that some models' weights are split over.
+    """Make the `Agreement` of the ranks over which the weights of target and draft are split.
 
-    models: their forward passes. Their weights are checked; weights that every rank has in full must be equal
+    models: the forward passes. Their weights are checked; weights that every rank has in full must be equal
     communication: for models that a user has split. Which weights every rank has in full is not known then, so none
         are compared
 
@@ -264,12 +267,12 @@ def _check_communication(given: object) -> None:
 
 
 def own_weights(model: Any) -> dict[str, object]:
-    """The weights of a model that every rank has in full, by names for messages."""
+    """The weights of a model that every rank has in full, those that are not split, by names for messages."""
     return {f"{model.name} weight {name}": own for name, own in model.weights() if local_of(own) is own}
 
 
 def _drawn(drafted: Any) -> list[Tensor]:
-    """The drafted trees, to be compared: tokens, parents, and digests of the logits that tokens were drawn from."""
+    """What ranks compare of drafted trees: tokens, parents, and digests of the logits that tokens were drawn from."""
     if drafted.logits is None:
         return [drafted.tokens, drafted.parents]
     sources = drafted.parents[..., 1:].expand(len(drafted.tokens), -1)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class RankFailedError(RuntimeError):
-    """Another rank has raised an exception, or was interrupted, during a common operation."""
+    """Raised on a rank because another rank has raised an exception, or was interrupted, in what they do together."""
 
 
 class Communication(ABC):
@@ -39,21 +39,23 @@ class Communication(ABC):
         """
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """The elementwise maximum of LongTensors [any] over all ranks, in place.
+        """Replace each of these numbers by its maximum over all ranks, and return the tensor.
 
-        It is called once in each step. Override it if tensors on a GPU can be compared without the host; else a step
-        cannot be a CUDA graph.
+        It is called once in each step. Override it if tensors on a GPU can be compared without the host; otherwise a
+        step cannot be a CUDA graph.
+
+        numbers: LongTensor [any], of the same shape on all ranks
         """
         return numbers.copy_(self.all_of(numbers).amax(0))
 
     def all_of(self, numbers: Tensor) -> Tensor:
-        """The tensors of all ranks, of one shape, as [ranks, ...]."""
+        """The tensors of all ranks, stacked to [ranks, ...]. numbers: this rank's tensor, of the same shape on all."""
         return torch.stack(self.exchange(numbers.to("cpu", copy=True))).to(numbers.device)
 
     def decided(self, by: Callable[[], T]) -> T:
-        """The result of a function that only rank 0 calls.
+        """The result of the function `by` on rank 0, returned on all ranks; only rank 0 calls it.
 
-        Raises rank 0's exception there, and RankFailedError with its message on the others.
+        If it raises, rank 0 raises its exception, and the others RankFailedError with its message.
         """
         answer: list[T] = []
         problem: BaseException | None = None
@@ -90,5 +92,5 @@ class Communication(ABC):
 
 
 def said_of(problem: BaseException) -> str:
-    """An exception as one line."""
+    """An exception as text: the name of its class, and its message if it has one."""
     return f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__

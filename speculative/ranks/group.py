@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 @dataclass(frozen=True)
 class Ranks(Communication):
-    """The processes of a group, seen from one of them."""
+    """The collectives between the processes of a torch.distributed group, over which transformers has split a model."""
 
     group: dist.ProcessGroup
 
@@ -36,21 +36,23 @@ class Ranks(Communication):
         return self.group.size()
 
     def add(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' tensors of the same shape; written to the rank's own tensor if that is contiguous."""
+        """The sum of all ranks' tensors, which have one shape. If `part` is contiguous, the sum overwrites it."""
         part = part.contiguous()
         dist.all_reduce(part, group=self.group)
         return part
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks, in place."""
+        """Replace each of these numbers by its maximum over all ranks, and return the tensor."""
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         return numbers
 
     def joined(self, part: Tensor, columns: int) -> Tensor:
-        """All ranks' columns side by side, [rows, columns], from this rank's [rows, own].
+        """The columns of all ranks side by side, [rows, columns].
 
         Columns are split as by `torch.chunk`: each rank has ceil(columns / ranks), except the last ones, which may have
         fewer.
+
+        part: this rank's columns, [rows, own]; columns: how many all ranks have together
         """
         rows, widest = len(part), -(-columns // self.count)
         if part.shape[1] < widest:
@@ -60,14 +62,16 @@ class Ranks(Communication):
         return every.view(self.count, rows, widest).transpose(0, 1).reshape(rows, -1)[:, :columns]
 
     def exchange(self, what: T) -> list[T]:
-        """The objects of all ranks, by a collective of the process group."""
+        """Send an object that can be pickled to all ranks. Returns the objects of all ranks, by rank."""
         every: list[T] = [what] * self.count
         dist.all_gather_object(every, what, group=self.group)
         return every
 
 
 def ranks_of(model: nn.Module, name: str) -> Ranks | None:
-    """The ranks that a model's weights are split over; None if this process has all weights.
+    """The ranks over which transformers or FSDP has split a model's weights; None if this process has all weights.
+
+    name: the model's name for messages
 
     Raises ValueError for weights that are split in more than one way.
     """
@@ -87,7 +91,9 @@ def ranks_of(model: nn.Module, name: str) -> Ranks | None:
 
 
 def whole_ranks(models: list[Ranks | None]) -> Ranks | None:
-    """The ranks of several models that decode together; None if this process has all weights.
+    """The ranks of several models that decode together; None if this process has the weights of all.
+
+    models: the ranks of each model; None for a model that is not split
 
     Raises ValueError for models that are split over different ranks.
     """

@@ -20,38 +20,38 @@ Product = Callable[[Tensor], Tensor]  # from an input [rows, K]
 
 
 class Peers:
-    """This process alone.
+    """What decoding does together with other processes that hold parts of the model; here nothing, for one process.
 
-    is_alone: whether there is only one process. With several, trees have a fixed size, even where they differ
+    is_alone: whether there is only one process. With several, absent nodes stay in a tree, so that sizes are the same
     """
 
     is_alone: bool = True
 
     def begin_text(self, facts: Mapping[str, object], target: Any) -> None:
-        """Begin a generation; facts: {name: value} that must be the same on all ranks."""
+        """Called before a generation: check that all processes do the same. facts: by name, the same in all of them."""
 
     def of_first(self, streamers: list[Any], trace: str | Path | None) -> tuple[list[Any], str | Path | None]:
-        """The streamers and the trace that this process writes."""
+        """The streamers that this process calls, and the file of the trace that it writes."""
         return streamers, trace
 
     def tell(self) -> None:
-        """Before a step: signal the other processes if this one must stop."""
+        """Called before a step: signal the other processes if this one must stop after it."""
 
     def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
-        """After a step: stop all sequences, by `left` (`StateField.LEFT`), if the results of the processes differ.
+        """Called at the end of a step: stop all sequences if the results of the processes differ, or one must stop.
 
-        drafted: a `Drafted`; logits: [B, N, V], all logits of the target
+        logits: the target's, [B, N, V]; left: `StateField.LEFT`, LongTensor[b], which is written to stop sequences
         """
 
     def error(self, left: int, step: int) -> BaseException | None:
-        """The error to raise after step number `step` if `left`, a value of `LEFT`, stands for one; else None."""
+        """The error to raise after step number `step` if `check` set `left` to a value that means one; else None."""
         return None
 
     def end(self) -> None:
-        """End a generation."""
+        """Called after the last step of a generation: raise if one of the processes had to stop in it."""
 
     def holding(self) -> AbstractContextManager[object]:
-        """Defer exceptions of code that only one process runs until all have reached the same step."""
+        """A context that keeps exceptions of code that one process alone runs, until all have reached the same step."""
         return nullcontext()
 
     def interruptible(self) -> AbstractContextManager[object]:
@@ -59,7 +59,7 @@ class Peers:
         return nullcontext()
 
     def decided(self, by: Callable[[], Answer]) -> Answer:
-        """The result of a function that may return different values in different processes."""
+        """The result of the function `by` in the first process, for a function that may differ between processes."""
         return by()
 
     def any(self, fact: bool) -> bool:
@@ -71,19 +71,19 @@ ALONE = Peers()
 
 
 class Parts:
-    """All weights are in this process.
+    """Builds a model's layers from the weights that this process has: all of them, or for `Shards` a part.
 
-    ranks: the processes that the weights are split over, a `Ranks`; None for one process
+    ranks: the processes over which the weights are split, a `Ranks`; None if this process has all weights
     """
 
     ranks: Any = None
 
     def knows_hook_of(self, module: nn.Module) -> bool:
-        """Whether a module's hook or patch is one that splits it over ranks."""
+        """Whether a module's hook or patch comes from splitting it over ranks. If so, this object replaces it."""
         return False
 
     def are_usual(self, model: Any) -> bool:
-        """Whether a Llama is split in a way that `LlamaForward` supports."""
+        """Whether a Llama is whole, or split over ranks in the way that `LlamaForward` supports."""
         return True
 
     def heads(self, count: int) -> int:
@@ -95,15 +95,15 @@ class Parts:
         return module
 
     def summed(self, module: Any, product: Product) -> Product:
-        """The product of a layer that is split by columns, from the product of this process's part."""
+        """The product of a layer split by columns, the sum of all parts'. product: of this process's part."""
         return product
 
     def joined(self, module: Any, product: Product) -> Product:
-        """The product of a layer that is split by rows, from the product of this process's part."""
+        """The product of a layer split by rows, all parts' outputs side by side. product: of this process's part."""
         return product
 
     def embedded(self, module: Any) -> Callable[[Tensor], Tensor]:
-        """A function from tokens LongTensor[N] to their embeddings [N, H]."""
+        """A function from tokens LongTensor[N] to embeddings [N, H], for an embedding layer."""
         return module
 
 
@@ -111,12 +111,12 @@ WHOLE = Parts()
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor: all of it, unless it is a DTensor."""
+    """This process's part of a DTensor, as an ordinary tensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def part_owned(tensor: Tensor) -> float:
-    """The share of a tensor that each rank has, the same number for all ranks even if one has a row more."""
+    """The fraction of a tensor that each rank has: 1 / ranks for a DTensor, even if one has a row more; otherwise 1."""
     return 1 / tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1.0
 
 

@@ -38,7 +38,7 @@ def is_split_by_transformers(module: nn.Module) -> bool:
 
 
 def is_split_as_usual(model: Any) -> bool:
-    """Whether a Llama is split as the module describes; embedding and lm_head may be whole."""
+    """Whether a Llama is split as the table at the top of this file says. Embedding and lm_head may be whole."""
     for layer in model.model.layers:
         rows = [layer.get_submodule(name) for name in _LAYER]
         columns = [layer.self_attn.o_proj, layer.mlp.down_proj]
@@ -63,21 +63,21 @@ def _placements(weight: Tensor) -> object:
 
 
 class Shards(Parts):
-    """A rank's part of the weights."""
+    """Builds a model's layers from this rank's part of the weights, and from collectives that complete the results."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
     def knows_hook_of(self, module: nn.Module) -> bool:
-        """Whether a module's hook or patch is one that splits it over ranks."""
+        """Whether a module's patch is transformers' tensor parallelism, which this object replaces."""
         return is_split_by_transformers(module)
 
     def are_usual(self, model: Any) -> bool:
-        """Whether a Llama is not split, or split as the module describes."""
+        """Whether a Llama is not split, or split as the table at the top of this file says."""
         return not any(map(is_split, model.modules())) or is_split_as_usual(model)
 
     def heads(self, count: int) -> int:
-        """How many of `count` heads each rank has; `check_heads` has checked that they can be divided."""
+        """How many of `count` attention heads each rank has. `check_heads` has checked that ranks can share them."""
         return count // self.ranks.count
 
     def of(self, module: Any) -> Any:
@@ -99,7 +99,10 @@ class Shards(Parts):
         return part
 
     def summed(self, module: Any, product: Product) -> Product:
-        """The product after one all-reduce."""
+        """The product of a layer split by columns: one all-reduce after `product`, that of this rank's part; bias last.
+
+        A layer that is not split keeps its product.
+        """
         if not is_split(module):
             return product
         bias = None if module.bias is None else local_of(module.bias)
@@ -108,7 +111,10 @@ class Shards(Parts):
         return lambda hidden: self.ranks.add(product(hidden)) + bias
 
     def joined(self, module: Any, product: Product) -> Product:
-        """The product after one all-gather."""
+        """The product of a layer split by rows: one all-gather after `product`, that of this rank's part.
+
+        A layer that is not split keeps its product.
+        """
         if not is_split(module):
             return product
         columns: int = module.weight.shape[0]
@@ -131,9 +137,11 @@ class Shards(Parts):
 
 
 def shards_of(model: nn.Module, name: str) -> Parts:
-    """This rank's part of a model; `WHOLE` if it is not split.
+    """The `Shards` of a model that transformers or FSDP has split over processes; `WHOLE` for any other model.
 
-    Raises ValueError if it is split in an unsupported way.
+    name: the model's name for messages
+
+    Raises ValueError if it is split in more than one way, or if ranks would have to share an attention head.
     """
     ranks = ranks_of(model, name)
     if ranks is None:

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Acceptance:
-    """Counts over the steps that drafted something, with vLLM's names where it has one.
+    """How many draft tokens the target accepted in one request, under vLLM's names of the counts.
 
-    num_spec_steps:   the number of such steps
-    num_draft_tokens: nodes of their trees without the roots, absent nodes included
-    histogram:        how many of these steps accepted 0, 1, 2, ... draft tokens
+    Only steps that drafted something are counted.
+
+    num_spec_steps:   the number of these steps
+    num_draft_tokens: nodes of their trees without the roots, also nodes for which the draft found no token
+    histogram:        number of accepted draft tokens in a step -> number of steps
     """
 
     num_spec_steps: int = 0
@@ -18,7 +20,10 @@ class Acceptance:
     histogram: Counter[int] = field(default_factory=Counter)
 
     def add(self, new: int, nodes: int) -> None:
-        """Count a step that produced `new` tokens with a tree of `nodes` nodes."""
+        """Count a step with a tree of `nodes` nodes, root included, that produced `new` tokens, the last by the target.
+
+        A step without draft tokens or without new tokens is not counted.
+        """
         if nodes > 1 and new > 0:
             self.num_spec_steps += 1
             self.num_draft_tokens += nodes - 1
@@ -30,17 +35,17 @@ class Acceptance:
 
     @property
     def num_accepted_draft_tokens(self) -> int:
-        """The number of accepted draft tokens."""
+        """The number of accepted draft tokens in all counted steps."""
         return sum(accepted * steps for accepted, steps in self.histogram.items())
 
     @property
     def per_position(self) -> list[int]:
-        """The number of steps that accepted the first, the second, ... token of a drafted path."""
+        """Item d is the number of steps that accepted more than d draft tokens, from d = 0 to the longest path."""
         deepest = max(self.histogram, default=0)
         steps = [*self.histogram.items()]
         return [sum(count for accepted, count in steps if accepted > place) for place in range(deepest)]
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per step, including the target's own token; 1 if there was no such step."""
+        """New tokens per counted step, including the token from the target; 1.0 if no step was counted."""
         return 1 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)

@@ -22,31 +22,33 @@ GREEDY_DRAFT = Filters(temperature=2.0**-7)
 
 
 class QueueFull(RuntimeError):  # noqa: N818 - as the standard library calls its own
-    """The queue, or the client's share of it, is full; try again later."""
+    """Raised by `submit`: the queue, or the client's share of it, is full. Try again later."""
 
 
 class Closed(RuntimeError):  # noqa: N818
-    """The service takes no more requests."""
+    """Raised by `submit`: the service takes no more requests, because it was closed or an error has ended it."""
 
 
 class ModelChanged(RuntimeError):  # noqa: N818
-    """A model was changed while a request was decoded, or cannot be decoded any more."""
+    """The error of a request whose target was changed while it was decoded, or whose models cannot be decoded now."""
 
 
 @dataclass(eq=False)
 class Arrival:
-    """A checked request for one sequence, and its state.
+    """A checked request for one sequence, from its submission to its end: what was requested, and how far it is.
 
-    draft_filters: how its draft is sampled
+    draft_filters: temperature and filters by which the draft is sampled for it
     clock:         returns the time in seconds
-    deadline:      a time of that clock; None for none
-    logprobs, prompt_logprobs: how many of the likeliest tokens to report at each position; None for no
-                               log-probabilities
-    client, group: who submitted it, and which of the client's groups it belongs to; see `Arrivals`
-    submitted, began, first: times of submission, of its prompt's turn, and of its first tokens
-    tokens, steps: new tokens and steps so far
-    prompt:        its tokens
-    stops:         tokens that end the sequence
+    deadline:      the value of `clock` from which the request is ended; None for no limit
+    client, group: who submitted it, and which of the client's groups it belongs to; clients and groups take turns
+    logprobs, prompt_logprobs: how many of the likeliest tokens to report at each position, in addition to the token
+                               itself; None for no log-probabilities
+    progress:      what other threads read: tokens, log-probabilities, the end
+    submitted, began, first: values of `clock` at submission, when its prompt's turn came, and at its first new tokens;
+                             None before that
+    tokens, steps: new tokens so far, and the number of steps that it took part in
+    prompt:        its tokens, int64 [T]
+    stops:         end-of-sequence tokens
     processors:    its logits processors
     """
 
@@ -79,7 +81,7 @@ class Arrival:
 
     @property
     def text(self) -> Tokens:
-        """The prompt and its new tokens so far."""
+        """The prompt and the new tokens so far, int64 [T + new]."""
         return np.concatenate([self.prompt, tokens_of(self.tokens)])
 
     @property
@@ -88,13 +90,16 @@ class Arrival:
         return self.request.max_new_tokens - len(self.tokens)
 
     def settings(self) -> Tensor:
-        """The sampling settings of target and draft, fp64 [2, 4], in the form of `kernels.sequence_scores`."""
+        """The sampling settings, fp64 [2, 4]: the target's, then the draft's, as `settings_of` makes them from filters.
+
+        A draft of temperature 0 gets those of `GREEDY_DRAFT`.
+        """
         draft = self.draft_filters if self.draft_filters.temperature > 0 else GREEDY_DRAFT
         rows = [settings_of(self.request.filters), settings_of(draft)]
         return torch.tensor(rows, dtype=torch.float64, device=self.request.prompt.device)
 
     def interrupted(self) -> Reason | None:
-        """The reason why the request is to end at once; None if there is none."""
+        """Why the request has to end before its next step: "cancelled" or "deadline"; None if it may continue."""
         if self.progress.is_cancelled:
             return "cancelled"
         if self.deadline is not None and self.clock() >= self.deadline:
@@ -102,9 +107,13 @@ class Arrival:
         return None
 
     def take(self, new: list[int], nodes: int, logits: Callable[[int], Tensor] | None) -> Reason | None:
-        """Add the tokens of a step. Returns why the sequence ends with them, or None if it continues.
+        """Add the tokens of a step and pass them to readers. Returns why the sequence ends, or None if it continues.
 
-        nodes: the number of nodes of the step's tree; logits: given n, returns the logits that chose the first n tokens
+        Tokens after an end-of-sequence token, or after what `request.stopping` recognises, are dropped.
+
+        new:    the step's new tokens
+        nodes:  the number of nodes of the step's tree
+        logits: given n, returns the target's logits [n, V] that chose the first n of `new`; None for no logprobs
         """
         before = len(self.tokens)
         end = next((place for place, token in enumerate(new, 1) if token in self.stops), None)
@@ -125,7 +134,7 @@ class Arrival:
         return "stop" if end is not None else "length" if self.left == 0 else None
 
     def end(self, outcome: Reason | Exception) -> None:
-        """End the request with this outcome."""
+        """End the request: pass to its readers a `Completed` with the reason, or an error, which they raise."""
         self.has_ended, now = True, self.clock()
         if isinstance(outcome, Exception):
             self.progress.end(outcome)
@@ -145,12 +154,12 @@ class Arrival:
 
 
 class Arrivals:
-    """The requests that wait for a slot.
+    """The bounded queue of requests that wait for a slot. It may be used from several threads.
 
-    Clients take turns, a client's groups take turns, and a group is served in order.
+    Clients take turns, a client's groups take turns, and the requests of a group are served in order of submission.
+    With one client and one group this is first come, first served.
 
     A client may fill half of the queue, so that others have room. Requests without a client (None) may fill all of it.
-    With one client and one group this is first come, first served.
 
     most: how many requests may wait
     """
@@ -179,7 +188,7 @@ class Arrivals:
             raise Closed(f"the service is closed and takes no more requests{ended}") from self._error
 
     def put(self, arrival: Arrival) -> None:
-        """Add a request. Raises QueueFull or Closed."""
+        """Add a request. Raises QueueFull if the queue or the client's half of it is full, and Closed after `close`."""
         with self._lock:
             self.check_open()
             if self._count >= self.most and _going_on(self._all()) >= self.most:
@@ -197,9 +206,10 @@ class Arrivals:
         may: Callable[[Hashable, Collection[Hashable]], bool] = lambda *_: True,
         fits: Callable[[Arrival], bool] = lambda _: True,
     ) -> Arrival | None:
-        """Remove and return the request whose turn it is; None if no waiting client may, or the request does not fit.
+        """Remove and return the next request of the first client that `may`; None if there is none or it does not fit.
 
-        may: called with a client and all waiting clients; fits: called with the request whose turn it is
+        may:  given a client and all clients with waiting requests, whether the client's turn may come now
+        fits: given the request whose turn it is, whether it can be taken now; if not, no other is tried
         """
         with self._lock:
             client = next((each for each in self._waiting if may(each, self._waiting)), _NOBODY)
@@ -236,7 +246,7 @@ class Arrivals:
             return found
 
     def close(self, error: BaseException | None = None) -> None:
-        """Accept no more requests; error: the cause, if there is one."""
+        """Accept no more requests, and wake threads in `wait`. error: the cause that `check_open` reports, if any."""
         with self._lock:
             self._is_open, self._error = False, self._error or error
             self._changed.notify_all()
@@ -247,7 +257,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self, over: Callable[[], bool] = lambda: False) -> None:
-        """Wait for a request, for `close`, or until `over` is true; `over` is checked again after `wake`."""
+        """Block until a request waits, the queue is closed, or `over()` is true; `wake` makes it call `over` again."""
         with self._lock:
             self._changed.wait_for(lambda: self._count > 0 or not self._is_open or over())
 

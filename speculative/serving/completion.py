@@ -18,9 +18,10 @@ class Completion:
         completion.result()                      # waits for the end; in asyncio: `await completion`
 
     Several readers may read it, each from the beginning. A request continues whether anybody reads it or not; `cancel`
-    ends it. If an error ended it, that error is raised to all readers.
+    ends it. If an error ended it, every reader raises that error.
 
-    seed: selects its random numbers: a request with the same seed and otherwise equal arguments gets the same tokens
+    seed: the seed of the request, given or chosen: submitted with this seed and otherwise equal arguments, a request
+          gets the same tokens
 
     In a process forked from the service's, a request that has not ended raises RuntimeError instead of waiting.
     """
@@ -35,28 +36,28 @@ class Completion:
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        """Log-probabilities of new tokens so far, if they were requested from `submit`.
+        """Log-probabilities of the new tokens so far, in order; empty if `submit` did not request them.
 
-        At least for all tokens that were read.
+        A token that a reader has got has its entry.
         """
         return self._progress.logprobs
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
-        """The log-probabilities of the prompt's tokens, if they were requested from `submit`.
+        """Log-probabilities of the prompt's tokens, in order; empty if `submit` did not request them.
 
-        Complete with the first new token.
+        The list grows while the prompt is read, and is complete when the first new token arrives.
         """
         return self._progress.prompt_logprobs
 
     @property
     def reused_tokens(self) -> int:
-        """How many prompt tokens reused rows of another sequence; known with the first new token."""
+        """How many prompt tokens had cache rows copied from another sequence. Final with the first new token."""
         return self._progress.reused
 
     @property
     def acceptance(self) -> Acceptance:
-        """Counts of accepted draft tokens so far."""
+        """A copy of the counts of accepted draft tokens so far."""
         return self._progress.acceptance.copy()
 
     def done(self) -> bool:
@@ -64,9 +65,11 @@ class Completion:
         return self._progress.since(0)[1] is not None
 
     def result(self, timeout: float | None = None) -> Completed:
-        """Wait for the end, at most `timeout` seconds.
+        """Wait for the end of the request and return its result.
 
-        Raises TimeoutError after that, or the error that ended the request.
+        timeout: seconds to wait; None for no limit
+
+        Raises TimeoutError if it has not ended by then, or the error that ended it.
         """
         if not self._progress.wait_for_end(timeout):
             raise TimeoutError(f"the request has not ended within {timeout} seconds")

@@ -26,8 +26,10 @@ LOGITS = 64  # for how many tokens of a prompt logits are computed at a time, si
 
 
 class Entrance:
-    """The caches in which prompts are read: one for a single prompt of any length, one for a group of short prompts.
+    """Prefill of a service, with two workspaces: for one prompt of any length, and for a group of short prompts.
 
+    plan:  the models, and the rules of a step
+    size:  the size of the service's own workspace, which bounds the length of a prompt
     piece: how many tokens of prompts go through a model at a time
     """
 
@@ -46,13 +48,16 @@ class Entrance:
 
     @property
     def cache_bytes(self) -> int:
-        """The size of the caches in bytes."""
+        """The size of the caches of both workspaces in bytes."""
         return sum(room.cache_bytes for room in self._rooms)
 
     def may_follow(self, group: Sequence[Arrival], arrival: Arrival, sharing: Sequence[Arrival]) -> bool:
-        """Whether a prompt can go together with the others in `group`, which is not empty.
+        """Whether a prompt can be read in one batch with the prompts in `group`, which is not empty.
 
-        sharing: those of the group whose rows it may reuse
+        The prompts must be short, fit into one chunk, and want no log-probabilities. A prompt that has half of its
+        tokens or more in common with one in `sharing` must wait, to copy these rows later.
+
+        sharing: the requests of the group whose rows `arrival` may reuse
         """
         together = [*group, arrival]
         longest = max(each.prompt_length for each in together)
@@ -63,13 +68,16 @@ class Entrance:
         return all(2 * common(each.prompt, arrival.prompt) < arrival.prompt_length for each in sharing)
 
     def room(self, group: Sequence[Arrival]) -> Workspace:
-        """The workspace in which a group is read."""
+        """The workspace in which the prompts of a group are read."""
         return self._rooms[len(group) > 1]
 
     def bring(self, group: Sequence[Arrival], found: FoundPrefixes) -> Iterator[int]:
-        """Read prompts into their workspace, chunk by chunk; yields the number of tokens of each chunk.
+        """Read the prompts of a group into its workspace, one chunk at each `next`; yields the chunk's token count.
 
-        found: cached sequences that begin like the prompts
+        Also computes the log-probabilities of a prompt that wants them, and writes `Progress.reused`.
+
+        group: requests that may be read together, by `may_follow`
+        found: for each prompt, a cached sequence that begins alike; common rows are copied instead of computed
         """
         first = group[0].request
         past: Any = found
@@ -102,5 +110,5 @@ class Entrance:
             yield piece
 
     def free(self) -> None:
-        """Release the memory."""
+        """Release the memory. The object cannot be used afterwards."""
         del self._one, self._rooms

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the target: log softmax of its logits, before any processor or filter.
 
-Those of new tokens come from the steps that produce them. Those of a prompt take a pass of their own, since prefill
-computes no logits.
+For new tokens the steps that produce them have the logits. A prompt takes a second pass, since prefill computes no
+logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,10 @@ from heavypath.speculative.models.forward import Forward, as_long, chain_mask
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a token, and the likeliest tokens at its position with theirs, the likeliest first.
+    """The natural log-probability of one token of a sequence under the target.
 
-    logprob: None for the first token of a prompt, which nothing precedes
+    logprob:   None for the first token of a prompt, which nothing precedes
+    likeliest: pairs (id, log-probability) of the likeliest tokens at this position, the likeliest first
     """
 
     token: int
@@ -28,9 +29,10 @@ class TokenLogprob(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], likeliest: int) -> list[TokenLogprob]:
-    """The log-probabilities of tokens under the logits [n, V] at their positions.
+    """The log-probabilities of n tokens.
 
-    likeliest: how many of the likeliest tokens to add at each position
+    logits:    float [n, V], the logits from which each token was chosen
+    likeliest: how many of the likeliest tokens to list at each position
     """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
@@ -40,34 +42,38 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], likeliest: int) -> list[T
 
 
 class ReadLogits(LogitChange):
-    """Keeps the target's logits along the accepted paths of one step.
+    """Keeps the target's logits of one step, so that log-probabilities of the new tokens can be computed after it.
 
-    It comes before all other changes, and changes nothing.
+    It changes nothing. It must come before all other changes of logits, to get them unchanged.
     """
 
     def __init__(self) -> None:
         self._logits = self._path = torch.empty(0, device="cpu")
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """Keep the logits, and return them unchanged."""
+        """Keep the target's logits of a step, [B, N, V], and return them unchanged."""
         self._logits = logits
         return logits
 
     def after_verifying(self, verified: Verified) -> None:
-        """Keep the accepted path."""
+        """Keep the accepted paths of a step, by which `of_slot` finds the logits."""
         self._path = verified.path
 
     def of_slot(self, slot: int, count: int) -> Tensor:
-        """The logits [count, V] by which the first `count` new tokens of a slot were chosen."""
+        """The target's logits [count, V] at the nodes after which the first `count` new tokens of a slot came."""
         return self._logits[slot, self._path[slot, :count]]
 
 
 def prompt_logprobs(
     target: Forward, cache: KeyValueCache, prompt: Tensor, likeliest: int, piece: int
 ) -> Iterator[list[TokenLogprob]]:
-    """The log-probabilities of a prompt's tokens LongTensor[1, T], in chunks of `piece` tokens.
+    """Run the target over a prompt again; yields its tokens' log-probabilities, at most `piece` in each list.
 
-    cache: of one sequence; the prompt's rows are written again
+    The first list has the first token alone, without a log-probability.
+
+    cache:     the target's cache of one sequence with the prompt's rows, which are written again
+    prompt:    LongTensor[1, T]
+    likeliest: how many of the likeliest tokens to list at each position
     """
     tokens, limit = prompt[0].tolist(), target.rope_limit
     yield [TokenLogprob(tokens[0], None, [])]

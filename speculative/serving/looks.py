@@ -28,9 +28,9 @@ _TENSORS = ("_parameters", "_buffers")
 
 
 class Look:
-    """The state of some models at the time when this object was made.
+    """A record of the state of some models, made to find out later whether they have changed.
 
-    models: `Forward`s and draft heads
+    models: forward passes (`Forward`) and draft heads
     """
 
     def __init__(self, models: Sequence[Any]):
@@ -42,9 +42,11 @@ class Look:
         self._samples = [torch.cat(views) for views in self._sampled]
 
     def is_current(self, *, thorough: bool) -> bool:
-        """Whether the models are unchanged.
+        """Whether the models are unchanged since this object was made.
 
-        thorough: also check what takes milliseconds
+        thorough: also make the checks that take milliseconds; otherwise only if the quick comparison differs
+
+        False also while another thread is changing a dictionary of a module.
         """
         try:
             if not thorough and self._is_alike():
@@ -64,7 +66,7 @@ class Look:
         return (module for model in self._models for module in model.model.modules())
 
     def _take(self) -> None:
-        """Record what `_is_alike` compares."""
+        """Record what `_is_alike` compares: the values of the modules' dictionaries, and their tensors' versions."""
         modules = [module.__dict__ for module in self._modules()]
         self._dicts = [own[name] for own in modules for name in ("_modules", *_HOOKS)]
         self._dicts += [*modules, torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]

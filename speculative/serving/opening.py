@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TreesOfSlots(Protocol):
-    """The part of `TreesByBatch` that a service uses."""
+    """The part of `TreesByBatch` that a service uses: all trees, and the tree `of` a number of requests."""
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]: ...  # noqa: D102
@@ -43,17 +43,26 @@ def serve(
     seed: int = 0,
     unseeded: int | None = None,
 ) -> Service:
-    """Open a service. `SpeculativeDecoder.serve` passes all but the numbers; see `Service` and `ServiceLimits`.
+    """Open a service for the models of a decoder. `SpeculativeDecoder.serve` gives it all arguments up to `runner`.
 
     new_plan: makes the plan for the models in their current state, with a draft even where its tree is only a root
-    trees_of: the trees for each number of running requests, given the number of slots
-    max_tokens: default 2,048, but at most the target's positions and one more: the last token needs no position
-    seed: of the random numbers that all requests share
-    unseeded: a seed for the random numbers of requests without a seed, in the order of `submit`. None for a random one,
-              so
-        that services are independent of each other; `Service.unseeded` has it
+    trees_of: given the number of slots, the trees for each number of running requests
+    checked: makes a checked request from the arguments of a call
+    draft_filters: how the draft is sampled, given how the target is sampled
+    slots: how many sequences are decoded in one step
+    runner: has the setting of CUDA graphs
+    max_tokens: most tokens of a sequence, prompt included. Default: 2,048, but at most the target's number of positions
+        plus 1, since the last token needs no position
+    queue: how many requests may wait
+    prefill_tokens: how many tokens of prompts go through a model between two steps
+    prefix_bytes: memory for rows of ended sequences, which prompts with the same beginning reuse. Default: half of the
+        memory of the slots; 0: nothing is kept
+    seed: seed of the random numbers that all requests share
+    unseeded: seed of the seeds that requests without one get, in the order of `submit`. Default: a random one, so that
+        services are independent of each other
 
-    Raises ValueError for numbers below 1, and torch.OutOfMemoryError if the caches do not fit.
+    Raises TypeError or ValueError for unsuitable numbers (`ServiceLimits`), ValueError for a decoder or a target that
+    is split over processes, and torch.OutOfMemoryError if the caches do not fit.
     """
     plan = new_plan()
     check_alone("serve", plan.target)

@@ -12,17 +12,18 @@ from heavypath.speculative.drafts.draft import Draft, Feed
 
 
 class OwnSettings(LogitChange):
-    """Replaces logits by scores in which each sequence's own temperature and filters are applied.
+    """Replaces logits by scores to which each sequence's own temperature and filters have been applied.
 
-    The settings are in `Sequences.settings`; `kernels.sequence_scores` has the formula.
+    Sampled at temperature 1 without filters, scores give the distribution that the request wants.
+    `Sequences.settings` has the settings, `kernels.sequence_scores` the formula.
     """
 
     def before_drawing(self, draft: Draft, state: Sequences) -> Draft:
-        """The draft, with scores in place of its logits."""
+        """Wrap the draft, so that it returns scores instead of logits."""
         return _Scored(draft, state.settings[:, 1])
 
     def before_verifying(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
-        """The target's scores."""
+        """The target's scores [B, N, V], made from its logits [B, N, V]."""
         return step_kernels(logits.device).sequence_scores(logits, state.settings[:, 0])
 
 
@@ -33,7 +34,7 @@ class _Scored(Draft):
         self._draft, self._settings, self.laws = draft, settings, draft.laws
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """Scores [B, n, V]; for the first feed of a step only those after the root, [B, D, V] with D drafts."""
+        """Scores [B, n, V] after the n nodes of a feed; for a step's first feed, of the root's D distributions."""
         logits = self._draft(feed, cache)
         last = logits[:, -self.laws :] if feed.news else logits
         return step_kernels(last.device).sequence_scores(last, self._settings)

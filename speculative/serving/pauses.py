@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 
 class Pauses:
-    """The pauses that threads request. They run one after the other.
+    """Lets other threads stop the decoding thread for a while. Pauses of several threads run one after the other.
 
-    wake: makes the decoding thread check whether a pause is requested
+    wake:         makes the decoding thread check whether a pause is requested
+    is_impatient: whether the pausing thread wants running requests to be cancelled instead of finished
     """
 
     def __init__(self, wake: Callable[[], object]):
@@ -22,7 +23,7 @@ class Pauses:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the decoding thread is to stand still once nothing is being decoded."""
+        """Whether a pause is requested, so that the decoding thread should call `stand` when no request is running."""
         return self._owner is not None
 
     @property
@@ -32,7 +33,11 @@ class Pauses:
 
     @contextmanager
     def pause(self, graceful: bool, timeout: float | None) -> Iterator[None]:
-        """A context during which the decoding thread stands still, or has ended; see `Service.paused`."""
+        """A context during which the decoding thread stands still, or has ended. A nested pause has no effect.
+
+        graceful: running requests are finished first; otherwise they are cancelled
+        timeout:  seconds to wait for them before they are cancelled; None for no limit
+        """
         if self.is_of_this_thread:  # nested in another pause
             yield
             return
@@ -51,7 +56,7 @@ class Pauses:
                     self._changed.notify_all()
 
     def stand(self) -> None:
-        """Called by the decoding thread: wait until no pause is requested."""
+        """Block until no pause is requested. Called by the decoding thread, between steps."""
         with self._lock:
             self._stands = True
             self._changed.notify_all()
@@ -59,7 +64,7 @@ class Pauses:
             self._stands = False
 
     def end(self) -> None:
-        """Called when the decoding thread has ended: release all who wait."""
+        """Record that the decoding thread has ended, so that no pause waits for it any more."""
         with self._lock:
             self._is_over = True
             self._changed.notify_all()

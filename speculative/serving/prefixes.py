@@ -27,7 +27,7 @@ Tokens = np.ndarray  # int64 [any]
 
 
 def tokens_of(text: Sequence[int]) -> Tokens:
-    """A sequence as the array that is compared."""
+    """A sequence as an int64 array, which `common` compares."""
     return np.asarray(text, dtype=np.int64)
 
 
@@ -39,9 +39,11 @@ def common(one: Tokens, other: Tokens) -> int:
 
 
 class Prefixes:
-    """The rows of running sequences in a workspace, and of sequences that have ended.
+    """Finds cache rows that a prompt can reuse: those of running sequences, and copies of those that have ended.
 
-    most_bytes: memory for the ended ones; with 0 none is kept, and different requests share nothing
+    workspace:  the caches in which the running sequences have their rows
+    most_bytes: memory for the rows of ended sequences; with 0 none are kept, and different requests share nothing
+    nbytes:     bytes of the rows of ended sequences now
     """
 
     def __init__(self, plan: StepPlan, workspace: Workspace, most_bytes: int):
@@ -58,10 +60,13 @@ class Prefixes:
         return self._most_bytes > 0
 
     def keep(self, slot: int, text: Tokens) -> None:
-        """Copy the rows of the sequence `text` in a slot, because it ends. Its last token has no row yet.
+        """Copy the rows of a sequence that ends, for later prompts. Least recently used sequences make room for it.
 
-        Kept sequences that are a prefix of it are dropped. A sequence larger than the memory is not kept, and nothing
-        is dropped for it. If allocating the copy fails, everything is dropped.
+        Kept sequences that are a prefix of it are dropped. A sequence of less than 8 tokens, or larger than the memory,
+        is not kept, and nothing is dropped for it. If allocating the copy fails, everything is dropped.
+
+        slot: the slot that has its rows
+        text: all its tokens; the last token has no row yet
         """
         if len(text) < max(LEAST, 2) or not self._most_bytes:
             return
@@ -84,15 +89,15 @@ class Prefixes:
         self.nbytes += cache.nbytes
 
     def clear(self) -> None:
-        """Drop all sequences."""
+        """Drop the rows of all ended sequences."""
         self._ended.clear()
         self.nbytes = 0
 
     def found(self, prompts: Sequence[Tokens], running: Sequence[Sequence[Tokens]]) -> "FoundPrefixes":
-        """For each prompt, the sequence with the longest common prefix.
+        """For each prompt, the sequence with the longest common prefix, if 2 tokens or more are common.
 
-        running: for each prompt, the sequences in the slots in use, from the first slot on; empty arrays for those that
-                 it may not reuse
+        running: for each prompt, the tokens of the sequences in the slots, from the first slot on; an empty array for a
+                 sequence whose rows it may not reuse
         """
         return FoundPrefixes([self._best(prompt, texts) for prompt, texts in zip(prompts, running, strict=True)])
 
@@ -109,7 +114,7 @@ class Prefixes:
         return self._ended[key][1]
 
     def _cache(self, slots: slice, text: Tokens, *, copied: bool) -> TextCache:
-        """The rows of a slot's sequence, except the last token, which is the root of the next tree."""
+        """The rows of the sequence `text` in a slot, or a copy; without its last token, the root of the next tree."""
         texts = torch.from_numpy(text[None, :-1])
         models = []
         for forward, cache, unsure in self._caches():
@@ -131,9 +136,9 @@ class Prefixes:
 
 
 class FoundPrefixes:
-    """For each prompt of a batch the cache of a sequence with the same beginning, or None.
+    """For each prompt of a batch, the cache of a sequence with the same beginning, or None.
 
-    Used as `past` of a request.
+    It stands for `TextCache` as `past` of a request, with a different sequence for each prompt. Call `shared` first.
     """
 
     def __init__(self, caches: list[TextCache | None]):
@@ -141,7 +146,10 @@ class FoundPrefixes:
         self._shared: list[SharedPrefixes | None] = []
 
     def shared(self, prompts: Tensor, most: list[int]) -> "FoundPrefixes":
-        """Compute the common prefixes, with at most `most` tokens each; see `TextCache.shared`."""
+        """Compare each prompt with its cached sequence. Returns this object, with the common prefixes.
+
+        prompts: LongTensor [B, T]; most: for each prompt, how many tokens of it may be reused at most
+        """
         self._shared = [
             None if cache is None else cache.shared(prompt[None], [limit])
             for cache, prompt, limit in zip(self._caches, prompts, most, strict=True)
@@ -150,11 +158,11 @@ class FoundPrefixes:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the common prefixes."""
+        """For each prompt, the length of the common prefix; 0 without a cached sequence."""
         return [0 if each is None else each.lengths[0] for each in self._shared]
 
     def limited(self, lengths: list[int]) -> "FoundPrefixes":
-        """The same prefixes, cut to these lengths."""
+        """The same prefixes, each cut to at most its length in `lengths`."""
         fewer = FoundPrefixes(self._caches)
         fewer._shared = [
             None if each is None else each.limited([length]) for each, length in zip(self._shared, lengths, strict=True)
@@ -162,7 +170,7 @@ class FoundPrefixes:
         return fewer
 
     def copy_rows(self, forward: Caching, cache: RowCache) -> list[int]:
-        """Copy the rows of each prefix to `cache`; returns the numbers copied, see `SharedPrefixes.copy_rows`."""
+        """Copy the rows that `forward` computed for each prefix to sequence 0, 1, ... of `cache`; returns counts."""
         return [
             0 if each is None else each.copy_rows(forward, cache, first=place)[0]
             for place, each in enumerate(self._shared)

@@ -4,14 +4,14 @@ import os
 
 
 class Process:
-    """The process that created this object."""
+    """Remembers the process that created this object, to detect that it is used in a forked one."""
 
     def __init__(self) -> None:
         self._number = os.getpid()
 
     @property
     def is_this_one(self) -> bool:
-        """Whether the current process is that process."""
+        """Whether the current process created this object."""
         return os.getpid() == self._number
 
     def check(self) -> None:

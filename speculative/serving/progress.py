@@ -40,15 +40,16 @@ class Completed(NamedTuple):
 
 
 class Progress:
-    """The tokens of one request, then its end: `Completed`, or the error that ended it.
+    """The state of one request that threads share: its tokens so far, then its end, a `Completed` or an error.
 
-    In a process forked from the one that decodes it can be read if it had ended before; otherwise RuntimeError is
-    raised.
+    In a process forked from the one that decodes, it can be read if the request had ended before the fork; otherwise
+    methods raise RuntimeError.
 
-    logprobs:        if requested, for all tokens emitted so far
-    prompt_logprobs: if requested, for the prompt's tokens; complete before the first new token
-    acceptance:      counts of its steps so far
-    reused:          prompt tokens that were not computed
+    logprobs:        if requested, of all tokens emitted so far
+    prompt_logprobs: if requested, of the prompt's tokens; complete before the first new token
+    acceptance:      counts of accepted draft tokens so far
+    reused:          number of prompt tokens whose rows were copied instead of computed
+    is_cancelled:    whether `cancel` was called; the decoding thread checks it before each step
     """
 
     def __init__(self) -> None:
@@ -65,20 +66,20 @@ class Progress:
         self.is_cancelled = False  # requested; the decoding thread checks it before each step
 
     def emit(self, tokens: list[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """Add new tokens."""
+        """Add new tokens, with their log-probabilities if requested, and wake all readers."""
         with self._lock:
             self.logprobs += logprobs
             self._tokens += tokens
             self._tell()
 
     def end(self, outcome: Completed | Exception) -> None:
-        """Record the end. If it is called again, the first end counts."""
+        """Record the result, or the error that ended the request, and wake all readers. Only the first call counts."""
         with self._lock:
             self._outcome = self._outcome or outcome
             self._tell()
 
     def since(self, place: int) -> tuple[list[int], Completed | Exception | None]:
-        """The tokens from an index on; and the end, or None if there is none yet."""
+        """The new tokens from index `place` on, and the result or error; None in place of it before the end."""
         with self._reading():
             return self._tokens[place:], self._outcome
 
@@ -95,7 +96,7 @@ class Progress:
             return self._has_ended or self._changed.wait_for(lambda: self._has_ended, timeout)
 
     def cancel(self) -> bool:
-        """Request its end; False if it has ended already."""
+        """Request that the decoding thread ends the request; False if it has ended already."""
         if self._has_ended:
             return False
         self._process.check()
@@ -104,9 +105,9 @@ class Progress:
 
     @contextmanager
     def listening(self, listener: Callable[[], object]) -> Iterator[None]:
-        """A context during which `listener` is called after each change, by the decoding thread.
+        """A context during which the decoding thread calls `listener` after new tokens and at the end.
 
-        It must return at once.
+        `listener` must return at once, since decoding waits for it.
         """
         with self._reading():
             self._listeners.append(listener)
@@ -121,7 +122,7 @@ class Progress:
         return self._outcome is not None
 
     def _reading(self) -> AbstractContextManager[object]:
-        """The lock. A forked process gets none: its copy may be locked forever, and nobody writes there."""
+        """The lock. A forked process gets no lock, since its copy may be locked forever, and no thread writes there."""
         if self._process.is_this_one:
             return self._lock
         if not self._has_ended:

@@ -13,8 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModels:
-    """The models of a service, in the state for which its plan was made.
+    """The models of a service, with checks whether they have changed since its plan was made.
 
+    plan:     the plan of a step, made for the models as they were then
     is_stale: whether a change since then has been noticed
     """
 
@@ -25,9 +26,9 @@ class ServedModels:
         self.is_stale = False
 
     def target_is_current(self, *, thorough: bool) -> bool:
-        """Whether the target is unchanged. A change of the target or of the draft makes the models stale.
+        """Whether the target is unchanged since the plan was made. Sets `is_stale` if target or draft have changed.
 
-        thorough: see `Look.is_current`
+        thorough: also make the checks that take milliseconds
         """
         is_current = self._of_target.is_current(thorough=thorough)
         if not (is_current and self._of_draft.is_current(thorough=thorough)):
@@ -35,15 +36,15 @@ class ServedModels:
         return is_current
 
     def let_go(self) -> None:
-        """Mark the models as stale and hold no views of their weights: they are about to change."""
+        """Mark the models as stale and release all views of their weights. Called before they may change."""
         self.is_stale = True
         self._of_target.let_go()
         self._of_draft.let_go()
 
     def renewed(self, device: torch.device, max_tokens: int) -> StepPlan:
-        """A new plan for the models in their current state. Raises ModelChanged if they cannot be decoded.
+        """Make a new plan, for the models in their current state. Raises ModelChanged if they cannot be decoded.
 
-        device: the device that they must be on; max_tokens: the length of the longest sequence
+        device: the device that they must be on; max_tokens: the length of the longest sequence, prompt included
         """
         try:
             with torch.inference_mode(mode=False):  # weights that are joined are no tensors of inference

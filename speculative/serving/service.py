@@ -81,9 +81,12 @@ class Service:
         """Open the service and start its thread.
 
         new_plan: makes the plan for temperature 1 without filters, for the models in their current state
-        tree_of: one of its trees, for a number of running requests
-        checked: makes a request, as `Request.of` does for the decoder's models
+        tree_of: given a number of running requests, the tree of the plan for their next step
+        checked: makes a checked request from the arguments of a call, as `Request.of` does for the decoder's models
         draft_filters: how the draft is sampled, given how the target is sampled
+        seed: seed of the random numbers that all requests share
+        unseeded: seed of the seeds chosen for requests without one; None for a random one
+        cuda_graphs: whether steps on a GPU are captured as CUDA graphs
         """
         self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
         self._tree_of, self._cuda_graphs = tree_of, cuda_graphs
@@ -133,7 +136,7 @@ class Service:
             reserved for a client that has none. None, for a program that is alone, is only limited by the queue
         group: requests of a client that belong together; a client's groups take turns
         logprobs: report the log-probability of each new token under the target, and those of this many of the likeliest
-            tokens at its position; prompt_logprobs: the same for the prompt. See `Completion`
+            tokens at its position, in `Completion.logprobs`; None for none. prompt_logprobs: the same for the prompt
         options: `RequestOptions`, with the same meanings and defaults as in `SpeculativeDecoder.generate`
 
         Raises TypeError or ValueError for unsuitable arguments. Raises QueueFull if the queue, or this client's share
@@ -192,12 +195,10 @@ class Service:
 
     @contextmanager
     def _apart(self, prompt: Tensor) -> Iterator[None]:
-        """A context for reading a request's tensors, which are ready when it ends.
+        """A context for reading a request's tensors, which are ready when it ends. prompt: the caller's LongTensor[T].
 
-        Prompt: LongTensor[T] from the caller.
-
-        Reading a tensor on a GPU waits for everything in its stream. Most streams contain steps, so requests have a
-        stream of their own.
+        Reading a tensor on a GPU waits for everything in its stream. Most streams contain steps, so requests are read
+        in a separate stream.
         """
         if self._beside is None:
             yield
@@ -225,7 +226,7 @@ class Service:
         return self._process.is_this_one and self._arrivals.is_open
 
     def stats(self) -> ServiceStatistics:
-        """The current state and the counts so far."""
+        """A record of the requests that run and wait now, and of the counts since the service was opened."""
         self._process.check()
         entering = self._entering
         running = len(self._slots.running) + (0 if entering is None else len(entering[0]))
@@ -235,9 +236,10 @@ class Service:
     def close(self, graceful: bool = True, timeout: float | None = None) -> None:
         """Accept no more requests and wait until all have ended, at most `timeout` seconds; then release the memory.
 
-        graceful: running and waiting requests are finished; otherwise they end as cancelled. Requests that have not
-                  ended
-            after `timeout` are cancelled, too.
+        graceful: running and waiting requests are finished; otherwise they end as cancelled
+        timeout: seconds, after which the requests that are left are cancelled, too; None for no limit
+
+        Raises RuntimeError within a pause of the same thread, and in a forked process.
         """
         self._process.check()
         if self._pauses.is_of_this_thread:
@@ -355,9 +357,9 @@ class Service:
                     self._join(group, place)
 
     def _are_ready(self) -> bool:
-        """Whether a prompt may be read. If the models have changed, makes a plan for them as they are now.
+        """Whether a prompt may be read. If the models have changed, first makes a new plan for them.
 
-        False while requests run that began with an earlier draft. Raises ModelChanged if the models cannot be decoded.
+        False while requests run that began before the change. Raises ModelChanged if the models cannot be decoded.
         """
         self._notice_changes(thorough=not self._slots.running)
         if self._models.is_stale and not self._slots.running:
@@ -375,9 +377,9 @@ class Service:
         return ServiceSlots(serving_plan(plan), self._tree_of, self.limits, self._seed, cuda_graphs=self._cuda_graphs)
 
     def _notice_changes(self, *, thorough: bool = False) -> bool:
-        """Check whether the models have changed. A change of the target ends the running requests.
+        """Check whether the models have changed. If the target has, end the running requests and return False.
 
-        False is returned then.
+        thorough: also make the checks that take milliseconds
         """
         if self._models.target_is_current(thorough=thorough):
             return True
@@ -390,7 +392,7 @@ class Service:
         return False
 
     def _next_group(self) -> list[Arrival]:
-        """The requests whose turn it is, to be read together; empty if no other request can join."""
+        """Take the next requests from the queue that can be read together; an empty list if none can join now."""
         group: list[Arrival] = []
 
         def may(client: Hashable, waiting: Collection[Hashable]) -> bool:
@@ -411,7 +413,7 @@ class Service:
             self._end(arrival, error)
 
     def _advance(self) -> None:
-        """Run a step."""
+        """Run a step of all running requests, and end those whose sequences ended with it."""
         if not self._slots.running:
             return
         before = [(member.arrival, member.arrival.steps, len(member.arrival.tokens)) for member in self._slots.running]
@@ -426,7 +428,7 @@ class Service:
             self._end(member.arrival, outcome)
 
     def _end_under_way(self, outcome: Reason | Exception) -> None:
-        """End all requests of which the models have read anything."""
+        """End the requests that run, and those whose prompts are partly read; waiting requests stay in the queue."""
         if self._entering is not None and self._entering[1] is not None:
             group, self._entering = self._entering[0], None
             self._end_each(group, outcome)

@@ -49,10 +49,11 @@ BESIDE = 2  # requests of a client in a step on a CPU, while other clients have 
 
 @dataclass(eq=False)
 class Member:
-    """A request in a slot.
+    """A request in a slot, with what has been passed on to its readers so far.
 
-    row:  the row of `Sequences.output` that has its new tokens
-    seen, nodes: how many new tokens, and how many nodes scored by the target, the host knows of
+    row:   the row of `Sequences.output` to which steps write its new tokens
+    seen:  how many of its new tokens have been passed on
+    nodes: how many tree nodes the target had scored for it by then
     """
 
     arrival: Arrival
@@ -63,9 +64,11 @@ class Member:
     def passed_on(
         self, numbers: SlotNumbers, output: Tensor, logits: Callable[[int], Tensor] | None
     ) -> Reason | Exception | None:
-        """Pass new tokens on, given the numbers of its slot. Returns why the request ends, or None if it continues.
+        """Pass the new tokens of a step on to readers. Returns why the request ends, or None if it continues.
 
-        logits: see `Arrival.take`
+        numbers: counts of its slot after the step; an error of the step is returned as an exception
+        output:  LongTensor [slots, any] on the host: all new tokens of each row
+        logits:  given n, returns the target's logits [n, V] that chose the first n of them; None for no logprobs
         """
         if numbers.left < 0:
             return numbers.error("")
@@ -76,10 +79,10 @@ class Member:
 
 
 def serving_plan(plan: StepPlan) -> StepPlan:
-    """A plan for requests with different sampling settings, from a plan for temperature 1 without filters.
+    """The plan of steps whose requests have different sampling settings, made from a plan for one request.
 
-    Temperature and filters are then part of the scores that `kernels.sequence_scores` makes from logits. So the plan
-    itself keeps temperature 1 and no filters.
+    Temperature and filters become part of the scores that `kernels.sequence_scores` makes from logits. So the plan
+    itself has temperature 1 and no filters.
 
     Children are not drawn uniformly when a draft's support is used up. A request's processors may exclude tokens on
     purpose, and after the end of a sequence they exclude all; a node must stay absent there.
@@ -109,9 +112,9 @@ class ServiceLimits(NamedTuple):
     prefix_bytes: int | None = None
 
     def check(self) -> "ServiceLimits":
-        """These limits as Python integers.
+        """The same limits as Python integers.
 
-        Raises TypeError for other types, ValueError for numbers that are too small.
+        Raises TypeError for a limit that is no whole number, and ValueError below 1, for prefix_bytes below 0.
         """
         numbers = {name: whole(name, value) for name, value in self._asdict().items() if value is not None}
         for name, value in numbers.items():
@@ -122,7 +125,13 @@ class ServiceLimits(NamedTuple):
 
 
 class ServiceSlots:
-    """The memory and the state of the sequences that are decoded."""
+    """The batch of a service: the running requests, their caches, and the steps that decode them.
+
+    plan:        the plan of a step, from `serving_plan`
+    limits:      the limits of the service
+    cache_bytes: size of all caches, also of those in which prompts are read
+    running:     the requests in slots 0, 1, ...
+    """
 
     def __init__(
         self,
@@ -133,7 +142,11 @@ class ServiceSlots:
         *,
         cuda_graphs: bool,
     ):
-        """tree_of: the plan's tree for a number of requests; seed: of the random numbers."""
+        """Allocate all memory, and capture CUDA graphs.
+
+        tree_of: given a number of requests in a step, the tree of the plan for it
+        seed: seed of the random numbers that all requests share
+        """
         self.plan, self.limits, self._tree_of = plan, limits, tree_of
         count, max_tokens = limits.slots, limits.max_tokens
         device = plan.target.device
@@ -167,9 +180,9 @@ class ServiceSlots:
             warm_up_steps(self._runner, plan, self._workspace, count, max_tokens, tree_of)
 
     def may_join(self, client: Hashable, waiting: Collection[Hashable], entering: Sequence[Arrival] = ()) -> bool:
-        """Whether a client may have one more slot.
+        """Whether a client may have one more slot, by the rules at the top of this file.
 
-        waiting: the clients with waiting requests; entering: requests that will join next
+        waiting: the clients with waiting requests; entering: requests that will join first
         """
         clients = [*(member.arrival.client for member in self.running), *(arrival.client for arrival in entering)]
         if len(clients) >= self.limits.slots:
@@ -182,7 +195,7 @@ class ServiceSlots:
         return has == 0 or len(clients) + 1 < self.limits.slots
 
     def check_device(self, error: Exception) -> None:
-        """Raise `error` again if the GPU is in a failed state, after which this process can compute nothing on it."""
+        """Raise `error` again if it left the GPU unusable for this process; otherwise return."""
         if self._on_host:
             return
         try:
@@ -191,9 +204,9 @@ class ServiceSlots:
             raise error from None
 
     def may_follow(self, group: Sequence[Arrival], arrival: Arrival) -> bool:
-        """Whether a prompt can be read together with `group`.
+        """Whether a prompt can be read in one batch with those of `group`.
 
-        With an empty group, whether it may run with the running ones.
+        With an empty group, whether it may run with the running ones: with longrope, long and short ones may not.
         """
         if not group:
             return not self.running or self._is_long(arrival) == self._is_long(self.running[0].arrival)
@@ -201,7 +214,7 @@ class ServiceSlots:
         return self._entrance.may_follow(group, arrival, sharing)
 
     def entering(self, group: Sequence[Arrival]) -> Iterator[int]:
-        """Read prompts, chunk by chunk; yields the tokens of each chunk.
+        """Read the prompts of a group, one chunk at each `next`; yields the number of tokens of each chunk.
 
         After the last chunk the requests may `join`.
         """
@@ -212,7 +225,10 @@ class ServiceSlots:
         yield from self._entrance.bring(group, self._prefixes.found([each.prompt for each in group], running))
 
     def join(self, group: Sequence[Arrival], place: int) -> None:
-        """Move a request whose prompt has been read into a slot. Raises ValueError if its processors do not fit."""
+        """Move request group[place], whose prompt has been read, into the first free slot.
+
+        Raises ValueError if its logits processors do not fit.
+        """
         arrival, slot, row = group[place], len(self.running), self._rows[-1]
         self._processors.begin(row, arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
         member = Member(arrival, self._rows.pop())
@@ -223,7 +239,7 @@ class ServiceSlots:
         self.running.append(member)
 
     def leave(self, member: Member, *, kept: bool = True) -> None:
-        """Remove a request; the last one moves to its slot. kept: whether to keep its rows for later prompts."""
+        """Remove a request; the request in the last slot moves to its slot. kept: keep its rows for later prompts."""
         slot, last = self.running.index(member), self.running[-1]
         if kept:
             self._prefixes.keep(slot, member.arrival.text)
@@ -237,11 +253,12 @@ class ServiceSlots:
         self._processors.end(member.row)
 
     def step(self) -> list[tuple[Member, Reason | Exception]]:
-        """Run a step and pass new tokens on. Returns the requests that ended, with the reasons.
+        """Run a step and pass its tokens on. Returns the requests that end, each with the reason or the error.
 
-        The caller must remove them.
+        The caller must remove them by `leave`. On a GPU tokens come one step late: the next step is launched first.
 
-        An error ends only those requests without which the step succeeds. Raises an error after which no step can run.
+        If a step of several requests fails on a CPU, each runs alone, so that only those that fail again end; on a GPU
+        all end. An error after which no step can run is raised.
         """
         count = self._arrange()
         try:
@@ -257,7 +274,7 @@ class ServiceSlots:
         self._prefixes.clear()
 
     def free(self) -> None:
-        """Release the memory, if that has not been done."""
+        """Release the memory. A second call has no effect."""
         if hasattr(self, "_workspace"):
             self._entrance.free()
             del self._workspace, self._entrance, self._prefixes, self._state, self._engine
@@ -267,7 +284,7 @@ class ServiceSlots:
         return [arrival.prompt_length > limit for limit in self._limits]
 
     def _may_share(self, one: Arrival, other: Arrival) -> bool:
-        """Whether one request's prompt may reuse the other's rows."""
+        """Whether one request's prompt may reuse the other's rows: in a client's group, or if prefixes are kept."""
         own = one.group is not None and (one.client, one.group) == (other.client, other.group)
         return own or self._prefixes.across_requests
 
@@ -287,7 +304,7 @@ class ServiceSlots:
         return len(part)
 
     def _cache_rows(self, member: Member) -> int:
-        """An upper bound of the rows of a request in use: the device may be one step ahead of what the host knows."""
+        """An upper bound of a request's used cache rows: the device may be one step ahead of the tokens known here."""
         return member.arrival.prompt_length + len(member.arrival.tokens) + 2 * (self.plan.depth + 1)
 
     def _one_by_one(self, count: int) -> list[tuple[Member, Reason | Exception]]:

@@ -5,17 +5,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServiceStatistics:
-    """The state and the counts of a service. Requests are counted since it was opened.
+    """The state of a service, and its counts since it was opened.
 
-    running, waiting: requests in slots (including one whose prompt is being read), and requests in the queue
-    submitted:   requests that were taken. They end as one of: completed, by the end of their sequence; cancelled;
-                 expired, past their deadline; failed, by an error
+    slots:       how many requests can run at a time
+    running:     requests in slots, and those whose prompts are being read
+    waiting:     requests in the queue
+    submitted:   requests that were taken. Each ends as one of: completed, by the end of its sequence; cancelled;
+                 expired, past its deadline; failed, by an error
     refused:     requests not taken because the queue, or their client's share of it, was full
-    steps, new_tokens, prompt_tokens: sums over the requests
+    prompt_tokens, new_tokens: sums over the requests
     reused_tokens: prompt tokens whose rows were copied from another sequence instead of computed
-    batch_steps: steps of the batch, in which all running requests take part
+    steps:       sum over the requests of the steps in which they took part
+    batch_steps: steps of the batch, each of several requests
     cache_bytes: size of all caches, which are allocated when the service is opened
-    seconds_busy: time spent decoding
+    seconds_busy: seconds in which the decoding thread had a request
     """
 
     slots: int
@@ -37,5 +40,5 @@ class ServiceStatistics:
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens per step of a request, that is, per forward pass of the target over its tree."""
+        """New tokens per step of a request, that is, per forward pass of the target over its tree; 0.0 before any."""
         return self.new_tokens / self.steps if self.steps else 0.0

@@ -18,7 +18,13 @@ CONVERTED = 20  # at most 1/20 of the bytes may stay in memory because they are 
 
 
 class Offloaded(NamedTuple):
-    """A tensor that a module lacks: its name in accelerate, where accelerate loads it from, and where it is used."""
+    """A tensor that a module lacks until accelerate's hook loads it.
+
+    module, name: the module, and the name of its parameter or buffer
+    key:     the tensor's name in `weights`
+    weights: accelerate's mapping from keys to tensors, which loads them from memory or files
+    device:  where the module computes
+    """
 
     module: nn.Module
     name: str
@@ -38,23 +44,23 @@ class Offloaded(NamedTuple):
 
     @property
     def own(self) -> Tensor:
-        """The meta tensor that the module has in its place."""
+        """The meta tensor (shape and dtype, without memory) that the module has instead."""
         return getattr(self.module, self.name)
 
     def value(self) -> Tensor:
-        """The tensor, loaded from wherever it is, in the model's dtype."""
+        """Load the tensor from memory or file, in the model's dtype."""
         return self.weights[self.key].to(self.own.dtype)
 
 
 def with_index(device: Any) -> torch.device:
-    """A device; "cuda" without an index becomes the current GPU."""
+    """`device` as a torch.device; "cuda" without an index becomes the current GPU."""
     found = torch.device(device)
     is_any = found.type == "cuda" and found.index is None and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_any else found
 
 
 def offloaded(model: nn.Module) -> Iterator[Offloaded]:
-    """The tensors that accelerate's hooks load."""
+    """Each tensor of a model that accelerate's hooks load when its module is called."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
@@ -75,7 +81,10 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def device_of(tensors: list[Offloaded]) -> torch.device:
-    """The device that the tensors are loaded to. Raises ValueError for several devices, and for unsupported ones."""
+    """The device that the tensors are loaded to.
+
+    Raises ValueError for several devices, one that is neither CPU nor CUDA, and a CPU's weights that are not on disk.
+    """
     devices = sorted({str(tensor.device) for tensor in tensors})
     device = torch.device(devices[0])
     if len(devices) > 1 or device.type not in ("cpu", "cuda"):
@@ -93,14 +102,17 @@ def device_of(tensors: list[Offloaded]) -> torch.device:
 
 
 def check_plain(tensor: Offloaded) -> None:
-    """Raise ValueError for a tensor that a stream cannot load."""
+    """Raise ValueError for a parameter of a subclass, such as a quantised one, which a stream cannot load."""
     if isinstance(tensor.own, nn.Parameter) and type(tensor.own) is not nn.Parameter:
         kind = type(tensor.own).__name__
         raise ValueError(f"{tensor.key} is a {kind}, which is no plain tensor and cannot be streamed")
 
 
 def place_of(tensor: Offloaded, headers: dict[str, dict[str, Place]]) -> Place:
-    """The location of a tensor, from accelerate's index. Raises ValueError if its shape differs from the model's."""
+    """Where a tensor is on disk, by accelerate's index. Raises ValueError if its shape differs from the model's.
+
+    headers: the tensors of the safetensors files read so far, by path; this function adds files to it
+    """
     facts = tensor.weights.index[tensor.key]
     path = facts.get("safetensors_file")
     if path is None:
@@ -117,10 +129,12 @@ def place_of(tensor: Offloaded, headers: dict[str, dict[str, Place]]) -> Place:
 
 
 def check_converted(converted: list[Offloaded], tensors: list[Offloaded]) -> None:
-    """Raise ValueError if more than a few of the offloaded weights are saved in another dtype than the model's.
+    """Raise ValueError if more than 1/20 of the offloaded bytes are saved in another dtype than the model's.
 
     transformers keeps some weights in float32, such as routers of experts. These stay in memory: a stream converts
     nothing.
+
+    converted: the tensors with another dtype; tensors: all offloaded tensors
     """
     if CONVERTED * sum(one.own.nbytes for one in converted) > sum(one.own.nbytes for one in tensors):
         raise ValueError(
@@ -130,7 +144,10 @@ def check_converted(converted: list[Offloaded], tensors: list[Offloaded]) -> Non
 
 
 def put(tensor: Offloaded, value: Tensor, of_id: dict[int, nn.Parameter]) -> None:
-    """Set a tensor that a module lacks."""
+    """Set a tensor that a module lacks.
+
+    of_id: parameters made so far, by the id of the meta tensor that they replace, so that tied parameters stay tied
+    """
     own = tensor.own
     if isinstance(own, nn.Parameter):
         made = of_id.setdefault(id(own), nn.Parameter(value, requires_grad=False))

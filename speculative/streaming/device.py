@@ -40,11 +40,12 @@ Copy = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]  # tensors o
 
 @dataclass(eq=False)
 class _DeviceSlot:
-    """GPU memory for one layer at a time, within a pass.
+    """GPU memory for one layer at a time, and its state within a pass.
 
+    memory: uint8 [bytes of the largest layer]
     layer: the layer copied there last in this pass; None for none
-    there: the event after that copy
-    free:  the event after which it may be overwritten; None to wait for everything given to current
+    there: the CUDA event after that copy
+    free:  the event after which it may be overwritten; None to wait for all work launched on the current stream
     """
 
     memory: Tensor
@@ -54,9 +55,9 @@ class _DeviceSlot:
 
 
 class DeviceStream(WeightStream):
-    """The weights of layers that are copied to a GPU in each pass.
+    """The weights of layers that are copied from the host's memory to a GPU in each pass.
 
-    layers: for each one its tensors, which are moved to pinned memory, or where they are in files; see `HostLayers`
+    layers: for each layer, by name, its tensors, which are moved to pinned memory, or their places in files
     device: the GPU
     stay:   the layers in files that stay in the host's memory once they have been read
     slots:  how many layers are in the GPU's memory at a time
@@ -67,7 +68,8 @@ class DeviceStream(WeightStream):
     on_take: called with each layer that is taken, to show progress, except in a graph
     copy:    copies a layer; may be replaced, to observe it
 
-    Raises what `HostLayers` raises.
+    Raises RuntimeError for memory that cannot be pinned, OSError for files that cannot be opened, and ValueError for
+    tensors in files that are not aligned to their types.
     """
 
     resident: frozenset[int] = frozenset()  # layers that stay on the GPU are not part of the stream
@@ -143,16 +145,16 @@ class DeviceStream(WeightStream):
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """A turn in which a CUDA graph that contains one pass is launched."""
+        """A turn in which the caller launches a CUDA graph that contains one pass; it adds the pass to the counts."""
         with self.turn():
             yield
             self._tally.launched(sum(self._sizes))
 
     @contextmanager
     def one_pass(self, ahead: bool = False) -> Iterator[None]:
-        """A context for a pass over the layers; nested in another one it is part of that.
+        """A context for a pass over the layers. A nested context is part of the outer pass.
 
-        ahead: copy the first layers at once
+        ahead: launch the copies of the first layers at once, instead of when they are taken
         """
         with self.turn():
             if self._in_pass:
@@ -174,11 +176,11 @@ class DeviceStream(WeightStream):
                 self.host.let_go()
 
     def ahead(self) -> AbstractContextManager[None]:
-        """A pass whose first layers are copied at once."""
+        """A context for a pass whose first layers are copied at once, while something else computes."""
         return self.one_pass(ahead=True)
 
     def enter(self) -> None:
-        """Begin a pass, for a call of the model outside of one."""
+        """Begin a pass if none is running, because the model is called. End it by `leave`."""
         with self._alone:
             if self._in_pass and self._hooked is None:
                 return
@@ -187,7 +189,7 @@ class DeviceStream(WeightStream):
                 self._hooked = stack.pop_all()
 
     def leave(self) -> None:
-        """End the pass that `enter` began."""
+        """End the pass that `enter` began, if it began one."""
         with self._alone:
             self._drop_interrupted()
 
@@ -227,7 +229,7 @@ class DeviceStream(WeightStream):
 
     @contextmanager
     def layer(self, layer: int) -> Iterator[None]:
-        """A context in which launched work finds a layer on the GPU."""
+        """A context in which work that this thread launches finds a layer on the GPU."""
         with self.one_pass():
             self.take(layer)
             try:
@@ -236,7 +238,7 @@ class DeviceStream(WeightStream):
                 self.release(layer)
 
     def counts(self) -> StreamCounts:
-        """Bytes and seconds so far; of reading files if layers pass through the host's memory.
+        """Bytes and seconds so far: of copies to the GPU, or, if layers are read during passes, of reads from files.
 
         This waits for the GPU.
         """
@@ -313,9 +315,9 @@ class DeviceStream(WeightStream):
 
 
 def copy_layer(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Launch the copy of a layer's tensors.
+    """Launch the copy of a layer's tensors from the host (`tensors`) to the GPU (`into`), both by name.
 
-    Through `.data`, because a parameter's version marks changes of the model.
+    It writes through `.data`, because a parameter's version marks changes of the model.
     """
     for name, tensor in tensors.items():
         into[name].data.copy_(tensor, non_blocking=True)

@@ -13,7 +13,7 @@ MOST = 512  # how many spans are kept before those that have passed are added up
 
 
 class _Spans:
-    """Pairs of events, and the sum of seconds between those that have passed."""
+    """Sums the seconds between pairs of CUDA events. Pairs that have passed are added up and dropped."""
 
     def __init__(self) -> None:
         self._open = deque[Span]()
@@ -38,23 +38,23 @@ class _Spans:
 
 
 class DeviceTally:
-    """Counts and times of copies."""
+    """Counts the bytes copied to a GPU, and measures how long copies took and how long the GPU waited for them."""
 
     def __init__(self) -> None:
         self._bytes = self._untimed = 0
         self._copying, self._waiting = _Spans(), _Spans()
 
     def copied(self, nbytes: int, span: Span) -> None:
-        """Add a copy."""
+        """Add a copy of `nbytes` bytes. span: the events before and after it."""
         self._bytes += nbytes
         self._copying.note(span)
 
     def waited(self, span: Span) -> None:
-        """Add a possible wait for a copy."""
+        """Add a wait for a copy, which may have been short. span: the events before and after it."""
         self._waiting.note(span)
 
     def launched(self, nbytes: int) -> None:
-        """Add the launch of a graph that copies `nbytes` bytes."""
+        """Add the launch of a CUDA graph that copies `nbytes` bytes, whose time is not known."""
         self._bytes += nbytes
         self._untimed += nbytes
 

@@ -15,7 +15,9 @@ BLOCK = 4096  # addresses, offsets and lengths of direct reads must be multiples
 
 
 class WeightFile:
-    """An open file that must not change. Any number of threads may read it.
+    """An open file of weights, for direct reads by any number of threads. The file must not change while it is open.
+
+    size: its bytes; close: closes it
 
     Raises OSError if it cannot be opened.
     """
@@ -46,11 +48,11 @@ class WeightFile:
             raise OSError(f"{self.path!r} has changed since it was opened; load the model anew")
 
     def read(self, into: memoryview, begin: int) -> None:
-        """Fill memory from offset `begin`. Address, length and `begin` are multiples of BLOCK.
+        """Fill the memory `into` with the bytes of the file from offset `begin` on, or up to the end of the file.
 
-        At the end of the file less is read.
+        The address of `into`, its length, and `begin` must be multiples of BLOCK.
 
-        Raises OSError if the file ends earlier than expected.
+        Raises OSError if the file has become shorter.
         """
         wanted, done = min(len(into), self.size - begin), 0
         while done < wanted:

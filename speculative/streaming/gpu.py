@@ -25,12 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class PlacedModel(NamedTuple):
-    """A model, and which of its weights are not on the GPU.
+    """A model for a GPU, and where its weights are that are not there yet.
 
     body:    the module that calls the layers
+    layers:  the list of the model's layers
     tensors: all tensors that are not on the GPU
-    places:  for each layer with such tensors, by number: where those in files are
-    numbers: for each tensor that a stream loads, by name: the number of its layer
+    places:  for each layer with such tensors, by its number: the places of its tensors in files, by key
+    numbers: for each tensor that a stream loads, by key: the number of its layer
+    device:  the GPU
     """
 
     model: PreTrainedModel
@@ -46,9 +48,14 @@ class PlacedModel(NamedTuple):
 def stream_to_gpu(
     parts: PlacedModel, memory: int | str | None, resident: Collection[int], host_memory: int | str | None
 ) -> DeviceStream | None:
-    """Put the weights that stay on the GPU there, and stream the other layers to it; None if all layers stay.
+    """Load the weights that stay on the GPU, and make a stream for the other layers; None if all layers stay.
 
-    parts: the model and where its tensors are; the other arguments are those of `stream_layers`
+    parts:    the model and where its tensors are
+    memory:   bytes that all weights may take on the GPU, or a string such as "8G"; None: as transformers placed them
+    resident: numbers of the layers that must stay on the GPU
+    host_memory: bytes, or a string, for layers from disk that stay in pinned memory; None for all of them, 0 for none
+
+    Raises ValueError for too little memory, and RuntimeError for memory that cannot be pinned.
     """
     detach_hooks(parts.model)
     lacking: dict[int, list[Offloaded]] = {number: [] for number in sorted(parts.places)}
@@ -94,9 +101,11 @@ def _chosen(
     resident: Collection[int],
     host_memory: int | str | None,
 ) -> tuple[list[int], list[int], list[int]]:
-    """The numbers of layers that stay on the GPU, of those that pass, and of those from files that stay on the host.
+    """Choose which layers stay on the GPU, which are streamed, and which of these are read from files only once.
 
-    sizes: bytes of each layer by its number; others: bytes of everything else on the GPU
+    Returns three lists of their numbers. Layers of the third list stay in the host's memory.
+
+    sizes: bytes of each layer that is not on the GPU, by its number; others: bytes of everything else on the GPU
 
     Raises ValueError if memory is too small or not available.
     """
@@ -118,12 +127,12 @@ def _chosen(
 
 
 def _facts(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tensor | Place]:
-    """A layer's tensors, or where they are in files."""
+    """A layer's tensors by key: the place of a tensor in a file, or the tensor itself if it is in memory."""
     return {one.key: places[one.key] if one.key in places else one.value() for one in tensors}
 
 
 def _taken(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tensor | Place]:
-    """A layer's tensors, or where they are in files; the tensors are taken from the model."""
+    """The same as `_facts`, and the model gives up its references to tensors in the host's memory."""
     taken = _facts(places, tensors)
     for one in tensors:
         own = one.own

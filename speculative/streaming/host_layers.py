@@ -22,15 +22,17 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 
 
 class HostLayers:
-    """The layers that a GPU copies, in pinned memory.
+    """Layers in pinned host memory, for copies to a GPU.
 
-    layers: for each one its tensors, or where they are in files. Tensors are moved: the mapping is emptied, and tensors
-            that nobody else holds are freed, layer by layer
+    layers: for each layer, by name, its tensors or their places in files. Tensors are moved: they are removed from the
+            mapping, and freed, layer by layer, if nothing else refers to them
     stay:   the layers in files that stay in memory once they have been read
 
-    passing: the layers that do not stay; reader: reads from files, if there are any
+    passing: the layers that are read again for each pass
+    reader:  reads layers from files; None if there are none
 
-    Raises RuntimeError, with the size, for memory that cannot be pinned, and what LayerStream raises.
+    Raises RuntimeError, with the size, for memory that cannot be pinned, OSError for files that cannot be opened, and
+    ValueError for tensors in files that are not aligned to their types.
     """
 
     def __init__(self, layers: Sequence[MutableMapping[str, Tensor | Place]], stay: Collection[int]):
@@ -58,7 +60,7 @@ class HostLayers:
 
     @property
     def nbytes(self) -> int:
-        """The size of the pinned memory in bytes."""
+        """The bytes of all pinned memory."""
         return self._pinned.nbytes
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
@@ -81,16 +83,16 @@ class HostLayers:
             self.reader.slots.release(self._number[layer])
 
     def let_go(self) -> None:
-        """Release the layer that this thread may still hold."""
+        """Release the passing layer that this thread took and has not released, if there is one."""
         if self.reader is not None:
             self.reader.slots.let_go()
 
     def counts(self) -> StreamCounts:
-        """Reads from files, and how long passes waited for them."""
+        """Bytes and seconds of reads from files, and the seconds that passes waited for them; zeros without files."""
         return StreamCounts() if self.reader is None else self.reader.counts()
 
     def close(self) -> None:
-        """Free the memory. Nothing may copy from it any more."""
+        """Free the memory. The caller makes sure that no copy from it is running."""
         if self.reader is not None:
             self.reader.close()
         self._unpin()
@@ -99,7 +101,7 @@ class HostLayers:
 
 
 class Pinned:
-    """Allocations of pinned memory."""
+    """Pins host memory, so that a GPU can copy from it asynchronously, and remembers it, to unpin it later."""
 
     def __init__(self) -> None:
         self._runtime: Any = torch.cuda.cudart()
@@ -107,17 +109,17 @@ class Pinned:
 
     @property
     def nbytes(self) -> int:
-        """Their size in bytes."""
+        """The bytes of all pinned allocations."""
         return sum(memory.nbytes for memory in self._memories)
 
     def memory(self, nbytes: int) -> Tensor:
-        """New pinned memory, uint8 [nbytes]."""
+        """Allocate and pin memory, uint8 [nbytes]. Raises RuntimeError if the system does not allow it."""
         memory, _ = aligned_memory(nbytes)
         self.pin(memory)
         return memory
 
     def pin(self, memory: Tensor) -> None:
-        """Pin memory; raise RuntimeError, and unpin all, if the system does not allow it."""
+        """Pin existing memory. Raises RuntimeError, and unpins all allocations, if the system does not allow it."""
         if memory.nbytes == 0:
             return
         code = int(self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
@@ -132,7 +134,7 @@ class Pinned:
         self._memories.append(memory)
 
     def unpin(self) -> None:
-        """Unpin all allocations and release them."""
+        """Unpin all allocations, and drop the references to them."""
         while self._memories:
             self._runtime.cudaHostUnregister(self._memories[-1].data_ptr())
             self._memories.pop()

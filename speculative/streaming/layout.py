@@ -19,7 +19,12 @@ GAP = 1 << 16  # gaps between tensors up to this many bytes are read instead of 
 
 
 class Chunk(NamedTuple):
-    """A part of a file, and its offset in a layer's memory; all numbers are multiples of BLOCK."""
+    """A part of a file that one read loads into a layer's memory. All numbers are multiples of BLOCK.
+
+    begin:  its offset in the file
+    offset: its offset in the layer's memory
+    length: its bytes
+    """
 
     path: str
     begin: int
@@ -35,7 +40,10 @@ class _Run(NamedTuple):
 
 
 class Layout:
-    """The positions of a layer's tensors in its memory of `nbytes` bytes.
+    """Which parts of files are read into a layer's memory, and where its tensors are in that memory.
+
+    source: the places of the layer's tensors in files, by name
+    nbytes: the size of the memory
 
     Raises ValueError for a tensor whose offset in the file is not a multiple of its dtype's size.
     """
@@ -59,13 +67,13 @@ class Layout:
         self.nbytes = sum(run.end - run.begin for run in self._runs)
 
     def chunks(self) -> Iterator[Chunk]:
-        """The chunks to be read."""
+        """The reads, of at most 8 MiB each, that together load the layer."""
         for run in self._runs:
             for begin in range(run.begin, run.end, CHUNK):
                 yield Chunk(run.path, begin, run.offset + begin - run.begin, min(CHUNK, run.end - begin))
 
     def tensors(self, memory: Tensor) -> dict[str, Tensor]:
-        """The layer's tensors by name, as views of memory uint8 [at least nbytes]."""
+        """The layer's tensors by name, as views of `memory`, uint8 [at least nbytes]."""
         return {name: self._view(memory, place) for name, place in self.source.items()}
 
     def _view(self, memory: Tensor, place: Place) -> Tensor:
@@ -75,7 +83,10 @@ class Layout:
 
 
 def aligned_memory(nbytes: int) -> tuple[Tensor, memoryview]:
-    """Zeroed, page-aligned memory, as a tensor uint8 [nbytes] and as a memoryview; it is freed with both of them."""
+    """Allocate zeroed, page-aligned memory. Returns it as a tensor uint8 [nbytes] and as a memoryview of whole pages.
+
+    The memory is freed when both are gone.
+    """
     pages = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # the system may have no huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # so that a direct read has to look up few pages

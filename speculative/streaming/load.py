@@ -33,9 +33,8 @@ def load_streamed(
     offload_folder: where transformers may write weights that it converts, as those of some mixtures of experts
     device:   where the model computes, the CPU or a CUDA GPU
     host_memory: with a GPU, bytes or a string for the pinned host memory that streamed layers may take. Layers for
-                 which it
-              has no room are read from disk in each pass. Default: all layers, which are then read once, and steps can
-              be CUDA graphs
+              which it has no room are read from disk in each pass. Default: memory for all layers, which are then read
+              once, and steps can be CUDA graphs
     local_files_only: download nothing, as with HF_HUB_OFFLINE
 
     The model is a transformers model: give it to SpeculativeDecoder, or call `generate`. `stream_of(model).close()`
@@ -81,7 +80,10 @@ def load_streamed(
 
 
 def _places(module: nn.Module, path: str, layers: str, device: str) -> Iterator[tuple[str, str]]:
-    """A device map that puts the layers on disk, and everything else on the device."""
+    """The items of a device map that puts the layers on disk, and everything else on the device.
+
+    path: the name of `module` in the model, with a dot; layers: the name of the list of layers
+    """
     for name, child in module.named_children():
         own = f"{path}{name}"
         if own == layers:

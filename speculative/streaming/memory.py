@@ -7,7 +7,7 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def bytes_of(memory: int | str) -> int:
-    """Bytes, from a number or from one with a unit: "8G" and "8GB" are 8e9 bytes, "8GiB" 8 * 2**30.
+    """The number of bytes that a number, or a number with a unit, stands for: "8G" and "8GB" are 8e9, "8GiB" 8 * 2**30.
 
     Raises ValueError for anything else.
     """
@@ -18,12 +18,17 @@ def bytes_of(memory: int | str) -> int:
 
 
 def resident_layers(sizes: Sequence[int], memory: int, wanted: Collection[int], others: int) -> list[int]:
-    """The layers that stay: the wanted ones, and the others for which there is memory, evenly spread.
+    """Choose the layers that stay in memory: the wanted ones, and as many of the others as fit. Returns their indices.
 
-    sizes: bytes of each layer; memory: for all layers; others: bytes of everything else, for the error message
+    The others are spread evenly over the model, because what is read while a resident layer computes is needed soon
+    after. All layers stay if they fit; otherwise there is room left for two that pass.
 
-    They are spread evenly, because what is read while a resident layer computes is needed soon after. Raises ValueError
-    if the memory is too small for the wanted layers and two others.
+    sizes:  bytes of each layer
+    memory: bytes for all layers together
+    wanted: indices of layers that must stay
+    others: bytes of the model outside of its layers, for the error message
+
+    Raises ValueError if the memory is too small for the wanted layers and two others.
     """
     from heavypath.speculative.streaming.stream import SLOTS
 

@@ -38,14 +38,14 @@ def stream_layers(
     resident: Collection[int] = (),
     host_memory: int | str | None = 0,
 ) -> WeightStream | None:
-    """Make a stream for the layers of a model that transformers loaded in part.
+    """Make a stream for the layers of a model that transformers offloaded to disk, or for a GPU to the host's memory.
 
     memory:   bytes that all weights may take, or a string such as "8G"; of a GPU's memory if the model computes there.
               As many layers stay as fit. Default: the layers that the model has there already, and two more
     resident: layers that must stay, such as those of an `EarlyExit`
-    host_memory: with a GPU, how much host memory layers from disk may occupy permanently: bytes, or None for all
-                 layers.
-              Default: they are read from disk in each pass. Layers in the host's memory are moved to pinned memory
+    host_memory: with a GPU, how much host memory layers from disk may occupy permanently: bytes, a string, or None for
+              all layers. Default: they are read from disk in each pass. Layers in the host's memory are moved to pinned
+              memory
 
     The model is changed: accelerate's hooks are removed, and a layer's parameters become views of memory that holds its
     weights while it computes. `model.generate` uses the same stream. It exists as long as the model, or until `close`.
@@ -120,12 +120,12 @@ def stream_layers(
 
 
 def streamed_if_offloaded(model: PreTrainedModel) -> WeightStream | None:
-    """The stream of a model; if the model is offloaded, a stream is made. None for other models."""
+    """The stream of a model: the one that it has, or a new one if accelerate's hooks load its weights; else None."""
     return stream_layers(model) if is_offloaded(model) else stream_of(model)
 
 
 def layers_in(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The list of a model's layers, and its name. Raises ValueError for a model without such a list."""
+    """The name of the list of a model's layers, and the list. Raises ValueError for a model without such a list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -135,9 +135,10 @@ def layers_in(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 @torch.no_grad()
 def _read_from_files(model: nn.Module) -> None:
-    """Copy mapped weights to memory of their own: if a mapped file is truncated, the process would be killed.
+    """Copy all weights on the CPU to new memory, because safetensors maps them from files.
 
-    A mapped weight is also only read when it is first used, and is not counted as used memory.
+    If a mapped file were truncated, the process would be killed. A mapped weight is also only read when it is first
+    used, and is not counted as used memory.
     """
     for one in model.parameters():
         if one.device.type == "cpu":

@@ -19,7 +19,7 @@ Read = Callable[[int], Mapping[str, Tensor]]  # from a layer's number to its wei
 
 
 def stream_from(model: PreTrainedModel, read: Read) -> WeightStream:
-    """Have a function of yours bring the weights of a model's layers, from wherever they are.
+    """Make a stream for a model whose layers' weights a function of yours returns, from wherever they are.
 
     read: returns the parameters of layer number i by their names in it, such as {"mlp.up_proj.weight": ...}, with the
         shapes and dtypes that they have in the model, on any device. It is called for each layer in each pass, by the
@@ -45,7 +45,7 @@ def stream_from(model: PreTrainedModel, read: Read) -> WeightStream:
 
 
 class _OwnStream(WeightStream):
-    """Layers whose weights `read` returns, one layer at a time."""
+    """A stream that calls `read` for the weights of each layer when the layer is taken."""
 
     def __init__(self, layers: Sequence[nn.Module], read: Read):
         self.layers, self.resident, self.on_take = len(layers), frozenset(), None
@@ -107,10 +107,10 @@ class _OwnStream(WeightStream):
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """A context in which passes of other threads wait."""
+        """A context for a pass over the layers, for which passes of other threads wait."""
         with self._alone:
             yield
 
     def counts(self) -> StreamCounts:
-        """Bytes copied, and seconds in `read` and in copying, so far; a pass waits for all of it."""
+        """Bytes copied so far, and seconds in `read` and in copying, all of which passes waited for."""
         return self._counts

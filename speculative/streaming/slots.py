@@ -31,12 +31,14 @@ Read = Callable[[WeightFile, memoryview, int], None]  # fill memory with bytes o
 
 @dataclass(eq=False)
 class _Slot:
-    """Memory for a layer.
+    """Memory for one layer at a time, and the state of reading into it.
 
-    layer: the layer that is in it, or is being read into it; None for nothing
-    turn:  how many times it has been given to a layer; reads of earlier turns are ignored
-    left:  how many chunks have not been read yet; running: how many reads are running
-    error: the error of a read in this turn
+    memory, bytes: the memory as a tensor uint8 [any], and as a memoryview
+    layer:   the layer that is in it, or is being read into it; None for nothing
+    turn:    how many times it has been given to a layer; reads of earlier turns are ignored
+    left:    how many chunks of the layer have not been read yet
+    running: how many reads into it are running
+    error:   the first error of a read in this turn
     """
 
     memory: Tensor
@@ -49,7 +51,10 @@ class _Slot:
 
 
 class Job(NamedTuple):
-    """A read to be done."""
+    """One chunk of a layer to be read into a slot.
+
+    turn: the slot's turn when the read was queued; it is ignored if the slot has another turn by then
+    """
 
     slot: _Slot
     turn: int
@@ -67,14 +72,15 @@ class _Tally:
 
 @dataclass(eq=False)
 class LayerSlots:
-    """The memory into which layers are read, and the queue of reads.
+    """The memory into which layers are read, and the queue of reads that fill it.
 
     layouts:  the layout of each layer
-    resident: the numbers of the layers that stay in memory; each has a slot of its own
+    resident: the numbers of the layers that stay in memory; each has its own slot
     count:    the number of slots that all other layers share, in turn
 
-    jobs: the reads to be done; any number of threads run `do` for them, and None ends a thread
-    read: the function that does one read; tests and benchmarks replace it
+    jobs:  the queue of reads. Threads take from it and call `do`; None ends a thread
+    read:  reads bytes of a file into memory; tests and benchmarks replace it
+    files: the open files by path; memories: the memory of all slots; nbytes: the size of all slots
     """
 
     layouts: Sequence[Layout]
@@ -108,11 +114,11 @@ class LayerSlots:
             self._fill()
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """A layer's tensors, which hold its weights while it is taken."""
+        """A layer's tensors by name, views of its slot. They hold its weights while the layer is taken."""
         return self.layouts[layer].tensors(self._slot_of[layer].memory)
 
     def take(self, layer: int) -> None:
-        """Wait until a layer is in memory, and hold it for this thread, which then holds no other layer.
+        """Block until a layer is in memory, and keep it there for this thread, until `release` or the next `take`.
 
         Raises OSError, with layer and reason, if it cannot be read, and RuntimeError after `close`.
         """
@@ -149,7 +155,7 @@ class LayerSlots:
         return slot.left == 0
 
     def release(self, layer: int) -> None:
-        """This thread no longer needs a layer: its slot may be filled with another one."""
+        """Allow the slot of a layer that this thread took to be filled with another layer."""
         with self._lock:
             if self._held.get(threading.current_thread()) == layer:
                 del self._held[threading.current_thread()]
@@ -158,14 +164,14 @@ class LayerSlots:
                 self._changed.notify_all()
 
     def let_go(self) -> None:
-        """Release the layer that this thread may still hold."""
+        """Release the layer that this thread took and has not released, if there is one."""
         with self._lock:
             if self._held.pop(threading.current_thread(), None) is not None:
                 self._fill()
                 self._changed.notify_all()
 
     def _wanted(self) -> Iterator[int]:
-        """Layers that should be in memory, the most urgent first; there may be more than there is room for."""
+        """The numbers of layers to have in memory, the most urgent first; more than there are slots for."""
         yield from self._asked.values()
         yield from (self._streamed[(self._position + ahead) % len(self._streamed)] for ahead in range(len(self._order)))
         yield from (index for index in self.resident)
@@ -196,7 +202,10 @@ class LayerSlots:
                 slot.layer = layer
 
     def do(self, job: Job) -> None:
-        """Do one read, if it is still wanted."""
+        """Do one read, unless its slot has been given to another layer, a read into it failed, or all is closed.
+
+        An error is kept in the slot, and raised by `take`.
+        """
         slot, file, tally = job.slot, self.files[job.chunk.path], self._tally
         with self._lock:
             if slot.turn != job.turn or slot.error is not None or self.closed:
@@ -223,7 +232,7 @@ class LayerSlots:
                 self._changed.notify_all()
 
     def counts(self) -> StreamCounts:
-        """The current values of the counters."""
+        """Bytes read so far, seconds in which any read was running, and seconds that threads waited in `take`."""
         with self._lock:
             tally = self._tally
             now = time.perf_counter() - tally.since if tally.running else 0.0

@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Place(NamedTuple):
-    """The location of a tensor: `nbytes` bytes of a file from offset `begin` on."""
+    """Where a tensor is on disk: `nbytes` bytes of the file `path`, from offset `begin` on."""
 
     path: str
     begin: int
@@ -47,7 +47,7 @@ LayerSource = Mapping[str, Place]  # the tensors of a layer by their names in it
 
 
 def places_in(path: str | Path) -> dict[str, Place]:
-    """The tensors of a safetensors file, by name.
+    """The places of the tensors in a safetensors file, by name.
 
     Raises FileNotFoundError, and ValueError for a file that is not a safetensors file, is truncated, or has tensors
     that do not lie directly one after another.
@@ -70,9 +70,10 @@ def places_in(path: str | Path) -> dict[str, Place]:
 
 
 def places_of_folder(folder: str | Path) -> dict[str, Place]:
-    """The tensors in a folder as `save_pretrained` writes it: of its one file, or of all files of its index.
+    """The places of the tensors in a folder of `save_pretrained`, by name: in its one file, or all files of its index.
 
-    Raises FileNotFoundError for a missing file, and what `places_in` raises.
+    Raises FileNotFoundError for a missing file, and ValueError for one that is no safetensors file, is truncated, or
+    lacks a tensor of the index.
     """
     folder = Path(folder)
     index = folder / INDEX

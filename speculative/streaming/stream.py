@@ -27,9 +27,9 @@ SLOTS = 2  # one for the layer that computes, one for the next
 
 
 class LayerStream(WeightStream):
-    """The weights of a model's layers, of which few are in memory at a time.
+    """The weights of a model's layers in files, of which few are in memory at a time.
 
-    layers:   where the tensors of each layer are
+    layers:   for each layer, the places of its tensors in files, by name
     resident: the layers that stay in memory once they have been read
     slots:    how many other layers are in memory at a time
 
@@ -95,7 +95,7 @@ class LayerStream(WeightStream):
 
     @contextmanager
     def layer(self, layer: int) -> Iterator[None]:
-        """A context in which a layer is in memory."""
+        """A context in which a layer is in memory, and its tensors hold its weights."""
         self.take(layer)
         try:
             yield
@@ -104,7 +104,10 @@ class LayerStream(WeightStream):
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """A context in which passes of other threads wait. At its end this thread holds no layer, even after Ctrl-C."""
+        """A context for a pass over the layers, for which passes of other threads wait.
+
+        At its end all layers that this thread took are released, even after Ctrl-C.
+        """
         with self._alone:
             try:
                 yield
@@ -112,7 +115,7 @@ class LayerStream(WeightStream):
                 self.slots.let_go()
 
     def counts(self) -> StreamCounts:
-        """Bytes read, and seconds, so far."""
+        """Bytes read so far, seconds in which any read was running, and seconds that passes waited for layers."""
         return self.slots.counts()
 
     def close(self) -> None:
@@ -132,7 +135,7 @@ class LayerStream(WeightStream):
 
 
 def check_layer(layer: int, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a weight of a layer is NaN or infinite. Streams check each layer when it is first loaded."""
+    """Raise ValueError if a weight of layer number `layer` is NaN or infinite. Streams check each layer once."""
     check_finite("the model", ((f"{name} of layer {layer}", tensor) for name, tensor in tensors.items()))
 
 
@@ -143,6 +146,6 @@ def _work(slots: LayerSlots) -> None:
 
 
 def _end(slots: LayerSlots) -> None:
-    """Tell the readers to end. This may run in any thread at any time (as a finalizer), so it must not wait."""
+    """Make the reader threads end. This may run in any thread at any time (as a finalizer), so it must not wait."""
     for _ in range(READERS):
         slots.jobs.put(None)

@@ -33,12 +33,15 @@ def measure_acceptance(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """The probability that child j is accepted and all earlier ones are rejected: float64 [children] on the CPU.
+    """Measure the probability that child j is accepted and all earlier ones rejected: float64 [children] on the CPU.
 
     Both models read input_ids [B, T], without padding. Element j is the mean over all B * T positions, with one draw of
-    the children at each. The sum of the vector is the probability that any child is accepted. At temperature 0 the
-    children are the draft's likeliest tokens, and the target's likeliest token is accepted. If top_k or top_p leave
-    fewer tokens than children, the missing children are never accepted.
+    the children at each, without replacement. The sum of the vector is the probability that any child is accepted. At
+    temperature 0 the children are the draft's likeliest tokens, and the target's likeliest token is accepted. If top_k
+    or top_p leave fewer tokens than children, the missing children are never accepted.
+
+    temperature, top_k, top_p: how both models are sampled
+    children: how many children are drawn at each position
 
     Raises ValueError for input_ids of another shape, for filters out of range, for children outside 1 .. vocabulary,
     and for logits that are no distribution (NaN or +inf).
@@ -80,9 +83,9 @@ def measure_acceptance(
 
 
 def chain_acceptance(target_probs: Tensor, draft_probs: Tensor, drawn: Tensor) -> Tensor:
-    """The probability that each child is the accepted one, [R, K].
+    """The probability that each child is the accepted one by recursive rejection, [R, K], for R positions.
 
-    target_probs, draft_probs: [R, V]
+    target_probs, draft_probs: [R, V], P and Q at each position
     drawn: LongTensor[R, K], the children in draw order, -1 for an absent one
     """
     multiplier = target_probs.new_zeros(len(drawn), 1)  # l_k

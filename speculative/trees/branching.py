@@ -36,14 +36,13 @@ def branching_tree(acceptance: Acceptance, size: int, max_depth: int) -> TokenTr
 
 
 def select_branching(acceptance: Acceptance, verify_cost: Mapping[int, float], draft_cost: float) -> Plan:
-    """The tree with a non-increasing branching vector, or the root alone, with which decoding is expected to be
-    fastest.
+    """The fastest tree with a non-increasing branching vector, or the root alone if no tree makes decoding faster.
 
-    acceptance: as for `branching_tree`
-    verify_cost: {nodes: cost of a step}, for 1, 2, ... nodes
+    acceptance: [child] or [depth, child], as for `branching_tree`
+    verify_cost: number of nodes, 1, 2, ... -> cost of a step with a tree of this size
     draft_cost: cost of drafting a level
 
-    Both costs are in steps of plain decoding, see `select_tree`.
+    Both costs are in steps of plain decoding.
     """
     best, tokens, speedup = (), 1.0, 1 / verify_cost[1]
     for vector, nodes, expected in _shapes(acceptance, max(verify_cost), None):
@@ -54,9 +53,7 @@ def select_branching(acceptance: Acceptance, verify_cost: Mapping[int, float], d
 
 
 def _shapes(acceptance: Acceptance, size: int, max_depth: int | None) -> Iterator[tuple[tuple[int, ...], int, float]]:
-    """All non-increasing vectors whose trees have 2 .. size nodes, each with its number of nodes and its expected
-    tokens.
-    """
+    """Each non-increasing branching vector whose tree has 2 .. size nodes, with its nodes and its expected tokens."""
     rates = Rates.of(acceptance)
     depth = rates.depth_bound(size, max_depth)
     accepted = rates.rows(depth).cumsum(1)  # P[d, b] in column b - 1

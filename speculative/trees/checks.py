@@ -15,7 +15,10 @@ from heavypath.speculative.trees.tree import TokenTree
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for options that are not numbers, out of range, or would make too large a tree."""
+    """Raise TypeError or ValueError if `width`, `max_depth`, `threshold` or `branching` is not valid.
+
+    options: the options given, by name; others are not checked. A branching of more than MAX_NODES nodes is refused
+    """
     for name in ("width", "max_depth"):
         whole(name, options.get(name, 1))
     if options.get("width", 1) < 1:
@@ -31,11 +34,11 @@ def check_numbers(options: Mapping[str, Any]) -> None:
 
 
 def check_given(method: str, usual: TokenTree | Growth, tree: object, others: list[str]) -> None:
-    """Raise TypeError or ValueError if the method cannot draft this tree, or if other options also set the tree's
-    shape.
+    """Raise TypeError or ValueError if a method cannot draft a user's tree, or if other options set its shape, too.
 
-    usual: a tree of the method
-    others: names of the other options given
+    usual: a tree, or a growth, that the method drafts by default
+    tree: the value of the option `tree`
+    others: names of the other options given that set a tree's shape
     """
     if not isinstance(tree, TokenTree):
         raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")

@@ -19,11 +19,11 @@ SEEN = 10  # how often a child must have been accepted for the fit of the power 
 
 @dataclass(frozen=True)
 class CountedTexts:
-    """The counts of a walk, in the form that a profile stores.
+    """Counts of acceptance on measured sequences, from which rates and expected tokens are computed.
 
     accepted: [depth][child], how often child j of a node at depth d was accepted
-    reached: [depth], how many nodes there were
-    texts: the ranks of each sequence's tokens, see `ranks`; empty if only counts are known
+    reached: [depth], how many nodes at depth d were counted
+    texts: for each sequence the rank of each token: which child of the draft it was; empty if only counts are known
     alike: the first depth from which on all depths are assumed to be alike: 1 for independent sequences, else 0
     """
 
@@ -33,10 +33,10 @@ class CountedTexts:
     alike: int
 
     def tokens(self, tree: TokenTree) -> float:
-        """The average tokens of a step with a tree.
+        """The average number of tokens that a step with this tree yields, the bonus token included.
 
-        Computed from the ranks of the measured sequences. If there are none, or for independent sequences, computed
-        from the rates.
+        It is counted along the ranks of the measured sequences. Without ranks, or for independent sequences, it is
+        computed from the rates.
         """
         if not self.texts or self.alike:
             return expected_tokens(tree, self.rates())
@@ -44,9 +44,7 @@ class CountedTexts:
         return float(tokens / steps)
 
     def tokens_error(self, tree: TokenTree) -> float:
-        """The standard error of `tokens`: from the differences between sequences, or else from the numbers of counted
-        nodes.
-        """
+        """The standard error of `tokens(tree)`: by differences between sequences, or by numbers of counted nodes."""
         if not self.texts or self.alike:
             return _error_by_counts(tree, self.rates(), self.reached)
         steps, tokens = steps_of(tree, self.texts).T.astype(float)
@@ -54,7 +52,7 @@ class CountedTexts:
         return math.sqrt(float((apart**2).sum()) * len(steps) / max(1, len(steps) - 1)) / steps.sum()
 
     def rates(self) -> Tensor:
-        """The acceptance by which trees are planned: fp64 [tails.DEPTH, child].
+        """The acceptance by which trees are planned, fp64 [depth, child]: counted shares, smoothed and extrapolated.
 
         It starts as the share of nodes at depth d whose child j was accepted. Each depth is shrunk towards the mean
         over all depths, which has the weight of `PRIOR` nodes. That mean is shrunk, with the same weight, towards the
@@ -77,10 +75,10 @@ class CountedTexts:
 
 
 def _of_all_depths(hits: np.ndarray, nodes: float) -> np.ndarray:
-    """Acceptance over all depths [child], shrunk towards the fitted power law.
+    """Acceptance over all depths, fp64 [child], shrunk towards the fitted power law.
 
-    hits: how often each child was accepted
-    nodes: number of nodes
+    hits: [child], how often each child was accepted
+    nodes: number of nodes whose children were offered
     """
     seen = int(np.argmax(np.append(hits, 0) < SEEN))
     fit = with_tail(hits[:seen] / nodes, max(CHILDREN, len(hits))) if seen else np.zeros(max(CHILDREN, len(hits)))

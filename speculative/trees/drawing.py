@@ -37,6 +37,8 @@ def tree_svg(
     labels: a string for each node, such as its token
     probabilities: each node's probability of being accepted, 1 for the root, as `node_probabilities` returns them.
         Their sum, the expected tokens of a step, is written below the drawing
+
+    Raises ValueError for another number of labels or probabilities, and for probabilities outside [0, 1].
     """
     nodes = len(tree)
     chances = None if probabilities is None else [float(chance) for chance in probabilities]
@@ -110,9 +112,10 @@ def _printable(label: str) -> str:
 
 
 def layout(parents: list[int], ranks: list[int], above: list[float], below: list[float]) -> list[float]:
-    """The vertical position of each node. Parents must come before children.
+    """Place nodes so that subtrees do not overlap. Returns the vertical position of each node, downwards; 0 for node 0.
 
-    above, below: how far each node reaches up and down from its position
+    parents, ranks: of each node; parents come before children
+    above, below: how far the drawing of each node reaches up and down from its position
     """
     children: list[list[int]] = [[] for _ in parents]
     for node in range(1, len(parents)):

@@ -16,12 +16,14 @@ MAX_SLOTS = 1 << NODE_BITS
 
 @dataclass(frozen=True)
 class Confidence:
-    """A linear model of acceptance from the draft's probability: c_k = base[k] + slope[k] q.
+    """A linear model by which acceptance is predicted from the draft's probability: c_k = base[k] + slope[k] q.
 
     c_k is the probability that child k is accepted if its earlier siblings are rejected. q is the draft's probability
-    of the child among the tokens not yet drawn. The last entries hold for all further children. `deeper` has the lines
-    for depths 1, 2, ...; the last of them holds for all further depths. If it is empty, the root's lines hold for all
-    depths.
+    of the child among the tokens not yet drawn. The last entries hold for all further children.
+
+    base, slope: of the root's children, by rank; 0 <= base[k] <= base[k] + slope[k] <= 1
+    deeper: models of the children at depths 1, 2, ...; the last of them holds for all further depths. If it is empty,
+        the root's holds for all depths
     """
 
     base: tuple[float, ...]
@@ -58,15 +60,16 @@ DEFAULT_CONFIDENCE = Confidence(tuple(0.5 / (child + 1) for child in range(16)),
 
 @dataclass(frozen=True)
 class Growth:
-    """How trees grow.
+    """The rule by which trees grow during a step, level by level, by the draft's probabilities.
 
-    by: the measure by which nodes are kept: the value of their "slot", the probability of the "node" itself, or their
-        key in a stochastic "beam" search
+    by: what decides which nodes are drafted and kept: "slot": the tokens that a place for one more child is expected to
+        add, known before its token is drawn (DySpec); "node": the same of the child itself (EAGLE-2, for draw "top_k"
+        alone); "beam": the node's key in a stochastic beam search (RSD-S)
     size: most nodes of a tree, root included
     width: most nodes drafted on a level
-    depth: levels
+    depth: number of levels
     threshold: slots with a lower value stay empty; with one node a level this is a chain that ends early
-    confidence: predicts the values by "slot" if the target samples; None for DySpec's own, the draft's probability
+    confidence: predicts the values of slots if the target samples; None for DySpec's own, the draft's probability
     """
 
     by: Literal["slot", "node", "beam"]

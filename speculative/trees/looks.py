@@ -7,9 +7,11 @@ import numpy as np
 
 
 def as_text(parents: np.ndarray, children: np.ndarray, first: np.ndarray) -> str:
-    """The tree with a line for each node, siblings in draw order.
+    """A tree as text: a line with nodes and depth, then a line for each node, siblings in draw order.
 
-    children: int64 [N - 1], the children of node 0, then those of node 1, ...; those of node j begin at first[j]
+    parents: int64 [N], -1 for the root
+    children: int64 [N - 1], the children of node 0, then those of node 1, ...
+    first: int64 [N + 1], where the children of each node begin in `children`
     """
     own = [children[begin:end].tolist() for begin, end in pairwise(first.tolist())]
     lines, stack, depth = ["0"], [(child, "") for child in reversed(own[0])], 0
@@ -23,9 +25,12 @@ def as_text(parents: np.ndarray, children: np.ndarray, first: np.ndarray) -> str
 
 
 def occupied_blocks(above: Sequence[np.ndarray], nodes: int, block_size: int) -> int:
-    """The number of block_size x block_size blocks of a tree's mask with a True entry.
+    """The number of block_size x block_size blocks of a tree's attention mask [N, N] that have a True entry.
 
-    above: the ancestors 1, 2, 4, ... edges above each node, int64 [N] each
+    above: for 1, 2, 4, ... edges, the ancestor that many edges above each node, int64 [N]; 0 if there is none
+    nodes: N
+
+    Raises ValueError for a block_size below 1.
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")

@@ -56,10 +56,10 @@ TIE = 1e-13  # relative difference of yields that is taken for a rounding error
 
 @dataclass(frozen=True)
 class Plan:
-    """A tree, and its expected yield and speed-up.
+    """A tree, and what decoding with it is expected to yield.
 
     expected_tokens: average tokens of a step: the accepted nodes and the bonus token
-    speedup:         over plain decoding: expected_tokens / (t(size) + depth * draft_cost)
+    speedup:         how many times as fast as plain decoding: expected_tokens / (cost of verifying + of drafting)
     """
 
     tree: TokenTree
@@ -219,7 +219,7 @@ def select_tree(
 def _checked_bounds(
     size: int, max_depth: int | None, max_branching: int | None = None
 ) -> tuple[int, int | None, int | None]:
-    """The bounds as Python integers. Raises TypeError or ValueError for invalid ones."""
+    """The three bounds as Python integers, None for none. Raises TypeError or ValueError for invalid bounds."""
     size = whole("size", size)
     max_depth = None if max_depth is None else whole("max_depth", max_depth)
     max_branching = None if max_branching is None else whole("max_branching", max_branching)
@@ -234,14 +234,14 @@ def _checked_bounds(
 
 @dataclass(frozen=True)
 class Rates:
-    """Checked acceptance: fp64 [depth, child] if by_depth, else [1, child]."""
+    """Checked acceptance: fp64 [depth, child] if by_depth, row d for nodes at depth d + 1; else [1, child] for all."""
 
     matrix: np.ndarray
     by_depth: bool
 
     @classmethod
     def of(cls, acceptance: Acceptance | PathAcceptance) -> "Rates":
-        """Check acceptance [child] or [depth, child]. Raises TypeError or ValueError if it is invalid."""
+        """Make it from acceptance [child] or [depth, child]. Raises TypeError or ValueError if that is invalid."""
         if callable(acceptance):
             raise ValueError("sequoia_tree takes acceptance [child] or [depth, child], not a function of the path")
         values: Any = acceptance
@@ -262,11 +262,11 @@ class Rates:
         return bool((np.diff(self.matrix) <= 0).all())
 
     def narrowed(self, children: int | None) -> "Rates":
-        """The acceptance of the first `children` children alone; None for all."""
+        """The same without the children after the first `children`; None for all children."""
         return Rates(self.matrix[:, :children], self.by_depth)
 
     def rows(self, depth: int) -> np.ndarray:
-        """The acceptance of the first `depth` levels, [depth, child]."""
+        """The acceptance of the first `depth` levels, fp64 [depth, child]; fewer rows if fewer were given by depth."""
         return self.matrix[:depth] if self.by_depth else self.matrix.repeat(depth, axis=0)
 
     def depth_bound(self, size: int, max_depth: int | None) -> int:
@@ -287,7 +287,7 @@ class Rates:
 
 
 def _row_at(acceptance: PathAcceptance, path: tuple[int, ...]) -> list[float]:
-    """The checked acceptance [child] of the children of the node at `path`; it may be empty."""
+    """The acceptance [child] of the children of the node at `path`; may be empty. Raises ValueError if out of range."""
     row = [float(rate) for rate in acceptance(path)]
     if not all(0 <= rate <= 1 for rate in row) or sum(row) > 1 + ROUNDING:
         raise ValueError(f"acceptance must lie in [0, 1] and sum to at most 1, got {row} at path {path}")
@@ -295,7 +295,7 @@ def _row_at(acceptance: PathAcceptance, path: tuple[int, ...]) -> list[float]:
 
 
 class _Grown(NamedTuple):
-    """Nodes in the order of falling probability. The first n of them are a best tree of n nodes."""
+    """Nodes in the order of falling probability, as lists of one length. The first n are a best tree of n nodes."""
 
     parents: list[int]
     ranks: list[int]
@@ -304,7 +304,7 @@ class _Grown(NamedTuple):
 
 
 def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None) -> _Grown:
-    """The `size` most probable nodes, or all nodes if there are fewer."""
+    """The `size` most probable nodes, or all if there are fewer. Raises ValueError if acceptance rises with rank."""
     matrix: list[list[float]] = []
     if not callable(acceptance):
         rates = Rates.of(acceptance)
@@ -426,7 +426,7 @@ class _Planner(NamedTuple):
 
 
 def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None) -> _Planner:
-    """The best trees if acceptance never rises with the child index."""
+    """The best trees by `greedy_tree`, for acceptance that never rises with the child index."""
 
     def most_tokens(depth: int) -> np.ndarray:
         tokens = np.full(size + 1, -np.inf)
@@ -439,7 +439,7 @@ def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int
 
 
 def _by_programme(acceptance: Acceptance, size: int, max_depth: int | None) -> _Planner:
-    """The best trees for any acceptance."""
+    """The best trees by `sequoia_tree`, for any acceptance but a function of the path."""
     rates = Rates.of(acceptance).narrowed(max(1, size - 1))
     deepest = rates.depth_bound(size, max_depth)
     if rates.by_depth:

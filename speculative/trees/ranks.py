@@ -26,7 +26,7 @@ NONE, UNKNOWN = -1, -2  # ranks: no child was accepted; none was offered
 
 
 def children_of(tree: TokenTree, device: "torch.device | str" = "cpu") -> "Tensor":
-    """LongTensor[N, J]: child j of each node, 0 if there is none; J is at least 1."""
+    """The number of child j of each node, LongTensor[N, J]; 0 if there is no such child. J is at least 1."""
     import torch
 
     table = torch.zeros(len(tree), max(1, int(tree.ranks.max()) + 1), dtype=torch.long, device="cpu")
@@ -35,9 +35,10 @@ def children_of(tree: TokenTree, device: "torch.device | str" = "cpu") -> "Tenso
 
 
 def steps_of(tree: TokenTree, texts: Sequence[Sequence[int]]) -> np.ndarray:
-    """The number of steps of a tree on each sequence, and the tokens they yield: int64 [texts, 2].
+    """Replay steps with a tree along measured sequences. Returns steps and their tokens on each, int64 [texts, 2].
 
-    texts: ranks of each sequence; a token with rank UNKNOWN ends a step, like one that is not a child
+    texts: for each sequence the rank of each token: which child of the draft it was. A token ends a step if the tree
+        has no such child, or if its rank is NONE or UNKNOWN
     """
     table = children_of(tree).numpy()
     lengths = np.array([len(text) for text in texts])

@@ -24,7 +24,7 @@ HARDER = 0.95  # the rate of misses at a depth relative to the depth above, see 
 
 
 def with_tail(acceptance: Sequence[float] | np.ndarray, children: int = CHILDREN) -> np.ndarray:
-    """Acceptance fp64 [max(children, K)]: the K given entries, then the power law.
+    """Extend measured acceptance of K children by the fitted power law, to fp64 [max(children, K)].
 
     acceptance: [K], with a sum of at most 1
 
@@ -42,7 +42,7 @@ def with_tail(acceptance: Sequence[float] | np.ndarray, children: int = CHILDREN
 
 
 def of_any_pair(children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
-    """Acceptance fp64 [depth, child] for models that were not measured: that of the shipped pair, with its tail.
+    """Acceptance, fp64 [depth, child], to assume for models that were not measured: that of the shipped pair.
 
     Acceptance rises with depth, because tokens after accepted ones are easier. With the shipped pair and its head, each
     depth has about a twentieth fewer misses than the one above it.
@@ -57,12 +57,12 @@ BY_A_SAMPLE = 0.65  # acceptance by a sample of the target, relative to that by 
 
 
 class Usual(NamedTuple):
-    """How often the tokens of a kind of draft are usually accepted; default trees are planned with it.
+    """How often the target usually accepts the tokens of a kind of draft. Default trees are planned with it.
 
     first: probability that the root's first child is accepted
     harder: the rate of misses at a depth relative to the depth above; below 1, because tokens after accepted ones are
         easier
-    later: how often later children are accepted if the first is not, relative to the shipped pair
+    later: how often later children are accepted if the first is not, relative to the shipped pair's
     """
 
     first: float
@@ -70,13 +70,14 @@ class Usual(NamedTuple):
     later: float = 1.0
 
     def by_a_sample(self) -> "Usual":
-        """The same for methods that accept a child if a sample of the target equals its token; rejection accepts about
-        1.5 times as many.
+        """This acceptance, lowered for methods that accept a child only if it equals a sample of the target.
+
+        Rejection accepts about 1.5 times as many.
         """
         return self._replace(first=BY_A_SAMPLE * self.first)
 
     def rates(self, children: int = CHILDREN, depth: int = DEPTH) -> np.ndarray:
-        """Acceptance fp64 [depth, child].
+        """Acceptance by depth and child, fp64 [depth, child], as tree planning takes it.
 
         Later children share the first child's misses in the same proportions as those of the shipped pair.
         """

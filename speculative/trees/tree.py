@@ -75,7 +75,7 @@ class TokenTree:
 
     @classmethod
     def independent(cls, sequences: int, length: int) -> "TokenTree":
-        """`sequences` separate chains of `length` nodes each, starting at the root (SpecInfer, SpecTr)."""
+        """A tree of `sequences` chains of `length` nodes each, all starting at the root (SpecInfer, SpecTr)."""
         sequences, length = whole("sequences", sequences), whole("length", length)
         if length < 0:
             raise ValueError(f"length must be at least 0, got {length}")
@@ -83,7 +83,7 @@ class TokenTree:
 
     @classmethod
     def k_ary(cls, branching: int, depth: int) -> "TokenTree":
-        """A tree of depth `depth` in which every node above that depth has `branching` children."""
+        """A tree in which every node at a depth below `depth` has `branching` children, and those at `depth` none."""
         branching, depth = whole("branching", branching), whole("depth", depth)
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
@@ -148,7 +148,7 @@ class TokenTree:
 
     @property
     def depth(self) -> int:
-        """The number of edges between the root and the deepest node."""
+        """The number of levels below the root: edges from the root to the deepest node."""
         return int(self._depths.max())
 
     @property
@@ -163,12 +163,12 @@ class TokenTree:
 
     @property
     def is_depth_first(self) -> bool:
-        """Whether every subtree is an interval of node numbers."""
+        """Whether nodes are numbered in depth-first order, in which every subtree is an interval of node numbers."""
         return not self._strays.any()
 
     @property
     def subtree_end(self) -> "Tensor":
-        """LongTensor[N]: the subtree of node j consists of nodes j .. subtree_end[j] - 1.
+        """LongTensor[N], the number after the last node of each subtree: node j's has nodes j .. subtree_end[j] - 1.
 
         Raises ValueError if the nodes are not in depth-first order.
         """
@@ -229,7 +229,7 @@ class TokenTree:
         return self._path_sums(offsets)
 
     def mask(self) -> "Tensor":
-        """bool [N, N]: [i, j] is True if j is i or an ancestor of i."""
+        """The attention mask of the tree, bool [N, N]: [i, j] is True if node i sees node j: itself or an ancestor."""
         begin = self._positions.astype(np.int32)  # takes half the time of int64
         end = begin + self._sizes.astype(np.int32)
         return _tensor((begin <= begin[:, None]) & (begin[:, None] < end))
@@ -244,7 +244,7 @@ class TokenTree:
         return tree, _tensor(permutation)
 
     def renumbered(self, order: Order) -> "tuple[TokenTree, np.ndarray]":
-        """Like `reordered`, with the permutation as an array."""
+        """The same tree with other node numbers, and permutation[new] = old, int64 [N]. order: as for `reordered`."""
         if order == "breadth_first":
             permutation = _inverse(self._positions)
             permutation = permutation[self._depths[permutation].argsort(kind="stable")]
@@ -261,13 +261,13 @@ class TokenTree:
         return TokenTree(parents, self._ranks[permutation]), permutation
 
     def occupied_blocks(self, block_size: int) -> int:
-        """The number of block_size x block_size blocks of mask() with a True entry: block-sparse attention's work."""
+        """The number of block_size x block_size blocks of `mask()` with a True entry: block-sparse attention's work."""
         from heavypath.speculative.trees.looks import occupied_blocks
 
         return occupied_blocks(self._above, len(self), whole("block_size", block_size))
 
     def truncated(self, depth: int) -> "tuple[TokenTree, Tensor]":
-        """The tree of the nodes at most `depth` edges below the root, and kept[new] = old, LongTensor."""
+        """The tree of the nodes at most `depth` edges below the root, and their old numbers, LongTensor[new nodes]."""
         depth = whole("depth", depth)
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
@@ -282,7 +282,7 @@ class TokenTree:
 
     @property
     def cache_rows(self) -> int:
-        """Rows that a step needs for this tree in each cache."""
+        """How many rows of each cache a step needs for this tree: one for each node."""
         return len(self)
 
     grows = False  # its nodes do not depend on what is drafted
@@ -320,7 +320,7 @@ def _inverse(permutation: np.ndarray) -> np.ndarray:
 
 
 def _path(given: Sequence[int]) -> tuple[int, ...]:
-    """A checked path of ranks."""
+    """A path of ranks as a tuple of integers. Raises ValueError if it is empty or has anything but ranks."""
     if not isinstance(given, Iterable):
         raise ValueError(f"a path must be a sequence of ranks, got {given!r}")
     path = tuple(_integers("a path", given).tolist())

@@ -24,10 +24,14 @@ def on_cluster(
     address: str, workers: int | None, make: Callable[[], Worker], lines: Iterable[Line], output: Output,
     at_once: int, written: Callable[[], object],
 ) -> None:  # fmt: skip
-    """Answer lines on a cluster, see `answer_all`.
+    """Answer the lines of a batch file on a Ray cluster, and write the answers in the order of the lines.
 
+    address: address of the cluster, as for `ray.init`
     workers: number of decoders; None for one on each GPU, or on each machine if there are no GPUs
-    make:    makes the worker of an actor, in the actor's process; at_once: lines in progress per worker
+    make:    makes the worker of an actor, in the actor's process
+    output:  the files of answers
+    at_once: how many lines each worker has in progress at a time
+    written: called without arguments after each answer is written
 
     Raises ImportError without Ray, and ConnectionError if there is no cluster at the address.
     """
@@ -82,7 +86,7 @@ def on_cluster(
 
 
 class _Actor:
-    """A worker in a process of its own."""
+    """A `Worker` in its own process on the cluster. make: makes the worker there."""
 
     def __init__(self, make: Callable[[], Worker]):
         self._worker = make()

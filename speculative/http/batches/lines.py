@@ -15,11 +15,12 @@ URLS = ("/v1/completions", "/v1/chat/completions")
 
 
 class Line(NamedTuple):
-    """A line of the file.
+    """A line of a batch file.
 
-    number:    counted from 0
+    number:    its index among the lines that are not empty, from 0
     custom_id: identifies the answer; by default the line's number
-    url, body: the request; error: why the line has none
+    url, body: path and JSON body of the request; empty if the line has an error
+    error:     why the line is no valid request; empty if it is
     digest:    a hash of everything that the answer depends on
     """
 
@@ -32,13 +33,13 @@ class Line(NamedTuple):
 
 
 def count_lines(path: Path) -> int:
-    """The number of lines that are not empty. Raises OSError if the file cannot be read."""
+    """The number of a file's lines that are not empty. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         return sum(bool(line.strip()) for line in file)
 
 
 def read_lines(path: Path, first: int, defaults: Mapping[str, Any], options: str = "") -> Iterator[Line]:
-    """The lines of a file that are not empty, from number `first` on.
+    """Parse the lines of a batch file that are not empty, from number `first` on; invalid lines have an error.
 
     defaults: values for fields that a body leaves out
     options:  what answers depend on besides the line, for the digests
@@ -50,9 +51,13 @@ def read_lines(path: Path, first: int, defaults: Mapping[str, Any], options: str
 
 
 def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str = "") -> Line:
-    """Parse a line; a line that is no valid request gets an error. The default seed is the line's number.
+    """Parse a line of a batch file; a line that is no valid request gets an error.
 
-    So the answer is the same whenever the line is decoded.
+    The default seed is the line's number, so that the answer does not depend on when the line is decoded.
+
+    number:   the line's index among the lines that are not empty
+    defaults: values for fields that the body leaves out
+    options:  what answers depend on besides the line, for the digest
     """
     custom_id = str(number)
     try:

@@ -22,7 +22,7 @@ _FIRST = b'{"id": "line-'
 
 
 class LineAnswer(NamedTuple):
-    """The answer to a line: HTTP status and body."""
+    """The answer to a line of a batch file. status: HTTP status; body: the decoded JSON, None for an invalid line."""
 
     status: int
     body: Any
@@ -42,11 +42,13 @@ class _Written(NamedTuple):
 
 
 class Output:
-    """OUT.jsonl with answers, and OUT.errors.jsonl with the answers to lines that were refused.
+    """The two files of answers: OUT.jsonl, and OUT.errors.jsonl for the answers to lines that were refused.
 
-    done: how many lines have answers; bad: how many of them were refused
+    Existing files are continued. They are not changed before `check` was called.
 
-    Existing files are not changed before `check` was called.
+    path: OUT.jsonl
+    done: how many lines have answers, which is also the number of the next line
+    bad:  how many of them were refused
 
     Raises OSError if the files cannot be written, or another process writes them; ValueError for files of another kind.
     """
@@ -66,12 +68,12 @@ class Output:
         self.bad = sum(answer.number < self.done for answer in self._found[1])
 
     def check(self, lines: Iterable[Line], most_dropped: int) -> None:
-        """Drop answers after the first line without an answer.
+        """Check that existing answers are to these lines, and cut the files after the last answer before a gap.
 
         lines: the first lines of the file of requests, at least `done` of them
+        most_dropped: how many answers after the first line without one may be dropped
 
-        Raises ValueError if the last answers are not to these lines, or if more than most_dropped answers would be
-        dropped.
+        Raises ValueError if the last answers are to other lines, or too many would be dropped.
         """
         kept = [[answer for answer in answers if answer.number < self.done] for answers in self._found]
         dropped = [len(all_) - len(some) for all_, some in zip(self._found, kept, strict=True)]
@@ -97,7 +99,7 @@ class Output:
         self._found.clear()
 
     def write(self, line: Line, outcome: LineAnswer) -> None:
-        """Append the answer to the next line."""
+        """Append the answer to the line with number `done`, to the file of answers or of errors."""
         assert line.number == self.done
         answer: dict[str, Any] = {"id": f"line-{line.number}", "custom_id": line.custom_id}
         answer |= {"digest": line.digest, "response": None}
@@ -128,7 +130,7 @@ class Output:
 
 
 def errors_beside(path: Path) -> Path:
-    """The path of the file with the answers to lines that were refused."""
+    """The path of the file of errors that belongs to a file of answers: OUT.errors.jsonl for OUT.jsonl."""
     return path.with_name(f"{path.stem}.errors{path.suffix}")
 
 
@@ -143,7 +145,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _answers(file: IO[bytes], name: str) -> list[_Written]:
-    """The complete answers in a file."""
+    """The positions of the complete answers in a file. Raises ValueError, with `name`, if it has anything else."""
     file.seek(0)
     found, end = list[_Written](), 0
     for text in file:

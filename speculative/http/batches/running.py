@@ -21,9 +21,11 @@ async def answer_all(
     at_once: int,
     written: Callable[[], object],
 ) -> None:
-    """Answer lines, and write the answers in order.
+    """Answer the lines of a batch file, several at a time, and write the answers in the order of the lines.
 
-    at_once: how many lines are in progress at a time; written: called after each line
+    answer:  returns the answer to a line that is a valid request
+    at_once: how many lines are in progress at a time
+    written: called without arguments after each answer is written
     """
     under_way: deque[tuple[Line, asyncio.Task[LineAnswer]]] = deque()
 
@@ -50,13 +52,16 @@ async def _answered(line: Line, answer: Callable[[Line], Awaitable[LineAnswer]])
 
 
 class Application:
-    """An ASGI application that is called within the process."""
+    """Sends the lines of a batch file as requests to an ASGI application in the same process."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def answer(self, line: Line) -> LineAnswer:
-        """The answer to a line. Raises ConnectionError if the service has ended, or the models keep changing."""
+        """The answer to a line. Sends it again while the queue is full, and if the models changed in between.
+
+        Raises ConnectionError if the service has ended, or the models changed ten times.
+        """
         for _ in range(MOST_CHANGES):
             answer = await self._answer_of_one_model(line)
             if answer is not None:
@@ -64,7 +69,7 @@ class Application:
         raise ConnectionError(f"the models changed while a line was answered, {MOST_CHANGES} times")
 
     async def _answer_of_one_model(self, line: Line) -> LineAnswer | None:
-        """The answer, sent again while the queue is full; None if the model changed in between."""
+        """The answer to a line, which is sent again while the queue is full; None if the target changed meanwhile."""
         while True:
             status, body = await self._ask(line)
             if status == 503:

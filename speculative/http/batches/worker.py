@@ -17,7 +17,18 @@ from heavypath.speculative.profile import Profile
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of the decoder and the service; at_once: lines in progress; name: of the model. See `heavypath batch`."""
+    """Options of a `Worker`: of its decoder, its service, and its answers.
+
+    name:       the model's name in answers
+    temperature: of lines that have none
+    tree_size, verifier: options of the decoder; None for its defaults
+    profile:    file of the measurements by `heavypath calibrate`; None for none
+    slots:      how many sequences are decoded in a step
+    max_tokens: most tokens of a sequence, prompt included
+    at_once:    how many lines are in progress at a time
+    template:   the chat template; None for the tokenizer's
+    seed:       seed of the service
+    """
 
     name: str
     temperature: float = 1.0
@@ -33,7 +44,11 @@ class WorkerOptions:
 
 
 class Worker:
-    """Answers lines until it is closed; app: the server's application on top of its service."""
+    """Answers the lines of batch files with a decoder, its service and the server's application in this process.
+
+    pair: target, draft and tokenizer
+    service: the open service; app: the ASGI application that uses it
+    """
 
     def __init__(self, pair: Pair, options: WorkerOptions):
         if options.template is not None:
@@ -67,5 +82,5 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Cancel running requests and close the service."""
+        """Cancel all requests and close the service."""
         self.service.close(graceful=False)

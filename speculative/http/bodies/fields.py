@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 
 class Body(BaseModel):
-    """A body with exactly the declared fields and types: "5" is no number."""
+    """Base of the objects in request bodies. Unknown fields and values of other types are errors: "5" is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -28,7 +28,7 @@ OneOrSeveral = Annotated[Annotated[str, Tag("|one")] | Annotated[Several[Each], 
 
 
 def refused(*allowed: Any) -> AfterValidator:
-    """A validator of a field that is known but not supported; allowed: values that ask for nothing, besides None."""
+    """Make a validator for a field that is known but not supported. allowed: values that are accepted besides None."""
 
     def refuse(value: Any) -> Any:
         neutral = any(type(value) is type(each) and value == each for each in (None, *allowed))

@@ -54,7 +54,7 @@ class StructuredOutputs(Body):
 
 
 class Formatted(Body):
-    """The fields of a request for structured output; at most one of them."""
+    """The fields of a request by which its texts must have a form; at most one of them may be given."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -63,9 +63,9 @@ class Formatted(Body):
     guided_choice: Choices | None = None
 
     def wanted(self) -> tuple[str, StructuredOutputs] | None:
-        """The name of the field that was given, and what it asks for; None for any text.
+        """The name of the field that was given, and the form that texts must have; None if texts are free.
 
-        ValueError if there are two.
+        Raises ValueError if two fields are given.
         """
         found: list[tuple[str, StructuredOutputs]] = []
         form = self.response_format

@@ -29,7 +29,7 @@ class CalledFunction(Body):
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """The call for a chat template, with the arguments as an object, which templates format in their own way."""
+        """The call as chat templates expect it, with the arguments as a dictionary."""
         return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
 
     @field_validator("arguments")
@@ -85,17 +85,17 @@ class Message(Body):
 
     @property
     def thought(self) -> str | None:
-        """The thinking, from either field."""
+        """The thinking, from reasoning_content or reasoning; None if the message has neither."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
     def text(self) -> str:
-        """The text of all parts."""
+        """The content as one text; empty without content."""
         parts = self.content or ""
         return parts if isinstance(parts, str) else "".join(each.text for each in parts)
 
     def for_template(self) -> dict[str, Any]:
-        """The message in the format of chat templates."""
+        """The message as the dictionary that chat templates expect."""
         said: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
             said["tool_calls"] = [
@@ -107,7 +107,11 @@ class Message(Body):
 
 
 class Function(Body):
-    """A tool's function; parameters: the JSON schema of its arguments. strict is ignored."""
+    """The function of a tool.
+
+    parameters: the JSON schema of its arguments
+    strict:     ignored
+    """
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -122,18 +126,18 @@ class Tool(Body):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """The tool in the format of chat templates."""
+        """The tool as the dictionary that chat templates expect."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
 class ChosenName(Body):
-    """The name of a function."""
+    """The function that must be called, by its name."""
 
     name: str
 
 
 class ChosenTool(Body):
-    """The tool that must be called."""
+    """A value of tool_choice: the tool that must be called."""
 
     type: Literal["function"]
     function: ChosenName

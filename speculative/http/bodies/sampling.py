@@ -34,11 +34,14 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class SamplingFields(SharedOptions):
-    """The options of `SamplingOptions`, and further ones, which are implemented by logits processors and stop tokens.
+    """The sampling fields of a request: those of `SamplingOptions`, and further ones of OpenAI's and vLLM's APIs.
 
     top_k:        0 and -1 are off
+    frequency_penalty: subtracted from a token's logit for each time that it occurs in the new text
+    presence_penalty: subtracted once from the logit of a token that occurs in the new text
     logit_bias:   values to add to the logits of tokens; the tokens are given as strings, because JSON keys are strings
     stop_token_ids: further tokens that end the text; they cannot occur before min_tokens
+    ignore_eos:   whether end-of-sequence tokens do not end the text
     """
 
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -61,6 +64,6 @@ class SamplingFields(SharedOptions):
         return value
 
     def shared(self) -> dict[str, Any]:
-        """The given options, with the names of `SamplingOptions`."""
+        """The fields of `SamplingOptions` that were given, with its names."""
         given = {name: getattr(self, field) for name, field in _NAMES.items()}
         return {name: value for name, value in given.items() if value is not None}

@@ -12,7 +12,7 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: STRING, list: "
 
 
 def schema_of(key: str, schema: Mapping[str, Any] | None) -> Any:
-    """The schema of one argument, from the schema of all arguments; None if there is none."""
+    """The schema of argument `key`, found in the schema of all arguments of a tool; None if it has no schema."""
     if schema is None:
         return None
     held = schema
@@ -27,7 +27,7 @@ def schema_of(key: str, schema: Mapping[str, Any] | None) -> Any:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The types that a schema allows for a value; empty if it does not say.
+    """The names of the JSON types, such as "integer", that a schema allows for a value; empty if it restricts none.
 
     root: the schema of all arguments, to which references are relative
     """
@@ -58,7 +58,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference (a path from the root of a schema) points to; None if nothing."""
+    """The part of schema `root` that a reference such as "#/$defs/name" points to; None if it points to nothing."""
     if not reference.startswith("#"):
         return None
     found: Any = root
@@ -71,9 +71,11 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def typed(value: str, key: str, schema: Mapping[str, Any] | None, *, json_unless_told: bool) -> Any:
-    """The value of an argument as the first type that fits; a value that fits no type stays a string.
+    """Convert the value of argument `key` from text to the first type of its schema that fits; otherwise return it.
 
-    schema: of all arguments of the tool; None for none
+    Types are tried in the order null, boolean, integer, number, object, array.
+
+    schema: the schema of all arguments of the tool; None if it has none
     json_unless_told: whether to read a value without a schema as JSON
     """
     types = types_of(schema_of(key, schema), schema or {})

@@ -19,7 +19,10 @@ MOST_LINKS = 16  # depth up to which references and unions are followed; below t
 
 
 def call_source(form: ToolFormat, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The llguidance source for one call of any of the tools. Raises ValueError for schemas beyond the limits."""
+    """The source, for llguidance, of a grammar whose only texts are calls of one of the tools, in the model's format.
+
+    Raises ValueError for schemas beyond the limits.
+    """
 
     def literal(text: str) -> str:
         special = text in tokenizer.all_special_tokens  # special tokens cannot be written as text
@@ -36,7 +39,7 @@ def call_source(form: ToolFormat, tools: Sequence[Tool], tokenizer: PreTrainedTo
 
 
 def _schema_of_calls(form: ToolFormat, tools: Sequence[Tool]) -> dict[str, Any]:
-    """The schema of one JSON call of any of the tools."""
+    """The JSON schema of one call of any of the tools: an object with name and arguments."""
     calls, schemas = [], dict[str, Any]()
     for number, tool in enumerate(tools):
         arguments = {"type": "object"} if tool.function.parameters is None else tool.function.parameters
@@ -53,7 +56,10 @@ def _schema_of_calls(form: ToolFormat, tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 class _TaggedCalls:
-    """Lark rules for calls whose arguments are between tags: the arguments of the schema, in its order."""
+    """Makes Lark rules for calls whose arguments are between tags. Arguments come in the order of the tool's schema.
+
+    literal: returns a text as a Lark literal, or a special token by its id
+    """
 
     def __init__(self, form: ToolFormat, tags: Tags, literal: Callable[[str], str]):
         self._form, self._tags, self._literal = form, tags, literal
@@ -62,7 +68,7 @@ class _TaggedCalls:
         self._close = f"{self._line}{literal(tags.value[1])}"
 
     def source(self, tools: Sequence[Tool]) -> str:
-        """The llguidance source for a call of one of the tools."""
+        """The source, for llguidance, of the grammar of a call of one of the tools."""
         calls = " | ".join(self._call(tool) for tool in tools)
         form = self._form
         start = f'start: {self._literal(form.marker)} {self._line}({calls}) "\\n" {self._literal(form.end)}'

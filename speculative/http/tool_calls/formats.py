@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 
 class Tags(NamedTuple):
-    """The tags of a call whose arguments are not JSON.
+    """The tags of a call whose arguments are not written as one JSON object.
 
-    name:  before and after the function's name; key, value: before and after those of an argument; end: after the
-           function
-    lines: whether tags are on lines of their own, so that a value has a line break before and after it
+    name:  tags before and after the function's name; empty for no tag
+    key:   tags before and after the name of an argument
+    value: tags before and after the value of an argument
+    end:   tag after the last argument
+    lines: whether tags are on separate lines, so that a value has a line break before and after it
     json:  whether a value without a schema is read as JSON, if it is JSON
     """
 
@@ -32,13 +34,13 @@ class Tags(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """How a model writes its calls.
+    """How a model writes tool calls.
 
-    marker, end: before and after a call
-    sign:        a regular expression that is found in chat templates with this format
+    marker, end: texts before and after a call; end is empty if nothing marks it
+    sign:        a regular expression that matches somewhere in the chat templates of this format
     arguments:   the key of the arguments in a JSON call
     bare:        whether a JSON object without a marker is a call, too
-    tags:        for calls whose arguments are between tags; None for JSON calls
+    tags:        the tags of a call whose arguments are between tags; None for JSON calls
     """
 
     marker: str
@@ -57,7 +59,7 @@ class ToolFormat(NamedTuple):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All fixed parts of a call, which may be special tokens of the tokenizer."""
+        """All fixed texts of a call, such as its markers; some may be special tokens of the tokenizer."""
         tags = () if self.tags is None else (*self.tags.name, *self.tags.key, *self.tags.value, self.tags.end)
         inner = ("[ARGS]", "[CALL_ID]") if self.marker == "[TOOL_CALLS]" else ()
         return tuple(each for each in (self.marker, self.end, *tags, *inner) if each)
@@ -79,7 +81,7 @@ FORMATS = {
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template uses; None if it has no tools or an unknown format."""
+    """The format of tool calls that a chat template uses; None if it has no tools or an unknown format."""
     if not re.search(r"\btools\b", template):
         return None
     return next((each for each in FORMATS.values() if re.search(each.sign, template)), None)

@@ -19,13 +19,13 @@ _WORD = 9  # length of JSON's longest word, -Infinity; an error is reported at t
 def read_json(
     text: str, place: int, form: ToolFormat, offered: Collection[str] | None, *, marked: bool, final: bool
 ) -> Found:
-    """The calls at a position of a text.
+    """Read the JSON calls at position `place` of a text.
 
-    offered: names of the tools; None for any
+    offered: names of the tools; None for any name
     marked:  whether a marker precedes the call; without one it must be of an offered tool and have arguments
     final:   whether the text is complete
 
-    Raises NoCall and NotYet.
+    Raises NoCall if there is none, and NotYet if more text is needed to decide.
     """
     begin = place = _end(_SPACES, text, place)
     name = _NAMED.match(text, place) if marked else None
@@ -59,7 +59,7 @@ def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
 
 
 def _call(value: Any, form: ToolFormat, offered: Collection[str] | None, *, marked: bool) -> Call:
-    """Raises TypeError, KeyError or ValueError for a value that is no call."""
+    """The call that a decoded JSON value describes. Raises TypeError, KeyError or ValueError if it describes none."""
     name = value["name"]
     is_certain = marked and not form.bare
     has_arguments = bool(value.keys() & {form.arguments, "arguments"})

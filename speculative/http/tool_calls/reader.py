@@ -25,7 +25,7 @@ _MAY_END = re.compile(r"[]}>]")  # a longer one only when one of these arrives, 
 class CallReader:
     """Splits a text that arrives piece by piece into content and tool calls.
 
-    form:     None for no calls at all
+    form:     how the model writes calls; None if all text is content
     offered:  names of the tools; a call without a marker must be of one of them. None for any name
     schemas:  the schemas of the tools' arguments, by name
     parallel: whether the text may have several calls; otherwise only the first one is returned
@@ -53,18 +53,18 @@ class CallReader:
         return bool(self._calls)
 
     def add(self, text: str) -> str:
-        """Add text. Returns the content that has become certain."""
+        """Add the next piece of text. Returns the new content; what may begin a call is held back."""
         waits = len(self._held) > _SHORT and not _MAY_END.search(text)
         self._held += text
         return "" if waits else self._read(final=False)
 
     def end(self) -> tuple[str, list[Call]]:
-        """The rest of the content, including text after calls, and all calls."""
+        """Return the content that was held back, after the last piece, and all calls of the text."""
         said = self._read(final=True)
         return said, self._all()
 
     def new_calls(self) -> list[Call]:
-        """The calls found since this was called last."""
+        """The calls found since the last call of this method."""
         begin, self._told = self._told, len(self._all())
         return self._all()[begin:]
 
@@ -84,7 +84,7 @@ class CallReader:
         return said
 
     def _next(self, form: ToolFormat, final: bool) -> None:
-        """Move the content before the next call to `_said`, and take the call. Raises NotYet."""
+        """Move the content before the next call to `_said`, and take the call. Raises NotYet if more text must come."""
         begin, openings = 0, re.compile("|".join(map(re.escape, form.openings)))
         while (opening := openings.search(self._held, begin)) is not None:
             place = opening.start()
@@ -105,7 +105,7 @@ class CallReader:
             raise NotYet
 
     def _behind_call(self, form: ToolFormat, final: bool) -> None:
-        """Process what follows a call: its end marker, another call, or content. Raises NotYet."""
+        """Process what follows a call: its end marker, another call, or content. Raises NotYet if more must come."""
         self._held = self._held.lstrip()
         if form.end and self._held.startswith(form.end):
             self._held, self._is_closed = self._held[len(form.end) :].lstrip(), True
@@ -130,10 +130,7 @@ class CallReader:
             self._follows = False
 
     def _found(self, form: ToolFormat, opening: str, place: int, *, final: bool) -> Found:
-        """The calls at a position of the held text.
-
-        Raises NotYet, and NoCall, whose position is one in the held text.
-        """
+        """The calls at position `place` of the held text, where `opening` is. Raises NotYet and NoCall."""
         marked = opening == form.marker
         begin = place + (len(opening) if marked else 0)
         if form.tags is not None:
@@ -154,7 +151,11 @@ class CallReader:
 
 
 def calls_in(text: str, form: ToolFormat, offered: Collection[str] | None = None) -> tuple[str, list[Call]]:
-    """The content and the calls of a complete text; see `CallReader`."""
+    """Split a complete text into its content and its tool calls.
+
+    form:    how the model writes calls
+    offered: names of the tools; a call without a marker must be of one of them. None for any name
+    """
     reader = CallReader(form, offered)
     said = reader.add(text)
     rest, calls = reader.end()
@@ -162,10 +163,10 @@ def calls_in(text: str, form: ToolFormat, offered: Collection[str] | None = None
 
 
 class Calls(NamedTuple):
-    """The calls that a request's answers may have.
+    """The tools that a request's answers may call, and how the model writes calls.
 
-    form:     None if the tokenizer's response template says how they are read; then none can be forced
-    forced:   tools of which one must be called
+    form:     the format of calls; None if the tokenizer's response template is used, with which no call can be forced
+    forced:   tools of which one must be called; empty if the model decides
     tools:    all tools
     parallel: whether an answer may have several calls; otherwise only the first one is returned
     """
@@ -177,12 +178,12 @@ class Calls(NamedTuple):
     parallel: bool = True
 
     def source(self) -> str:
-        """The grammar of a forced call."""
+        """The source of a grammar that forces a call of one of `forced`. Raises ValueError without a format."""
         if self.form is None:
             raise ValueError("how this model writes calls is not known here, so that none can be forced")
         return call_source(self.form, self.forced, self.tokenizer)
 
     def reader(self) -> CallReader:
-        """A reader for one text."""
+        """Make a reader that splits one answer into content and calls."""
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
         return CallReader(self.form, schemas.keys(), schemas=schemas, parallel=self.parallel)

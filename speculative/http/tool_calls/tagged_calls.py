@@ -28,11 +28,11 @@ class _Cursor:
         self.place = self.place if found is None else found.end()
 
     def take(self, word: str) -> None:
-        """Skip this word."""
+        """Move the position past this word, which must be here."""
         self.take_one((word,))
 
     def take_one(self, words: Collection[str]) -> str:
-        """Skip one of these words; returns it."""
+        """Move the position past one of these words, which must be here; returns the word."""
         for word in words:
             if self.text.startswith(word, self.place):
                 self.place += len(word)
@@ -42,7 +42,7 @@ class _Cursor:
         raise NoCall
 
     def name(self) -> str:
-        """Read the name of a function."""
+        """Read the function's name, and move the position past it. It is complete if another character follows."""
         found = _NAME.match(self.text, self.place)
         if found is None or found.end() == len(self.text):
             self.end(self.text[self.place :] == "" or found is not None)
@@ -51,7 +51,10 @@ class _Cursor:
         return found[0]
 
     def until(self, word: str, most: int) -> str:
-        """Read the text before a word: one line of at most `most` characters."""
+        """Read up to a word, and move the position past it; returns the text before it.
+
+        That text must be one line of at most `most` characters.
+        """
         end = self.text.find(word, self.place)
         found = self.text[self.place : end if end >= 0 else None]
         if len(found) > most or "\n" in found:
@@ -62,7 +65,7 @@ class _Cursor:
         return found
 
     def value(self, end: str, after: Collection[str]) -> str:
-        """Read the text before the first closing tag that one of the words in `after` follows."""
+        """Read up to the first tag `end` that one of the words in `after` follows; returns the text before the tag."""
         begin, place = self.place, self.text.find(end, self.place)
         while place >= 0:
             found = _SPACES.match(self.text, place + len(end))
@@ -78,7 +81,7 @@ class _Cursor:
         raise NoCall if self._final else NotYet
 
     def end(self, is_open: bool = True) -> None:
-        """Raise NotYet or NoCall, because the text ends within what is expected."""
+        """Raise NotYet if more text may come and `is_open`, otherwise NoCall: the text ends before what is expected."""
         raise NotYet if is_open and not self._final else NoCall
 
 
@@ -92,9 +95,13 @@ def read_tags(
     *,
     final: bool,
 ) -> Found:
-    """The call at a position of a text; offered, final: as in `read_json`; schemas: of the tools' arguments.
+    """Read the call at position `place` of a text, after its marker.
 
-    Raises NoCall and NotYet.
+    offered: names of the tools; a name without a tag around it must be one of them. None for any name
+    schemas: the JSON schemas of the tools' arguments, by name, which give values their types
+    final:   whether the text is complete
+
+    Raises NoCall if there is none, and NotYet if more text is needed to decide.
     """
     cursor = _Cursor(text, place, final=final)
     cursor.spaces()
