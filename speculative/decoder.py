@@ -168,21 +168,9 @@ class SpeculativeDecoder:
         self._notice_changes()
         request = self._request(input_ids, max_new_tokens, temperature, given, seed=given.get("seed", 0))
         plan = self._plan(request)
-        if given.get("attention_mask") is None and len(input_ids) > 1 and request.looks_padded:
-            message = "some prompts begin with the padding token, and it is read as text: give attention_mask, too"
-            self._warn_once("padding", message)
-        if request.most_tokens > plan.draft.positions:
-            message = f"the draft has {plan.draft.positions:.0f} positions: longer texts go on without it"
-            self._warn_once("positions", message)
+        self._warn_of_request(request, plan, has_mask=given.get("attention_mask") is not None)
         self._peers.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, self._target)
-        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
-        stats.tree = self.trees.in_words(plan.tree, len(input_ids))
-        stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
-        logger.debug(
-            "%s, %d sequences, up to %d new tokens, a tree of %s, verified by %s%s",
-            self.method, len(input_ids), request.max_new_tokens, stats.tree, stats.verification,
-            stats.law_changed_by and f"; the output distribution is changed by {stats.law_changed_by}",
-        )  # fmt: skip
+        stats = self._statistics(request, plan, begin)
         watched = nullcontext(([], None))
         asked = [given[name] for name in WATCHED if given.get(name) is not None]
         if request.stopping is not None or any(each is not False for each in asked):
@@ -203,10 +191,7 @@ class SpeculativeDecoder:
             cache = self.runner.keep(workspace, request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
         self._draft.learn(request.prompt, request.lengths, new, stats.tokens_of)
-        times_phases = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
-        drafted = min(map(len, plan.trees)) > 1 and request.most_tokens <= self._draft.positions
-        if times_phases and drafted:
-            self._warn_of_loss(stats, self.trees.expected_gain(stats, plan.tree))
+        self._warn_of_loss(request, plan, stats)
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,
@@ -215,6 +200,23 @@ class SpeculativeDecoder:
             _cache=weakref.ref(cache),
             _kept=self.runner.kept,
         )
+
+    def _statistics(self, request: Request, plan: StepPlan, begin: float) -> Statistics:
+        """The statistics of a generation that began at `begin`, by `self.clock`; nothing is counted yet."""
+        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
+        stats.tree = self.trees.in_words(plan.tree, len(request.prompt))
+        stats.law_changed_by = plan.rules.law_changed_by
+        stats.verification = plan.rules.verification
+        logger.debug(
+            "%s, %d sequences, up to %d new tokens, a tree of %s, verified by %s%s",
+            self.method,
+            len(request.prompt),
+            request.max_new_tokens,
+            stats.tree,
+            stats.verification,
+            stats.law_changed_by and f"; the output distribution is changed by {stats.law_changed_by}",
+        )
+        return stats
 
     def serve(self, slots: int = 8, **limits: Any) -> "Service":
         """Start a service that decodes up to `slots` requests at a time; see `serving.opening.serve`."""
@@ -290,12 +292,23 @@ class SpeculativeDecoder:
         plan = StepPlan(self._target, draft, tree, rules, candidates, peers=self._peers)
         return plan.after(int(request.lengths.min()) - 1)
 
-    def _warn_of_loss(self, stats: Statistics, expected: float | None) -> None:
-        """Warn once if drafting is slower than plain decoding.
+    def _warn_of_request(self, request: Request, plan: StepPlan, *, has_mask: bool) -> None:
+        """Warn once of prompts that look padded and have no mask, and of a draft with too few positions."""
+        if not has_mask and len(request.prompt) > 1 and request.looks_padded:
+            message = "some prompts begin with the padding token, and it is read as text: give attention_mask, too"
+            self._warn_once("padding", message)
+        if request.most_tokens > plan.draft.positions:
+            message = f"the draft has {plan.draft.positions:.0f} positions: longer texts go on without it"
+            self._warn_once("positions", message)
 
-        expected: estimated speed divided by that of plain decoding; None if unknown
-        """
+    def _warn_of_loss(self, request: Request, plan: StepPlan, stats: Statistics) -> None:
+        """Warn once if drafting was slower than plain decoding, as measured or as estimated."""
+        measures_steps = self.runner.cuda_graphs or host_can_read(self._target.device)  # else it times launches
+        drafted = min(map(len, plan.trees)) > 1 and request.most_tokens <= self._draft.positions
+        if not (measures_steps and drafted):
+            return
         why = stats.does_not_pay
+        expected = self.trees.expected_gain(stats, plan.tree)
         if not why and expected is not None and expected < 1 and stats.steps >= ENOUGH_STEPS:
             why = (
                 f"the draft does not pay: {stats.tokens_per_step:.2f} tokens a step, by costs estimated for a batch of "
@@ -303,8 +316,7 @@ class SpeculativeDecoder:
                 "would change with the tree, so it stays; give tree_size=2, or take method 'ersd', which drafts less"
             )
         if why:
-            can_calibrate = not self._draft.why_not_measured
-            hint = "; `heavypath calibrate` finds out which trees pay" if can_calibrate else ""
+            hint = "" if self._draft.why_not_measured else "; `heavypath calibrate` finds out which trees pay"
             self._warn_once("loss", f"{why}{hint}")
 
     def _warn_once(self, about: str, message: str) -> None:
