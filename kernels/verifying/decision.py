@@ -8,7 +8,7 @@ accepted, the distribution of the recovered token, as a few numbers that define
     P(v) - share * min(P(v), l Q(v))
 
 where P and Q may be restricted to tokens that no rejected child has. A pass sums these weights, so programs that share
-it read the numbers from the same memory as the later draw of the token (see `distributions`).
+it read the numbers from the same memory as the later draw of the token (see the facts in `distributions`).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -25,15 +25,20 @@ from heavypath.kernels.sharing import LOOKS, OVER, counters, find_open, helpers,
 from heavypath.kernels.tickets import is_last, tickets
 from heavypath.kernels.verifying.distributions import (
     CHUNK,
+    FACT_LOG_MULTIPLE,
+    FACT_LOG_P_MASS,
+    FACT_UNIFORM_LOG_Q,
     FACTS,
     NONE,
     PIECE,
+    Pass,
+    load_distributions,
     log_prob,
     normalized,
-    offset,
+    restricted,
+    store_distributions,
     store_part,
-    store_sides,
-    stored_sides,
+    store_residual,
     sum_pieces,
     unread,
 )
@@ -52,30 +57,31 @@ from heavypath.kernels.verifying.residual import try_chain
 
 @triton.jit
 def help_at(
-    counters_ptr, rows, place, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr,
+    counters_ptr, all_nodes, place, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr,
     marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride,
     temperature, draft_temperature, index, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Take part in the pass of node `place` (its index in [B * N]), beginning with the piece that was taken."""
     batch, node = (place // N).to(tl.int64), place % N
-    target, draft = stored_sides(
-        facts_ptr + place * FACTS, marks_ptr + place * FACTS,
+    facts_ptr += place * FACTS
+    target, draft = load_distributions(
+        facts_ptr, marks_ptr + place * FACTS,
         target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride,
         draft_ptr + batch * draft_batch_stride, draft_stride,
         temperature, draft_temperature,
     )  # fmt: skip
-    log_multiple = tl.load(facts_ptr + place * FACTS + 4, cache_modifier=".cg")
-    p_offset = tl.load(facts_ptr + place * FACTS + 7, cache_modifier=".cg")
-    uniform, token, left_out = 1.0, index, index < 0
+    log_multiple = tl.load(facts_ptr + FACT_LOG_MULTIPLE, cache_modifier=".cg")
+    log_p_mass = tl.load(facts_ptr + FACT_LOG_P_MASS, cache_modifier=".cg")
+    uniform_log_q, token, left_out = 1.0, index, index < 0
     if LEAVES_OUT:
-        uniform = tl.load(facts_ptr + place * FACTS + 5, cache_modifier=".cg")
+        uniform_log_q = tl.load(facts_ptr + FACT_UNIFORM_LOG_Q, cache_modifier=".cg")
         parent, token, drafted = nodes_of(tokens_ptr + batch * N, parents_ptr + batch * parents_stride, index, N, V)
         out_ptr = left_out_ptr + batch * N + index
         left_out = tl.load(out_ptr, mask=drafted & (parent == node), other=0, cache_modifier=".cg") > 0
     sum_pieces(
-        (counters_ptr, rows, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
-        offset(target, p_offset), draft, log_multiple, uniform, V, token, left_out,
+        Pass(counters_ptr, all_nodes, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
+        restricted(target, log_p_mass), draft, log_multiple, uniform_log_q, V, token, left_out,
         FILTERED, DRAFT_FILTERED,
     )  # fmt: skip
 
@@ -85,7 +91,7 @@ def _decide_kernel(
     tokens_ptr,  # [B, N]
     parents_ptr,  # [B, N], rows parents_stride apart
     ranks_ptr,  # the same, if HAS_RANKS
-    rows_ptr,  # [B, N] if HAS_ROWS
+    noise_rows_ptr,  # [B, N] if HAS_NOISE_ROWS
     target_ptr,  # [B, N, V]
     draft_ptr,  # [B, N, V]
     cut_ptr,  # [B, N] if FILTERED, as end_ptr: the cuts of the target's rows, see `filter_cuts`
@@ -102,31 +108,31 @@ def _decide_kernel(
     N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, seed_ptr,
     seed_low, seed_high, temperature, draft_temperature,
     REPLACEMENT: tl.constexpr, HELD: tl.constexpr, K_SEQ: tl.constexpr, POINT_MASSES: tl.constexpr,
-    HAS_DRAFT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_ROWS: tl.constexpr, FILTERED: tl.constexpr,
+    HAS_DRAFT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_NOISE_ROWS: tl.constexpr, FILTERED: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr, CHUNKS: tl.constexpr, PIECES: tl.constexpr,
     HELPERS: tl.constexpr,  # programs that only take part in others' passes; 0 if there are no passes
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
 ):  # fmt: skip
-    rows = (tl.num_programs(0) - HELPERS) // CHUNKS
-    counters_ptr = tickets_ptr + rows
+    all_nodes = (tl.num_programs(0) - HELPERS) // CHUNKS  # B * N
+    counters_ptr = tickets_ptr + all_nodes
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     index = tl.arange(0, BLOCK)
-    if tl.program_id(0) >= rows * CHUNKS:
+    if tl.program_id(0) >= all_nodes * CHUNKS:
         look = tl.full([], 0, tl.int32)
         while look < LOOKS:
-            opened = find_open(counters_ptr, rows, (tl.program_id(0) - rows * CHUNKS) % rows)
+            opened = find_open(counters_ptr, all_nodes, (tl.program_id(0) - all_nodes * CHUNKS) % all_nodes)
             look = tl.where(opened == OVER, LOOKS, look + 1)
             if opened >= 0:
                 piece = take_chunk(counters_ptr, opened)
                 if piece >= 0:
                     help_at(
-                        counters_ptr, rows, opened, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr,
+                        counters_ptr, all_nodes, opened, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr,
                         left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride,
                         target_batch_stride, target_stride, draft_batch_stride, draft_stride,
                         temperature, draft_temperature, index,
                         leaves_out, FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
-        leave(counters_ptr, rows, HELPERS)
+        leave(counters_ptr, all_nodes, HELPERS)
         return
 
     chunk = tl.program_id(0) % CHUNKS
@@ -158,20 +164,20 @@ def _decide_kernel(
         store_part(draft, part_ptr + 2 * CHUNKS, chunk, V, token, left_out, DRAFT_FILTERED, CHUNKS)
     if is_last(tickets_ptr + place, CHUNKS):
         rank = ranks_of(parent, index, parents_ptr, ranks_ptr, batch.to(tl.int64) * ranks_stride, N, HAS_RANKS)
-        if HAS_ROWS:
-            row = tl.load(rows_ptr + batch.to(tl.int64) * N + parent, mask=child, other=0)
+        if HAS_NOISE_ROWS:
+            noise_row = tl.load(noise_rows_ptr + batch.to(tl.int64) * N + parent, mask=child, other=0)
         else:
-            row = batch.to(tl.int64) * N + parent
-        coin = coins_of(rank, row, seed_ptr, seed_low, seed_high)
+            noise_row = batch.to(tl.int64) * N + parent
+        coin = coins_of(rank, noise_row, seed_ptr, seed_low, seed_high)
         order = tl.where(child, rank * N + index, NONE)
 
         target, target_outside, usable = normalized(target, part_ptr, V, token, left_out, leaves_out, FILTERED, CHUNKS)
         choice = tl.where(usable, -1, -2)
         log_multiple = tl.full([], float("-inf"), tl.float32)
         share = tl.full([], 1.0, tl.float32)
-        p_offset = tl.full([], 0.0, tl.float32)
-        uniform = tl.full([], 1.0, tl.float32)
-        restricted = tl.zeros_like(index)
+        log_p_mass = tl.full([], 0.0, tl.float32)
+        uniform_log_q = tl.full([], 1.0, tl.float32)
+        rejected = tl.zeros_like(index)
         if has_children:
             if POINT_MASSES:
                 draft_outside = tl.full([], float("-inf"), tl.float32)
@@ -182,35 +188,32 @@ def _decide_kernel(
                 choice = tl.where(draft_usable, choice, -2)
             x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
             log_p = log_prob(target, x, token, FILTERED)
-            store_sides(facts_ptr + place * FACTS, marks_ptr + place * FACTS, target, draft, source)
-            job = (counters_ptr, rows, place, facts_ptr + place * FACTS, sums_ptr + place * PIECES)
+            store_distributions(facts_ptr + place * FACTS, marks_ptr + place * FACTS, target, draft, source)
+            passes = Pass(counters_ptr, all_nodes, place, facts_ptr + place * FACTS, sums_ptr + place * PIECES)
             log_q = tl.full([BLOCK], float("-inf"), tl.float32)
             if not POINT_MASSES:
                 y = tl.load(draft_row + token, mask=child, other=float("-inf")).to(tl.float32)
                 log_q = log_prob(draft, y, token, DRAFT_FILTERED)
             if K_SEQ:
                 choice, log_multiple, share = try_k_seq(
-                    job, target, draft, V, token, order, coin, log_p, log_q, choice,
+                    passes, target, draft, V, token, order, coin, log_p, log_q, choice,
                     FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
             else:
-                choice, log_multiple, p_offset, uniform, restricted = try_chain(
-                    job, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
+                choice, log_multiple, log_p_mass, uniform_log_q, rejected = try_chain(
+                    passes, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
                     token, index, order, coin, log_p, log_q, choice,
                     REPLACEMENT, HELD, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
 
         tl.store(choice_ptr + place, choice)
         if leaves_out:
-            tl.store(left_out_ptr + batch.to(tl.int64) * N + index, restricted, mask=child)
+            tl.store(left_out_ptr + batch.to(tl.int64) * N + index, rejected, mask=child)
         facts_ptr += place * FACTS
-        store_sides(facts_ptr, marks_ptr + place * FACTS, target, draft, source)
-        tl.store(facts_ptr + 4, log_multiple)
-        tl.store(facts_ptr + 5, uniform)
-        tl.store(facts_ptr + 6, share)
-        tl.store(facts_ptr + 7, p_offset)
+        store_distributions(facts_ptr, marks_ptr + place * FACTS, target, draft, source)
+        store_residual(facts_ptr, log_multiple, uniform_log_q, log_p_mass, share)
         if HELPERS > 0:
-            leave(counters_ptr, rows, HELPERS)
+            leave(counters_ptr, all_nodes, HELPERS)
 
 
 class Decided(NamedTuple):

@@ -16,6 +16,7 @@ the sum of its chunk, and the last of them to finish combines these.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,40 +64,70 @@ def verified_by_draws(given: VerifyInputs, ends: list[tuple[list[int], np.ndarra
 LANES = tl.constexpr(256)  # threads of a program; each holds eight adjacent tokens of a tile
 TILE = tl.constexpr(8 * 256)
 CHUNK = tl.constexpr(4 * 8 * 256)
-PIECE = tl.constexpr(8 * 256)  # tokens of a piece of a shared pass; more would take registers from the first pass
-FACTS = tl.constexpr(8)  # fp32 numbers stored for each node (facts), and the same number of integers (marks)
+PIECE = tl.constexpr(8 * 256)  # tokens of a piece of a passes pass; more would take registers from the first pass
 NONE = tl.constexpr(2**31 - 1)  # above every child's index in draw order: there is no child
 
+# What is stored for each node: FACTS fp32 numbers (facts), and FACTS int32 numbers (marks), at these offsets. The last
+# four facts are the residual, the distribution of the recovered token, with the weights
+#
+#     P(v) / 2^log_p_mass - share * min(P(v) / 2^log_p_mass, l Q(v))        share is 1 unless K-SEQ, where l is its g
+#
+# If no child was rejected at all, or none since the offers restarted (see `residual`), l is 0 and the token is drawn by
+# P. After a restart uniform_log_q is log2 Q of each token left, and log_p_mass is log2 of the sum of P over these
+# tokens. Without a restart uniform_log_q is 1, which no such logarithm can be: Q is the draft's, and log_p_mass is 0.
+FACTS = tl.constexpr(8)
+FACT_TARGET_LARGEST, FACT_TARGET_LOG_TOTAL = tl.constexpr(0), tl.constexpr(1)
+FACT_DRAFT_LARGEST, FACT_DRAFT_LOG_TOTAL = tl.constexpr(2), tl.constexpr(3)
+FACT_LOG_MULTIPLE = tl.constexpr(4)  # log2 l
+FACT_UNIFORM_LOG_Q = tl.constexpr(5)
+FACT_SHARE = tl.constexpr(6)
+FACT_LOG_P_MASS = tl.constexpr(7)
+MARK_TARGET_CUT, MARK_TARGET_END = tl.constexpr(0), tl.constexpr(1)  # the cuts' bits
+MARK_DRAFT_CUT, MARK_DRAFT_END = tl.constexpr(2), tl.constexpr(3)
+MARK_DRAFT_NODE = tl.constexpr(4)  # the node whose draft row is Q
 
-# A row with the numbers that turn its logits into a filtered distribution, as kernels pass it:
-#     side = (row_ptr, largest, log_total, temperature, cut, end)
-# largest is the largest logit; all logarithms here, as log_total, are to base 2. For cut and end see `filter_cuts`.
+
+class Distribution(NamedTuple):
+    """A row of logits with the numbers that turn it into a filtered distribution, as kernels pass it.
+
+    row_ptr:     the row, [V]
+    largest:     the largest logit
+    log_total:   see above
+    temperature: as `softmax_scale` takes it
+    cut, end:    see `filter_cuts`
+    """
+
+    row_ptr: Any
+    largest: Any
+    log_total: Any
+    temperature: Any
+    cut: Any
+    end: Any
 
 
 @triton.jit
 def unread(row_ptr, temperature, cut_ptr, end_ptr, place, V, FILTERED: tl.constexpr):
-    """Return the side of a row before its logits are read. place: the row's index in cut_ptr and end_ptr."""
+    """Return the distribution of a row before its logits are read. place: the row's index in cut_ptr and end_ptr."""
     cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
     if FILTERED:
         cut, end = tl.load(cut_ptr + place), tl.load(end_ptr + place)
-    return (row_ptr, 0.0, 0.0, temperature, cut, end)
+    return Distribution(row_ptr, 0.0, 0.0, temperature, cut, end)
 
 
 @triton.jit
-def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.constexpr):
+def softmax_part(distribution, begin, end, V, child_token, left_out, FILTERED: tl.constexpr):
     """Return the largest logit of tokens begin .. end - 1, and the sum of their exponentials relative to it.
 
     Tokens that the filters drop do not count, nor do tokens of left_out children.
     """
-    row_ptr, _, _, temperature, cut, end_of_ties = side
-    scale = softmax_scale(temperature)
+    scale = softmax_scale(distribution.temperature)
     largest = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
     for start in range(begin, end, 2 * TILE):
         token = start + tl.arange(0, LANES)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        x = tl.load(row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        x = tl.load(distribution.row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
         if FILTERED:
-            x = filtered(x, token, cut, end_of_ties)
+            x = filtered(x, token, distribution.cut, distribution.end)
         x = without(x, token, start, start + 2 * TILE, child_token, left_out, V)
         higher = tl.maximum(largest, tl.max(x, 1))
         total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
@@ -106,21 +137,21 @@ def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.conste
 
 
 @triton.jit
-def store_part(side, part_ptr, chunk, V, token, left_out, FILTERED: tl.constexpr, CHUNKS: tl.constexpr):
+def store_part(distribution, part_ptr, chunk, V, token, left_out, FILTERED: tl.constexpr, CHUNKS: tl.constexpr):
     """Store `softmax_part` of one chunk of a row, for `normalized`."""
     begin = chunk * CHUNK
-    largest, total = softmax_part(side, begin, tl.minimum(begin + CHUNK, V), V, token, left_out, FILTERED)
+    largest, total = softmax_part(distribution, begin, tl.minimum(begin + CHUNK, V), V, token, left_out, FILTERED)
     tl.store(part_ptr + chunk, largest)
     tl.store(part_ptr + CHUNKS + chunk, total)
 
 
 @triton.jit
 def normalized(
-    side, part_ptr, V, token, left_out, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr
+    unnormalized, part_ptr, V, token, left_out, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Return the side with its numbers set, log2 of its mass outside left_out children, and if it is a distribution."""
-    row_ptr, _, _, temperature, cut, end = side
-    scale = softmax_scale(temperature)
+    """Return the distribution of a row from its stored parts, log2 of its mass outside left_out children, and whether
+    the row has a distribution."""
+    scale = softmax_scale(unnormalized.temperature)
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
     parts = tl.load(part_ptr + chunk, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
     totals = tl.load(part_ptr + CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
@@ -128,9 +159,9 @@ def normalized(
     outside = sum_of_products(totals, tl.exp2((parts - outside_largest) * scale))
     largest, total = outside_largest, outside
     if LEAVES_OUT:
-        x = tl.load(row_ptr + token, mask=left_out, other=float("-inf")).to(tl.float32)
+        x = tl.load(unnormalized.row_ptr + token, mask=left_out, other=float("-inf")).to(tl.float32)
         if FILTERED:
-            x = filtered(x, token, cut, end)
+            x = filtered(x, token, unnormalized.cut, unnormalized.end)
         largest = tl.maximum(largest, tl.max(x))
         total = outside * tl.exp2((outside_largest - largest) * scale) + tl.sum(tl.where(x != x, x, 0.0))  # or NaN
         out = tl.min(tl.where(left_out, token, V))
@@ -140,16 +171,18 @@ def normalized(
     usable = total > 0
     log_total = tl.log2(tl.where(usable, total, 1.0))
     log_outside = (outside_largest - largest) * scale + tl.log2(outside) - log_total
-    return (row_ptr, largest, log_total, temperature, cut, end), log_outside, usable
+    distribution = Distribution(
+        unnormalized.row_ptr, largest, log_total, unnormalized.temperature, unnormalized.cut, unnormalized.end
+    )
+    return distribution, log_outside, usable
 
 
 @triton.jit
-def log_prob(side, x, token, FILTERED: tl.constexpr):
+def log_prob(distribution, x, token, FILTERED: tl.constexpr):
     """Return log2 of the probabilities of tokens with logits x."""
-    _, largest, log_total, temperature, cut, end = side
     if FILTERED:
-        x = filtered(x, token, cut, end)
-    return (x - largest) * softmax_scale(temperature) - log_total
+        x = filtered(x, token, distribution.cut, distribution.end)
+    return (x - distribution.largest) * softmax_scale(distribution.temperature) - distribution.log_total
 
 
 @triton.jit
@@ -164,118 +197,136 @@ def without(values, token, start, end, child_token, left_out, V):
 
 
 @triton.jit
-def shares(
-    target, draft, log_multiple, uniform, token, start, end, V, child_token, left_out,
+def overlap(
+    target, draft, log_multiple, uniform_log_q, token, start, end, V, child_token, left_out,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """Return P and min(P, l Q) of tokens start <= token < end.
 
-    log_multiple is log2 l. uniform is log2 Q of each token left after a restart, and 1 if Q is the draft's.
+    log_multiple is log2 l; uniform_log_q is as stored, see above.
     """
-    x = tl.load(target[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
+    x = tl.load(target.row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
     log_p = log_prob(target, x, token, FILTERED)
-    if uniform > 0:
-        y = tl.load(draft[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
+    if uniform_log_q > 0:
+        y = tl.load(draft.row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
         log_q = log_prob(draft, y, token, DRAFT_FILTERED)
     else:
-        log_q = tl.zeros_like(log_p) + uniform
+        log_q = tl.zeros_like(log_p) + uniform_log_q
         log_p = without(log_p, token, start, end, child_token, left_out, V)
     p = tl.exp2(log_p)
     return p, tl.minimum(p, tl.exp2(log_q + log_multiple))
 
 
-# Facts and marks stored for each node, by index:
-#
-#     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 unless K-SEQ
-#                    1  the target's log_total          3  the draft's      5  uniform   7  p_offset
-#     marks, int32   0  the bits of the target's cut    2  the draft's      4  the node whose draft row is Q
-#                    1  the target's end                3  the draft's      5, 6, 7  unused
-#
-# For K-SEQ l is its g. Otherwise l is 0, and a token is drawn by P, if no child was rejected at all or since the chain
-# restarted (see `residual`). After a restart, uniform is log2 Q of each token left, and p_offset is log2 of the sum of
-# P over these tokens. Without a restart uniform is 1, which no such logarithm can be, and p_offset is 0.
+@triton.jit
+def store_distributions(facts_ptr, marks_ptr, target, draft, draft_node):
+    """Store the numbers that are final once both rows are normalised. draft_node: the node whose draft row is Q."""
+    tl.store(facts_ptr + FACT_TARGET_LARGEST, target.largest)
+    tl.store(facts_ptr + FACT_TARGET_LOG_TOTAL, target.log_total)
+    tl.store(facts_ptr + FACT_DRAFT_LARGEST, draft.largest)
+    tl.store(facts_ptr + FACT_DRAFT_LOG_TOTAL, draft.log_total)
+    tl.store(marks_ptr + MARK_TARGET_CUT, target.cut.to(tl.int32, bitcast=True))
+    tl.store(marks_ptr + MARK_TARGET_END, target.end)
+    tl.store(marks_ptr + MARK_DRAFT_CUT, draft.cut.to(tl.int32, bitcast=True))
+    tl.store(marks_ptr + MARK_DRAFT_END, draft.end)
+    tl.store(marks_ptr + MARK_DRAFT_NODE, draft_node)
 
 
 @triton.jit
-def store_sides(facts_ptr, marks_ptr, target, draft, source):
-    """Store the numbers that are final once both rows are normalised. source: the node whose draft row is Q."""
-    tl.store(facts_ptr, target[1])
-    tl.store(facts_ptr + 1, target[2])
-    tl.store(facts_ptr + 2, draft[1])
-    tl.store(facts_ptr + 3, draft[2])
-    tl.store(marks_ptr, target[4].to(tl.int32, bitcast=True))
-    tl.store(marks_ptr + 1, target[5])
-    tl.store(marks_ptr + 2, draft[4].to(tl.int32, bitcast=True))
-    tl.store(marks_ptr + 3, draft[5])
-    tl.store(marks_ptr + 4, source)
-
-
-@triton.jit
-def stored_sides(facts_ptr, marks_ptr, target_row, draft_ptr, draft_stride, temperature, draft_temperature):
-    """Load both sides of a node that `store_sides` stored. draft_ptr: row 0 of the node's tree."""
-    target = (
-        target_row, tl.load(facts_ptr, cache_modifier=".cg"), tl.load(facts_ptr + 1, cache_modifier=".cg"), temperature,
-        tl.load(marks_ptr, cache_modifier=".cg").to(tl.float32, bitcast=True),
-        tl.load(marks_ptr + 1, cache_modifier=".cg"),
-    )  # fmt: skip
-    source = tl.load(marks_ptr + 4, cache_modifier=".cg").to(tl.int64)
-    draft = (
-        draft_ptr + source * draft_stride, tl.load(facts_ptr + 2, cache_modifier=".cg"),
-        tl.load(facts_ptr + 3, cache_modifier=".cg"), draft_temperature,
-        tl.load(marks_ptr + 2, cache_modifier=".cg").to(tl.float32, bitcast=True),
-        tl.load(marks_ptr + 3, cache_modifier=".cg"),
-    )  # fmt: skip
+def load_distributions(facts_ptr, marks_ptr, target_row, draft_ptr, draft_stride, temperature, draft_temperature):
+    """Load what `store_distributions` stored for a node. draft_ptr: row 0 of the node's tree."""
+    target = Distribution(
+        target_row,
+        tl.load(facts_ptr + FACT_TARGET_LARGEST, cache_modifier=".cg"),
+        tl.load(facts_ptr + FACT_TARGET_LOG_TOTAL, cache_modifier=".cg"),
+        temperature,
+        tl.load(marks_ptr + MARK_TARGET_CUT, cache_modifier=".cg").to(tl.float32, bitcast=True),
+        tl.load(marks_ptr + MARK_TARGET_END, cache_modifier=".cg"),
+    )
+    draft_node = tl.load(marks_ptr + MARK_DRAFT_NODE, cache_modifier=".cg").to(tl.int64)
+    draft = Distribution(
+        draft_ptr + draft_node * draft_stride,
+        tl.load(facts_ptr + FACT_DRAFT_LARGEST, cache_modifier=".cg"),
+        tl.load(facts_ptr + FACT_DRAFT_LOG_TOTAL, cache_modifier=".cg"),
+        draft_temperature,
+        tl.load(marks_ptr + MARK_DRAFT_CUT, cache_modifier=".cg").to(tl.float32, bitcast=True),
+        tl.load(marks_ptr + MARK_DRAFT_END, cache_modifier=".cg"),
+    )
     return target, draft
 
 
 @triton.jit
-def offset(side, p_offset):
-    """Return the side with its distribution divided by 2^p_offset."""
-    return (side[0], side[1], side[2] + p_offset, side[3], side[4], side[5])
+def store_residual(facts_ptr, log_multiple, uniform_log_q, log_p_mass, share=None):
+    """Store a node's residual. share: None if it is 1 and stored already, or if a pass, which needs none, begins."""
+    tl.store(facts_ptr + FACT_LOG_MULTIPLE, log_multiple)
+    tl.store(facts_ptr + FACT_UNIFORM_LOG_Q, uniform_log_q)
+    if share is not None:
+        tl.store(facts_ptr + FACT_SHARE, share)
+    tl.store(facts_ptr + FACT_LOG_P_MASS, log_p_mass)
 
 
-# One node's pass over both rows, which free programs share (see `sharing`):
-#     job = (counters_ptr, rows, row, facts_ptr, sums_ptr)
-# rows are all nodes of the launch, row is this one; facts_ptr and sums_ptr, fp32 [PIECES], are this node's.
+@triton.jit
+def restricted(distribution, log_mass):
+    """Return the distribution divided by 2^log_mass, as it is over tokens of this mass."""
+    return Distribution(
+        distribution.row_ptr,
+        distribution.largest,
+        distribution.log_total + log_mass,
+        distribution.temperature,
+        distribution.cut,
+        distribution.end,
+    )
+
+
+class Pass(NamedTuple):
+    """One node's passes over both rows, which free programs share (see `sharing`).
+
+    counters_ptr: of `sharing`
+    nodes:        the number of nodes of the launch, the rows of `sharing`
+    place:        this node's index among them
+    facts_ptr:    this node's facts
+    sums_ptr:     this node's sums, fp32 [PIECES]
+    """
+
+    counters_ptr: Any
+    nodes: Any
+    place: Any
+    facts_ptr: Any
+    sums_ptr: Any
 
 
 @triton.jit
 def sum_pieces(
-    job, piece, target, draft, log_multiple, uniform, V, child_token, left_out,
+    passes, piece, target, draft, log_multiple, uniform_log_q, V, child_token, left_out,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """Store F(l) over this piece of the rows, and over each further piece that no program has taken yet."""
-    counters_ptr, rows, row, _, sums_ptr = job
     count = tl.full([], 0, tl.int32)
     while piece >= 0:
         start = piece * PIECE
-        p, cover = shares(
-            target, draft, log_multiple, uniform, start + tl.arange(0, PIECE), start, tl.minimum(start + PIECE, V), V,
-            child_token, left_out, FILTERED, DRAFT_FILTERED,
+        p, covered = overlap(
+            target, draft, log_multiple, uniform_log_q, start + tl.arange(0, PIECE), start,
+            tl.minimum(start + PIECE, V), V, child_token, left_out, FILTERED, DRAFT_FILTERED,
         )  # fmt: skip
-        tl.store(sums_ptr + piece, tl.sum(p - cover))
+        tl.store(passes.sums_ptr + piece, tl.sum(p - covered))
         count += 1
-        piece = take_chunk(counters_ptr, row)
-    finish_chunks(counters_ptr, rows, row, count)
+        piece = take_chunk(passes.counters_ptr, passes.place)
+    finish_chunks(passes.counters_ptr, passes.nodes, passes.place, count)
 
 
 @triton.jit
 def shared_sum(
-    job, target, draft, log_multiple, uniform, p_offset, V, child_token, left_out,
+    passes, target, draft, log_multiple, uniform_log_q, log_p_mass, V, child_token, left_out,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Return F(l) = sum max(P - l Q, 0) of a node whose sides and left_out children are stored."""
-    counters_ptr, rows, row, facts_ptr, sums_ptr = job
-    tl.store(facts_ptr + 4, log_multiple)
-    tl.store(facts_ptr + 5, uniform)
-    tl.store(facts_ptr + 7, p_offset)
-    open_pass(counters_ptr, row, PIECES)
-    piece = take_chunk(counters_ptr, row)
+    """Return F(l) = sum max(P - l Q, 0) of a node whose distributions and left_out children are stored."""
+    store_residual(passes.facts_ptr, log_multiple, uniform_log_q, log_p_mass)
+    open_pass(passes.counters_ptr, passes.place, PIECES)
+    piece = take_chunk(passes.counters_ptr, passes.place)
     if piece >= 0:
         sum_pieces(
-            job, piece, offset(target, p_offset), draft, log_multiple, uniform, V, child_token, left_out,
+            passes, piece, restricted(target, log_p_mass), draft, log_multiple, uniform_log_q, V, child_token, left_out,
             FILTERED, DRAFT_FILTERED,
         )  # fmt: skip
-    wait_for_all(counters_ptr, rows, row, PIECES)
+    wait_for_all(passes.counters_ptr, passes.nodes, passes.place, PIECES)
     pieces = tl.arange(0, triton.next_power_of_2(PIECES))
-    return tl.sum(tl.load(sums_ptr + pieces, mask=pieces < PIECES, other=0.0, cache_modifier=".cg"))
+    return tl.sum(tl.load(passes.sums_ptr + pieces, mask=pieces < PIECES, other=0.0, cache_modifier=".cg"))

@@ -52,9 +52,9 @@ def equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
 
 
 @triton.jit
-def coins_of(rank, row, seed_ptr, seed_low, seed_high):
-    """Return each child's coin, a uniform random number from its rank and the noise row of its parent."""
-    c0, c1, c2 = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
+def coins_of(rank, noise_row, seed_ptr, seed_low, seed_high):
+    """Return each child's coin, a uniform random number from its rank and its parent's noise row."""
+    c0, c1, c2 = (rank // 4).to(tl.uint32), noise_row.to(tl.uint32), (noise_row >> 32).to(tl.uint32)
     seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
     w0, w1, w2, w3 = philox_words(seed_low, seed_high, c0, c1, c2, tl.full([], _ACCEPT, tl.uint32))
     word = rank % 4
@@ -95,14 +95,14 @@ def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
     (tokens, parents, ranks), (seed, rows), target = given.nodes, given.noise, given.target_logits
     draft = target if given.draft_logits is None else given.draft_logits
     return {
-        "tokens_ptr": tokens, "parents_ptr": parents, "ranks_ptr": ranks, "rows_ptr": rows,
+        "tokens_ptr": tokens, "parents_ptr": parents, "ranks_ptr": ranks, "noise_rows_ptr": rows,
         "target_ptr": target, "draft_ptr": draft, "N": tokens.shape[1], "V": target.shape[-1],
         "parents_stride": parents.stride(0), "ranks_stride": 0 if ranks is None else ranks.stride(0),
         "target_batch_stride": target.stride(0), "target_stride": target.stride(1),
         "draft_batch_stride": draft.stride(0), "draft_stride": draft.stride(1), **seed_arguments(seed),
         "temperature": raised(given.target_filters.temperature),
         "draft_temperature": raised(given.draft_filters.temperature),
-        "HAS_RANKS": ranks is not None, "HAS_ROWS": rows is not None,
+        "HAS_RANKS": ranks is not None, "HAS_NOISE_ROWS": rows is not None,
         "BLOCK": max(16, triton.next_power_of_2(tokens.shape[1])),
         "num_warps": LANES.value // 32, "enable_fp_fusion": True, "maxnreg": 255,  # without maxnreg ptxas spills
     }  # fmt: skip

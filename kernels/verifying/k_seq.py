@@ -89,13 +89,13 @@ def _refusing(g, uncovered, children):
 
 @triton.jit
 def try_k_seq(
-    job, target, draft, V, token, order, coin, log_p, log_q, choice,
+    passes, target, draft, V, token, order, coin, log_p, log_q, choice,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
     """K-SEQ at one node: return the accepted child (`choice` if there is none), log2 g, and (1 - R) / (1 - F).
 
-    job is as in `distributions`.
+    passes: the node's `Pass`
     """
     here = (order < NONE) & (log_q > float("-inf"))
     count = tl.sum(here.to(tl.int32))
@@ -112,7 +112,7 @@ def try_k_seq(
         middle = tl.minimum(tl.maximum(middle, low), high)
         middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))  # the first two steps are the two ends
         uncovered = shared_sum(
-            job, target, draft, tl.log2(middle.to(tl.float32)), 1.0, 0.0, V, token, order < 0,
+            passes, target, draft, tl.log2(middle.to(tl.float32)), 1.0, 0.0, V, token, order < 0,
             FILTERED, DRAFT_FILTERED, PIECES,
         )  # fmt: skip
         uncovered = tl.minimum(uncovered, 1.0)

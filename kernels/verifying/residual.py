@@ -140,41 +140,44 @@ def log_sum(logs, where, also):
 def undrawn(left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, POINT_MASSES: tl.constexpr):
     """Return log2 R before the next child. Restart the chain if the children `passed` have used up the draft's support.
 
-    rest: log2 l; and since the last restart `uniform` as in `distributions`, 1 / 2^uniform, and the children passed
-    before it. Returns log2 R, whether the chain restarts, and the new `rest`; these children are also stored at
-    left_out_ptr, for programs that share a pass.
+    rest: log2 l; and since the last restart `uniform_log_q` as in `distributions`, the number of tokens left then, and
+    the children passed before it. Returns log2 R, whether the chain restarts, and the new `rest`; these children are
+    also stored at left_out_ptr, for programs that share a pass.
     """
-    log_multiple, uniform, tokens_then, restricted = rest
+    log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
     tokens_left = V - tl.sum(passed).to(tl.float32)
     log_mass = tl.full([], 0.0, tl.float32)
     if POINT_MASSES:
         log_mass = tl.full([], float("-inf"), tl.float32)
     elif tl.max(passed) > 0:
         open = (order < NONE) & (passed == 0)
-        log_mass = log_sum(log_q, open, draft_outside) if uniform > 0 else tl.log2(tokens_left / tokens_then)
+        if uniform_log_q > 0:
+            log_mass = log_sum(log_q, open, draft_outside)
+        else:
+            log_mass = tl.log2(tokens_left / tokens_at_restart)
     restarts = log_mass == float("-inf")
     if restarts:
         log_multiple = tl.full([], float("-inf"), tl.float32)
         log_mass = tl.full([], 0.0, tl.float32)
-        restricted = passed
-        tl.store(left_out_ptr + index, restricted, mask=order < NONE)
-        tokens_then = tl.where(POINT_MASSES, 1.0, tokens_left)
-        uniform = -tl.log2(tokens_then)
-    return log_mass, restarts, (log_multiple, uniform, tokens_then, restricted)
+        left_out = passed
+        tl.store(left_out_ptr + index, left_out, mask=order < NONE)
+        tokens_at_restart = tl.where(POINT_MASSES, 1.0, tokens_left)
+        uniform_log_q = -tl.log2(tokens_at_restart)
+    return log_mass, restarts, (log_multiple, uniform_log_q, tokens_at_restart, left_out)
 
 
 @triton.jit
 def try_chain(
-    job, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
+    passes, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
     choice, REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
     """Recursive rejection at one node, or the rule of held siblings if HELD.
 
-    job and uniform are as in `distributions`. Returns the accepted child (`choice` if there is none), log2 l, log2 of
-    the sum of P over the tokens left, uniform, and which children were rejected before the last restart. The last is
-    also stored at left_out_ptr, for programs that share a pass.
+    passes: the node's `Pass`. Returns the accepted child (`choice` if there is none); log2 l, log2 of the sum of P over
+    the tokens left, and uniform_log_q, as in `distributions`; and which children were rejected before the last restart.
+    The last is also stored at left_out_ptr, for programs that share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
@@ -228,7 +231,7 @@ def try_chain(
                     needed |= elder > 0
                 if needed:
                     total = shared_sum(
-                        job, target, draft, log_multiple, uniform, left, V, token, restricted > 0,
+                        passes, target, draft, log_multiple, uniform, left, V, token, restricted > 0,
                         FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
                     if HELD:

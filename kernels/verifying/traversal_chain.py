@@ -9,55 +9,62 @@ leaves the subtree or is held. Then the walk ends at the node with all mass that
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
+from typing import Any, NamedTuple
+
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.sharing import call_leader
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
 from heavypath.kernels.verifying.residual import add_logs, log_sum, undrawn
 
-# Stored for a node, in addition to facts and marks of `distributions`, by index:
-#
-#     states, fp32   0  its weight, 0 if none reaches it         2  log2 of the target's mass outside its children
-#                    1  the chance that the walk ends at it      3  the same of the draft
-#     traits, int32  0  CHAIN, once that has begun BEGUN; 0 for a node without one
-#                    1  the first node, by index, whose path has the same tokens; unset where children are distinct
-#                    2  whether the draft's row is a distribution                    3  unused
+# Stored for each node in addition to the facts and marks of `distributions`: STATES fp32 and TRAITS int32 numbers.
 STATES = tl.constexpr(4)
+STATE_WEIGHT = tl.constexpr(0)  # 0 if no weight reaches the node
+STATE_ENDING = tl.constexpr(1)  # the chance that the walk ends at the node
+STATE_TARGET_OUTSIDE, STATE_DRAFT_OUTSIDE = tl.constexpr(2), tl.constexpr(3)  # log2 of the mass outside its children
 TRAITS = tl.constexpr(4)
-CHAIN, BEGUN = tl.constexpr(1), tl.constexpr(2)
+TRAIT_STAGE = tl.constexpr(0)  # of the node's chain: TO_BEGIN or BEGUN; 0 for a node without one
+TRAIT_CONTEXT = tl.constexpr(1)  # the first node whose path has the same tokens; unset if children are distinct
+TRAIT_DRAFT_USABLE = tl.constexpr(2)  # whether the draft's row is a distribution
+TO_BEGIN, BEGUN = tl.constexpr(1), tl.constexpr(2)
+
+
+class Below(NamedTuple):
+    """The nodes that a node's chain reaches: counters of `sharing`, the index of the tree's root, its nodes' states."""
+
+    counters_ptr: Any
+    root: Any
+    states_ptr: Any
 
 
 @triton.jit
 def _reach(below, child, weight, has_chain):
-    """Store a child's weight, also as its chance to end the walk until its chain computes that; start this chain.
-    below: the counters of `sharing`, the index of the tree's root, and the states of its nodes."""
-    counters_ptr, root, states_ptr = below
-    tl.store(states_ptr + child * STATES, weight)
-    tl.store(states_ptr + child * STATES + 1, weight)
+    """Store a child's weight, also as its chance to end the walk until its chain computes that; start this chain."""
+    tl.store(below.states_ptr + child * STATES + STATE_WEIGHT, weight)
+    tl.store(below.states_ptr + child * STATES + STATE_ENDING, weight)
     if has_chain & (weight > 0):
-        call_leader(counters_ptr, root + child)
+        call_leader(below.counters_ptr, below.root + child)
 
 
 @triton.jit
 def weigh_children(
-    job, below, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, chained,
+    passes, below, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, chained,
     log_p, log_q, weight, REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
     """Offer all children of a node of this weight.
 
-    job is as in `distributions`, below as in `_reach`; chained: whether a child has a chain. The children's weights are
-    stored as soon as they are known. Returns the chance to end at the node, log2 l, `uniform` as in `distributions`,
-    and which children's tokens are no longer part of P. The last is also stored at left_out_ptr, for programs that
-    share a pass.
+    passes: the node's `Pass`; chained: whether a child has a chain. The children's weights are stored as soon as they
+    are known. Returns the chance to end at the node, log2 l, `uniform_log_q` as in `distributions`, and which
+    children's tokens are no longer part of P. The last is also stored at left_out_ptr, for programs that share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
-    uniform = tl.full([], 1.0, tl.float32)
+    uniform_log_q = tl.full([], 1.0, tl.float32)
     factor, ending, leaving = weight, weight, 1 - weight  # c, n, and 1 - n minus the held weights
     weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # of held children, and their sum
-    passed, restricted = tl.zeros_like(index), tl.zeros_like(index)
-    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
+    passed, left_out = tl.zeros_like(index), tl.zeros_like(index)
+    tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.min(order)
     while next_order < NONE:
         this = next_order % N
@@ -73,11 +80,11 @@ def weigh_children(
         if leaves_out:
             log_mass, _, rest = undrawn(
                 left_out_ptr, V, index, order, passed, log_q, draft_outside,
-                (log_multiple, uniform, tokens_then, restricted), POINT_MASSES,
+                (log_multiple, uniform_log_q, tokens_at_restart, left_out), POINT_MASSES,
             )  # fmt: skip
-            log_multiple, uniform, tokens_then, restricted = rest
-            if uniform <= 0:
-                this_q = uniform
+            log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
+            if uniform_log_q <= 0:
+                this_q = uniform_log_q
             here = (this_q > float("-inf")) & (again == 0)
         ratio = tl.exp2(this_p - this_q + log_mass) - tl.exp2(log_multiple + log_mass)
         taken = tl.minimum(factor * tl.maximum(ratio, 0.0), 1.0)
@@ -95,14 +102,14 @@ def weigh_children(
                 share = 1 - taken if HELD else tl.full([], 1.0, tl.float32)
                 emitted = tl.full([], 1.0, tl.float32)  # S; its value does not matter if nothing else is left
                 if POINT_MASSES:
-                    restricted = passed
+                    left_out = passed
                     open = (order < NONE) & (passed == 0)
                     emitted = factor * tl.exp2(log_sum(log_p, open, target_outside))
                 else:
                     log_multiple = add_logs(log_multiple, -tl.log2(factor) - log_mass)
                     if (next_order < NONE) | (leaving + held > 0):
                         emitted = factor * shared_sum(
-                            job, target, draft, log_multiple, uniform, 0.0, V, token, restricted > 0,
+                            passes, target, draft, log_multiple, uniform_log_q, 0.0, V, token, left_out > 0,
                             FILTERED, DRAFT_FILTERED, PIECES,
                         )  # fmt: skip
                 total = leaving + held + emitted
@@ -127,4 +134,4 @@ def weigh_children(
             rest += this_weight
             _reach(below, last % N, tl.div_rn(this_weight, rest), tl.max(tl.where(one, chained, 0)) > 0)
             last = tl.max(tl.where((weights > 0) & (order < last), order, -1))
-    return ending, log_multiple, uniform, restricted
+    return ending, log_multiple, uniform_log_q, left_out

@@ -31,11 +31,13 @@ from heavypath.kernels.verifying.distributions import (
     FACTS,
     NONE,
     PIECE,
+    Pass,
+    load_distributions,
     log_prob,
     normalized,
+    store_distributions,
     store_part,
-    store_sides,
-    stored_sides,
+    store_residual,
     unread,
 )
 from heavypath.kernels.verifying.drafted_tree import (
@@ -47,7 +49,21 @@ from heavypath.kernels.verifying.drafted_tree import (
     ranks_of,
     tree_arguments,
 )
-from heavypath.kernels.verifying.traversal_chain import BEGUN, CHAIN, STATES, TRAITS, weigh_children
+from heavypath.kernels.verifying.traversal_chain import (
+    BEGUN,
+    STATE_DRAFT_OUTSIDE,
+    STATE_ENDING,
+    STATE_TARGET_OUTSIDE,
+    STATE_WEIGHT,
+    STATES,
+    TO_BEGIN,
+    TRAIT_CONTEXT,
+    TRAIT_DRAFT_USABLE,
+    TRAIT_STAGE,
+    TRAITS,
+    Below,
+    weigh_children,
+)
 from heavypath.kernels.verifying.walk import launch_walk
 
 
@@ -116,30 +132,27 @@ def _normalize_kernel(
             )
             draft_usable = drawable.to(tl.int32)
         facts_ptr += place * FACTS
-        store_sides(facts_ptr, marks_ptr + place * FACTS, target, draft, node)
-        tl.store(facts_ptr + 4, float("-inf"))
-        tl.store(facts_ptr + 5, 1.0)
-        tl.store(facts_ptr + 6, 1.0)
-        tl.store(facts_ptr + 7, 0.0)
+        store_distributions(facts_ptr, marks_ptr + place * FACTS, target, draft, node)
+        store_residual(facts_ptr, float("-inf"), 1.0, 0.0, 1.0)
         tl.store(choice_ptr + place, tl.where(usable, -1, -2))
         if LEAVES_OUT:
             tl.store(left_out_ptr + batch * N + index, tl.zeros_like(index), mask=child)
         weight = tl.where(node == 0, 1.0, 0.0)
         states_ptr += place * STATES
-        tl.store(states_ptr, weight)
-        tl.store(states_ptr + 1, weight)
-        tl.store(states_ptr + 2, target_outside)
-        tl.store(states_ptr + 3, draft_outside)
+        tl.store(states_ptr + STATE_WEIGHT, weight)
+        tl.store(states_ptr + STATE_ENDING, weight)
+        tl.store(states_ptr + STATE_TARGET_OUTSIDE, target_outside)
+        tl.store(states_ptr + STATE_DRAFT_OUTSIDE, draft_outside)
         has_chain = has_children
         traits_ptr += place * TRAITS
         if not LEAVES_OUT:
             alike = equal_contexts(tl.where(index < N, index, -1), token, node, parents_ptr, tokens_ptr).to(tl.int32)
             below = drafted & (tl.gather(alike, tl.maximum(parent, 0), 0) > 0)
             has_chain = tl.max(below.to(tl.int32)) > 0
-            tl.store(traits_ptr + 1, tl.argmax(alike, 0))
+            tl.store(traits_ptr + TRAIT_CONTEXT, tl.argmax(alike, 0))
         has_chain &= _depth(node, parents_ptr, max_depth) < max_depth
-        tl.store(traits_ptr, tl.where(has_chain, CHAIN, 0))
-        tl.store(traits_ptr + 2, draft_usable)
+        tl.store(traits_ptr + TRAIT_STAGE, tl.where(has_chain, TO_BEGIN, 0))
+        tl.store(traits_ptr + TRAIT_DRAFT_USABLE, draft_usable)
         if node == 0:
             counters_ptr = tickets_ptr + tl.num_programs(0) // CHUNKS
             tl.atomic_add(counters_ptr, N, sem="relaxed")  # none of the tree's nodes has a leader yet
@@ -148,66 +161,66 @@ def _normalize_kernel(
 
 @triton.jit
 def _lead(
-    counters_ptr, rows, row, tokens_ptr, parents_ptr, ranks_ptr, target_ptr, draft_ptr, choice_ptr, left_out_ptr,
-    facts_ptr, marks_ptr, states_ptr, traits_ptr, sums_ptr, N, V, parents_stride, ranks_stride, target_batch_stride,
-    target_stride, draft_batch_stride, draft_stride, temperature, draft_temperature, index,
+    counters_ptr, all_nodes, opened, tokens_ptr, parents_ptr, ranks_ptr, target_ptr, draft_ptr, choice_ptr,
+    left_out_ptr, facts_ptr, marks_ptr, states_ptr, traits_ptr, sums_ptr, N, V, parents_stride, ranks_stride,
+    target_batch_stride, target_stride, draft_batch_stride, draft_stride, temperature, draft_temperature, index,
     REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr, HAS_RANKS: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Lead the chain of a node whose weight is stored."""
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
-    place = row.to(tl.int64)
-    batch, node = place // N, row % N
+    place = opened.to(tl.int64)
+    batch, node = place // N, opened % N
     root = batch * N
     tl.debug_barrier()  # after all threads have read that the chain had not begun
-    tl.store(traits_ptr + place * TRAITS, BEGUN)
+    tl.store(traits_ptr + place * TRAITS + TRAIT_STAGE, BEGUN)
     parents_ptr += batch * parents_stride
     parent, token, child = nodes_of(tokens_ptr + root, parents_ptr, index, N, V)
     if leaves_out:
         child &= parent == node
     else:
-        context = tl.load(traits_ptr + place * TRAITS + 1)
-        child &= tl.load(traits_ptr + (root + parent) * TRAITS + 1, mask=child, other=-1) == context
+        context = tl.load(traits_ptr + place * TRAITS + TRAIT_CONTEXT)
+        child &= tl.load(traits_ptr + (root + parent) * TRAITS + TRAIT_CONTEXT, mask=child, other=-1) == context
     source = tl.max(tl.where(index == tl.argmax(child.to(tl.int32), 0), parent, 0))
     origin = root + source
     target_row = target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride
     draft_rows = draft_ptr + batch * draft_batch_stride
     own_facts_ptr, own_marks_ptr = facts_ptr + place * FACTS, marks_ptr + place * FACTS
-    target, _ = stored_sides(
+    target, _ = load_distributions(
         own_facts_ptr, own_marks_ptr, target_row, draft_rows, draft_stride, temperature, draft_temperature
     )
-    _, draft = stored_sides(
+    _, draft = load_distributions(
         facts_ptr + origin * FACTS, marks_ptr + origin * FACTS, target_row, draft_rows, draft_stride,
         temperature, draft_temperature,
     )  # fmt: skip
-    usable = (tl.load(choice_ptr + place) == -1) & (tl.load(traits_ptr + origin * TRAITS + 2) > 0)
+    draft_usable = tl.load(traits_ptr + origin * TRAITS + TRAIT_DRAFT_USABLE) > 0
+    usable = (tl.load(choice_ptr + place) == -1) & draft_usable
     tl.debug_barrier()  # all threads must have loaded the values that are overwritten below
     if usable:
         if not leaves_out:
-            store_sides(own_facts_ptr, own_marks_ptr, target, draft, source)
+            store_distributions(own_facts_ptr, own_marks_ptr, target, draft, source)
         rank = ranks_of(parent, index, parents_ptr, ranks_ptr, batch * ranks_stride, N, HAS_RANKS)
         order = tl.where(child, rank * N + index, NONE)
         x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
         log_p = log_prob(target, x, token, FILTERED)
         log_q = tl.full([index.shape[0]], float("-inf"), tl.float32)
         if not POINT_MASSES:
-            y = tl.load(draft[0] + token, mask=child, other=float("-inf")).to(tl.float32)
+            y = tl.load(draft.row_ptr + token, mask=child, other=float("-inf")).to(tl.float32)
             log_q = log_prob(draft, y, token, DRAFT_FILTERED)
         states = states_ptr + place * STATES
-        ending, log_multiple, uniform, restricted = weigh_children(
-            (counters_ptr, rows, row, own_facts_ptr, sums_ptr + place * PIECES),
-            (counters_ptr, root, states_ptr + root * STATES),
-            left_out_ptr + root, target, draft, tl.load(states + 2), tl.load(states + 3), V, N, token, index, order,
-            tl.load(traits_ptr + (root + index) * TRAITS, mask=child, other=0), log_p, log_q,
-            tl.load(states, cache_modifier=".cg"),
+        ending, log_multiple, uniform_log_q, left_out = weigh_children(
+            Pass(counters_ptr, all_nodes, place, own_facts_ptr, sums_ptr + place * PIECES),
+            Below(counters_ptr, root, states_ptr + root * STATES),
+            left_out_ptr + root, target, draft,
+            tl.load(states + STATE_TARGET_OUTSIDE), tl.load(states + STATE_DRAFT_OUTSIDE), V, N, token, index, order,
+            tl.load(traits_ptr + (root + index) * TRAITS + TRAIT_STAGE, mask=child, other=0), log_p, log_q,
+            tl.load(states + STATE_WEIGHT, cache_modifier=".cg"),
             REPLACEMENT, HELD, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
         )  # fmt: skip
         if leaves_out:
-            tl.store(left_out_ptr + root + index, restricted, mask=child)
-        tl.store(states + 1, ending)
-        tl.store(own_facts_ptr + 4, log_multiple)
-        tl.store(own_facts_ptr + 5, uniform)
-        tl.store(own_facts_ptr + 7, 0.0)
+            tl.store(left_out_ptr + root + index, left_out, mask=child)
+        tl.store(states + STATE_ENDING, ending)
+        store_residual(own_facts_ptr, log_multiple, uniform_log_q, 0.0)
     else:
         tl.store(choice_ptr + place, -2)
 
@@ -234,50 +247,50 @@ def _chains_kernel(
     HELPERS: tl.constexpr,  # all programs
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows = sequences * N
-    counters_ptr = tickets_ptr + rows
+    all_nodes = sequences * N
+    counters_ptr = tickets_ptr + all_nodes
     index = tl.arange(0, BLOCK)
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
-    row = find_open(counters_ptr, rows, tl.program_id(0) % rows)
-    while row != OVER:
+    opened = find_open(counters_ptr, all_nodes, tl.program_id(0) % all_nodes)
+    while opened != OVER:
         piece = tl.full([], -1, tl.int32)
-        if row >= 0:
-            piece = take_chunk(counters_ptr, row)
+        if opened >= 0:
+            piece = take_chunk(counters_ptr, opened)
         if piece >= 0:
-            place = row.to(tl.int64)
-            stage = tl.load(traits_ptr + place * TRAITS, cache_modifier=".cg")
+            place = opened.to(tl.int64)
+            stage = tl.load(traits_ptr + place * TRAITS + TRAIT_STAGE, cache_modifier=".cg")
             if stage == BEGUN:
                 help_at(
-                    counters_ptr, rows, row, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr,
-                    facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride,
-                    draft_batch_stride, draft_stride, temperature, draft_temperature, index,
+                    counters_ptr, all_nodes, opened, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr,
+                    left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride,
+                    target_stride, draft_batch_stride, draft_stride, temperature, draft_temperature, index,
                     leaves_out, FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
             else:
-                if stage == CHAIN:
+                if stage == TO_BEGIN:
                     _lead(
-                        counters_ptr, rows, row, tokens_ptr, parents_ptr, ranks_ptr, target_ptr, draft_ptr,
+                        counters_ptr, all_nodes, opened, tokens_ptr, parents_ptr, ranks_ptr, target_ptr, draft_ptr,
                         choice_ptr, left_out_ptr, facts_ptr, marks_ptr, states_ptr, traits_ptr, sums_ptr, N, V,
                         parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride,
                         draft_stride, temperature, draft_temperature, index,
                         REPLACEMENT, HELD, POINT_MASSES, HAS_RANKS, FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
-                leave(counters_ptr, rows, HELPERS)  # as the row's leader
-        row = find_open(counters_ptr, rows, tl.program_id(0) % rows)
-    leave(counters_ptr, rows, HELPERS)
+                leave(counters_ptr, all_nodes, HELPERS)  # as the node's leader
+        opened = find_open(counters_ptr, all_nodes, tl.program_id(0) % all_nodes)
+    leave(counters_ptr, all_nodes, HELPERS)
 
 
 @triton.jit(do_not_specialize=["max_depth", "seed_ptr", "seed_low", "seed_high"])
 def _choose_kernel(
     parents_ptr,  # [B, N], rows parents_stride apart
     ranks_ptr,  # the same, if HAS_RANKS
-    rows_ptr,  # [B, N] if HAS_ROWS
+    noise_rows_ptr,  # [B, N] if HAS_NOISE_ROWS
     states_ptr,  # fp32 [B, N, STATES]
     traits_ptr,  # int32 [B, N, TRAITS]
     choice_ptr,  # int32 [B, N]: on the path to the accepted node set to the next node
     N, parents_stride, ranks_stride, max_depth, seed_ptr, seed_low, seed_high,
     MERGES: tl.constexpr,  # whether siblings of equal tokens share their children
-    HAS_RANKS: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RANKS: tl.constexpr, HAS_NOISE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
@@ -285,12 +298,15 @@ def _choose_kernel(
     parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
     rank = ranks_of(parent, index, parents_ptr, ranks_ptr, batch * ranks_stride, N, HAS_RANKS)
     drafted = (parent >= 0) & (parent < index)
-    row = tl.load(rows_ptr + batch * N + parent, mask=drafted, other=0) if HAS_ROWS else batch * N + parent
-    ending = tl.load(states_ptr + (batch * N + index) * STATES + 1, mask=drafted, other=0.0)
-    reached = drafted & (coins_of(rank, row, seed_ptr, seed_low, seed_high) < ending)
+    if HAS_NOISE_ROWS:
+        noise_row = tl.load(noise_rows_ptr + batch * N + parent, mask=drafted, other=0)
+    else:
+        noise_row = batch * N + parent
+    ending = tl.load(states_ptr + (batch * N + index) * STATES + STATE_ENDING, mask=drafted, other=0.0)
+    reached = drafted & (coins_of(rank, noise_row, seed_ptr, seed_low, seed_high) < ending)
     context = index
     if MERGES:
-        context = tl.load(traits_ptr + (batch * N + index) * TRAITS + 1, mask=index < N, other=0)
+        context = tl.load(traits_ptr + (batch * N + index) * TRAITS + TRAIT_CONTEXT, mask=index < N, other=0)
     above = tl.gather(context, tl.maximum(parent, 0), 0)
 
     # Pass up level by level whether a node or one below it is accepted. On the way down take the first such child.

@@ -25,14 +25,18 @@ from heavypath.kernels.tickets import is_last, tickets
 from heavypath.kernels.verifying.decision import Decided
 from heavypath.kernels.verifying.distributions import (
     CHUNK,
+    FACT_LOG_MULTIPLE,
+    FACT_LOG_P_MASS,
+    FACT_SHARE,
+    FACT_UNIFORM_LOG_Q,
     FACTS,
     LANES,
     NONE,
     TILE,
+    load_distributions,
     log_prob,
-    offset,
-    shares,
-    stored_sides,
+    overlap,
+    restricted,
     without,
 )
 from heavypath.kernels.verifying.drafted_tree import launch, nodes_of, ranks_of, store_path, tree_arguments
@@ -43,13 +47,13 @@ _LOG_2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _best(
-    target, draft, log_multiple, uniform, share, begin, end, V, token, left_out, noise_row, seed_low, seed_high,
+    target, draft, log_multiple, uniform_log_q, share, begin, end, V, token, left_out, noise_row, seed_low, seed_high,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Return the best key of the tokens begin .. end - 1 and its token, packed: a draw by P - share * min(P, l Q).
 
-    log_multiple is log2 l, or -inf to draw by P; uniform is as in `distributions`.
+    log_multiple is log2 l, or -inf to draw by P; uniform_log_q is as in `distributions`.
     """
     best = tl.full([], NEVER, tl.int64)
     bar = tl.full([], float("-inf"), tl.float32)  # the best key so far, to base 2, which an upper bound must exceed
@@ -57,13 +61,13 @@ def _best(
         octet = start // 8 + tl.arange(0, LANES)
         here = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
         if log_multiple > float("-inf"):
-            p, cover = shares(
-                target, draft, log_multiple, uniform, here, start, end, V, token, left_out,
+            p, covered = overlap(
+                target, draft, log_multiple, uniform_log_q, here, start, end, V, token, left_out,
                 FILTERED, DRAFT_FILTERED,
             )  # fmt: skip
-            weight = p - share * cover
+            weight = p - share * covered
         else:
-            x = tl.load(target[0] + here, mask=here < end, other=float("-inf")).to(tl.float32)
+            x = tl.load(target.row_ptr + here, mask=here < end, other=float("-inf")).to(tl.float32)
             weight = tl.exp2(without(log_prob(target, x, here, FILTERED), here, start, end, token, left_out, V))
         log_weight = tl.where(weight > 0, tl.log2(tl.maximum(weight, 2.0**-126)), float("-inf"))
         bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _TARGET, tl.int32))
@@ -81,7 +85,7 @@ def _walk_kernel(
     tokens_ptr,  # [B, N]
     parents_ptr,  # [B, N], rows parents_stride apart
     ranks_ptr,  # the same, if HAS_RANKS
-    rows_ptr,  # [B, N] if HAS_ROWS
+    noise_rows_ptr,  # [B, N] if HAS_NOISE_ROWS
     decision_ptr,  # [B, N]: the accepted child if CHAIN, else the target's token; less than 0 for none
     target_ptr,  # [B, N, V]; this and all pointers down to tickets_ptr are None unless CHAIN
     draft_ptr, left_out_ptr, facts_ptr, marks_ptr,
@@ -92,7 +96,7 @@ def _walk_kernel(
     next_token_ptr,  # [B]
     N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, max_depth,
     seed_ptr, seed_low, seed_high, temperature, draft_temperature,
-    CHAIN: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    CHAIN: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_NOISE_ROWS: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
     PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
@@ -139,20 +143,20 @@ def _walk_kernel(
     else:
         facts_ptr += (batch * N + last) * FACTS
         marks_ptr += (batch * N + last) * FACTS
-        target, draft = stored_sides(
+        target, draft = load_distributions(
             facts_ptr, marks_ptr, target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
             draft_ptr + batch * draft_batch_stride, draft_stride,
             temperature, draft_temperature,
         )  # fmt: skip
-        log_multiple, uniform = tl.load(facts_ptr + 4), tl.load(facts_ptr + 5)
-        share, p_offset = tl.load(facts_ptr + 6), tl.load(facts_ptr + 7)
+        log_multiple, uniform_log_q = tl.load(facts_ptr + FACT_LOG_MULTIPLE), tl.load(facts_ptr + FACT_UNIFORM_LOG_Q)
+        share, log_p_mass = tl.load(facts_ptr + FACT_SHARE), tl.load(facts_ptr + FACT_LOG_P_MASS)
         seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
         noise_row = batch * N + last
-        if HAS_ROWS:
-            noise_row = tl.load(rows_ptr + noise_row)
+        if HAS_NOISE_ROWS:
+            noise_row = tl.load(noise_rows_ptr + noise_row)
         at_end = length == max_depth  # the node's children, if there are any, are too deep
         log_multiple = tl.where(at_end, float("-inf"), log_multiple)
-        p_offset = tl.where(at_end, 0.0, p_offset)
+        log_p_mass = tl.where(at_end, 0.0, log_p_mass)
         left_out = present & (parent == tl.where(at_end, -2, last))
         if LEAVES_OUT:
             left_out &= tl.load(left_out_ptr + batch * N + index, mask=left_out, other=0) > 0
@@ -160,8 +164,8 @@ def _walk_kernel(
             left_out = index < 0
         begin = chunk * CHUNK
         best = _best(
-            offset(target, p_offset), draft, log_multiple, uniform, share, begin, tl.minimum(begin + CHUNK, V), V,
-            token, left_out, noise_row, seed_low, seed_high,
+            restricted(target, log_p_mass), draft, log_multiple, uniform_log_q, share, begin,
+            tl.minimum(begin + CHUNK, V), V, token, left_out, noise_row, seed_low, seed_high,
             FILTERED, DRAFT_FILTERED, INTERPRETED,
         )  # fmt: skip
         tl.store(best_ptr + batch * CHUNKS + chunk, best)

@@ -87,9 +87,9 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
         'cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], (-1), tl.int32)', 0,
     ): "without filters nothing looks at the end",
     (
-        "kernels/verifying/distributions.py", "shares",
-        'y = tl.load(draft[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)',
-        "y = tl.load(draft[0] + token, mask=token < end).to(tl.float32)", 0,
+        "kernels/verifying/distributions.py", "overlap",
+        'y = tl.load(draft.row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)',
+        "y = tl.load(draft.row_ptr + token, mask=token < end).to(tl.float32)", 0,
     ): "P is 0 there, and so is the smaller of both",
     (
         "kernels/verifying/drafted_tree.py", "nodes_of",

@@ -27,7 +27,7 @@ from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
 from heavypath.kernels.trees.levels import CommonNodes, NodeInputs, Trees, place
 from heavypath.kernels.verifying.decision import help_at
-from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
+from heavypath.kernels.verifying.distributions import FACTS, PIECE, Distribution, store_distributions, store_residual
 from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import node_rows
 from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
@@ -52,31 +52,28 @@ def _logarithms_kernel(x_ptr, expm1_ptr, log1p_ptr):
 
 
 @triton.jit
-def _side(row_ptr, side_ptr):
-    return (
-        row_ptr, tl.load(side_ptr), tl.load(side_ptr + 1), tl.load(side_ptr + 2), tl.load(side_ptr + 3),
-        tl.load(side_ptr + 4).to(tl.int32),
+def _distribution(row_ptr, numbers_ptr):
+    return Distribution(
+        row_ptr, tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3),
+        tl.load(numbers_ptr + 4).to(tl.int32),
     )  # fmt: skip
 
 
 @triton.jit
 def _help_kernel(
     tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr, marks_ptr, sums_ptr, counters_ptr,
-    sides_ptr, rows, place, N, V, source, log_multiple, uniform, p_offset, PIECES: tl.constexpr,
+    numbers_ptr, rows, place, N, V, source, log_multiple, uniform_log_q, log_p_mass, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """A leader opens the pass of a node, and another program does all of it. sides_ptr: fp32 [2, 5]."""
+    """A leader opens the pass of a node, and another program does all of it. numbers_ptr: fp32 [2, 5]."""
     fact_ptr = facts_ptr + place * FACTS
-    target, draft = _side(target_ptr, sides_ptr), _side(draft_ptr, sides_ptr + 5)
-    store_sides(fact_ptr, marks_ptr + place * FACTS, target, draft, source)
-    tl.store(fact_ptr + 4, log_multiple)
-    tl.store(fact_ptr + 5, uniform)
-    tl.store(fact_ptr + 6, 0.25)  # which is for the draw behind the walk
-    tl.store(fact_ptr + 7, p_offset)
+    target, draft = _distribution(target_ptr, numbers_ptr), _distribution(draft_ptr, numbers_ptr + 5)
+    store_distributions(fact_ptr, marks_ptr + place * FACTS, target, draft, source)
+    store_residual(fact_ptr, log_multiple, uniform_log_q, log_p_mass, 0.25)  # the share is for the draw after the walk
     open_pass(counters_ptr, place, PIECES)
     help_at(
         counters_ptr, rows, place, take_chunk(counters_ptr, place), tokens_ptr, parents_ptr, target_ptr, draft_ptr,
-        left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, 0, N * V, V, N * V, V, target[3], draft[3],
-        tl.arange(0, 16), True, True, True, PIECES,
+        left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, 0, N * V, V, N * V, V,
+        target.temperature, draft.temperature, tl.arange(0, 16), True, True, True, PIECES,
     )  # fmt: skip
 
 
