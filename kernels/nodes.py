@@ -113,10 +113,10 @@ def plain_trees(nodes: Nodes) -> list[PlainTree]:
     return [*map(PlainTree, *(field.tolist() for field in fields))]
 
 
-def as_verified(paths: list[list[int]], next_tokens: np.ndarray, given: VerifyInputs) -> Verified:
+def as_verified(paths: list[list[int]], next_tokens: np.ndarray, inputs: VerifyInputs) -> Verified:
     """Make a `Verified` of each sequence's path from the root, and the token after it."""
-    path = [[*nodes, *[-1] * (given.max_depth + 1 - len(nodes))] for nodes in paths]
-    path, length = (torch.tensor(each, device=given.nodes.tokens.device) for each in (path, [*map(len, paths)]))
+    path = [[*nodes, *[-1] * (inputs.max_depth + 1 - len(nodes))] for nodes in paths]
+    path, length = (torch.tensor(each, device=inputs.nodes.tokens.device) for each in (path, [*map(len, paths)]))
     return Verified(path, length - 1, torch.from_numpy(next_tokens).to(path.device))
 
 

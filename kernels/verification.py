@@ -58,7 +58,7 @@ from heavypath.kernels.noise import Noise, Stream, check_seed, coins, gumbels
 from heavypath.kernels.step_kernels import kernels_by
 from heavypath.kernels.verifying.distributions import best_tokens, log_weights, used_row, verified_by_draws
 from heavypath.kernels.verifying.k_seq import k_seq
-from heavypath.kernels.verifying.residual import Chain
+from heavypath.kernels.verifying.residual import Offers
 from heavypath.kernels.verifying.traversal import in_post_order
 
 VERIFICATION_METHODS = (
@@ -149,44 +149,45 @@ def verify_tree(
     depth = depth_of(parents, max_depth)
     if batch == 0:
         return nothing_verified(tokens, depth)
-    given = VerifyInputs(
-        Nodes(tokens, parents, ranks), target_logits, draft_logits, method, replacement, depth, target_filters,
-        draft_filters, Noise(seed, rows),
+    inputs = VerifyInputs(
+        nodes=Nodes(tokens, parents, ranks), target_logits=target_logits, draft_logits=draft_logits, method=method,
+        replacement=replacement, max_depth=depth, target_filters=target_filters, draft_filters=draft_filters,
+        noise=Noise(seed, rows),
     )  # fmt: skip
-    return kernels_by(impl).verify(given)
+    return kernels_by(impl).verify(inputs)
 
 
 @np.errstate(all="ignore")
-def reference(given: VerifyInputs) -> Verified:
+def reference(inputs: VerifyInputs) -> Verified:
     """Verify one tree after the other, by the formulas."""
-    given = given._replace(nodes=given.nodes.per_sequence())
-    (tokens, parents, ranks), noise = given.nodes, given.noise
+    inputs = inputs._replace(nodes=inputs.nodes.per_sequence())
+    (tokens, parents, ranks), noise = inputs.nodes, inputs.noise
     rows = torch.arange(tokens.numel(), device="cpu").view_as(tokens) if noise.rows is None else noise.rows.cpu()
     ranks = sibling_order(parents) if ranks is None else ranks
     tossed = coins(int(noise.seed), rows.gather(1, parents.cpu().clamp(min=0)).numpy(), ranks.cpu().numpy())
-    walk = _traverse if given.method in WHOLE_TREE else _walk_down
+    walk = _traverse if inputs.method in WHOLE_TREE else _walk_down
     ends: list[tuple[list[int], Any]] = [
-        walk(_Sequence(given, number, tree, tossed[number].tolist(), rows[number].numpy()))
-        for number, tree in enumerate(plain_trees(given.nodes))
+        walk(_Sequence(inputs, number, tree, tossed[number].tolist(), rows[number].numpy()))
+        for number, tree in enumerate(plain_trees(inputs.nodes))
     ]
-    if given.method in DRAFT_AWARE:
-        return verified_by_draws(given, ends)
-    return as_verified([path for path, _ in ends], np.array([token for _, token in ends]), given)
+    if inputs.method in DRAFT_AWARE:
+        return verified_by_draws(inputs, ends)
+    return as_verified([path for path, _ in ends], np.array([token for _, token in ends]), inputs)
 
 
 class _Sequence:
     """One sequence of what is verified: its tree, the coins of its nodes, and what is read of its rows."""
 
-    def __init__(self, given: VerifyInputs, number: int, tree: PlainTree, tossed: list[float], rows: np.ndarray):
-        self.given, self.number, self.tree, self.coins, self.rows = given, number, tree, tossed, rows
+    def __init__(self, inputs: VerifyInputs, number: int, tree: PlainTree, tossed: list[float], rows: np.ndarray):
+        self.inputs, self.number, self.tree, self.coins, self.rows = inputs, number, tree, tossed, rows
 
     def log_target(self, node: int) -> np.ndarray:
         """log2 of the target's distribution after a node, up to a constant."""
-        return log_weights(used_row(self.given.target_logits, "target", self.number, node), self.given.target_filters)
+        return log_weights(used_row(self.inputs.target_logits, "target", self.number, node), self.inputs.target_filters)
 
     def log_draft(self, row: int) -> np.ndarray | None:
         """The same of a row of the draft's; None for point masses."""
-        filters, draft = self.given.draft_filters, self.given.draft_logits
+        filters, draft = self.inputs.draft_filters, self.inputs.draft_logits
         if draft is None or filters.temperature == 0:
             return None
         return log_weights(used_row(draft, "draft", self.number, row), filters)
@@ -198,21 +199,21 @@ class _Sequence:
 
     def chosen(self, node: int) -> int:
         """The token that the target chooses after a node, where it does so before it looks at the children."""
-        row, method = used_row(self.given.target_logits, "target", self.number, node), self.given.method
+        row, method = used_row(self.inputs.target_logits, "target", self.number, node), self.inputs.method
         keys = row - row.max()  # NaN in a row with NaN or +inf in it
         if method != "greedy":
             stream = Stream.DRAFT if method == "race" else Stream.TARGET
-            keys = filtered_scores(row, row.max(keepdims=True), self.given.target_filters)
-            keys = keys + gumbels(int(self.given.noise.seed), stream, self.rows[node, None], len(row))[0]
+            keys = filtered_scores(row, row.max(keepdims=True), self.inputs.target_filters)
+            keys = keys + gumbels(int(self.inputs.noise.seed), stream, self.rows[node, None], len(row))[0]
         return int(best_tokens(keys[None])[0])
 
 
 def _traverse(sequence: _Sequence) -> tuple[list[int], np.ndarray]:
     """The path by traversal, and the weights of the tokens after it."""
-    given, tree = sequence.given, sequence.tree
+    inputs, tree = sequence.inputs, sequence.tree
     visits = in_post_order(
-        tree, sequence.log_target, sequence.log_draft, given.max_depth,
-        held=given.method == "held_traversal", independent=given.independent,
+        tree, sequence.log_target, sequence.log_draft, inputs.max_depth,
+        held=inputs.method == "held_traversal", independent=inputs.independent,
     )  # fmt: skip
     node, _, left = next(visit for visit in visits if visit.node == 0 or sequence.coins[visit.node] < visit.ending)
     return sequence.end(node, left)
@@ -220,11 +221,11 @@ def _traverse(sequence: _Sequence) -> tuple[list[int], np.ndarray]:
 
 def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
     """The path, decided node by node from the root down, and the weights of the tokens after it, or the token."""
-    given, tree = sequence.given, sequence.tree
+    inputs, tree = sequence.inputs, sequence.tree
     node, depth, reached = 0, 0, [0]  # the last accepted node, its depth, and it with its siblings of equal token
     while True:
-        children = tree.below(reached) if depth < given.max_depth else []
-        if given.method in DRAFT_AWARE:
+        children = tree.below(reached) if depth < inputs.max_depth else []
+        if inputs.method in DRAFT_AWARE:
             child, left = _accepted(sequence, node, children)
             if child is None:
                 return sequence.end(node, left)
@@ -238,25 +239,25 @@ def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
 
 def _accepted(sequence: _Sequence, node: int, children: list[int]) -> tuple[int | None, np.ndarray | None]:
     """The child that is accepted, or None and what the recovered token is drawn by."""
-    given, tokens, tossed = sequence.given, sequence.tree.tokens, sequence.coins
+    inputs, tokens, tossed = sequence.inputs, sequence.tree.tokens, sequence.coins
     if not children:
         return None, None
     log_target = sequence.log_target(node)
     log_draft = sequence.log_draft(sequence.tree.parents[children[0]])  # of equal siblings' children, the first one's
-    if given.method == "kseq":
+    if inputs.method == "kseq":
         assert log_draft is not None
         thresholds, left = k_seq(log_target, log_draft, [tokens[child] for child in children])
         tried = zip(children, thresholds, strict=True)
         return next((child for child, most in tried if most is not None and tossed[child] < most), None), left
-    chain = Chain(log_target, log_draft, 1.0, given.independent)
-    if given.method == "held" and log_draft is not None:  # of point masses it is the same as rejection
-        held = chain.hold(children, tokens)
+    offers = Offers(log_target, log_draft, 1.0, inputs.independent)
+    if inputs.method == "held" and log_draft is not None:  # of point masses it is the same as rejection
+        held = offers.hold(children, tokens)
         ends = zip(accumulate(weight for _, weight in held), held, strict=True)
-        return next((child for end, (child, _) in ends if tossed[children[0]] < end), None), chain.left
+        return next((child for end, (child, _) in ends if tossed[children[0]] < end), None), offers.left
     for child in children:
-        chance = chain.offer(tokens[child])
+        chance = offers.offer(tokens[child])
         if chance is not None:
             if tossed[child] < chance:
                 return child, None
-            chain.pass_over(tokens[child])
-    return None, chain.left
+            offers.pass_over(tokens[child])
+    return None, offers.left

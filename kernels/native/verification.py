@@ -29,12 +29,12 @@ class _Verification(Arguments):
     )
 
 
-def verify(given: VerifyInputs) -> Verified:
+def verify(inputs: VerifyInputs) -> Verified:
     """Return the accepted paths of drafted trees.
 
     Raises ValueError if a row of logits that is used has no finite maximum.
     """
-    (tokens, parents, ranks), noise = given.nodes, given.noise
+    (tokens, parents, ranks), noise = inputs.nodes, inputs.noise
     batch, count = tokens.shape
     if ranks is None:
         ranks = sibling_order(parents.expand_as(tokens))
@@ -42,15 +42,15 @@ def verify(given: VerifyInputs) -> Verified:
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
     parents, ranks = ((each if one_shape else each.expand(batch, -1)).contiguous() for each in shaped)
     rows = torch.arange(batch * count, device="cpu") if noise.rows is None else noise.rows.contiguous()
-    target, draft = _readable(given.target_logits), given.draft_logits
-    draft = None if draft is None or _METHODS[given.method] < _DRAFT_AWARE else _readable(draft)
-    path, length = tokens.new_empty(batch, given.max_depth + 1), tokens.new_empty(batch)
+    target, draft = _readable(inputs.target_logits), inputs.draft_logits
+    draft = None if draft is None or _METHODS[inputs.method] < _DRAFT_AWARE else _readable(draft)
+    path, length = tokens.new_empty(batch, inputs.max_depth + 1), tokens.new_empty(batch)
     next_token, bad = torch.empty_like(length), (c_int64 * 3)()
     call = _Verification(
-        batch, count, target.shape[-1], given.max_depth, _METHODS[given.method], given.independent, tokens.contiguous(),
-        parents, ranks, rows, 0 if one_shape else count, target, draft, target.stride(0),
-        0 if draft is None else draft.stride(0), FiltersStruct.of(given.target_filters),
-        FiltersStruct.of(given.draft_filters), seed_tensor(noise.seed), path, length, next_token, addressof(bad),
+        batch, count, target.shape[-1], inputs.max_depth, _METHODS[inputs.method], inputs.independent,
+        tokens.contiguous(), parents, ranks, rows, 0 if one_shape else count, target, draft, target.stride(0),
+        0 if draft is None else draft.stride(0), FiltersStruct.of(inputs.target_filters),
+        FiltersStruct.of(inputs.draft_filters), seed_tensor(noise.seed), path, length, next_token, addressof(bad),
     )  # fmt: skip
     kernel = compiled().verify
 

@@ -52,7 +52,7 @@ from heavypath.kernels.verifying.drafted_tree import (
     tree_arguments,
 )
 from heavypath.kernels.verifying.k_seq import try_k_seq
-from heavypath.kernels.verifying.residual import try_chain
+from heavypath.kernels.verifying.residual import try_children
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def _decide_kernel(
                     FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
             else:
-                choice, log_multiple, log_p_mass, uniform_log_q, rejected = try_chain(
+                choice, log_multiple, log_p_mass, uniform_log_q, rejected = try_children(
                     passes, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
                     token, index, order, coin, log_p, log_q, choice,
                     REPLACEMENT, HELD, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
@@ -232,17 +232,17 @@ class Decided(NamedTuple):
     marks: Tensor | None
 
 
-def decide(given: VerifyInputs) -> Decided:
+def decide(inputs: VerifyInputs) -> Decided:
     """Decide for all nodes [B, N] which child they accept, by a method of DRAFT_AWARE.
 
-    given: from `laid_out`
+    inputs: from `laid_out`
     """
-    (tokens, _, _), draft, method = given.nodes, given.draft_logits, given.method
+    (tokens, _, _), draft, method = inputs.nodes, inputs.draft_logits, inputs.method
     batch, count = tokens.shape
-    device, vocab_size = tokens.device, given.target_logits.shape[-1]
+    device, vocab_size = tokens.device, inputs.target_logits.shape[-1]
     if count == 1:  # no children; and Triton 3.6 crashes on loads in a loop that never runs for a constant node 0
         draft = None
-    point_masses = given.draft_filters.temperature == 0
+    point_masses = inputs.draft_filters.temperature == 0
     chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
     passes = draft is not None and not point_masses
     helping = helpers(device) if passes else 0
@@ -250,15 +250,15 @@ def decide(given: VerifyInputs) -> Decided:
     sizes = [batch * count * size for size in (FACTS.value, 4 * chunks, pieces)]
     facts, parts, sums = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     choice, left_out, marks = ints.split([batch * count, batch * count, batch * count * FACTS.value])
-    given = given._replace(draft_logits=draft)
-    shared = tree_arguments(given) | cut_arguments(given, both=passes)
+    inputs = inputs._replace(draft_logits=draft)
+    shared = tree_arguments(inputs) | cut_arguments(inputs, both=passes)
     with torch.cuda.device_of(tokens):
         launch(
             _decide_kernel, batch * count * chunks + helping, shared,
             choice_ptr=choice, left_out_ptr=left_out, facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, sums_ptr=sums,
             tickets_ptr=tickets(batch * count + counters(batch * count), device),
-            REPLACEMENT=given.independent, HELD=method == "held" and not point_masses, K_SEQ=method == "kseq",
+            REPLACEMENT=inputs.independent, HELD=method == "held" and not point_masses, K_SEQ=method == "kseq",
             POINT_MASSES=point_masses, HAS_DRAFT=draft is not None, CHUNKS=chunks, PIECES=pieces, HELPERS=helping,
         )  # fmt: skip
-    leaves_out = point_masses or not given.independent
+    leaves_out = point_masses or not inputs.independent
     return Decided(choice, left_out if leaves_out else None, facts, marks)

@@ -51,14 +51,14 @@ def best_tokens(keys: np.ndarray) -> np.ndarray:
     return np.where(keys[np.arange(len(keys)), token] > -np.inf, token, -1)
 
 
-def verified_by_draws(given: VerifyInputs, ends: list[tuple[list[int], np.ndarray]]) -> Verified:
+def verified_by_draws(inputs: VerifyInputs, ends: list[tuple[list[int], np.ndarray]]) -> Verified:
     """Draw the token after each sequence's path; ends: per sequence a path, and the weights [V] of the next token."""
-    (seed, rows), count = given.noise, given.nodes.tokens.shape[1]
+    (seed, rows), count = inputs.noise, inputs.nodes.tokens.shape[1]
     last = torch.tensor([path[-1] for path, _ in ends], device="cpu")[:, None]
     row = last + count * torch.arange(len(ends), device="cpu")[:, None] if rows is None else rows.cpu().gather(1, last)
     keys = np.log(np.stack([weights for _, weights in ends]).astype(np.float64))
     keys += gumbels(int(seed), Stream.TARGET, row[:, 0].numpy(), keys.shape[1])
-    return as_verified([path for path, _ in ends], best_tokens(keys), given)
+    return as_verified([path for path, _ in ends], best_tokens(keys), inputs)
 
 
 LANES = tl.constexpr(256)  # threads of a program; each holds eight adjacent tokens of a tile

@@ -76,43 +76,43 @@ def store_path(path_ptr, length_ptr, parents_ptr, last, length, max_depth, PATH:
     tl.store(length_ptr, length)
 
 
-def laid_out(given: VerifyInputs) -> VerifyInputs:
+def laid_out(inputs: VerifyInputs) -> VerifyInputs:
     """Return the same inputs, with copies of tensors that kernels cannot read.
 
     Tokens and noise.rows are then contiguous LongTensors [B, N]; all others are contiguous in the last axis.
     """
-    (tokens, parents, ranks), (seed, rows), draft = given.nodes.per_sequence(), given.noise, given.draft_logits
-    return given._replace(
+    (tokens, parents, ranks), (seed, rows), draft = inputs.nodes.per_sequence(), inputs.noise, inputs.draft_logits
+    return inputs._replace(
         nodes=Nodes(tokens.contiguous(), in_rows(parents), None if ranks is None else in_rows(ranks)),
-        target_logits=in_rows(given.target_logits),
+        target_logits=in_rows(inputs.target_logits),
         draft_logits=None if draft is None else in_rows(draft),
         noise=Noise(seed, None if rows is None else rows.contiguous()),
     )
 
 
-def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
+def tree_arguments(inputs: VerifyInputs) -> dict[str, Any]:
     """Return the kernels' arguments for inputs from `laid_out`, by parameter name."""
-    (tokens, parents, ranks), (seed, rows), target = given.nodes, given.noise, given.target_logits
-    draft = target if given.draft_logits is None else given.draft_logits
+    (tokens, parents, ranks), (seed, rows), target = inputs.nodes, inputs.noise, inputs.target_logits
+    draft = target if inputs.draft_logits is None else inputs.draft_logits
     return {
         "tokens_ptr": tokens, "parents_ptr": parents, "ranks_ptr": ranks, "noise_rows_ptr": rows,
         "target_ptr": target, "draft_ptr": draft, "N": tokens.shape[1], "V": target.shape[-1],
         "parents_stride": parents.stride(0), "ranks_stride": 0 if ranks is None else ranks.stride(0),
         "target_batch_stride": target.stride(0), "target_stride": target.stride(1),
         "draft_batch_stride": draft.stride(0), "draft_stride": draft.stride(1), **seed_arguments(seed),
-        "temperature": raised(given.target_filters.temperature),
-        "draft_temperature": raised(given.draft_filters.temperature),
+        "temperature": raised(inputs.target_filters.temperature),
+        "draft_temperature": raised(inputs.draft_filters.temperature),
         "HAS_RANKS": ranks is not None, "HAS_NOISE_ROWS": rows is not None,
         "BLOCK": max(16, triton.next_power_of_2(tokens.shape[1])),
         "num_warps": LANES.value // 32, "enable_fp_fusion": True, "maxnreg": 255,  # without maxnreg ptxas spills
     }  # fmt: skip
 
 
-def cut_arguments(given: VerifyInputs, both: bool = True) -> dict[str, Any]:
+def cut_arguments(inputs: VerifyInputs, both: bool = True) -> dict[str, Any]:
     """Return the kernels' arguments for filters, by parameter name; both: whether to filter the draft's rows, too."""
-    draft = given.draft_logits
-    cuts = filter_cuts(given.target_logits, given.target_filters)
-    draft_cuts = filter_cuts(draft, given.draft_filters) if both and draft is not None else None
+    draft = inputs.draft_logits
+    cuts = filter_cuts(inputs.target_logits, inputs.target_filters)
+    draft_cuts = filter_cuts(draft, inputs.draft_filters) if both and draft is not None else None
     return {
         "cut_ptr": None if cuts is None else cuts.cut, "end_ptr": None if cuts is None else cuts.end,
         "draft_cut_ptr": None if draft_cuts is None else draft_cuts.cut,

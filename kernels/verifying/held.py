@@ -40,11 +40,11 @@ at most
 The proof does not hold without replacement; `tests/kernels/test_held.py` enumerates cases instead.
 
 For a single child, and for point masses (draft temperature 0, where all s_j are 1), the rule equals rejection. If the
-draft's support is used up, the chain restarts as in `residual`, with c such that c F(l) stays. A token that is drawn
+draft's support is used up, the offers restart as in `residual`, with c such that c F(l) stays. A token that is drawn
 again changes l and c, though its t is 0. A child that the draft could not have drawn is skipped.
 
 One coin decides at a node, that of its first child: x_j is accepted if W_1 + ... + W_{j-1} <= coin < W_1 + ... + W_j.
-So single children get the decisions of `residual`, whose `Chain.hold` is the reference. On a GPU every child, except a
+So single children get the decisions of `residual`, whose `Offers.hold` is the reference. On a GPU every child, except a
 single one, takes a pass over both rows. This is one pass more than rejection takes if it rejects all children.
 """
 
@@ -55,21 +55,24 @@ from heavypath.kernels.verifying.distributions import NONE
 
 
 @triton.jit
-def hold_at_node(weight, elder, one, chance, left):
-    """Return the new weights of all children, their sum, and s. one: the offered child; `elder`: the sum before."""
-    whole = elder + left
+def hold_at_node(weights, held, is_child, chance, kept):
+    """Return the new weights of all children, their sum, and s.
+
+    held: the sum before; is_child: where the offered child is; chance: t; kept: c F(l) with the new l
+    """
+    whole = held + kept
     scale = tl.where(whole > 0, (1 - chance) / whole, 0.0)
-    return tl.where(one, chance, weight * scale), chance + elder * scale, scale
+    return tl.where(is_child, chance, weights * scale), chance + held * scale, scale
 
 
 @triton.jit
-def held_child_at_node(weight, order, coin, choice, N):
+def held_child_at_node(weights, order, coin, choice, N):
     """Return the child whose interval of weights holds the first child's coin; `choice` if there is none."""
     upto = tl.full([], 0.0, tl.float32)
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     node_coin = tl.sum(tl.where(order == next_order, coin, 0.0))
     while next_order < NONE:
-        upto += tl.sum(tl.where(order == next_order, weight, 0.0))
+        upto += tl.sum(tl.where(order == next_order, weights, 0.0))
         if node_coin < upto:
             choice = next_order % N
             next_order = NONE

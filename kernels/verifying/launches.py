@@ -13,21 +13,21 @@ from heavypath.kernels.verifying.drafted_tree import laid_out
 from heavypath.kernels.verifying.walk import launch_walk
 
 
-def verify(given: VerifyInputs) -> Verified:
+def verify(inputs: VerifyInputs) -> Verified:
     """Verify as `verification.reference`, in two launches, and one for the filters of each side that has any."""
-    given, method = laid_out(given), given.method
-    draft, (seed, rows) = given.draft_logits, given.noise
-    if method in WHOLE_TREE and draft is not None:
+    inputs, method = laid_out(inputs), inputs.method
+    draft, (seed, rows) = inputs.draft_logits, inputs.noise
+    if method in WHOLE_TREE and draft is not None:  # without, the tree is its root, where `decide` has P drawn
         from heavypath.kernels.verifying.traversal_kernel import launch_traversal  # which other methods do not need
 
-        return launch_traversal(given)
+        return launch_traversal(inputs)
     if method in DRAFT_AWARE:
-        return launch_walk(given, decide(given))
+        return launch_walk(inputs, decide(inputs))
     winner, _, _ = launch_tokens(
-        given.target_logits.reshape(-1, given.target_logits.shape[-1]),
+        inputs.target_logits.reshape(-1, inputs.target_logits.shape[-1]),
         1,
-        Filters(temperature=0.0) if method == "greedy" else given.target_filters,
+        Filters(temperature=0.0) if method == "greedy" else inputs.target_filters,
         noise=Noise(seed, None if rows is None else rows.view(-1)),
         stream=Stream.DRAFT if method == "race" else Stream.TARGET,
     )
-    return launch_walk(given, Decided(winner, left_out=None, facts=None, marks=None))
+    return launch_walk(inputs, Decided(winner, left_out=None, facts=None, marks=None))

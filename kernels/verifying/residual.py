@@ -13,10 +13,10 @@ with one child standard speculative sampling (Leviathan et al. 2023). The factor
 is summed over the tokens not yet drawn, so nothing cancels or underflows.
 
 If the children so far have used up the draft's support, the next child was drawn uniformly from the tokens left. The
-chain restarts with P and Q restricted to those tokens. A child drawn at draft temperature 0 is the same case, with the
+offers restart with P and Q restricted to those tokens. A child drawn at draft temperature 0 is the same case, with the
 child's token as the only one left. A child that the draft could not have drawn is skipped like an absent one.
 
-`Chain` is the reference, for all rules that offer children one after the other. On a GPU the last of a node's programs
+`Offers` is the reference, for all rules that offer children one after the other. On a GPU the last of a node's programs
 to finish tries its children (see `decision`). The first child takes two loads, since F(0) = 1; each later child takes a
 pass over both rows, which free programs share (see `sharing`).
 """
@@ -37,7 +37,7 @@ _LITTLE = 2.0**-60  # of a row's largest weight: below it the row's rest is resc
 _LEAST = -126  # log2 of the least weight that does not count as 0, as in the kernels
 
 
-class Chain:
+class Offers:
     """The mass still to be emitted at one node, while its children are offered one after the other.
 
     The symbols are those of `traversal`. Recursive rejection is the case of weight 1, where 1 / c is F.
@@ -138,36 +138,36 @@ def log_sum(logs, where, also):
 
 @triton.jit
 def undrawn(left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, POINT_MASSES: tl.constexpr):
-    """Return log2 R before the next child. Restart the chain if the children `passed` have used up the draft's support.
+    """Return log2 R before the next child. Restart if the children `passed` have used up the draft's support.
 
     rest: log2 l; and since the last restart `uniform_log_q` as in `distributions`, the number of tokens left then, and
-    the children passed before it. Returns log2 R, whether the chain restarts, and the new `rest`; these children are
+    the children passed before it. Returns log2 R, whether the offers restart, and the new `rest`; these children are
     also stored at left_out_ptr, for programs that share a pass.
     """
     log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
     tokens_left = V - tl.sum(passed).to(tl.float32)
-    log_mass = tl.full([], 0.0, tl.float32)
+    log_q_mass = tl.full([], 0.0, tl.float32)
     if POINT_MASSES:
-        log_mass = tl.full([], float("-inf"), tl.float32)
+        log_q_mass = tl.full([], float("-inf"), tl.float32)
     elif tl.max(passed) > 0:
         open = (order < NONE) & (passed == 0)
         if uniform_log_q > 0:
-            log_mass = log_sum(log_q, open, draft_outside)
+            log_q_mass = log_sum(log_q, open, draft_outside)
         else:
-            log_mass = tl.log2(tokens_left / tokens_at_restart)
-    restarts = log_mass == float("-inf")
+            log_q_mass = tl.log2(tokens_left / tokens_at_restart)
+    restarts = log_q_mass == float("-inf")
     if restarts:
         log_multiple = tl.full([], float("-inf"), tl.float32)
-        log_mass = tl.full([], 0.0, tl.float32)
+        log_q_mass = tl.full([], 0.0, tl.float32)
         left_out = passed
         tl.store(left_out_ptr + index, left_out, mask=order < NONE)
         tokens_at_restart = tl.where(POINT_MASSES, 1.0, tokens_left)
         uniform_log_q = -tl.log2(tokens_at_restart)
-    return log_mass, restarts, (log_multiple, uniform_log_q, tokens_at_restart, left_out)
+    return log_q_mass, restarts, (log_multiple, uniform_log_q, tokens_at_restart, left_out)
 
 
 @triton.jit
-def try_chain(
+def try_children(
     passes, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
     choice, REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
@@ -181,67 +181,67 @@ def try_chain(
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
-    left = tl.full([], 0.0, tl.float32)  # log2 of the sum of P over the tokens left
-    uniform = tl.full([], 1.0, tl.float32)
-    over = tl.full([], 1.0, tl.float32)  # 1 / c
-    weight, elder = tl.zeros_like(coin), tl.full([], 0.0, tl.float32)  # weights of held children, and their sum
-    mass_left = tl.full([], 1.0, tl.float32)  # c F(l)
-    rejected, restricted = tl.zeros_like(index), tl.zeros_like(index)
-    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
+    log_p_mass = tl.full([], 0.0, tl.float32)
+    uniform_log_q = tl.full([], 1.0, tl.float32)
+    inverse_c = tl.full([], 1.0, tl.float32)  # 1 / c, which is F(l) in recursive rejection
+    weights, held = tl.zeros_like(coin), tl.full([], 0.0, tl.float32)  # of held children, and their sum
+    emitted = tl.full([], 1.0, tl.float32)  # c F(l), the mass that is still to be emitted, if HELD
+    rejected, left_out = tl.zeros_like(index), tl.zeros_like(index)
+    tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
-        this = next_order % N
-        one = index == this
-        this_token = tl.sum(tl.where(one, token, 0))
-        this_p = tl.sum(tl.where(one, log_p, 0.0))
-        this_q = tl.sum(tl.where(one, log_q, 0.0))
-        log_mass = tl.full([], 0.0, tl.float32)
-        fresh = tl.full([], 1, tl.int32)
+        child = next_order % N
+        is_child = index == child
+        child_token = tl.sum(tl.where(is_child, token, 0))
+        child_p = tl.sum(tl.where(is_child, log_p, 0.0))
+        child_q = tl.sum(tl.where(is_child, log_q, 0.0))
+        log_q_mass = tl.full([], 0.0, tl.float32)
+        is_new = tl.full([], 1, tl.int32)  # no rejected sibling has the same token
         if leaves_out:
-            fresh = tl.min(tl.where((rejected > 0) & (token == this_token), 0, 1))
-            log_mass, restarts, rest = undrawn(
+            is_new = tl.min(tl.where((rejected > 0) & (token == child_token), 0, 1))
+            log_q_mass, restarts, rest = undrawn(
                 left_out_ptr, V, index, order, rejected, log_q, draft_outside,
-                (log_multiple, uniform, tokens_then, restricted), POINT_MASSES,
+                (log_multiple, uniform_log_q, tokens_at_restart, left_out), POINT_MASSES,
             )  # fmt: skip
-            log_multiple, uniform, tokens_then, restricted = rest
+            log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
             if restarts:
                 open = (order < NONE) & (rejected == 0)
-                left = tl.maximum(log_sum(log_p, open, target_outside), LOWEST)
-                over = 1 / mass_left if HELD else tl.full([], 1.0, tl.float32)
-            if uniform <= 0:
-                this_q = uniform
-        # (P - l Q) R / (Q F), in an order in which nothing overflows.
-        ratio = tl.exp2(this_p - left - this_q + log_mass) - tl.exp2(log_multiple + log_mass)
-        ratio = tl.maximum(ratio, 0.0) / over
-        here = (this_q > float("-inf")) & (fresh > 0)
-        accepted = here & (ratio >= 1 if HELD else tl.sum(tl.where(one, coin, 0.0)) < ratio)
+                log_p_mass = tl.maximum(log_sum(log_p, open, target_outside), LOWEST)
+                inverse_c = 1 / emitted if HELD else tl.full([], 1.0, tl.float32)
+            if uniform_log_q <= 0:
+                child_q = uniform_log_q
+        # c (P - l Q) R / Q, in an order in which nothing overflows.
+        ratio = tl.exp2(child_p - log_p_mass - child_q + log_q_mass) - tl.exp2(log_multiple + log_q_mass)
+        ratio = tl.maximum(ratio, 0.0) / inverse_c
+        drawable = (child_q > float("-inf")) & (is_new > 0)
+        accepted = drawable & (ratio >= 1 if HELD else tl.sum(tl.where(is_child, coin, 0.0)) < ratio)
         next_order = tl.min(tl.where(order > next_order, order, NONE))
         if accepted:
-            choice = this
+            choice = child
             next_order = NONE
-        elif here:
-            rejected = tl.where(one, 1, rejected)
+        elif drawable:
+            rejected = tl.where(is_child, 1, rejected)
             if POINT_MASSES:
-                restricted = rejected
+                left_out = rejected
             else:
-                log_multiple = add_logs(log_multiple, tl.log2(over) - log_mass)
-                needed = next_order < NONE
+                log_multiple = add_logs(log_multiple, tl.log2(inverse_c) - log_q_mass)
+                takes_pass = next_order < NONE
                 if HELD:
-                    weight = tl.where(one, ratio, weight)
-                    needed |= elder > 0
-                if needed:
-                    total = shared_sum(
-                        passes, target, draft, log_multiple, uniform, left, V, token, restricted > 0,
+                    weights = tl.where(is_child, ratio, weights)
+                    takes_pass |= held > 0
+                if takes_pass:
+                    uncovered = shared_sum(
+                        passes, target, draft, log_multiple, uniform_log_q, log_p_mass, V, token, left_out > 0,
                         FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
                     if HELD:
-                        kept = total / over
-                        weight, elder, scale = hold_at_node(weight, elder, one, ratio, kept)
-                        mass_left = scale * kept
-                        over /= scale
-                        next_order = tl.where(mass_left > 0, next_order, NONE)
+                        kept = uncovered / inverse_c
+                        weights, held, scale = hold_at_node(weights, held, is_child, ratio, kept)
+                        emitted = scale * kept
+                        inverse_c /= scale
+                        next_order = tl.where(emitted > 0, next_order, NONE)
                     else:
-                        over = total
+                        inverse_c = uncovered
     if HELD:
-        choice = held_child_at_node(weight, order, coin, choice, N)
-    return choice, log_multiple, left, uniform, restricted
+        choice = held_child_at_node(weights, order, coin, choice, N)
+    return choice, log_multiple, log_p_mass, uniform_log_q, left_out

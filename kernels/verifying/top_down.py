@@ -75,8 +75,11 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
             _check(name, law, inner, log_target.shape)
             logits, filters = law.log().where(inner, log_target).float(), Filters()
         method = "greedy" if greedy else "target_sample"
-        given = VerifyInputs(nodes, logits, None, method, False, max_depth, filters, draft_filters, noise)
-        return step_kernels(nodes.tokens.device).verify(given)
+        inputs = VerifyInputs(
+            nodes=nodes, target_logits=logits, draft_logits=None, method=method, replacement=False, max_depth=max_depth,
+            target_filters=filters, draft_filters=draft_filters, noise=noise,
+        )  # fmt: skip
+        return step_kernels(nodes.tokens.device).verify(inputs)
 
     verify.__name__ = name
     return verify

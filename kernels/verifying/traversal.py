@@ -40,7 +40,7 @@ the same case, with its own token as the only one left. A child that the draft c
 absent one, and nodes below max_depth are ignored.
 
 A node's coin comes, as in the other methods, from its parent's noise row and its sibling index: one for each node
-except the root. The reference, with the formulas in `residual.Chain`, visits only the nodes before the accepted one,
+except the root. The reference, with the formulas in `residual.Offers`, visits only the nodes before the accepted one,
 and reads rows of a leaf only if the leaf is accepted.
 """
 
@@ -50,7 +50,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heavypath.kernels.nodes import PlainTree
-from heavypath.kernels.verifying.residual import Chain
+from heavypath.kernels.verifying.residual import Offers
 
 
 class Visit(NamedTuple):
@@ -88,12 +88,12 @@ def in_post_order(
             yield Visit(equal[0], weight, None)
             return
         source = tree.parents[children[0]]  # one of the equal siblings that has children
-        chain = Chain(log_target(equal[0]), log_draft(source), weight, independent)
-        for child, share in shares(chain, children, tree.tokens):
+        offers = Offers(log_target(equal[0]), log_draft(source), weight, independent)
+        for child, share in shares(offers, children, tree.tokens):
             alike = tree.alike(children, tree.tokens[child]) if independent else [child]
             if child == alike[0]:
                 yield visit(alike, share, depth + 1)
-        yield Visit(equal[0], chain.ending, chain.left)
+        yield Visit(equal[0], offers.ending, offers.left)
 
     way = [visit([0], 1.0, 0)]  # an explicit stack, since a tree may be deeper than Python's recursion limit
     while way:
@@ -106,21 +106,21 @@ def in_post_order(
             way.append(found)
 
 
-def _shares(chain: Chain, children: list[int], tokens: list[int]) -> Iterator[tuple[int, float]]:
+def _shares(offers: Offers, children: list[int], tokens: list[int]) -> Iterator[tuple[int, float]]:
     """Yield each child with its weight. Resumed only if the walk did not end in the child's subtree."""
     for child in children:
-        weight = chain.offer(tokens[child])
+        weight = offers.offer(tokens[child])
         if weight is not None:
             yield child, weight
-            chain.pass_over(tokens[child])
+            offers.pass_over(tokens[child])
 
 
-def _held_shares(chain: Chain, children: list[int], tokens: list[int]) -> Iterator[tuple[int, float]]:
+def _held_shares(offers: Offers, children: list[int], tokens: list[int]) -> Iterator[tuple[int, float]]:
     """Yield each child with its weight by the rule of held siblings; offers all children before the first yield."""
-    held = chain.hold(children, tokens)
-    rest = chain.ending + chain.leaving
+    held = offers.hold(children, tokens)
+    rest = offers.ending + offers.leaving
     if rest > 0:
-        chain.ending /= rest
+        offers.ending /= rest
     given = []
     for child, weight in reversed(held):
         rest += weight  # of this child and the later ones, and the mass left

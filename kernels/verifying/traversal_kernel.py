@@ -1,8 +1,8 @@
 """Traversal verification on a GPU: `traversal` has the formulas and the reference.
 
-A node's chain needs its weight, which its parent's chain computes: the first child's after a few loads, each later
-child's after the passes of those before it. So chains begin when their weights are known. It takes four launches for
-any depth, after one that sets the counters to zero:
+A node's chain is the offers of its children, one after the other. It needs the node's weight, which its parent's chain
+computes: the first child's after a few loads, each later child's after the passes of those before it. So chains begin
+when their weights are known. It takes four launches for any depth, after one that sets the counters to zero:
 
     normalize   programs share each row in one pass, as in `decision`; every row of the tree is read once
     chains      each multiprocessor has a program, which takes part in open passes, or leads a chain whose weight is
@@ -327,17 +327,17 @@ def _choose_kernel(
             here = tl.sum(tl.where(index == node, context, 0))
 
 
-def launch_traversal(given: VerifyInputs) -> Verified:
+def launch_traversal(inputs: VerifyInputs) -> Verified:
     """Verify trees by `traversal`: four launches, and one more for each side with filters.
 
-    given: from `laid_out`, with N > 1
+    inputs: from `laid_out`, with N > 1
     """
-    tokens = given.nodes.tokens
+    tokens = inputs.nodes.tokens
     batch, count = tokens.shape
-    device, vocab_size, places = tokens.device, given.target_logits.shape[-1], batch * count
-    point_masses = given.draft_filters.temperature == 0
+    device, vocab_size, places = tokens.device, inputs.target_logits.shape[-1], batch * count
+    point_masses = inputs.draft_filters.temperature == 0
     chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
-    leaves_out = point_masses or not given.independent
+    leaves_out = point_masses or not inputs.independent
     sizes = [places, places, places * FACTS.value, places * TRAITS.value]
     choice, left_out, marks, traits = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     sizes = [places * size for size in (FACTS.value, STATES.value, 4 * chunks, pieces)]
@@ -345,17 +345,17 @@ def launch_traversal(given: VerifyInputs) -> Verified:
     helping = helpers(device)
     # Separate counters, not those of `tickets` that a stream shares: these are not 0 between the first two launches.
     counting = torch.zeros(places + counters(places), dtype=torch.int32, device=device)
-    shared = tree_arguments(given) | cut_arguments(given, both=not point_masses)
+    shared = tree_arguments(inputs) | cut_arguments(inputs, both=not point_masses)
     shared |= {
         "choice_ptr": choice, "left_out_ptr": left_out, "facts_ptr": facts, "marks_ptr": marks, "states_ptr": states,
         "traits_ptr": traits, "parts_ptr": parts, "sums_ptr": sums, "tickets_ptr": counting,
-        "max_depth": given.max_depth, "POINT_MASSES": point_masses,
+        "max_depth": inputs.max_depth, "POINT_MASSES": point_masses,
     }  # fmt: skip
     with torch.cuda.device_of(tokens):
         launch(_normalize_kernel, places * chunks, shared, LEAVES_OUT=leaves_out, CHUNKS=chunks)
         launch(
-            _chains_kernel, helping, shared, sequences=batch, REPLACEMENT=given.independent,
-            HELD=given.method == "held_traversal", PIECES=pieces, HELPERS=helping,
+            _chains_kernel, helping, shared, sequences=batch, REPLACEMENT=inputs.independent,
+            HELD=inputs.method == "held_traversal", PIECES=pieces, HELPERS=helping,
         )  # fmt: skip
         launch(_choose_kernel, batch, shared, MERGES=not leaves_out, num_warps=4, maxnreg=None)
-    return launch_walk(given, Decided(choice, left_out if leaves_out else None, facts, marks))
+    return launch_walk(inputs, Decided(choice, left_out if leaves_out else None, facts, marks))

@@ -86,8 +86,8 @@ def _walk_kernel(
     parents_ptr,  # [B, N], rows parents_stride apart
     ranks_ptr,  # the same, if HAS_RANKS
     noise_rows_ptr,  # [B, N] if HAS_NOISE_ROWS
-    decision_ptr,  # [B, N]: the accepted child if CHAIN, else the target's token; less than 0 for none
-    target_ptr,  # [B, N, V]; this and all pointers down to tickets_ptr are None unless CHAIN
+    decision_ptr,  # [B, N]: the accepted child if DRAFT_AWARE, else the target's token; less than 0 for none
+    target_ptr,  # [B, N, V]; this and all pointers down to tickets_ptr are None unless DRAFT_AWARE
     draft_ptr, left_out_ptr, facts_ptr, marks_ptr,
     best_ptr,  # int64 [B, CHUNKS]
     tickets_ptr,  # [B]
@@ -96,7 +96,7 @@ def _walk_kernel(
     next_token_ptr,  # [B]
     N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, max_depth,
     seed_ptr, seed_low, seed_high, temperature, draft_temperature,
-    CHAIN: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_NOISE_ROWS: tl.constexpr,
+    DRAFT_AWARE: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_NOISE_ROWS: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
     PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
@@ -112,7 +112,7 @@ def _walk_kernel(
     parent, token, present = nodes_of(tokens_ptr, parents_ptr, index, N, V)
     order = index
     reached = (index == 0).to(tl.int32)
-    if not CHAIN:
+    if not DRAFT_AWARE:
         order = ranks_of(parent, index, parents_ptr, ranks_ptr, batch * ranks_stride, N, HAS_RANKS) * N + index
 
     last = tl.full([], 0, tl.int32)
@@ -121,7 +121,7 @@ def _walk_kernel(
     going = (decision >= 0) & (length < max_depth)
     while going:
         child = decision
-        if not CHAIN:
+        if not DRAFT_AWARE:
             candidate = present & (tl.gather(reached, tl.maximum(parent, 0), 0) > 0) & (token == decision)
             first = tl.min(tl.where(candidate, order, NONE))
             reached = candidate.to(tl.int32)
@@ -138,7 +138,7 @@ def _walk_kernel(
         # the same token, and the accepted child may belong to another of them.
         path_ptr += batch * (max_depth + 1)
         store_path(path_ptr, length_ptr + batch, parents_ptr, last, length, max_depth, PATH)
-    if not CHAIN:
+    if not DRAFT_AWARE:
         tl.store(next_token_ptr + batch, decision)
     else:
         facts_ptr += (batch * N + last) * FACTS
@@ -184,27 +184,28 @@ def _walk_kernel(
             tl.store(next_token_ptr + batch, tl.where((best == NEVER) | (decision == -2), -1, next_token))
 
 
-def launch_walk(given: VerifyInputs, decided: Decided) -> Verified:
+def launch_walk(inputs: VerifyInputs, decided: Decided) -> Verified:
     """Walk down trees [B, N] from `laid_out`, by choices, or by tokens if `decided` has no facts.
 
     draft_logits may hold anything if no node has children.
     """
-    tokens, max_depth = given.nodes.tokens, given.max_depth
-    device, vocab_size, batch = tokens.device, given.target_logits.shape[-1], len(tokens)
-    chain = decided.facts is not None
-    chunks = triton.cdiv(vocab_size, CHUNK.value) if chain else 1
-    best = torch.empty(batch, chunks, dtype=torch.long, device=device) if chain else None
+    tokens, max_depth = inputs.nodes.tokens, inputs.max_depth
+    device, vocab_size, batch = tokens.device, inputs.target_logits.shape[-1], len(tokens)
+    draft_aware = decided.facts is not None
+    chunks = triton.cdiv(vocab_size, CHUNK.value) if draft_aware else 1
+    best = torch.empty(batch, chunks, dtype=torch.long, device=device) if draft_aware else None
     path = torch.empty(batch, max_depth + 1, dtype=torch.long, device=device)
     length, next_token = torch.empty(batch, dtype=torch.long, device=device), torch.empty_like(tokens[:, 0])
-    without_rows = {} if chain else {"target_ptr": None, "draft_ptr": None}
+    without_rows = {} if draft_aware else {"target_ptr": None, "draft_ptr": None}
     with torch.cuda.device_of(tokens):
         launch(
-            _walk_kernel, batch * chunks, tree_arguments(given) | without_rows, decision_ptr=decided.choice,
+            _walk_kernel, batch * chunks, tree_arguments(inputs) | without_rows, decision_ptr=decided.choice,
             left_out_ptr=decided.left_out, facts_ptr=decided.facts, marks_ptr=decided.marks,
-            best_ptr=best, tickets_ptr=tickets(batch, device) if chain else None,
+            best_ptr=best, tickets_ptr=tickets(batch, device) if draft_aware else None,
             path_ptr=path, length_ptr=length, next_token_ptr=next_token, max_depth=max_depth,
-            CHAIN=chain, LEAVES_OUT=decided.left_out is not None, FILTERED=given.target_filters.drop(vocab_size),
-            DRAFT_FILTERED=given.draft_filters.drop(vocab_size), CHUNKS=chunks,
+            DRAFT_AWARE=draft_aware, LEAVES_OUT=decided.left_out is not None,
+            FILTERED=inputs.target_filters.drop(vocab_size), DRAFT_FILTERED=inputs.draft_filters.drop(vocab_size),
+            CHUNKS=chunks,
             PATH=triton.next_power_of_2(max_depth + 1), INTERPRETED=not tokens.is_cuda,
         )  # fmt: skip
     return Verified(path, length, next_token)

@@ -106,8 +106,9 @@ class Rules:
         of_target, of_draft = self.target_filters, self.draft_filters
         if self.verifier is None:
             return step_kernels(nodes.tokens.device).verify(VerifyInputs(
-                nodes, target_logits, draft_logits, self.verification, self.replacement, max_depth, of_target, of_draft,
-                noise,
+                nodes=nodes, target_logits=target_logits, draft_logits=draft_logits, method=self.verification,
+                replacement=self.replacement, max_depth=max_depth, target_filters=of_target, draft_filters=of_draft,
+                noise=noise,
             ))  # fmt: skip
         refuse("a verifier in Python")
         return self.verifier(

@@ -26,7 +26,7 @@ from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.nodes import DRAFT_AWARE, WHOLE_TREE, PlainTree
 from heavypath.kernels.noise import coins
 from heavypath.kernels.verifying.k_seq import k_seq
-from heavypath.kernels.verifying.residual import Chain
+from heavypath.kernels.verifying.residual import Offers
 from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.speculative.decoding.rules import OWN, Rules
 from heavypath.speculative.decoding.typical import Typical
@@ -207,16 +207,16 @@ def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[i
     return dict(zip(nodes, logs.cpu().numpy(), strict=True))
 
 
-def _chain(log_target: np.ndarray, log_draft: np.ndarray | None, independent: bool) -> Chain:
+def _chain(log_target: np.ndarray, log_draft: np.ndarray | None, independent: bool) -> Offers:
     """The state in which a node's children are tried one after the other, from natural log-probabilities fp64 [V].
 
     independent: whether the children were drawn with replacement
     """
     base_2 = np.log(2)
-    return Chain(log_target / base_2, None if log_draft is None else log_draft / base_2, 1.0, independent)
+    return Offers(log_target / base_2, None if log_draft is None else log_draft / base_2, 1.0, independent)
 
 
-def _rejected(chain: Chain, drawn: list[int]) -> list[float | None]:
+def _rejected(chain: Offers, drawn: list[int]) -> list[float | None]:
     """The threshold of each child, if all children before it were rejected; None for a child that is skipped."""
     thresholds: list[float | None] = []
     for token in drawn:
@@ -281,7 +281,7 @@ def _traverse_again(
     return [first.get(paths[node], 0) for node in accepted], below
 
 
-def _shares(chain: Chain, drawn: list[int]) -> list[float | None]:
+def _shares(chain: Offers, drawn: list[int]) -> list[float | None]:
     """The upper ends of held siblings' intervals in the range of their coin; None for a child that is skipped."""
     held = dict(chain.hold([*range(len(drawn))], drawn))
     ends = np.cumsum([held.get(index, 0.0) for index in range(len(drawn))]).tolist()

@@ -15,7 +15,7 @@ from tiny_models import exact_law, tiny_llama
 from heavypath.kernels import step_kernels, verification
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.noise import Stream
-from heavypath.kernels.verifying.residual import Chain
+from heavypath.kernels.verifying.residual import Offers
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding import drafting
 
@@ -23,7 +23,7 @@ PROMPT, BINARY = torch.tensor([1, 2, 0]), TokenTree.k_ary(2, 2)
 PAIR = [tiny_llama(seed, vocab_size=3, layers=1) for seed in (5, 6)]
 OTHER = [tiny_llama(seed, vocab_size=4, layers=1, initializer_range=0.5) for seed in (1, 2)]
 gumbels, coins = verification.gumbels, verification.coins
-accepted, pass_over = verification._accepted, Chain.pass_over
+accepted, pass_over = verification._accepted, Offers.pass_over
 
 
 def without_compiled_code(monkeypatch):
@@ -77,7 +77,7 @@ BUGS = {  # what is put where; and another pair, number of tokens, or options of
     "rows of the cache that stay": (
         "speculative.models.caches.KeyValueCache.accept", lambda *_: None, {"pair": OTHER, "length": 4},
     ),
-    "1 - D dropped": ("kernels.verifying.residual.Chain.pass_over", with_all_mass, {}),
+    "1 - D dropped": ("kernels.verifying.residual.Offers.pass_over", with_all_mass, {}),
     "draft filters ignored": (VERIFY, verifying_otherwise(no_draft_filters), {"draft_temperature": 0.5}),
     "the draft's noise for the recovered token": (
         "kernels.verifying.distributions.gumbels", noise_of(Stream.DRAFT), {"pair": OTHER, "tree": TokenTree.chain(1)},
