@@ -1,4 +1,4 @@
-"""Drafted trees, and the input and result of a verification; with checks of their shapes and values."""
+"""Drafted trees, the rules of verification, and the input and result of one; with checks of shapes and values."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,44 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.noise import Noise
 
-WHOLE_TREE = ("traversal", "held_traversal")  # methods that look at the whole tree, not at one node at a time
-EITHER_DRAW = ("held", *WHOLE_TREE)  # that take children drawn without replacement, or by `replacement` independently
-DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", *EITHER_DRAW)  # that need the draft's logits
+DRAWS = ("without_replacement", "with_replacement", "top_k")  # how children are drawn
+
+
+class VerificationRule(NamedTuple):
+    """What a verification needs.
+
+    draws:          how children may be drawn, so that the output has the target's distribution; none if it is greedy
+    number:         of the rule in native/verification.cpp
+    draft_aware:    whether it weighs children by the distribution they were drawn from: it needs the draft's logits
+    whole_tree:     whether it looks at the whole tree, not at one node at a time
+    point_masses:   whether it takes children drawn at draft temperature 0, each a point mass
+    siblings_first: whether all children of a node must be drawn before any node below them
+    """
+
+    draws: tuple[str, ...]
+    number: int
+    draft_aware: bool = False
+    whole_tree: bool = False
+    point_masses: bool = True
+    siblings_first: bool = False
+
+
+_EITHER = DRAWS[:2]
+# All rules, by the `method` of `verification.verify_tree`, which describes them.
+VERIFICATION_RULES = {
+    "without_replacement": VerificationRule(("without_replacement",), 3, draft_aware=True),
+    "with_replacement": VerificationRule(("with_replacement",), 3, draft_aware=True),
+    "kseq": VerificationRule(("with_replacement",), 5, draft_aware=True, point_masses=False),
+    "held": VerificationRule(_EITHER, 4, draft_aware=True),
+    "traversal": VerificationRule(_EITHER, 6, draft_aware=True, whole_tree=True),
+    "held_traversal": VerificationRule(_EITHER, 7, draft_aware=True, whole_tree=True, siblings_first=True),
+    "race": VerificationRule(DRAWS, 2),
+    "target_sample": VerificationRule(DRAWS, 1),
+    "greedy": VerificationRule((), 0),
+}
+DRAFT_AWARE = tuple(name for name, rule in VERIFICATION_RULES.items() if rule.draft_aware)
+WHOLE_TREE = tuple(name for name, rule in VERIFICATION_RULES.items() if rule.whole_tree)
+EITHER_DRAW = tuple(name for name, rule in VERIFICATION_RULES.items() if rule.draws == _EITHER)
 
 
 class Nodes(NamedTuple):
@@ -58,7 +93,7 @@ class VerifyInputs(NamedTuple):
     @property
     def independent(self) -> bool:
         """Whether siblings count as independent draws, so that siblings of equal token share their children."""
-        return self.replacement or self.method in ("with_replacement", "kseq")
+        return self.replacement or VERIFICATION_RULES[self.method].draws == ("with_replacement",)
 
 
 class Verified(NamedTuple):

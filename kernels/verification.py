@@ -38,6 +38,7 @@ from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.nodes import (
     DRAFT_AWARE,
     EITHER_DRAW,
+    VERIFICATION_RULES,
     WHOLE_TREE,
     Nodes,
     PlainTree,
@@ -61,9 +62,7 @@ from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import Offers
 from heavypath.kernels.verifying.traversal import in_post_order
 
-VERIFICATION_METHODS = (
-    "without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy", *EITHER_DRAW,
-)  # fmt: skip
+VERIFICATION_METHODS = tuple(VERIFICATION_RULES)
 
 
 @operator
@@ -128,8 +127,8 @@ def verify_tree(
         )
     if temperature == 0 and method != "greedy":
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
-    if method == "kseq" and draft_filters.temperature == 0:
-        raise ValueError("method 'kseq' needs draft_temperature > 0: its children are independent draws; got 0")
+    if draft_filters.temperature == 0 and not VERIFICATION_RULES[method].point_masses:
+        raise ValueError(f"method {method!r} needs draft_temperature > 0: its children are independent draws; got 0")
     impl = choose_impl("verify_tree", impl, tokens, native=True)
 
     parents = check_trees(tokens, parents, target_logits, rows)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.nodes import DRAWS, EITHER_DRAW, VERIFICATION_RULES
 from heavypath.speculative.decoding.rules import OWN, VALUE_TEMPERATURE, Rules, Verifier
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.names import load
@@ -23,22 +24,12 @@ if TYPE_CHECKING:
     from heavypath.speculative.profile import Profile
     from heavypath.speculative.trees.planning import Acceptance
 
-DRAWS = ("without_replacement", "with_replacement", "top_k")
-# The draws for which each verification is lossless. The last two choose the token before they look at the children.
-LOSSLESS_FOR = {
-    "without_replacement": ("without_replacement",),
-    "with_replacement": ("with_replacement",),
-    "kseq": ("with_replacement",),
-    "held": DRAWS[:2],
-    "traversal": DRAWS[:2],
-    "held_traversal": DRAWS[:2],
-    "race": DRAWS,
-    "target_sample": DRAWS,
-}
+# The draws for which each verification is lossless.
+LOSSLESS_FOR = {name: rule.draws for name, rule in VERIFICATION_RULES.items() if rule.draws}
 REJECTION = DRAWS[:2]  # the verifications that are recursive rejection; each has the name of its draw
 # Values of the option `verifier` of SpeculativeDecoder, for methods whose papers have recursive rejection. "rejection"
 # means that; the others are values of `Method.verification`.
-VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
+VERIFIERS = ("rejection", *EITHER_DRAW)
 # The default of that option, by device type. An entry means that bench/decoding.py has shown on such a device that it
 # accepts more tokens and is not slower. Without an entry the default is the verification of the method's paper.
 DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
@@ -51,6 +42,7 @@ DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
         "rsd-s": "traversal",
     },
 }
+_SIBLINGS_FIRST = {name for name, rule in VERIFICATION_RULES.items() if rule.siblings_first}
 LARGE = 64  # nodes of a tree
 # Typical acceptance changes the output distribution. Whether a user's own verifier (OWN) keeps it is unknown.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical", OWN)
@@ -78,10 +70,7 @@ class Method:
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
-    verification: Literal[
-        "without_replacement", "with_replacement", "kseq", "held", "traversal", "held_traversal", "race",
-        "target_sample", "typical", "own",
-    ]  # fmt: skip
+    verification: str
     tree_of: Callable[..., TokenTree | Growth]
     fill: bool = False
     verifier: Verifier | None = None
@@ -130,7 +119,8 @@ class Method:
         """
         if self.verification not in (*REJECTION, *VERIFIERS):
             return ()
-        return tuple(word for word in VERIFIERS if word != "held_traversal" or self.tree_of not in _GROWING)
+        grows = self.tree_of in _GROWING
+        return tuple(word for word in VERIFIERS if not (grows and word in _SIBLINGS_FIRST))
 
     def verified_by(self, verifier: str | None) -> "Method":
         """The same method with another verification, if `verifier` is one of `verifiers`; else unchanged."""
@@ -338,7 +328,8 @@ LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_l
 
 def check_independent(method: str, verification: str) -> None:
     """Raise ValueError if the verification needs a draft that samples; called where draft_temperature is 0."""
-    if verification == "kseq":
+    rule = VERIFICATION_RULES.get(verification)  # none for typical acceptance and a user's verifier
+    if rule is not None and not rule.point_masses:
         raise ValueError(f"method {method!r} needs draft_temperature > 0 where it samples, got 0")
 
 

@@ -8,13 +8,7 @@ from torch import Tensor
 from heavypath.kernels.native.library import compiled
 from heavypath.kernels.native.recording import Arguments, do, fields
 from heavypath.kernels.native.sampling import FiltersStruct, seed_tensor
-from heavypath.kernels.nodes import Verified, VerifyInputs, no_maximum, sibling_order
-
-_METHODS = {  # name -> number in C++
-    "greedy": 0, "target_sample": 1, "race": 2, "without_replacement": 3, "with_replacement": 3, "held": 4, "kseq": 5,
-    "traversal": 6, "held_traversal": 7,
-}  # fmt: skip
-_DRAFT_AWARE = 3  # the first that looks at the draft's logits
+from heavypath.kernels.nodes import VERIFICATION_RULES, Verified, VerifyInputs, no_maximum, sibling_order
 
 
 class _Verification(Arguments):
@@ -42,12 +36,12 @@ def verify(inputs: VerifyInputs) -> Verified:
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
     parents, ranks = ((each if one_shape else each.expand(batch, -1)).contiguous() for each in shaped)
     rows = torch.arange(batch * count, device="cpu") if noise.rows is None else noise.rows.contiguous()
-    target, draft = _readable(inputs.target_logits), inputs.draft_logits
-    draft = None if draft is None or _METHODS[inputs.method] < _DRAFT_AWARE else _readable(draft)
+    target, draft, rule = _readable(inputs.target_logits), inputs.draft_logits, VERIFICATION_RULES[inputs.method]
+    draft = _readable(draft) if draft is not None and rule.draft_aware else None
     path, length = tokens.new_empty(batch, inputs.max_depth + 1), tokens.new_empty(batch)
     next_token, bad = torch.empty_like(length), (c_int64 * 3)()
     call = _Verification(
-        batch, count, target.shape[-1], inputs.max_depth, _METHODS[inputs.method], inputs.independent,
+        batch, count, target.shape[-1], inputs.max_depth, rule.number, inputs.independent,
         tokens.contiguous(), parents, ranks, rows, 0 if one_shape else count, target, draft, target.stride(0),
         0 if draft is None else draft.stride(0), FiltersStruct.of(inputs.target_filters),
         FiltersStruct.of(inputs.draft_filters), seed_tensor(noise.seed), path, length, next_token, addressof(bad),

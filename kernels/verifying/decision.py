@@ -31,7 +31,7 @@ from heavypath.kernels.verifying.distributions import (
     FACTS,
     NONE,
     PIECE,
-    Pass,
+    SharedPass,
     load_distributions,
     log_prob,
     normalized,
@@ -80,7 +80,7 @@ def help_at(
         out_ptr = left_out_ptr + batch * N + index
         left_out = tl.load(out_ptr, mask=drafted & (parent == node), other=0, cache_modifier=".cg") > 0
     sum_pieces(
-        Pass(counters_ptr, all_nodes, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
+        SharedPass(counters_ptr, all_nodes, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
         restricted(target, log_p_mass), draft, log_multiple, uniform_log_q, V, token, left_out,
         FILTERED, DRAFT_FILTERED,
     )  # fmt: skip
@@ -189,7 +189,7 @@ def _decide_kernel(
             x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
             log_p = log_prob(target, x, token, FILTERED)
             store_distributions(facts_ptr + place * FACTS, marks_ptr + place * FACTS, target, draft, source)
-            passes = Pass(counters_ptr, all_nodes, place, facts_ptr + place * FACTS, sums_ptr + place * PIECES)
+            passes = SharedPass(counters_ptr, all_nodes, place, facts_ptr + place * FACTS, sums_ptr + place * PIECES)
             log_q = tl.full([BLOCK], float("-inf"), tl.float32)
             if not POINT_MASSES:
                 y = tl.load(draft_row + token, mask=child, other=float("-inf")).to(tl.float32)

@@ -277,7 +277,7 @@ def restricted(distribution, log_mass):
     )
 
 
-class Pass(NamedTuple):
+class SharedPass(NamedTuple):
     """One node's passes over both rows, which free programs share (see `sharing`).
 
     counters_ptr: of `sharing`

@@ -95,7 +95,7 @@ def try_k_seq(
 ):  # fmt: skip
     """K-SEQ at one node: return the accepted child (`choice` if there is none), log2 g, and (1 - R) / (1 - F).
 
-    passes: the node's `Pass`
+    passes: the node's `SharedPass`
     """
     here = (order < NONE) & (log_q > float("-inf"))
     count = tl.sum(here.to(tl.int32))

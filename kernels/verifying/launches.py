@@ -5,7 +5,7 @@ down from the root (`walk`). A method that looks at the whole tree has launches 
 """
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import DRAFT_AWARE, WHOLE_TREE, Verified, VerifyInputs
+from heavypath.kernels.nodes import VERIFICATION_RULES, Verified, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream
 from heavypath.kernels.nucleus import launch_tokens
 from heavypath.kernels.verifying.decision import Decided, decide
@@ -17,11 +17,12 @@ def verify(inputs: VerifyInputs) -> Verified:
     """Verify as `verification.reference`, in two launches, and one for the filters of each side that has any."""
     inputs, method = laid_out(inputs), inputs.method
     draft, (seed, rows) = inputs.draft_logits, inputs.noise
-    if method in WHOLE_TREE and draft is not None:  # without, the tree is its root, where `decide` has P drawn
+    rule = VERIFICATION_RULES[method]
+    if rule.whole_tree and draft is not None:  # without, the tree is its root, where `decide` has P drawn
         from heavypath.kernels.verifying.traversal_kernel import launch_traversal  # which other methods do not need
 
         return launch_traversal(inputs)
-    if method in DRAFT_AWARE:
+    if rule.draft_aware:
         return launch_walk(inputs, decide(inputs))
     winner, _, _ = launch_tokens(
         inputs.target_logits.reshape(-1, inputs.target_logits.shape[-1]),

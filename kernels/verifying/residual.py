@@ -175,9 +175,9 @@ def try_children(
 ):  # fmt: skip
     """Recursive rejection at one node, or the rule of held siblings if HELD.
 
-    passes: the node's `Pass`. Returns the accepted child (`choice` if there is none); log2 l, log2 of the sum of P over
-    the tokens left, and uniform_log_q, as in `distributions`; and which children were rejected before the last restart.
-    The last is also stored at left_out_ptr, for programs that share a pass.
+    passes: the node's `SharedPass`. Returns the accepted child (`choice` if there is none); log2 l, log_p_mass and
+    uniform_log_q, as in `distributions`; and which children were rejected before the last restart. The last is also
+    stored at left_out_ptr, for programs that share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)

@@ -54,8 +54,8 @@ def weigh_children(
 ):  # fmt: skip
     """Offer all children of a node of this weight.
 
-    passes: the node's `Pass`; chained: whether a child has a chain. The children's weights are stored as soon as they
-    are known. Returns the chance to end at the node, log2 l, `uniform_log_q` as in `distributions`, and which
+    passes: the node's `SharedPass`; chained: whether a child has a chain. The children's weights are stored as soon as
+    they are known. Returns the chance to end at the node, log2 l, `uniform_log_q` as in `distributions`, and which
     children's tokens are no longer part of P. The last is also stored at left_out_ptr, for programs that share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT

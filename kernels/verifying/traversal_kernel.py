@@ -31,7 +31,7 @@ from heavypath.kernels.verifying.distributions import (
     FACTS,
     NONE,
     PIECE,
-    Pass,
+    SharedPass,
     load_distributions,
     log_prob,
     normalized,
@@ -209,7 +209,7 @@ def _lead(
             log_q = log_prob(draft, y, token, DRAFT_FILTERED)
         states = states_ptr + place * STATES
         ending, log_multiple, uniform_log_q, left_out = weigh_children(
-            Pass(counters_ptr, all_nodes, place, own_facts_ptr, sums_ptr + place * PIECES),
+            SharedPass(counters_ptr, all_nodes, place, own_facts_ptr, sums_ptr + place * PIECES),
             Below(counters_ptr, root, states_ptr + root * STATES),
             left_out_ptr + root, target, draft,
             tl.load(states + STATE_TARGET_OUTSIDE), tl.load(states + STATE_DRAFT_OUTSIDE), V, N, token, index, order,
