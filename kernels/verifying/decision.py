@@ -1,9 +1,9 @@
 """Decide on a GPU, for all nodes of a tree in parallel, which child is accepted if the walk reaches the node.
 
-`residual` and `k_seq` have the formulas and references for one node. Several programs share a node's rows of logits in
-the one pass that normalises them, and the last of them to finish tries the children. It leads the passes that this
-takes, which programs at the end of the grid share with it (see `sharing`). It stores the accepted child and, if none is
-accepted, the distribution of the recovered token, as a few numbers that define
+`residual`, `held` and `k_seq` have the formulas and references for one node. Several programs share a node's rows of
+logits in the one pass that normalises them, and the last of them to finish tries the children. It leads the passes that
+this takes, which programs at the end of the grid share with it (see `sharing`). It stores the accepted child and, if
+none is accepted, the distribution of the recovered token, as a few numbers that define
 
     P(v) - share * min(P(v), l Q(v))
 
@@ -51,8 +51,9 @@ from heavypath.kernels.verifying.drafted_tree import (
     ranks_of,
     tree_arguments,
 )
+from heavypath.kernels.verifying.held import try_held
 from heavypath.kernels.verifying.k_seq import try_k_seq
-from heavypath.kernels.verifying.residual import try_children
+from heavypath.kernels.verifying.residual import try_rejection
 
 
 @triton.jit
@@ -199,11 +200,17 @@ def _decide_kernel(
                     passes, target, draft, V, token, order, coin, log_p, log_q, choice,
                     FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
-            else:
-                choice, log_multiple, log_p_mass, uniform_log_q, rejected = try_children(
+            elif HELD:
+                choice, log_multiple, log_p_mass, uniform_log_q, rejected = try_held(
                     passes, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
                     token, index, order, coin, log_p, log_q, choice,
-                    REPLACEMENT, HELD, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
+                    REPLACEMENT, FILTERED, DRAFT_FILTERED, PIECES,
+                )  # fmt: skip
+            else:
+                choice, log_multiple, log_p_mass, uniform_log_q, rejected = try_rejection(
+                    passes, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
+                    token, index, order, coin, log_p, log_q, choice,
+                    REPLACEMENT, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
 
         tl.store(choice_ptr + place, choice)

@@ -31,7 +31,6 @@ import numpy as np
 from heavypath.kernels.filtering import LOWEST
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
-from heavypath.kernels.verifying.held import held_child_at_node, hold_at_node
 
 _LITTLE = 2.0**-60  # of a row's largest weight: below it the row's rest is rescaled, before fp32 loses digits
 _LEAST = -126  # log2 of the least weight that does not count as 0, as in the kernels
@@ -167,54 +166,69 @@ def undrawn(left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, P
 
 
 @triton.jit
-def try_children(
-    passes, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
-    choice, REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
-    PIECES: tl.constexpr,
+def offer_at_node(
+    next_order, left_out_ptr, target_outside, draft_outside, V, N, token, index, order, log_p, log_q, passed,
+    log_p_mass, rest, REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr,
 ):  # fmt: skip
-    """Recursive rejection at one node, or the rule of held siblings if HELD.
+    """Offer the child at `next_order`, after the children `passed`; log_p_mass is as in `distributions`.
+
+    rest: as in `undrawn`, which also says what is stored at left_out_ptr. Returns where the child is, whether the draft
+    could have drawn it, max(P - l Q, 0) R / Q with P over the tokens left, log2 R, whether the offers restart, and the
+    new log_p_mass and `rest`.
+    """
+    is_child = index == next_order % N
+    child_p = tl.sum(tl.where(is_child, log_p, 0.0))
+    child_q = tl.sum(tl.where(is_child, log_q, 0.0))
+    log_q_mass = tl.full([], 0.0, tl.float32)
+    restarts = tl.full([], 0, tl.int1)
+    is_new = tl.full([], 1, tl.int32)  # no sibling that was passed has the same token
+    if POINT_MASSES or not REPLACEMENT:
+        child_token = tl.sum(tl.where(is_child, token, 0))
+        is_new = tl.min(tl.where((passed > 0) & (token == child_token), 0, 1))
+        log_q_mass, restarts, rest = undrawn(
+            left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, POINT_MASSES
+        )
+        if restarts:
+            open = (order < NONE) & (passed == 0)
+            log_p_mass = tl.maximum(log_sum(log_p, open, target_outside), LOWEST)
+        _, uniform_log_q, _, _ = rest
+        if uniform_log_q <= 0:
+            child_q = uniform_log_q
+    drawable = (child_q > float("-inf")) & (is_new > 0)
+    log_multiple, _, _, _ = rest
+    # In an order in which nothing overflows.
+    ratio = tl.exp2(child_p - log_p_mass - child_q + log_q_mass) - tl.exp2(log_multiple + log_q_mass)
+    return is_child, drawable, tl.maximum(ratio, 0.0), log_q_mass, restarts, log_p_mass, rest
+
+
+@triton.jit
+def try_rejection(
+    passes, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
+    choice, REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr, FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Recursive rejection at one node.
 
     passes: the node's `SharedPass`. Returns the accepted child (`choice` if there is none); log2 l, log_p_mass and
     uniform_log_q, as in `distributions`; and which children were rejected before the last restart. The last is also
     stored at left_out_ptr, for programs that share a pass.
     """
-    leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
     log_p_mass = tl.full([], 0.0, tl.float32)
     uniform_log_q = tl.full([], 1.0, tl.float32)
-    inverse_c = tl.full([], 1.0, tl.float32)  # 1 / c, which is F(l) in recursive rejection
-    weights, held = tl.zeros_like(coin), tl.full([], 0.0, tl.float32)  # of held children, and their sum
-    emitted = tl.full([], 1.0, tl.float32)  # c F(l), the mass that is still to be emitted, if HELD
+    uncovered = tl.full([], 1.0, tl.float32)  # F(l)
     rejected, left_out = tl.zeros_like(index), tl.zeros_like(index)
     tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
+        is_child, drawable, ratio, log_q_mass, restarts, log_p_mass, rest = offer_at_node(
+            next_order, left_out_ptr, target_outside, draft_outside, V, N, token, index, order, log_p, log_q, rejected,
+            log_p_mass, (log_multiple, uniform_log_q, tokens_at_restart, left_out), REPLACEMENT, POINT_MASSES,
+        )  # fmt: skip
+        log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
+        uncovered = tl.where(restarts, 1.0, uncovered)
+        accepted = drawable & (tl.sum(tl.where(is_child, coin, 0.0)) < ratio / uncovered)
         child = next_order % N
-        is_child = index == child
-        child_token = tl.sum(tl.where(is_child, token, 0))
-        child_p = tl.sum(tl.where(is_child, log_p, 0.0))
-        child_q = tl.sum(tl.where(is_child, log_q, 0.0))
-        log_q_mass = tl.full([], 0.0, tl.float32)
-        is_new = tl.full([], 1, tl.int32)  # no rejected sibling has the same token
-        if leaves_out:
-            is_new = tl.min(tl.where((rejected > 0) & (token == child_token), 0, 1))
-            log_q_mass, restarts, rest = undrawn(
-                left_out_ptr, V, index, order, rejected, log_q, draft_outside,
-                (log_multiple, uniform_log_q, tokens_at_restart, left_out), POINT_MASSES,
-            )  # fmt: skip
-            log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
-            if restarts:
-                open = (order < NONE) & (rejected == 0)
-                log_p_mass = tl.maximum(log_sum(log_p, open, target_outside), LOWEST)
-                inverse_c = 1 / emitted if HELD else tl.full([], 1.0, tl.float32)
-            if uniform_log_q <= 0:
-                child_q = uniform_log_q
-        # c (P - l Q) R / Q, in an order in which nothing overflows.
-        ratio = tl.exp2(child_p - log_p_mass - child_q + log_q_mass) - tl.exp2(log_multiple + log_q_mass)
-        ratio = tl.maximum(ratio, 0.0) / inverse_c
-        drawable = (child_q > float("-inf")) & (is_new > 0)
-        accepted = drawable & (ratio >= 1 if HELD else tl.sum(tl.where(is_child, coin, 0.0)) < ratio)
         next_order = tl.min(tl.where(order > next_order, order, NONE))
         if accepted:
             choice = child
@@ -224,24 +238,10 @@ def try_children(
             if POINT_MASSES:
                 left_out = rejected
             else:
-                log_multiple = add_logs(log_multiple, tl.log2(inverse_c) - log_q_mass)
-                takes_pass = next_order < NONE
-                if HELD:
-                    weights = tl.where(is_child, ratio, weights)
-                    takes_pass |= held > 0
-                if takes_pass:
+                log_multiple = add_logs(log_multiple, tl.log2(uncovered) - log_q_mass)
+                if next_order < NONE:
                     uncovered = shared_sum(
                         passes, target, draft, log_multiple, uniform_log_q, log_p_mass, V, token, left_out > 0,
                         FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
-                    if HELD:
-                        kept = uncovered / inverse_c
-                        weights, held, scale = hold_at_node(weights, held, is_child, ratio, kept)
-                        emitted = scale * kept
-                        inverse_c /= scale
-                        next_order = tl.where(emitted > 0, next_order, NONE)
-                    else:
-                        inverse_c = uncovered
-    if HELD:
-        choice = held_child_at_node(weights, order, coin, choice, N)
     return choice, log_multiple, log_p_mass, uniform_log_q, left_out
