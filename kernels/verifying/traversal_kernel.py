@@ -193,8 +193,8 @@ def _lead(
         facts_ptr + origin * FACTS, marks_ptr + origin * FACTS, target_row, draft_rows, draft_stride,
         temperature, draft_temperature,
     )  # fmt: skip
-    draft_usable = tl.load(traits_ptr + origin * TRAITS + TRAIT_DRAFT_USABLE) > 0
-    usable = (tl.load(choice_ptr + place) == -1) & draft_usable
+    usable = tl.load(choice_ptr + place) == -1
+    usable &= tl.load(traits_ptr + origin * TRAITS + TRAIT_DRAFT_USABLE) > 0
     tl.debug_barrier()  # all threads must have loaded the values that are overwritten below
     if usable:
         if not leaves_out:
