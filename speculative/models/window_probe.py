@@ -20,9 +20,9 @@ _LARGEST = 1 << 14  # limit of the artificial values, which must fit into fp16
 
 @torch.no_grad()
 def check_windows(forward: Forward, limit: float) -> None:
-    """Raise ValueError if transformers' own forward pass sees more or fewer rows than ours.
+    """Raise ValueError if a model's sliding windows are not those of its config, which `forward` follows.
 
-    limit: how far logits may differ, in their standard deviations
+    limit: how far logits of `forward` and of transformers' own pass may differ, in their standard deviations
     """
     for window in forward.windows:
         if window is None or window >= forward.max_positions:  # no text is longer
