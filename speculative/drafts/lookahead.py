@@ -96,7 +96,7 @@ class LookaheadCache(NgramCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors that hold state, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [*super().remembered(), self.window, self.pool]
 
 
@@ -130,7 +130,7 @@ class LookaheadDraft(LookupDraft):
         return self.in_plain(feed, cache)
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
-        """The occurrences of a node's last tokens: in the pool, then in the sequence."""
+        """The tokens that can be proposed after a feed's nodes: n-grams of the pool, then tokens of the sequence."""
         text, pool = super().occurrences(feed, cache), cache.pool
         length = pool.shape[2] - 1
         keys = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]
@@ -147,12 +147,12 @@ class LookaheadDraft(LookupDraft):
 
     @property
     def why_not_measured(self) -> str:
-        """Why its acceptance cannot be measured token by token."""
+        """Why its acceptance cannot be measured token by token, in words."""
         return "the n-grams of a lookahead come of a decoder's steps"
 
 
 class _Window(LogitChange):
-    """Adds the window to a step: guesses that the target scores after the tree, and the n-grams made from them."""
+    """Adds a cache's window of guesses to each pass of the target, and the n-grams that they complete to its pool."""
 
     def __init__(self, draft: LookaheadDraft, cache: LookaheadCache):
         self._draft, self._cache = draft, cache

@@ -88,7 +88,7 @@ class LookupDraft(Draft):
         return self.in_plain(feed, cache)
 
     def in_plain(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits after each node of a feed, in plain PyTorch."""
+        """The logits after each node, fp32 [B, n, V], in plain PyTorch, which is the reference of the compiled form."""
         batch, nodes = feed.tokens.shape
         sequence = torch.arange(batch, device=feed.tokens.device)[:, None]
         keys, values = cache.keys[:, 0], cache.values[:, 0]
@@ -110,7 +110,7 @@ class LookupDraft(Draft):
         return weight.new_zeros(batch, nodes, self._vocab_size).scatter_add_(2, followed, weight).log()
 
     def occurrences(self, feed: Feed, cache: Any) -> "Occurrences":
-        """The tokens that can be proposed: those of the sequence, up to the root."""
+        """The tokens that can be proposed after a feed's nodes: those of the sequence, up to the root."""
         rows = feed.visible_rows
         is_text = torch.arange(rows, device=feed.tokens.device) <= feed.prefix_lengths[:, None]
         return Occurrences(cache.keys[:, 0, :rows], cache.values[:, 0, :rows, -1], is_text)

@@ -58,7 +58,7 @@ class OwnDraft(Draft):
                 raise TypeError(f"draft {self.name!r} must be callable as {_call(name)}: {error}") from None
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
-        """The draft's empty cache, checked."""
+        """The draft's empty cache, checked: two tensors [batch, heads, rows, D] of one dtype on the target's device."""
         if not self._has_cache:
             nothing = torch.empty(batch, 1, rows, 0, device=self._device)
             return RowCache(nothing, nothing)
@@ -113,7 +113,7 @@ def _has(draft: object, name: str) -> bool:
 
 
 def _call(name: str) -> str:
-    """A method with its parameters, for messages."""
+    """A method of `Draft` by name, with its parameters, for messages: "prefill(tokens, cache)"."""
     return f"{name}({', '.join(_METHODS[name])})"
 
 

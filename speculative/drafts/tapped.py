@@ -49,7 +49,7 @@ class TappedDraft(Draft, ABC):
 
     @property
     def forward(self) -> "TappedDraft":  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The draft itself, which has the attributes of a `Forward` that are needed."""
+        """The draft itself: it has those attributes of a `Forward` that callers of `Draft.forward` read."""
         return self
 
     @property

@@ -241,13 +241,16 @@ class BlockHeadDraft(TappedDraft):
         cache.hidden[:, :levels] = read
 
     def _before(self, lengths: Tensor, cache: BlockCache) -> Tensor:
-        """The context [B, H] of the last token before each root; of any row where there is none."""
+        """The context [B, H] of the last token before each root; arbitrary in a sequence without such a token.
+
+        lengths: LongTensor[B], the number of tokens before each root
+        """
         heads, rows = self.config.layers * self.config.num_key_value_heads, (lengths - 1).clamp(min=0)[:, None]
         parts = [_heads_of(each[:, heads:], rows).flatten(1) for each in (cache.keys, cache.values)]
         return torch.cat(parts, -1)[:, : self.config.hidden_size]
 
     def _ends_of(self, target: Forward) -> TokenLayers:
-        """The functions before and after the layers."""
+        """The functions before and after the layers: embedding, norm, and lm_head with scale and cap."""
         config, width, lm_head = self.config, self.config.hidden_size, target.parts.of(self.lm_head)
         whole = lm_head is self.lm_head and lm_head.weight.shape == (config.draft_vocab_size, width)
 
@@ -312,7 +315,10 @@ class BlockHeadDraft(TappedDraft):
 
 
 def place_of(feed: Feed, depths: int) -> tuple[Any, Any]:
-    """An index into [B, depths + 1, any]: for each sequence the row of its level, `Feed.level` or `Feed.drafted`."""
+    """An index into a tensor [B, depths + 1, any] that has a row for each depth: the row of a feed's level.
+
+    That is `feed.level` or, for each sequence, `feed.drafted`; deeper levels get the last row.
+    """
     if feed.drafted is None:
         return slice(None), min(feed.level, depths)
     return torch.arange(len(feed.tokens), device=feed.tokens.device), feed.drafted.clamp(max=depths)

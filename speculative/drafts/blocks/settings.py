@@ -66,7 +66,7 @@ class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> BlockConfig:
-    """The config of the block draft that the tensors, by the names of `BlockHead`, make up for this target.
+    """The config of a block draft for this target, from its config.json and its tensors, named as in `BlockHead`.
 
     Raises ValueError for what is not understood, by its key or its tensor.
     """
@@ -119,7 +119,10 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
 
 
 def _options(settings: Mapping[str, Any], term: type[BlockTerm]) -> dict[str, Any]:
-    """The keys of config.json and its sections together. Raises ValueError for those of other kinds of drafts."""
+    """The keys of config.json and of the sections that hold a draft's settings, as one dictionary.
+
+    Raises ValueError for keys of other kinds of drafts than `term`.
+    """
     inner, own = settings.get("dflash_config") or {}, settings.get(term.section) or {}
     known = {*_BlockOptions.__annotations__, *term.keys}
     others = {key for each in BLOCK_TERMS.values() for key in (each.section and [each.section]) or each.keys}

@@ -49,7 +49,7 @@ class HeadCache(KeyValueCache):
         store_rows(self.tokens, tokens[:, :, None, None], cache_rows)
 
     def begin(self, lengths: Tensor) -> None:
-        """Mark all tokens before the roots as known, because the prefill computes their entries."""
+        """Mark all tokens before the roots as known, because prefill computes their entries; lengths: LongTensor[B]."""
         self.known.copy_(lengths)
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
@@ -68,11 +68,11 @@ class HeadCache(KeyValueCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors that hold state, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [getattr(self, name) for name in self._FIELDS]
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
-        """Copy the first `rows` rows of another cache, see `RowCache.take`."""
+        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`; returns the number copied."""
         super().take(sequence, source, of, rows)
         assert isinstance(source, HeadCache)
         for own, other in ((self.features, source.features), (self.tokens, source.tokens)):

@@ -39,9 +39,11 @@ class EntriesDraft(TappedDraft):
         mask: TreeMask,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The outputs [B, N, H] of entries, whose keys and values are stored at these rows of the cache.
+        """Run the layers over N entries of each sequence, and store their keys and values. Returns outputs [B, N, H].
 
-        positions: if they differ from the rows
+        features: [B, N, F], of the tokens before, or `fed_back` of parents' outputs; tokens: LongTensor[B, N]
+        rows: LongTensor[B, N], the entries' rows in the cache; mask: which rows each entry sees
+        positions: LongTensor[B, N], if they differ from the rows
         """
 
     @abstractmethod
@@ -53,7 +55,7 @@ class EntriesDraft(TappedDraft):
         """What is kept of the target's hidden states: [B, N, F] from a list of [B, N, H]."""
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """What replaces the features in the entries of child nodes: [B, n, H] from outputs."""
+        """What replaces the features in the entries of child nodes: [B, n, F] from the parents' outputs [B, n, H]."""
         return hidden
 
     def mask_features(self) -> Tensor:
@@ -129,7 +131,7 @@ class EntriesDraft(TappedDraft):
         return hidden
 
     def _after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """The outputs [B, n, H] of drafted nodes."""
+        """Compute the entries of a level's nodes from their parents' outputs; returns their outputs [B, n, H]."""
         before = (feed.prefix_lengths - 1).clamp(min=0)  # the root's row
         shift = (feed.prefix_lengths - before)[:, None]
         rows = feed.cache_rows - shift
@@ -144,7 +146,7 @@ class EntriesDraft(TappedDraft):
         return levels + 2
 
     def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:
-        """Store what replaces the features in the entries of child nodes."""
+        """Store `fed_back` of outputs [B, N, H] in cache.outputs at rows LongTensor[B, N], for child nodes' entries."""
         store_rows(cache.outputs[:, None], self.fed_back(hidden)[:, :, None], rows)
 
 

@@ -32,7 +32,7 @@ class _Settings(TypedDict, total=False):
 
 
 def is_mtp(checkpoint: Checkpoint, config: PreTrainedConfig) -> bool:
-    """Whether a checkpoint is that of a target with this config and has MTP layers."""
+    """Whether a checkpoint is the target's own, by its config, and has MTP layers."""
     own, text = checkpoint.settings(_Settings), config.get_text_config(decoder=True)
     if any(own.get(name) != getattr(text, name, None) for name in _Settings.__annotations__):
         return False
