@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning-rate schedule: linear warm-up, a plateau, then linear decay to zero.
+    """The learning-rate schedule: linear warm-up, a plateau, then linear decay to zero. All lengths are in steps.
 
     matrix_rate: Muon's peak rate; its updates are rescaled to AdamW's usual size
     vector_rate: AdamW's peak rate, for embeddings and norms
@@ -52,7 +52,7 @@ class Optimization:
         )
 
     def step(self, step: int) -> None:
-        """Update the parameters with their gradients, clipped to norm 1, and clear the gradients."""
+        """Do step number `step`, from 0: update the parameters with gradients clipped to norm 1, and clear these."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, rate in ((self.muon, self.schedule.matrix_rate), (self.adamw, self.schedule.vector_rate)):
             for group in optimizer.param_groups:
