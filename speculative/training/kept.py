@@ -27,7 +27,7 @@ TAPS, HIDDEN = torch.bfloat16, torch.float16
 
 
 def bytes_kept(rows: Tensor, width: int, taps: int) -> int:
-    """The bytes of the files for rows [R, L]. width: hidden columns of the target; taps: hidden states kept besides one."""
+    """The bytes of the files for rows [R, L]. width: hidden columns of the target; taps: states besides the last."""
     return rows.numel() * (2 * width * (taps + 1) + 4)
 
 
