@@ -34,7 +34,7 @@ class Request:
     stops:        LongTensor[any], end-of-sequence tokens
     pad:          the padding token after a sequence has ended
     processing:   repetition penalty and min_new_tokens, applied before the filters; None for neither
-    processors:   logits processors of each sequence, for target and draft, before the filters; None for none at all
+    processors:   a list of logits processors for each sequence, for target and draft, before the filters; None for none
     input_ids:    LongTensor[B, T], the prompts as given by the caller, which processors get
     stopping:     other criteria that end a sequence; None for none
     past:         cached sequences whose prefixes prompts may share; None for none
@@ -69,10 +69,11 @@ class Request:
         seed: int = 0,
         penalties_as_processors: bool = False,
     ) -> "Request":
-        """Make a request from the arguments of a call, with defaults from the target's generation_config.
+        """Make a request from the arguments of a call of `generate`, with defaults from the target's generation_config.
 
-        drafting: the models that draft
-        options: `GenerateOptions` without the seed
+        drafting: the forward passes of the models that draft, for checks
+        input_ids: LongTensor[B, T], with left padding; temperature: None for the default
+        options: by name, all of `GenerateOptions` except the seed
         penalties_as_processors: make penalties logits processors even if there are no others, for a batch in which
             requests differ
 
@@ -130,7 +131,7 @@ class Request:
         return bool(padded.any() and not padded.all())
 
     def to_compare(self) -> dict[str, object]:
-        """Return the values, by name, that must be equal on all ranks of a generation."""
+        """Return the values, by name, that must be equal on all ranks, so that all of them take the same steps."""
         return {
             "prompt": self.prompt,
             "lengths of prompts": self.lengths,
@@ -145,7 +146,7 @@ class Request:
 
 
 def filters_of(settings: Mapping[str, Any]) -> Filters:
-    """Return filters from settings with all of `SamplingOptions` and the temperature; a filter that is off is None."""
+    """Return filters from settings by name: the temperature and all of `SamplingOptions`. None turns a filter off."""
     given = {name: settings[name] for name in ("top_k", "top_p", "min_p")}
     on = {name: value for name, value in given.items() if value != NOTHING[name]}
     return Filters(settings["temperature"], **on)
@@ -173,7 +174,7 @@ def _stopping(
 def _stop_tokens(
     eos_token_id: int | Sequence[int] | None, pad_token_id: int | None, vocab_size: int
 ) -> tuple[list[int], int]:
-    """Return the end-of-sequence tokens, and the padding token."""
+    """Return the end-of-sequence tokens, and the padding token: by default the first of them, or else 0."""
     if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
         eos = [whole("eos_token_id", token) for token in eos_token_id]
     else:

@@ -126,7 +126,7 @@ class Sequences:
         return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots], settings=self.settings[:slots])
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange two slots."""
+        """Exchange the sequences in two slots."""
         for rows in self._of_slots():
             kept = rows[one].clone()
             rows[one] = rows[other]
@@ -143,7 +143,7 @@ class Sequences:
 
 
 def sequence_rows(sequence_ids: Tensor) -> Tensor:
-    """Return the first noise row of each sequence, LongTensor[B]."""
+    """Return the first noise row of each sequence, LongTensor[B], from its id, LongTensor[B]."""
     return sequence_ids << (POSITION_BITS + NODE_BITS)
 
 

@@ -102,9 +102,9 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The work of a step, for any batch.
+    """The work of a step, as a function of the batch: draft, score, verify, compact, commit.
 
-    drafter: drafts the trees; near the end of a sequence only their top levels
+    plan: models and rules; drafter: drafts the trees, near the end of a sequence only their top levels
     """
 
     plan: StepPlan
@@ -119,7 +119,11 @@ class Step:
         lap: Lap,
         changes: Sequence[LogitChange] = (),
     ) -> Stepped:
-        """Run one step. visible_rows: at least the rows of the longest prefix; changes: applied before the rules'."""
+        """Run one step, which changes `state` and the caches.
+
+        visible_rows: an upper bound of the cache rows of the longest prefix
+        lap: called with the name of each phase when it ends
+        changes: changes of logits for this batch, applied before those of the rules"""
         plan = self.plan
         change = self._changes(draft_cache, changes, state, lap)
         with plan.target.reading_ahead:
@@ -164,7 +168,7 @@ class Step:
         return LogitChanges([*of_draft, *changes, *self.plan.rules.changes]).of_step(state, lap)
 
     def _commit(self, drafted: Drafted, verified: Verified, state: Sequences) -> None:
-        """Append the accepted tokens to the sequences, see `kernels.commit`."""
+        """Append the accepted and bonus tokens to the sequences in `state`, and update its numbers and counts."""
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
         commit = step_kernels(state.root.device).commit
         commit(written, drafted.nodes, drafted.depths, verified, self.plan.branching)

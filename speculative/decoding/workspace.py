@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, plan: StepPlan) -> "Size":
-        """Return the size for a request that is decoded by a plan."""
+        """Return the size that decoding this request by this plan needs."""
         batch, width = request.prompt.shape
         return cls(
             sequences=batch,
@@ -83,10 +83,14 @@ class Launcher:
     outlives = False
 
     def prepare(self, step: Step, launch: Launch) -> None:
-        """Compile kernels for this step without executing it."""
+        """Compile kernels for this step without executing it; here there is nothing to compile."""
 
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """Run a step in the first `slots` slots; again: whether the same step is likely to run again."""
+        """Run a step in the first `slots` slots, and return its result.
+
+        launch: runs the step call by call, with a `Lap`; lap: called with the name of each phase when it ends
+        again: whether the same step is likely to run again
+        """
         return launch(lap)
 
 
@@ -163,7 +167,7 @@ class Workspace:
     def beginning(
         self, request: Request, plan: StepPlan, chunk: int | None = None, order: list[int] | None = None
     ) -> Iterator[list[int]]:
-        """`begin` piece by piece: a pass reads at most `chunk` tokens of each prompt (None for all).
+        """Do what `begin` does, piece by piece: a pass reads at most `chunk` tokens of each prompt (None for all).
 
         order: the sequence in each slot (default: 0, 1, ...)
 
@@ -388,7 +392,7 @@ def rows_of_a_pass(plan: StepPlan, *, alone: bool = False) -> float:
 
 
 def _most_missing_first(request: Request) -> list[int]:
-    """Return the sequences of a request, those with the most missing tokens first."""
+    """Return the order in which a request's sequences take slots: those with the most tokens to compute first."""
     ends = (request.lengths - 1).tolist()
     have = [0] * len(ends)
     if request.inputs is None and request.past is not None:
@@ -401,9 +405,10 @@ def _most_missing_first(request: Request) -> list[int]:
 def _pieces(
     tokens: Tensor, blocks: Sequence[Block], chunk: int | None, shared: int = 0
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """Cut blocks of tokens LongTensor[B, T] into pieces; yield each piece and the position at which it begins.
+    """Cut blocks of tokens LongTensor[B, T] into pieces; yield each with the position of each sequence's first token.
 
-    A piece, LongTensor[slots, any], has at most `chunk` tokens of each sequence and the next `shared` tokens.
+    A piece, LongTensor[slots, any], has at most `chunk` tokens of each sequence, and the next `shared` tokens, with
+    which the next piece begins again.
     """
     for block in blocks:
         first = torch.tensor(block.starts, device=tokens.device)[:, None]
