@@ -206,7 +206,7 @@ class Watcher:
 class Watchers:
     """The watchers of one generation, with the tensors that they look at.
 
-    tensors: those that are copied to the host after each step
+    tensors: the tensors that are copied to the host after each step
     wait:    whether the host waits for each step, because one of them needs it
     """
 
@@ -218,7 +218,7 @@ class Watchers:
         self.wait = any(watcher.waits for watcher in watchers)
 
     def before(self, state: Sequences) -> None:
-        """Call each before a step."""
+        """Call `before` of each watcher, with the batch."""
         for watcher in self._watchers:
             watcher.before(state)
 
@@ -247,7 +247,7 @@ class Watchers:
         return rows
 
     def replanned(self, plan: StepPlan, steps: int, running: int) -> StepPlan:
-        """Return the plan of later steps, after each of them may have changed its tree."""
+        """Return the plan of later steps, after each watcher may have changed its tree; arguments as in `Watcher`."""
         for watcher, looked in zip(self._watchers, self._looked, strict=True):
             plan = watcher.replanned(plan, steps, running, looked)
         return plan
@@ -440,7 +440,7 @@ def has_graphs(given: bool | None, target: Forward) -> bool:
 
 
 class Recorded(NamedTuple):
-    """A step that can be replayed, and its result, whose tensors each replay overwrites."""
+    """A recorded step, which can be replayed, and its result, whose tensors each replay overwrites."""
 
     recording: Recording
     result: Stepped
