@@ -127,7 +127,7 @@ class Work(NamedTuple):
         return cls(sum(one.nbytes for one in weights), sum(one.numel() for one in weights), layers, itemsize)
 
     def seconds(self, tokens: int, device: Device) -> float:
-        """Estimated seconds of a pass over n = `tokens` tokens."""
+        """Estimated seconds of a pass over this many tokens, of all sequences together, on this GPU."""
         peak = REACHED_PEAK * (device.tensor_peak if self.itemsize <= 2 else device.plain_peak)
         unread = self.expert_bytes * (1 - self.chosen) ** tokens
         used = self.weights - self.expert_weights * (1 - self.chosen)

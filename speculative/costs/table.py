@@ -38,12 +38,12 @@ class Costs:
         return {size: self._between(self.step, size) / self.step[1] for size in sizes if size <= max(self.step)}
 
     def step_seconds(self, size: int, depth: int) -> float:
-        """Seconds of a step and its drafting with a tree of this size and depth; in proportion above the largest size."""
+        """Seconds of a step and its drafting, for a tree of this size and depth; larger sizes cost in proportion."""
         most = max(self.step)
         return self._between(self.step, min(size, most)) * max(1.0, size / most) + depth * self.level
 
     def relative_error(self, size: int, depth: int) -> float:
-        """The error of `step_seconds`, as a share of it, for a size within the known ones."""
+        """The standard error of `step_seconds`, divided by it, for a size within the known ones."""
         error = math.hypot(self._between(self.step_error, size), depth * self.level_error)
         return error / (self._between(self.step, size) + depth * self.level)
 

@@ -62,7 +62,7 @@ class Drafted(NamedTuple):
 
     @property
     def nodes(self) -> Nodes:
-        """The trees as input of a verification."""
+        """The nodes as a verification takes them: tokens, parents and ranks."""
         return Nodes(self.tokens, self.parents, self.ranks)
 
     @property
@@ -72,7 +72,7 @@ class Drafted(NamedTuple):
 
     @property
     def target_inputs(self) -> "TargetInputs":
-        """The trees as input of the target."""
+        """The nodes as the target's pass takes them: tokens, positions, cache rows and the tree."""
         return TargetInputs(self.inputs.tokens, self.inputs.positions, self.inputs.cache_rows, self.subtree_end)
 
 

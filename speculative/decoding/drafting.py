@@ -87,7 +87,7 @@ class StaticDrafter:
 
     @property
     def depth(self) -> int:
-        """Levels of the tree."""
+        """The number of levels below the root that it drafts."""
         return len(self.tree.levels)
 
     def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
@@ -168,7 +168,7 @@ def _root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: 
 
 
 def _drafted(tree: DeviceTree, tokens: Tensor, inputs: NodeInputs, logits: Tensor | None) -> Drafted:
-    """The drafted nodes of a static tree, whose shape all sequences share."""
+    """The `Drafted` of a static tree, whose shape all sequences share: arguments as its fields."""
     return Drafted(
         tokens=tokens,
         parents=tree.nodes.parents,

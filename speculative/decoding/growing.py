@@ -61,7 +61,7 @@ class GrowingDrafter:
 
     @property
     def depth(self) -> int:
-        """The levels of a tree."""
+        """The number of levels below the root that it drafts."""
         return self.growth.depth
 
     def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:

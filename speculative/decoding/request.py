@@ -155,7 +155,10 @@ def filters_of(settings: Mapping[str, Any]) -> Filters:
 def _inputs(
     input_ids: Tensor, lengths: Tensor, target: Forward, new: int, options: Mapping[str, Any]
 ) -> "PromptInputs | Seen | None":
-    """Return the prompts' inputs besides tokens, of this call or of the past; None if there are none."""
+    """Return the prompts' inputs besides tokens, of this call or of the past; None if there are none.
+
+    input_ids: LongTensor[B, T], with left padding; lengths: LongTensor[B]; new: max_new_tokens
+    """
     given, past = options.get("model_inputs"), options.get("past")
     if given is None and (past is None or past.seen is None):
         return None
@@ -230,7 +233,10 @@ def _check_past(past: object, target: Forward) -> None:
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the number of tokens of each prompt, LongTensor[B]; ValueError for a mask that is not left padding."""
+    """Return the number of tokens of each prompt, LongTensor[B], from the mask, [B, T]; all T without a mask.
+
+    Raises ValueError for a mask that is not left padding.
+    """
     if attention_mask is None:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
     if not isinstance(attention_mask, Tensor):

@@ -122,7 +122,7 @@ class Sequences:
             self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)
 
     def first(self, slots: int) -> "Sequences":
-        """Return a view of the first `slots` slots."""
+        """Return a view of the sequences in the first `slots` slots; all of `output` belongs to it."""
         return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots], settings=self.settings[:slots])
 
     def swap(self, one: int, other: int) -> None:

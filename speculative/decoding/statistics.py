@@ -78,7 +78,7 @@ class Statistics:
 
     @property
     def tokens_per_step(self) -> float:
-        """Block efficiency: tokens per target forward."""
+        """New tokens per step, which is per pass of the target (block efficiency in papers)."""
         return self.new_tokens / self.steps if self.steps else 0.0
 
     @property

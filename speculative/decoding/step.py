@@ -66,7 +66,7 @@ class StepPlan:
     peers: Peers = ALONE
 
     def each(self) -> "list[StepPlan]":
-        """Return a plan for each of the trees, this one's first."""
+        """Return a copy of this plan for each candidate tree, with that tree as `tree`; this plan's own first."""
         return [replace(self, tree=tree) for tree in self.trees]
 
     @cached_property
@@ -175,7 +175,7 @@ class Step:
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:
-    """Return the step of a plan that drafts the top `depth` levels of its tree: not all near the end of a sequence."""
+    """Return the step of a plan that drafts the top `depth` levels of its tree: near a sequence's end fewer than all."""
     tree, device = plan.tree if depth > 0 else ROOT, plan.target.device
     if tree.grows:
         drafter: Drafter = load("growing_drafter")(tree, depth, plan.rules, device)

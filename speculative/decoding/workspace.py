@@ -142,11 +142,11 @@ class Workspace:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of both caches."""
+        """Bytes of the target's and the draft's cache."""
         return self.target_cache.nbytes + self.draft_cache.nbytes
 
     def most_visible(self, plan: StepPlan) -> int:
-        """Return the rows of the longest prefix for which there is room."""
+        """Return the most cache rows that a prefix may have, so that there is room for a tree of the plan after it."""
         return self.size.cache_rows - plan.rows
 
     def fits(self, size: Size, plan: StepPlan) -> bool:

@@ -188,7 +188,7 @@ class CompositeDraft(Draft):
         return [change for part, own in zip(self.drafts, cache.parts, strict=True) for change in part.changes(own)]
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """The usual acceptance of the best part."""
+        """How often tokens of its best part are usually accepted."""
         return max(part.usual_acceptance(temperature) for part in self.drafts)
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
@@ -197,12 +197,12 @@ class CompositeDraft(Draft):
             part.learn(prompts, lengths, new, counts)
 
     def unsure_rows(self, levels: int) -> int:
-        """2 + levels: a model of a cascade also lacks the tokens that other drafts have drafted below it."""
+        """2 + levels, the number of last rows that may be missing: a model lacks what other drafts drafted below it."""
         return 2 + levels
 
 
 class CascadeDraft(CompositeDraft):
-    """The `Draft` of `Cascade`."""
+    """The `Draft` of `Cascade`: for each level it calls the draft that drafts there."""
 
     def __init__(self, parts: list[Draft], levels: Sequence[int], device: torch.device):
         super().__init__(parts, device)
@@ -241,7 +241,7 @@ class CascadeDraft(CompositeDraft):
 
 
 class MixtureDraft(CompositeDraft):
-    """The `Draft` of `Mixture`."""
+    """The `Draft` of `Mixture`: it calls all drafts for each level, and averages their distributions by weights."""
 
     def __init__(self, parts: list[Draft], weights: Sequence[float] | None, device: torch.device):
         super().__init__(parts, device)

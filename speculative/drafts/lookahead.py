@@ -101,7 +101,7 @@ class LookaheadCache(NgramCache):
 
 
 class LookaheadDraft(LookupDraft):
-    """The `Draft` of `Lookahead`.
+    """The `Draft` of `Lookahead`: proposes what followed the last tokens in its pool and in the sequence.
 
     columns: LongTensor[W], the indices of the window's columns
     depths, ends: LongTensor[W (N - 1)], for each node of the window in depth-first order, with the root first: its

@@ -63,7 +63,10 @@ class Merge(Draftable):
 
 
 class MergeDraft(CompositeDraft):
-    """The `Draft` of `Merge`. Each draft reads all nodes, so that it knows every path that may be accepted."""
+    """The `Draft` of `Merge`: below each child of the root, logits of the draft that drew it.
+
+    Each draft reads all nodes, so that its cache has every path that may be accepted.
+    """
 
     def __init__(self, parts: list[Draft], device: torch.device):
         super().__init__(parts, device)

@@ -140,7 +140,10 @@ class TranslatedCache(RowCache):
 
 
 class TranslatedDraft(Draft):
-    """The `Draft` of `Translated`, for a target with this vocabulary size."""
+    """The `Draft` of `Translated`: reads and drafts with its model, and returns logits of the target's tokens.
+
+    It is made for a target with this vocabulary size.
+    """
 
     overlap, can_rest = 0, True
 

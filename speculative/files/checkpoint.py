@@ -41,7 +41,10 @@ class Checkpoint:
     """
 
     def __init__(self, path_or_name: str | Path, *, revision: str | None = None, local_files_only: bool = False):
-        """revision, local_files_only: for a name, as in transformers' `from_pretrained`"""
+        """path_or_name: a folder, or a name on the Hugging Face hub.
+
+        revision, local_files_only: for a name, as in transformers' `from_pretrained`
+        """
         self.name = str(path_or_name)
         folder = Path(self.name).expanduser()
         self._where = str(folder) if folder.is_dir() else self.name

@@ -40,7 +40,7 @@ class GgufHeader(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many numbers all tensors have together."""
+        """The number of elements of all tensors together."""
         return sum(tensor.elements for tensor in self.tensors)
 
 

@@ -59,7 +59,9 @@ def gguf_file(role: str, name: str) -> Path | None:
 
 
 def check_gguf(role: str, file: Path) -> GgufHeader:
-    """The header of a GGUF file that is whole and in one piece.
+    """Check that a GGUF file is whole, in one piece, and can be read here; return its header.
+
+    role: "target" or "draft", for messages
 
     Raises ImportError if packages are missing, OSError, and ValueError for another format, one part of several, and a
     file that was cut off.

@@ -89,6 +89,7 @@ def is_published(kind: type, home: str) -> bool:
 def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = True) -> list[str]:
     """The names of functions that a model calls and that are not its library's own, such as patches.
 
+    attentions: the attention implementations that its modules may ask for, by name
     hooks: whether to include hooks of modules, and forward functions that were set on a module object
     """
     named = [*model.named_modules()]

@@ -72,7 +72,7 @@ class TransformersForward(Forward):
         self._read_layers()
 
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
-        """An empty cache of `rows` rows for each of `batch` sequences."""
+        """An empty cache of `rows` rows for each of `batch` sequences. lag: ignored."""
         heads, columns = self._heads_and_columns
         return KeyValueCache(
             batch=batch, layers=self.layers, kv_heads=heads, rows=rows, head_dim=columns, like=self.like

@@ -114,7 +114,7 @@ class _Together:
 
 
 class JoinedProducts:
-    """The products of a [rows, K] with several weights, as views of one product."""
+    """A function from hidden states [rows, K] to their products with several weights, computed as one product."""
 
     def __init__(self, weights: _Together, biases: _Together | None):
         from heavypath.kernels.layers.few_rows import few_rows_product  # only needed on GPUs
@@ -157,7 +157,7 @@ def _storage_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _separate(parameters: Sequence[Tensor], storage: tuple[int, int]) -> None:
-    """Give each parameter that is still in this storage memory of its own."""
+    """Copy each parameter that still lies in this joined storage into memory of its own."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             for one in parameters:

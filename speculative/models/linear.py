@@ -84,7 +84,7 @@ class Linears:
         return lambda hidden: product(hidden, copied.blocks)
 
     def is_current(self) -> bool:
-        """Whether all copies still equal their weights, as far as the check of the module's description finds out."""
+        """Whether no weight has changed since it was copied; a few changes through `.data` are not noticed."""
         return all(copied.is_current() for copied in self._copied)
 
     def copy_of(self, layers: Sequence[Any], paired: bool = False) -> "Packed":
@@ -122,7 +122,10 @@ def as_it_lies(layer: Any) -> Product:
 
 
 class Packed:
-    """A reordered copy of all weights of linear layers that share an input."""
+    """A copy of the weights and biases of linear layers that share an input, reordered for compiled products.
+
+    paired: whether rows of two layers, gate and up, alternate in the copy
+    """
 
     def __init__(self, layers: Sequence[Any], paired: bool):
         self.parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
@@ -130,7 +133,7 @@ class Packed:
         self.blocks = Blocks.of([layer.weight for layer in layers], [layer.bias for layer in layers], paired)
 
     def is_current(self) -> bool:
-        """Whether the parameters are unchanged since they were copied, see the module."""
+        """Whether no weight has changed since it was copied; a few changes through `.data` are not noticed."""
         return all(map(_is_as_before, self.parameters, self._looks))
 
 

@@ -238,7 +238,7 @@ class LlamaForward(Forward):
         return self._turns(every)
 
     def _turns(self, positions: Tensor) -> Tensor:
-        """The rotary table [N, 2, D] for positions LongTensor[N] of one sequence."""
+        """Cosine and sine [N, 2, D] for positions LongTensor[N], as `turns_of` returns them."""
         return turns_of(self.model.model.rotary_emb, positions, self.like)
 
 

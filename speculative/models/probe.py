@@ -74,7 +74,7 @@ def lengths_to_try(forward: Any) -> list[int | None]:
 
 
 class NotFiniteError(ValueError):
-    """A model's own logits are NaN or infinite."""
+    """Raised if a model's own logits are NaN or infinite, so that nothing can be compared with them."""
 
 
 def check_own_logits(forward: Forward, logits: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts, and its standard error; None for one prompt."""
+    """A mean over prompts, and its standard error, which is None for a single prompt."""
 
     mean: float
     error: float | None

@@ -25,7 +25,7 @@ from heavypath.speculative.training.teacher import Taught
 
 
 def check_trains(head: BlockHead) -> None:
-    """Raise ValueError for a block draft with parts that cannot be trained here."""
+    """Raise ValueError for a block draft with parts that cannot be trained here, with their names."""
     config = head.config
     strange = {
         "rows that predict their own token": not config.from_root,

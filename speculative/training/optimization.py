@@ -26,7 +26,7 @@ class Schedule:
     weight_decay: float
 
     def factor(self, step: int) -> float:
-        """The factor of the peak rates in step number `step`, from 0."""
+        """The share of the peak learning rates that step number `step`, from 0, has."""
         return min(1.0, (step + 1) / self.warmup_steps, (self.steps - step) / self.decay_steps)
 
 

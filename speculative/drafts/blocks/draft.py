@@ -166,7 +166,7 @@ class BlockHeadDraft(TappedDraft):
         return [*self.head.term.level_weights(), *([self.lm_head.weight] if self.head.term.uses_lm_head else [])]
 
     def unsure_rows(self, levels: int) -> int:
-        """0: each pass of the target writes the draft's rows, too."""
+        """0, because none of the last rows may be missing: each pass of the target writes the draft's rows, too."""
         return 0
 
     def _keep(self, contexts: list[Tensor], positions: Tensor, cache_rows: Tensor, cache: BlockCache) -> None:
@@ -330,10 +330,10 @@ def _table(cache: BlockCache) -> Tensor:
 
 
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
-    """The rows LongTensor[B, N] of a tensor [B, S, ...], as [B, N, ...]."""
+    """The rows with these numbers, LongTensor[B, N], of a tensor [B, S, ...]: [B, N, ...]."""
     return field[torch.arange(len(field), device=rows.device)[:, None], rows]
 
 
 def _heads_of(field: Tensor, rows: Tensor) -> Tensor:
-    """The rows LongTensor[B, N] of keys or values [B, heads, S, D], as [B, N, heads, D]."""
+    """The rows with these numbers, LongTensor[B, N], of keys or values [B, heads, S, D]: [B, N, heads, D]."""
     return _rows_of(field.transpose(1, 2), rows)

@@ -174,7 +174,7 @@ class _EncoderLayer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Weights are named as in `torch.nn.MultiheadAttention`."""
+    """Attention with a bias on its scores. Weights are named as in `torch.nn.MultiheadAttention`."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -83,7 +83,7 @@ class PardCache(RowCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors with the state of a sequence, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [self.keys, self.values, self.tokens, self.known]
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:

@@ -165,7 +165,7 @@ def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any], kind: st
 def _causal(
     settings: Mapping[str, Any], options: Mapping[str, Any], windows: tuple[int | None, ...], kind: str
 ) -> tuple[bool, ...]:
-    """By layer, true if a row of the block sees the rows up to itself alone."""
+    """For each layer, whether a row of the block attends only to the block's rows up to itself; else to all."""
     inner = settings.get("dflash_config") or {}
     told = settings.get("is_causal"), inner.get("is_causal"), options.get("causal"), options.get("causal_head")
     given = next((each for each in told if each is not None), None)
@@ -177,7 +177,7 @@ def _causal(
 
 
 def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer."""
+    """The number of positions that each layer attends to, from config.json; None for all."""
     usual = "sliding_attention" if settings.get("model_type") == ASSISTANT else "full_attention"
     kinds, window = layer.get("layer_types", [usual] * layers), layer.get("sliding_window")
     strange = sorted({*kinds} - {"full_attention", "sliding_attention"})

@@ -54,7 +54,7 @@ class _HeadFunctions(LayerFunctions):
 
 
 class HeadDraft(EntriesDraft):
-    """An `EagleHead` as a draft for the target whose hidden states it reads.
+    """An `EagleHead` as a draft, level by level, for the target whose hidden states it reads.
 
     Raises ValueError as `TappedDraft` does, for a head that reads hidden states that the target does not have, and for
     one whose rotary embeddings depend on the length of the sequence.
@@ -113,7 +113,7 @@ class HeadDraft(EntriesDraft):
 
     @property
     def lm_head(self) -> Any:
-        """The head's own lm_head, or the target's."""
+        """The head's own lm_head, or the target's if it has none."""
         return self.target_lm_head if self.head.lm_head is None else self.head.lm_head
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:

@@ -52,7 +52,7 @@ class EntriesDraft(TappedDraft):
 
     @abstractmethod
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """What is kept of the target's hidden states: [B, N, F] from a list of [B, N, H]."""
+        """What is kept in the cache of the target's hidden states: [B, N, F] from a list of [B, N, H] for each tap."""
 
     def fed_back(self, hidden: Tensor) -> Tensor:
         """What replaces the features in the entries of child nodes: [B, n, F] from the parents' outputs [B, n, H]."""
@@ -142,7 +142,7 @@ class EntriesDraft(TappedDraft):
         return hidden
 
     def unsure_rows(self, levels: int) -> int:
-        """levels + 2: the entries of what was accepted last, of the last root, and of the token before it."""
+        """levels + 2: the entries of the last step's accepted nodes, its root, and the token before may be missing."""
         return levels + 2
 
     def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:

@@ -15,7 +15,7 @@ from heavypath.speculative.models.llama import norm_of
 
 
 class LayerFunctions:
-    """The modules and functions of a layer's attention and MLP."""
+    """A layer's attention and MLP as functions, with their modules looked up once."""
 
     window = None
 
@@ -30,7 +30,7 @@ class LayerFunctions:
 
     @property
     def linears(self) -> list[nn.Module]:
-        """All linear layers."""
+        """All linear layers of attention and MLP."""
         return [*self.projections, self.mixing, *self.gates, self.last]
 
     def look_up(self, one: Callable[[Any], Product], together: Callable[[Sequence[Any]], Products]) -> None:

@@ -267,7 +267,7 @@ def _rows(tensors: Mapping[str, Tensor], name: str) -> int:
 
 
 def number_in(settings: Mapping[str, Any], key: str) -> int:
-    """The positive integer with this key. Raises ValueError for anything else."""
+    """The positive integer that config.json has for a key. Raises ValueError if it has none, or another value."""
     found = settings.get(key)
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"config.json must give {key}, a positive number, got {found!r}")

@@ -109,7 +109,7 @@ class MedusaDraft(TappedDraft):
         return MedusaCache(like.new_zeros(batch, 1, rows, config.hidden_size), logits)
 
     def taps(self, cache: MedusaCache) -> Taps:
-        """The target's hidden states after its final norm, to be stored in a cache."""
+        """A request for the target's hidden states after its final norm, which are stored in the cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             if self.native is None:
@@ -141,7 +141,7 @@ class MedusaDraft(TappedDraft):
         return [heads.weight[:, 0], heads.bias[:, 0], lm_head]
 
     def unsure_rows(self, levels: int) -> int:
-        """0, because the target's own passes write the rows."""
+        """0, because none of the last rows may be missing: the target's own passes write them."""
         return 0
 
     def _read_root(self, lengths: Tensor, heads: int, cache: MedusaCache) -> None:

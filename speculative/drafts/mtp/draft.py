@@ -52,7 +52,7 @@ class MtpHead(nn.Module, Draftable):
 
 
 class MtpDraft(EntriesDraft):
-    """The `Draft` of `MtpHead`.
+    """An `MtpHead` as a draft, level by level, for the target in whose checkpoint it is.
 
     Raises ValueError as `TappedDraft` does, and for a target of another width or depth, or split over processes.
     """

@@ -81,7 +81,7 @@ class HybridCache(StatesCache, KeyValueCache):
         return [*super().remembered(), self.ends, self.origin, *self.states.tensors(), *self.prompts.tensors()]
 
     def begin(self, lengths: Tensor) -> None:
-        """Reset all states, for prompts of these lengths."""
+        """Set all states to zero. lengths: LongTensor[B], the number of tokens that prefill reads, before each root."""
         super().begin(lengths)
         for field in (*self.states.tensors(), *self.prompts.tensors()):
             field.zero_()
@@ -159,7 +159,7 @@ class HybridCache(StatesCache, KeyValueCache):
     # Methods that transformers' mixers call.
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [B, Hkv, rows, D]."""
+        """The keys and values [B, Hkv, rows, D] of an attention layer, by its index in the model."""
         return super().read(self._row_of[layer])
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:

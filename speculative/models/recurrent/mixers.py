@@ -229,7 +229,10 @@ def _replaced(kind: type[nn.Module]) -> list[str]:
 
 
 def over_trees(model: ModuleT) -> ModuleT:
-    """A copy of a model, over the same weights, whose mixers take a `Layer` for a state."""
+    """A copy of a model, over the same weights, whose recurrent layers compute over the nodes of a tree.
+
+    Their mixers take a `Layer` from the cache in place of a state.
+    """
     made: dict[int, nn.Module] = {}
 
     def copied(module: nn.Module) -> nn.Module:

@@ -139,7 +139,7 @@ class _Layer:
             self._query_norm, self._key_norm = _centred(own.q_norm), _centred(own.k_norm)
 
     def _by_attention(self, hidden: Tensor, nodes: _Nodes) -> Tensor:
-        """Mix normed hidden states [B * N, H] by attention."""
+        """The attention's output [B * N, H] for normed hidden states [B * N, H]; keys and values go into the cache."""
         own, by_head = self._own, (*nodes.rows.shape, -1, self._own.head_dim)
         both, key, value = self._project(hidden)
         query, gate = both.view(*by_head[:3], 2 * own.head_dim).chunk(2, -1)
@@ -152,7 +152,7 @@ class _Layer:
         return self._mix((mixed.transpose(1, 2) * gate.sigmoid()).reshape(len(hidden), -1))
 
     def _by_delta_rule(self, hidden: Tensor, nodes: _Nodes) -> Tensor:
-        """Mix normed hidden states [B * N, H] by a gated delta rule."""
+        """The output [B * N, H] of a gated delta rule for normed hidden states [B * N, H], by the cache's states."""
         own, state = self._own, nodes.cache.state(self._own.layer_idx, 0)
         by_node = *nodes.rows.shape, -1
         joined, z, strength, decay = (each.view(by_node) for each in self._project(hidden))
