@@ -127,6 +127,7 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
     The token before may have been an accepted leaf, which the draft has not read yet. A sequence of one token has none
     before the root: then both are the root.
 
+    state: the batch; reach: bounds of its lengths
     nodes: columns of the mask, which are nodes of the tree; at least 2, since there are 2 queries
     levels: levels that are drafted in this step
     """
@@ -172,6 +173,7 @@ def any_drafted(tokens: Tensor) -> bool:
 def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> None:
     """Raise ValueError for logits with NaN or +inf. Does nothing on a GPU, where it would have to synchronise.
 
+    whose:  "draft" or "target", for the message
     logits: [B, n, any]; or keys of draws from them, which are NaN if the logits give no distribution
     depths: depths of the n nodes: an int, [n] or [B, n]
     """

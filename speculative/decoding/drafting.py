@@ -78,7 +78,8 @@ class StaticDrafter:
     A node is absent where the draft's support ran out, or where it is deeper than its own sequence has tokens left to
     write. On a CPU the trees are their roots alone where no draft proposes anything.
 
-    alone: the root
+    tree: the tree to draft; alone: the tree of only the root
+    rules: how children are drawn
     """
 
     tree: DeviceTree
@@ -188,7 +189,10 @@ def static(tree: TokenTree, depth: int, draft: Draft, rules: Rules, device: torc
 
 
 def device_tree(whole: TokenTree, depth: int, device: torch.device, laws: int = 1) -> DeviceTree:
-    """The top `depth` levels of a tree, on a device. Child j of the root is drawn from distribution j mod `laws`."""
+    """Make the `DeviceTree` of the top `depth` levels of a tree.
+
+    laws: D, the number of distributions that a draft has after the root; its child j is drawn from number j mod D
+    """
     tree, whole_numbers = whole.truncated(depth)
     mask = tree.mask()
     size = len(tree)

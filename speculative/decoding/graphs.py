@@ -228,7 +228,7 @@ class CudaGraphs(Launcher):
 
 
 def warm_up(runner: Any, request: Request, plan: StepPlan, tree_of: Callable[[int], Shape] | None) -> None:
-    """Compile and capture whatever the first generation like this request would, without returning tokens.
+    """Compile and capture all that a generation for such a request needs, so that the first one is as fast as others.
 
     runner: a `StepRunner`; tree_of: as in `warm_up_steps`
     """
@@ -249,7 +249,7 @@ def warm_up_steps(
     longest: int,
     tree_of: Callable[[int], Shape] | None,
 ) -> None:
-    """Run each step that a batch may take twice: once, and once to capture it.
+    """Run each step that a batch of up to `batch` sequences may take, twice: once, and once to capture it.
 
     longest: as in `StepRunner.run`
     tree_of: returns the tree for a number of sequences, besides the tree of only a root; None if any tree may be used

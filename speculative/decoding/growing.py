@@ -111,7 +111,7 @@ class GrowingDrafter:
 
 
 def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device) -> GrowingDrafter:
-    """The drafter of trees that grow by `depth` levels.
+    """The drafter of trees that grow by the rule `tree`, but only by `depth` levels.
 
     Raises ValueError for a method whose children are drawn in another way than growing trees draw them.
     """

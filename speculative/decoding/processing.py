@@ -23,7 +23,7 @@ from heavypath.speculative.drafts.changes import LogitChange
 
 @dataclass(frozen=True)
 class Processing(LogitChange):
-    """Repetition penalty and min_new_tokens of the target's logits; min_new_tokens is 0 if no token ends a sequence."""
+    """The change of the target's logits by these options of a call; min_new_tokens is 0 if no token ends a sequence."""
 
     repetition_penalty: float
     min_new_tokens: int

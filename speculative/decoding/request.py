@@ -251,7 +251,7 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _check_positions(target: Forward, drafting: Sequence[Drafting], lengths: Tensor, new: int) -> None:
-    """Raise ValueError if `new` tokens after these prompts exceed a model's positions; the last one is never read."""
+    """Raise ValueError if a model lacks positions for `new` tokens after these prompts; the last one needs none."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     target.check_positions(longest + new - 1, f"({longest} + {new} - 1: the last is not read)")
     for model in (target, *drafting):

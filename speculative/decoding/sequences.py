@@ -71,6 +71,7 @@ class Sequences:
     ) -> "Sequences":
         """Allocate memory for `batch` sequences, all of them marked as ended.
 
+        new_tokens, stops: the most new tokens of a sequence, and end-of-sequence tokens
         vocab_size: 0 without a repetition penalty; count_slots: the columns of `counts`
         """
         return cls(
@@ -96,6 +97,7 @@ class Sequences:
     ) -> None:
         """Put right-padded prompts LongTensor[B, T] into the first slots. The last token of each is its root.
 
+        new_tokens: the most new tokens of each; stops: LongTensor[any]; sequence_ids, prompt_lengths: LongTensor[B]
         members: LongTensor[B], the row of `output` of each sequence (default: 0, 1, ...)
         """
         batch, width = prompt.shape
@@ -153,12 +155,18 @@ def root_rows(sequence_rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def node_rows(root_rows: Tensor, nodes: Tensor) -> Tensor:
-    """Return the noise rows LongTensor[B, n] of nodes (or slots) LongTensor[n] or [B, n] below these roots."""
+    """Return the noise rows LongTensor[B, n] of nodes, or of slots of growing trees.
+
+    root_rows: LongTensor[B], of the roots; nodes: LongTensor[n] or [B, n], the nodes' numbers
+    """
     return _below(root_rows, nodes, 1)
 
 
 def race_rows(root_rows: Tensor, depths: Tensor) -> Tensor:
-    """Return the noise rows LongTensor[B, N] for a race: those of the positions of nodes at depths LongTensor[N]."""
+    """Return the noise rows LongTensor[B, N] of nodes for exponential races, which depend on their positions alone.
+
+    root_rows: LongTensor[B], of the roots; depths: LongTensor[N], of the nodes
+    """
     return _below(root_rows, depths, ROWS_PER_ROOT)
 
 

@@ -75,9 +75,9 @@ class StepPlan:
         return tuple(dict.fromkeys((self.tree, *self.others)))
 
     def after(self, shortest: int) -> "StepPlan":
-        """Return the plan of later steps, where all sequences have at least `shortest` tokens before their roots.
+        """Return the plan of later steps: this plan or, if the draft has no more positions, one that drafts nothing.
 
-        Its trees are only roots if the draft has no more positions.
+        shortest: all running sequences have at least this many tokens before their roots
         """
         if shortest < self.draft.positions or self.tree.depth == 0:
             return self
@@ -175,7 +175,7 @@ class Step:
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:
-    """Return the step of a plan that drafts the top `depth` levels of its tree: near a sequence's end fewer than all."""
+    """Return the step of a plan that drafts the top `depth` levels of its tree, as near a sequence's end."""
     tree, device = plan.tree if depth > 0 else ROOT, plan.target.device
     if tree.grows:
         drafter: Drafter = load("growing_drafter")(tree, depth, plan.rules, device)

@@ -34,10 +34,10 @@ ROWS_OF_A_PASS = {"cpu": 16, "cuda": 512}
 class Size(NamedTuple):
     """The sizes that a generation needs.
 
-    sequences:   of the batch
-    cache_rows:  of each cache
-    new_tokens:  of a sequence
-    stops:       end-of-sequence tokens
+    sequences:   number of sequences of the batch
+    cache_rows:  rows of each sequence in each cache
+    new_tokens:  the most new tokens of a sequence
+    stops:       number of end-of-sequence tokens, at least 1
     count_slots: columns of `counts` in `commit`
     penalised:   1 if a repetition penalty needs the tokens seen, else 0
     """
@@ -75,7 +75,7 @@ class Size(NamedTuple):
 
 
 class Launcher:
-    """Runs steps call by call.
+    """Runs the steps of a workspace, call by call. Subclasses replay steps that they have captured or recorded.
 
     outlives: whether its workspace is kept for the next generation
     """
@@ -340,9 +340,9 @@ class Workspace:
 
 
 class Block(NamedTuple):
-    """Tokens of one prefill pass: `width` tokens of each sequence in the first `slots` slots.
+    """The tokens that one prefill pass reads: `width` consecutive tokens of each sequence in the first `slots` slots.
 
-    starts: the position of the first of them in each sequence
+    starts: for each of these slots, the position of the first token that is read
     """
 
     slots: int
@@ -351,7 +351,9 @@ class Block(NamedTuple):
 
 
 def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[Block]:
-    """Split prefill into blocks, for sequences that end at `ends` and of which `cached` tokens are cached.
+    """Split prefill into blocks.
+
+    ends, cached: for each slot, how many tokens are to be cached, and how many are; slots that lack most come first
 
     All sequences with missing tokens take part in the first block. Those with most continue in further blocks, if this
     saves more rows than another pass costs: the cheapest split of the missing tokens, by dynamic programming. If a

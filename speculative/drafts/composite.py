@@ -85,7 +85,7 @@ def check_drafts(name: str, drafts: Sequence[Any]) -> None:
 
 
 class CompositeCache(RowCache):
-    """The caches of the parts, and the sequence's tokens.
+    """The cache of a composite draft: the caches of its parts, and the sequence's tokens.
 
     keys: LongTensor[B, 1, rows, 1], the token of each row; values is the same tensor
     known: LongTensor[B], number of rows whose tokens all parts have read: those up to the last tree's root
@@ -150,7 +150,7 @@ class CompositeDraft(Draft):
         self.foreign = tuple(name for leaf in self.leaves for name in leaf.foreign)
 
     def new_cache(self, batch: int, rows: int) -> CompositeCache:
-        """Empty caches of `rows` rows for each of `batch` sequences."""
+        """An empty cache, with caches of all parts in it, of `rows` rows for each of `batch` sequences."""
         tokens = torch.zeros(batch, 1, rows, 1, dtype=torch.long, device=self._device)
         return CompositeCache([part.new_cache(batch, rows) for part in self.drafts], tokens)
 

@@ -170,7 +170,7 @@ class Draft:
         """
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """How often its tokens are usually accepted, by measurements of drafts like it; plans default trees.
+        """How often tokens of such drafts are usually accepted, as measured before; default trees are planned with it.
 
         It may depend only on the temperature: sampled output depends on the tree, and must be reproducible.
         """

@@ -60,7 +60,7 @@ class IndexedCache(RowCache):
 
 
 def text_cache(keys: Tensor, values: Tensor, vocab_size: int) -> RowCache:
-    """A cache of these rows [B, heads, rows, M]; with an index if the compiled kernels can read it."""
+    """A cache of keys and values [B, heads, rows, M] of sequences: an `IndexedCache` where compiled code reads it."""
     if host_can_read(keys.device) and library() is not None:
         return IndexedCache(keys, values, vocab_size)
     return RowCache(keys, values)

@@ -126,7 +126,7 @@ class LookaheadDraft(LookupDraft):
         return LookaheadCache(batch, rows, self._lookahead, self.columns.device)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits after each node, in plain PyTorch, as there is no compiled kernel for pools."""
+        """The logits after each node, fp32 [B, n, V], in plain PyTorch, as there is no compiled kernel for pools."""
         return self.in_plain(feed, cache)
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
@@ -158,7 +158,7 @@ class _Window(LogitChange):
         self._draft, self._cache = draft, cache
 
     def before_scoring(self, inputs: Any, state: Any) -> Any:
-        """The tree, with the window appended as further subtrees of its root.
+        """The nodes for the target's pass: `inputs`, and after them the window as further subtrees of the root.
 
         A missing guess is replaced by a token of the sequence, a fixed number of positions before the guess.
         """
@@ -178,7 +178,7 @@ class _Window(LogitChange):
         )
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The logits after the tree's nodes. The likeliest tokens after the window's last level complete n-grams."""
+        """The logits after the tree's nodes, without the window's; from these the tokens that end n-grams are kept."""
         nodes, levels = drafted.tokens.shape[1], self._cache.window.shape[2]
         newest = logits[:, nodes + levels - 2 :: levels].argmax(-1)  # [B, W]
         self._ngrams = torch.cat([self._cache.window, newest[..., None]], -1)  # [B, W, N]

@@ -39,8 +39,9 @@ class PromptLookup(Draftable):
 
 
 class NgramCache(RowCache):
-    """A row for each token of a sequence. With M = max_ngram = 2, in the sequence a b c, row c has key a b and value b
-    c.
+    """The cache of lookups: for each token, the tokens before it, and it with the tokens before it.
+
+    With M = max_ngram = 2, in the sequence a b c, the row of c has the key a b and the value b c.
 
     keys: LongTensor[B, 1, rows, M], the M tokens before the token; -1 before the sequence's first token
     values: LongTensor[B, 1, rows, M], the M - 1 tokens before the token, then the token itself
@@ -120,7 +121,7 @@ class Occurrences(NamedTuple):
     """R tokens of each sequence that can be proposed, with the tokens before them, from the oldest to the latest.
 
     keys: LongTensor[B, R, M], the M tokens before each; -1 for missing ones
-    tokens: LongTensor[B, R]
+    tokens: LongTensor[B, R], the tokens
     counts: bool [B, R], whether the entry is in use
     """
 

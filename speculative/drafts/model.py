@@ -50,7 +50,7 @@ class EarlyExit(Draftable):
 
 
 class ModelDraft(Draft):
-    """A model with the target's vocabulary as a draft."""
+    """A model with the target's vocabulary as a draft: each level of a tree is one pass of the model."""
 
     overlap, can_rest = 0, True
 

@@ -123,7 +123,10 @@ class LearningCopy(CorpusCopy):
 
 
 class RecallDraft(RetrievalDraft):
-    """The `Draft` of `Recall`. Ranges in its cache refer to the corpus at the time they were written."""
+    """The `Draft` of `Recall`: a `RetrievalDraft` whose corpus grows by the sequences that it has drafted for.
+
+    Ranges in its cache refer to the corpus as it was when they were written, so each step finds them again.
+    """
 
     name = "recall"
     renews = True

@@ -53,7 +53,7 @@ def load_trained_head(
 
 
 def _loader(checkpoint: Checkpoint, target: PreTrainedConfig | None) -> Callable[..., TrainedHead] | None:
-    """The function that loads this kind of head; None for anything else.
+    """The function that loads the kind of head that a checkpoint has; None for anything else.
 
     The target's own checkpoint may have Medusa heads, and block drafts have the tensors that identify an EAGLE head.
     """

@@ -132,7 +132,10 @@ class TranslatedCache(RowCache):
         return kept
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path after the root's last row; each of its nodes has one row."""
+        """Move the rows of an accepted path to after the root's last row, one row for each node, and set their ends.
+
+        Arguments as in `RowCache.accept`.
+        """
         drafted = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
         end, steps = self.end_of(prefix_length[:, None]), torch.arange(path.shape[1], device=path.device)
         step_kernels(path.device).compact([self.keys, self.values], drafted, length, end[:, 0] - 1)

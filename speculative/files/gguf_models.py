@@ -113,7 +113,7 @@ def _check_size(file: Path, header: GgufHeader) -> None:
 def unpacked(role: str, file: Path, dtype: torch.dtype) -> Path:
     """The folder with the model of a GGUF file in transformers' format: from the user's cache, or made now.
 
-    dtype: of the weights in the folder
+    role: "target" or "draft", for messages; dtype: of the weights in the folder
 
     Processes wait for each other, so that one of them makes it. Raises the errors of `check_gguf`, OSError if the
     cache cannot be written, and ValueError for a model that transformers cannot read.
@@ -192,7 +192,7 @@ def _save(file: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> N
 
 
 def _drop_tokens(file: Path, count: int) -> None:
-    """Remove tokens that transformers' classes add to every vocabulary, and whose numbers the model does not have."""
+    """Remove added tokens with numbers of `count` or more, which transformers' classes add, from a tokenizer.json."""
     content = json.loads(file.read_text(encoding="utf-8"))
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

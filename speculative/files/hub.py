@@ -103,7 +103,10 @@ def _lacking(role: str, folder: Path) -> str | None:
 
 
 def _fetched(role: str, name: str, check: Callable[[Path], object] | None) -> Path:
-    """The cache folder of a name, after downloading what was missing; the Hub shows its own progress bars."""
+    """The cache folder of a name, after downloading what was missing; the Hub shows its own progress bars.
+
+    role, check: as in `find_folder`. Raises FileNotFoundError or OSError for a name that cannot be downloaded.
+    """
     hub = constants.ENDPOINT
     try:
         files = {

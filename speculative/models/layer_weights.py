@@ -91,7 +91,7 @@ class WeightStream(ABC):
 
     @abstractmethod
     def counts(self) -> StreamCounts:
-        """The current values of the counters."""
+        """The values of the counters so far, since the stream was made."""
 
 
 class LayerWeights:

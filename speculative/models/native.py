@@ -141,7 +141,10 @@ class NativePass:
         taps: Taps | None = None,
         states: GivenStates | None = None,
     ) -> Tensor:
-        """Logits [B, N, V] as `LlamaForward` returns them; with `states`, logits [B, wanted, V] of a draft head."""
+        """Logits [B, N, V] after each token, with arguments as in `Forward.__call__`.
+
+        states: further inputs and outputs of a draft head; the logits are then [B, wanted, V]
+        """
         lib, (batch, nodes), rotary = compiled(), tokens.shape, cache.rotary
         assert rotary is not None
         lengths, (keys, values) = mask.prefix_length.contiguous(), cache.read(0)

@@ -37,7 +37,7 @@ def check_windows(forward: Forward, limit: float) -> None:
 
 
 def _gap(forward: Forward, window: int) -> float:
-    """The distance between the logits of both forward passes at the window's edge, in standard deviations."""
+    """How far logits of `forward` and of transformers' own pass differ at the window's edge, in standard deviations."""
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
     nodes = torch.randint(forward.vocab_size, (1, _NODES), generator=noise, device="cpu").to(forward.device)
     positions = torch.arange(_NODES, device=forward.device)[None]

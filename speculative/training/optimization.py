@@ -65,7 +65,7 @@ class Optimization:
         self.model.zero_grad(set_to_none=True)
 
     def save(self, path: Path, steps: int, seconds: float, **more: Any) -> None:
-        """Save model and optimizers to `path`, with the numbers of steps and seconds so far, and other values."""
+        """Save model and optimizers to `path`, with the number of steps and the seconds so far, and other values."""
         optimizers = [self.muon.state_dict(), self.adamw.state_dict()]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": steps, "seconds": seconds, **more}
         save_whole(state, path)

@@ -120,7 +120,7 @@ class BlockHeadDraft(TappedDraft):
         )
 
     def taps(self, cache: BlockCache) -> Taps:
-        """The hidden states of the target's passes, from which keys and values are computed and stored at once."""
+        """A request for the target's hidden states, from which keys and values are computed and stored in the cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             stacked = torch.stack([state.flatten(0, 1) for state in states], 1)  # [B * N, T, Ht]
@@ -294,7 +294,10 @@ class BlockHeadDraft(TappedDraft):
         return state
 
     def _attends(self, lengths: Tensor, count: int, visible: int) -> list[Attend]:
-        """For each layer, the attention of the block's `count` rows after prefixes of these lengths [B]."""
+        """For each layer, a function that does the attention of a block's rows to the prefix and to the block.
+
+        lengths: LongTensor[B], tokens of the prefixes; count: rows of a block; visible: cache rows that are read
+        """
         config, every = self.config, torch.ones(count, count, dtype=torch.bool, device=lengths.device)
         windows = [
             window if causal or window is None else window + count - 1

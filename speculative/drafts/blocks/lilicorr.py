@@ -62,7 +62,7 @@ class LiLiCorrTerm(BlockTerm):
 
     @classmethod
     def options(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Any]:
-        """The sizes, the scale of logits, and the number of dimensions of the embeddings of depths and ranks."""
+        """The encoder's sizes by name, and the scale of its logits; arguments and errors as in `BlockTerm.options`."""
         check_config(settings, {"lilicorr_enabled": True})
         found: dict[str, Any] = {name: number_in(settings, f"lilicorr_{name}") for name in _SIZES}
         for name, most in (("mlp_ratio", 64), ("vector_eps", 0.5), ("logit_scale", 1e6)):

@@ -192,7 +192,10 @@ def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int)
 
 
 def _taps(options: Mapping[str, Any], layers: int, of_target: int) -> tuple[int, ...]:
-    """The hidden states that it reads of a target of `of_target` layers, by transformers' numbers."""
+    """The numbers, by transformers' counting, of the target's hidden states that the draft reads.
+
+    options: of config.json; layers: the draft's number of layers; of_target: the target's
+    """
     told = options.get("num_target_layers", of_target)
     if told != of_target:
         raise ValueError(

@@ -163,6 +163,9 @@ def for_each_node(kept: Tensor, nodes: Parents) -> Tensor:
 
 
 def only(tokens: Tensor, logits: Tensor, base: Tensor) -> Tensor:
-    """The logits [B, n, K] of K tokens LongTensor[B, K] among those of all, [B, n, Vd], with -inf for the others."""
+    """Logits [B, n, Vd] of all tokens: the given ones [B, n, K] for `tokens`, LongTensor[B, K], -inf for all others.
+
+    base: any logits with Vd columns, for the dtype and the number of tokens
+    """
     every = base.new_full((*logits.shape[:2], base.shape[-1]), -torch.inf)
     return every.scatter_(2, tokens[:, None].expand(logits.shape), logits)

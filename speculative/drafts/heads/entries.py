@@ -23,7 +23,7 @@ from heavypath.speculative.models.forward import PREFILL_CHUNK, Taps, TreeMask, 
 class EntriesDraft(TappedDraft):
     """A draft whose entry i is computed from the target's features of token i and from token i + 1, see `EagleHead`.
 
-    native: the same in compiled code; None if it is not available
+    native: the same draft in compiled code, for a CPU; None if it is not available
     """
 
     overlap = 1  # an entry is computed from two tokens
@@ -63,7 +63,7 @@ class EntriesDraft(TappedDraft):
         raise NotImplementedError
 
     def taps(self, cache: HeadCache) -> Taps:
-        """The hidden states to read during the target's passes; their features are stored in the cache."""
+        """A request for the target's hidden states, of which the features are stored in the cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             if self.native is not None and self.native.takes(tokens.numel()):

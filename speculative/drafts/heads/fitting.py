@@ -60,9 +60,9 @@ def filled(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Any:
-    """The module of this kind and config with these tensors, in eval mode and without gradients.
+    """A head's module with these tensors, in eval mode and without gradients.
 
-    settings: those of config.json, which the tensors must have the sizes of, too
+    kind: makes the module from the config; settings: of config.json, whose sizes the tensors must have, too
 
     Raises ValueError unless they are exactly its tensors.
     """

@@ -208,7 +208,10 @@ def _drafted_tokens(
 
 
 def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """The indices of the hidden states that an EAGLE-3 head reads from a target with `layers` layers."""
+    """The numbers of the hidden states that an EAGLE-3 head reads from a target with `layers` layers.
+
+    options: published settings; own: those that `save_head` wrote
+    """
     if "taps" in own:
         taps, last = tuple(own["taps"]), layers
     else:
@@ -229,7 +232,10 @@ def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tu
 
 
 def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings in the form of transformers 5. The length that the head was trained for is not a limit."""
+    """The `rope_parameters`, in the form of transformers 5, from a config.json's fields on layers.
+
+    The length that the head was trained for is left out: it is not a limit.
+    """
     given = together(layer.get("rope_scaling"), layer.get("rope_parameters"))
     kind = given.pop("rope_type", given.pop("type", "default"))
     if "mrope_section" in given:  # for images and text; for text alone it equals the default

@@ -50,9 +50,9 @@ class MedusaCache(RowCache):
         return MedusaCache(self.keys[:slots], self.logits[:slots])
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the hidden states of an accepted path.
+        """Move the hidden states of an accepted path; arguments as in `RowCache.accept`.
 
-        They are in the target's rows, so the draft's own rows (`node_rows`) are ignored.
+        Nodes have the same rows as in the target's cache, so `node_rows` is ignored.
         """
         step_kernels(path.device).compact([self.keys], path, length, prefix_length)
 

@@ -58,7 +58,7 @@ def load_mtp(given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: 
 
 
 def _check_target(config: Any) -> None:
-    """Raise ValueError for a target whose MTP layers are not supported."""
+    """Raise ValueError for a target, by its config, whose MTP layers are not supported."""
     kind, count = config.model_type, getattr(config, "num_mtp_layers", None)
     if kind not in TYPES:
         raise ValueError(f"those of type {kind!r} are not known, expected {' or '.join(TYPES)}")

@@ -44,7 +44,10 @@ class MtpConfig:
 
 
 class MtpHead(nn.Module, Draftable):
-    """The layer as transformers builds it; embedding, rotary embedding and lm_head are the target's."""
+    """An MTP layer as transformers builds it, as a user gives it to a decoder.
+
+    Embedding, rotary embedding and lm_head are the target's.
+    """
 
     def __init__(self, config: MtpConfig, layer: nn.Module):
         super().__init__()
