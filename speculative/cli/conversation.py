@@ -20,7 +20,8 @@ PROMPT_END = 32  # how many of the prompt's last tokens are searched for an open
 class Conversation:
     """The messages so far, and the cached rows of the last answer.
 
-    options: of `generate`; the seed is that of the first answer, and each further answer adds 1
+    template: the chat template; None for the tokenizer's; system: the system message, if any
+    options: options of `generate`; the seed is for the first answer, and each further answer adds 1
     """
 
     def __init__(

@@ -218,7 +218,7 @@ def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
 
 
 class _Kept(logging.Handler):
-    """Keeps log lines."""
+    """A log handler that keeps the lines that are logged, to be shown later."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -35,7 +35,7 @@ class Precision(StrEnum):
 
 
 def _show_log_lines(context: typer.Context, verbose: bool) -> bool:
-    """Write the package's log lines to standard error until the command ends."""
+    """For --verbose: write the package's log lines to standard error until the command ends. Returns `verbose`."""
     if verbose:
         logger, handler = logging.getLogger("heavypath"), logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))

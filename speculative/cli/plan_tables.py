@@ -50,7 +50,10 @@ def drawing_in_words(profile: Profile) -> list[str]:
 
 
 def limit(profile: Profile, method: str, filters: Filters) -> dict:
-    """Return what limits the speed-up of a method's plan at some sampling."""
+    """Return what limits the speed-up of a method's best tree, by name, for --json.
+
+    filters: temperature and filters, which the profile must have measured
+    """
     planned = profile.plan(method, filters)
     return {
         "temperature": filters.temperature,
@@ -70,7 +73,7 @@ def limit_in_words(facts: dict) -> str:
 
 
 def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict:
-    """Return the figures of a method's best tree at some sampling, for `batch` sequences."""
+    """Return the figures of a method's best tree, by name, for `batch` sequences; filters: as in `limit`."""
     found = profile.plan(method, filters, batch)
     planned, tree = found.plan, found.plan.tree
     return {
@@ -88,7 +91,7 @@ def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict
 
 
 def table(rows: list[dict], key: str = "method") -> Table:
-    """Return a table of the rows, with the column `key` first."""
+    """Return a table of figures from `row`, with the column `key` first: "method" or "sequences"."""
     table = Table(Column(key, no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("nodes", "depth", "expected", "speed-up", "MBSU"):
         table.add_column(heading, justify="right")

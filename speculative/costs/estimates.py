@@ -53,7 +53,7 @@ SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger one
 
 
 def estimates(target: Forward, drafting: Sequence[Drafting], batch: int = 1, sizes: Sequence[int] = SIZES) -> Costs:
-    """The estimated costs of a step for `batch` sequences. drafting: the draft's models.
+    """The estimated costs of a step for `batch` sequences. drafting: the forward passes of the draft's models.
 
     sizes: numbers of nodes; used only for a target on a CPU whose weights are not streamed
     """
@@ -73,7 +73,10 @@ def estimated_for(target: Forward) -> str:
 
 
 def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> float:
-    """Seconds of a pass over trees of `nodes` nodes on a CPU. Types without a compiled pass count as fp32."""
+    """Estimated seconds of a pass on a CPU over trees of `nodes` nodes, of `batch` sequences.
+
+    work: what the pass reads; dtype: of the weights; a type without a compiled pass counts as fp32
+    """
     name = str(dtype).removeprefix("torch.")
     row, more_groups = (share.get(name, share["float32"]) for share in (ROW, MORE_GROUPS))
     if not work.weights:

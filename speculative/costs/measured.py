@@ -8,7 +8,7 @@ from heavypath.speculative.costs.table import Costs
 
 @dataclass(frozen=True)
 class CostsByBatch:
-    """The costs of steps for some batch sizes.
+    """Measured costs of steps for some batch sizes.
 
     by_batch: number of sequences -> costs. Raises ValueError if there are none for 1 sequence
     """

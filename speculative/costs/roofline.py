@@ -51,7 +51,10 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
 class Device(NamedTuple):
-    """A GPU's memory bandwidth in bytes per second, and peak operations per second with and without tensor cores."""
+    """The speed of a GPU.
+
+    bandwidth: bytes of memory per second; tensor_peak, plain_peak: operations per second with and without tensor cores
+    """
 
     bandwidth: float
     tensor_peak: float
@@ -70,9 +73,12 @@ class Device(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The size of a forward pass: bytes and elements of the weights it reads, layers, and bytes of an activation.
+    """The size of a forward pass, for estimates of its time.
 
-    expert_bytes, expert_weights: the part of all experts in them; chosen: the share of the experts that a token uses
+    weight_bytes, weights: bytes and numbers of the weights that it reads
+    layers: number of layers; itemsize: bytes of an activation's number
+    expert_bytes, expert_weights: what of weight_bytes and weights all experts have
+    chosen: the share of the experts that a token uses
     """
 
     weight_bytes: int
@@ -109,7 +115,7 @@ class Work(NamedTuple):
 
     @classmethod
     def split(cls, model: Drafting) -> "tuple[Work, Work]":
-        """A draft's work per step, and per level. A pass that drafts all levels at once counts for the step."""
+        """A draft's work once per step, and once per level. A pass that drafts all levels at once counts per step."""
         nothing = cls(0, 0, 0, model.dtype.itemsize)
         if model.is_head:
             passed = model.pass_weights()
@@ -121,7 +127,7 @@ class Work(NamedTuple):
         return cls(sum(one.nbytes for one in weights), sum(one.numel() for one in weights), layers, itemsize)
 
     def seconds(self, tokens: int, device: Device) -> float:
-        """Estimated seconds of a pass over n = `tokens` tokens."""
+        """Estimated seconds of a pass over this many tokens, of all sequences together, on this GPU."""
         peak = REACHED_PEAK * (device.tensor_peak if self.itemsize <= 2 else device.plain_peak)
         unread = self.expert_bytes * (1 - self.chosen) ** tokens
         used = self.weights - self.expert_weights * (1 - self.chosen)
@@ -131,14 +137,17 @@ class Work(NamedTuple):
 
 
 def experts_among(config: Any, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], float]:
-    """The weights of all experts, and the share of the experts that a token uses. weights: (name, weight) pairs."""
+    """The weights of all experts among (name, weight) pairs, and the share of the experts that a token uses.
+
+    Without experts: an empty list and 1.
+    """
     count, each = (_largest(config, names) for names in (_EXPERTS, _CHOSEN))
     found = [weight for name, weight in weights if ".experts." in name and weight.shape[:1] == (count,)]
     return (found, each / count) if found and 0 < each <= count else ([], 1.0)
 
 
 def _largest(config: Any, names: Sequence[str]) -> int:
-    """The value of the first of these names that a config has, or the largest if it is a list; 0 if it has none."""
+    """The number in a config under the first of these names that it has; of a list the largest; 0 without any."""
     found = next(filter(None, (getattr(config, name, None) for name in names)), 0)
     return found if isinstance(found, int) else max(found)
 
@@ -146,7 +155,9 @@ def _largest(config: Any, names: Sequence[str]) -> int:
 def estimated_costs(
     target: Forward, drafting: Sequence[Drafting], device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
 ) -> Costs:
-    """The costs of steps and levels on a GPU for `batch` sequences decoded together.
+    """The estimated costs of steps and levels on a GPU for `batch` sequences decoded together.
+
+    drafting: the forward passes of the draft's models; sizes: numbers of nodes of the trees
 
     For a draft without a model, a level costs only the draws and the small kernels.
     """

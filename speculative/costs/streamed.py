@@ -55,7 +55,7 @@ def streamed_bytes(stream: StreamFacts) -> int:
 def streamed_costs(
     target: Forward, drafting: Sequence[Drafting], batch: int = 1, sizes: Sequence[int] = SIZES
 ) -> Costs:
-    """The costs of steps and levels for a target with a stream, and `batch` sequences decoded together."""
+    """The estimated costs of steps and levels for a target with a stream, and `batch` sequences decoded together."""
     assert target.stream is not None
     kind = target.device.type
     reading = streamed_bytes(target.stream) / LINK[kind]

@@ -20,7 +20,7 @@ class Costs:
 
     step:  nodes of a tree -> seconds of a step without drafting, never falling; 1 node is plain decoding
     level: seconds of drafting one level of a tree
-    step_error, level_error: their errors in seconds, see `timing`; 0 for estimates
+    step_error, level_error: the standard errors of both in seconds; empty and 0 for estimates
     rounds: number of rounds in which the sizes were timed; 0 for estimates
     """
 
@@ -31,16 +31,19 @@ class Costs:
     rounds: int = 0
 
     def steps_of(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Size -> cost in steps of plain decoding, interpolated linearly. Sizes above the largest known are omitted."""
+        """{nodes of a tree: cost of a step without drafting, in steps of plain decoding}, interpolated linearly.
+
+        Sizes above the largest known one are omitted.
+        """
         return {size: self._between(self.step, size) / self.step[1] for size in sizes if size <= max(self.step)}
 
     def step_seconds(self, size: int, depth: int) -> float:
-        """Seconds of a step with a tree of `size` nodes and `depth` levels; proportional above the largest known."""
+        """Seconds of a step and its drafting, for a tree of this size and depth; larger sizes cost in proportion."""
         most = max(self.step)
         return self._between(self.step, min(size, most)) * max(1.0, size / most) + depth * self.level
 
     def relative_error(self, size: int, depth: int) -> float:
-        """The error of `step_seconds`, as a share of it, for a size within the known ones."""
+        """The standard error of `step_seconds`, divided by it, for a size within the known ones."""
         error = math.hypot(self._between(self.step_error, size), depth * self.level_error)
         return error / (self._between(self.step, size) + depth * self.level)
 

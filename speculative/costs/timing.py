@@ -35,16 +35,16 @@ BEGIN = 4  # number of sizes in the first rounds
 
 
 class Timed(NamedTuple):
-    """Seconds of a step without drafting, and seconds of drafting a level (None for a tree without levels)."""
+    """One timing of a tree: seconds of a step without drafting, and of drafting a level (None without levels)."""
 
     step: float
     level: float | None = None
 
 
 class Pace(NamedTuple):
-    """How many rounds to time.
+    """How many rounds `time_costs` times.
 
-    rounds: minimal number of rounds for each size
+    rounds: minimal number of rounds for each size, within the time limit
     least: number of rounds that are always made, even if the time limit is reached before
     """
 
@@ -56,7 +56,7 @@ PACE = Pace()
 
 
 class Ratio(NamedTuple):
-    """A median over rounds, and its standard error."""
+    """A median over rounds and its standard error, in the unit of the values."""
 
     value: float
     error: float
@@ -77,7 +77,7 @@ class Timings:
         self.rounds: list[dict[int, Timed]] = []
 
     def of(self, size: int) -> Ratio:
-        """The cost of a step over `size` nodes, in steps of one node."""
+        """The cost of a step over `size` nodes, divided by the same round's cost of a step over one node."""
         return Ratio.of([found[size].step / found[1].step for found in self.rounds if size in found])
 
     def rounds_of(self, size: int) -> int:
@@ -86,7 +86,10 @@ class Timings:
 
     @property
     def level(self) -> Ratio:
-        """The cost of drafting a level, in steps of one node. A round's value is the median over its sizes."""
+        """The cost of drafting a level, in steps of one node; 0 if no level was timed.
+
+        A round's value is the median over the sizes that it timed.
+        """
         shares = []
         for found in self.rounds:
             levels = [timed.level for timed in found.values() if timed.level is not None]
@@ -95,7 +98,10 @@ class Timings:
         return Ratio.of(shares) if shares else Ratio(0.0, 0.0)
 
     def costs(self, least_rounds: int = 1) -> Costs:
-        """The costs computed from the timings, for sizes that at least `least_rounds` rounds have timed."""
+        """Seconds of a step by number of nodes, fitted so that they never fall, and of a level, with their errors.
+
+        Only sizes that at least `least_rounds` rounds have timed are included; 1 node always is.
+        """
         sizes = sorted({size for found in self.rounds for size in found})
         sizes = [size for size in sizes if size > 1 and self.rounds_of(size) >= least_rounds]
         ratios = [self.of(size) for size in sizes]
@@ -197,7 +203,10 @@ def _agrees(ratio: Ratio) -> bool:
 
 
 def _seconds_left(timings: Timings, active: Sequence[int], spent: float, limit: float, pace: Pace) -> float:
-    """An estimate of the seconds left, which assumes that errors fall with the square root of the rounds."""
+    """An estimate of the seconds until timing ends, which assumes that errors fall with the square root of the rounds.
+
+    active: the sizes that are timed in each round; spent: seconds so far; limit: the most seconds
+    """
     rounds = len(timings.rounds)
     needed = 0.0
     for size in active:
@@ -211,7 +220,11 @@ def _seconds_left(timings: Timings, active: Sequence[int], spent: float, limit: 
 
 
 def _check(timings: Timings, costs: Costs, sizes: set[int], how: str) -> None:
-    """Raise ValueError if figures of these sizes exceed `MOST` or `MOST_MOVED`; how: a description of the timings."""
+    """Raise ValueError if figures are too inexact to plan by.
+
+    That is if the error of one of these sizes, or of a level, exceeds `MOST`, or if the fit that makes costs rise moved
+    a size's cost by more than `MOST_MOVED`. how: a description of the timings, for the message.
+    """
     unit = costs.step[1]
 
     def share(size: int) -> float:

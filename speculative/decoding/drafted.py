@@ -42,8 +42,9 @@ class Drafted(NamedTuple):
     """Each sequence's drafted tree of N nodes, in depth-first order. Fields that all sequences share are [N].
 
     tokens:      LongTensor[B, N], -1 for an absent node
-    parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as in `TokenTree`
-    inputs:      the nodes as input of the target
+    parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], of each node its parent's number, its index among
+                 siblings in draw order, its depth, and the number after its last descendant, as in `TokenTree`
+    inputs:      the nodes' tokens, positions, cache rows and noise rows
     draft_rows:  LongTensor[B, N], each node's row in the draft's cache, counted from the end of the prefix; None if it
                  is the node's number
     logits:      [B, N, V], the draft's after each node, undefined after leaves; None for trees of only a root. With D
@@ -61,17 +62,17 @@ class Drafted(NamedTuple):
 
     @property
     def nodes(self) -> Nodes:
-        """The trees as input of a verification."""
+        """The nodes as a verification takes them: tokens, parents and ranks."""
         return Nodes(self.tokens, self.parents, self.ranks)
 
     @property
     def noise_rows(self) -> Tensor:
-        """LongTensor[B, N], each node's noise row, see `sequences`."""
+        """Each node's row of random numbers, LongTensor[B, N], as `sequences` numbers them."""
         return self.inputs.noise_rows
 
     @property
     def target_inputs(self) -> "TargetInputs":
-        """The trees as input of the target."""
+        """The nodes as the target's pass takes them: tokens, positions, cache rows and the tree."""
         return TargetInputs(self.inputs.tokens, self.inputs.positions, self.inputs.cache_rows, self.subtree_end)
 
 
@@ -100,7 +101,11 @@ class Drafter(Protocol):
     def depth(self) -> int: ...  # noqa: D102
 
     def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
-        """Draft the trees. Nodes are absent if the draft proposes too few tokens, and beyond the sequence's length."""
+        """Draft a tree for each sequence. Nodes are absent if the draft proposes too few tokens, and beyond the length.
+
+        cache: the draft's; state: the batch; reach: what the host knows of lengths
+        lap: called with the name of each phase when it ends
+        """
         ...
 
 
@@ -122,6 +127,7 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
     The token before may have been an accepted leaf, which the draft has not read yet. A sequence of one token has none
     before the root: then both are the root.
 
+    state: the batch; reach: bounds of its lengths
     nodes: columns of the mask, which are nodes of the tree; at least 2, since there are 2 queries
     levels: levels that are drafted in this step
     """
@@ -142,7 +148,10 @@ def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
 def feed_of(
     inputs: NodeInputs, state: Sequences, visible_rows: int, mask: Tensor, level: int, branches: Tensor | None = None
 ) -> Feed:
-    """Return the feed of a level below the root. visible_rows, mask, level, branches: as in `Feed`."""
+    """Return the feed of a level below the root.
+
+    inputs: the level's nodes; mask: the feed's ancestor_mask; visible_rows, level, branches: as in `Feed`
+    """
     return Feed(
         tokens=inputs.tokens,
         positions=inputs.positions,
@@ -157,13 +166,14 @@ def feed_of(
 
 
 def any_drafted(tokens: Tensor) -> bool:
-    """Whether any drawn token is present, which is at least 0; waits for the device."""
+    """Whether any of the drawn tokens is present, which means that it is at least 0; waits for the device."""
     return ask(lambda: bool((tokens >= 0).any()))
 
 
 def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> None:
     """Raise ValueError for logits with NaN or +inf. Does nothing on a GPU, where it would have to synchronise.
 
+    whose:  "draft" or "target", for the message
     logits: [B, n, any]; or keys of draws from them, which are NaN if the logits give no distribution
     depths: depths of the n nodes: an int, [n] or [B, n]
     """

@@ -27,16 +27,16 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """The n nodes of one depth that have children, and those m children.
+    """How the level below one depth is drafted: the n nodes of this depth that have children, and their m children.
 
     nodes:         the n nodes
     mask:          bool [n, N], which of the tree's nodes each of them attends to
     logit_rows:    LongTensor[l], where the logits after these nodes are stored among the tree's. l is n, but after the
                    root it is D, the number of distributions that a draft has there (`Draft.laws`)
-    branches:      LongTensor[n], see `Feed`
-    children:      LongTensor[m]
-    draws:         LongTensor[m]: child i is draw number `draws[i]` of the l * most_children that are made
-    most_children: that are drawn from any of the l distributions
+    branches:      LongTensor[n], the draw number of the root's child above each node, see `Feed`
+    children:      LongTensor[m], the numbers of the children in the tree
+    draws:         LongTensor[m]: child i is draw number `draws[i]` of the l * most_children draws that are made
+    most_children: number of draws from each of the l distributions, the most that any of them needs
     """
 
     nodes: CommonNodes
@@ -54,9 +54,9 @@ class DeviceTree:
 
     nodes:         all nodes
     ranks, subtree_end: LongTensor[N], as `TokenTree`'s
-    whole_numbers: LongTensor[N + D - 1], the nodes' numbers in the whole tree, which their noise rows are made of. For
-                   the others of a draft's D distributions after the root D - 1 larger numbers follow
-    row_depths:    LongTensor[N + D - 1], the depths of the nodes and, 0, of the root for the others
+    whole_numbers: LongTensor[N + D - 1], the nodes' numbers in the whole tree, from which noise rows are made. If a
+                   draft has D > 1 distributions after the root, D - 1 larger numbers follow, for the further ones
+    row_depths:    LongTensor[N + D - 1], the depths of the nodes, then D - 1 zeros
     levels:        what is drafted at each depth, the root's children first
     """
 
@@ -78,7 +78,8 @@ class StaticDrafter:
     A node is absent where the draft's support ran out, or where it is deeper than its own sequence has tokens left to
     write. On a CPU the trees are their roots alone where no draft proposes anything.
 
-    alone: the root
+    tree: the tree to draft; alone: the tree of only the root
+    rules: how children are drawn
     """
 
     tree: DeviceTree
@@ -87,11 +88,11 @@ class StaticDrafter:
 
     @property
     def depth(self) -> int:
-        """Levels of the tree."""
+        """The number of levels below the root that it drafts."""
         return len(self.tree.levels)
 
     def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
-        """See `Drafter`."""
+        """Draft the trees, with one call of the draft for each level; arguments as in `Drafter`."""
         tree = self.tree
         rules = self.rules
         kernels = step_kernels(state.root.device)
@@ -143,7 +144,7 @@ class StaticDrafter:
         return _drafted(tree, trees.tokens, inputs, logits)
 
     def _noise_rows(self, state: Sequences) -> Tensor:
-        """The noise rows, LongTensor[B, M], of the nodes and of further distributions after the root."""
+        """The noise rows, LongTensor[B, N + D - 1], of the nodes and of further distributions after the root."""
         roots = root_rows(state.noise, state.lengths)
         if self.rules.verification == "race":
             return race_rows(roots, self.tree.row_depths)
@@ -151,21 +152,24 @@ class StaticDrafter:
 
 
 def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) -> Trees:
-    """Trees in which nothing has been placed yet. joins: whether nodes of equal texts take one's logits."""
+    """Trees with memory for the nodes of `tree`, of which none has been placed yet.
+
+    joins: whether a place for texts is made, by which nodes with equal tokens from the root on share their logits
+    """
     tokens = state.root.new_empty(len(state.root), len(tree))
     texts = torch.empty_like(tokens).zero_() if joins else None
     return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
 
 
 def _root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree, logits: Tensor | None) -> Drafted:
-    """The tree where nothing is drafted."""
+    """The drafted trees of a step that drafts nothing: `tree` is the root alone, `logits` the draft's after it."""
     trees = _blank(state, noise_rows, tree, joins=False)
     inputs = step_kernels(state.root.device).place(trees, None, tree.nodes, True)
     return _drafted(tree, trees.tokens, inputs, logits)
 
 
 def _drafted(tree: DeviceTree, tokens: Tensor, inputs: NodeInputs, logits: Tensor | None) -> Drafted:
-    """The drafted nodes of a static tree, whose shape all sequences share."""
+    """The `Drafted` of a static tree, whose shape all sequences share: arguments as its fields."""
     return Drafted(
         tokens=tokens,
         parents=tree.nodes.parents,
@@ -179,13 +183,16 @@ def _drafted(tree: DeviceTree, tokens: Tensor, inputs: NodeInputs, logits: Tenso
 
 
 def static(tree: TokenTree, depth: int, draft: Draft, rules: Rules, device: torch.device) -> StaticDrafter:
-    """The drafter of the top of a static tree, or of its root alone."""
+    """The drafter of the top `depth` levels of a static tree; for 0 levels, of the root alone."""
     top = device_tree(tree, depth, device, draft.laws)
     return StaticDrafter(top, rules, alone=device_tree(ROOT, 0, device))
 
 
 def device_tree(whole: TokenTree, depth: int, device: torch.device, laws: int = 1) -> DeviceTree:
-    """The top `depth` levels of a tree, on a device. Child j of the root is drawn from distribution j mod `laws`."""
+    """Make the `DeviceTree` of the top `depth` levels of a tree.
+
+    laws: D, the number of distributions that a draft has after the root; its child j is drawn from number j mod D
+    """
     tree, whole_numbers = whole.truncated(depth)
     mask = tree.mask()
     size = len(tree)

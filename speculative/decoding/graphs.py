@@ -60,7 +60,7 @@ class Pool:
         self._handle: Any = None
 
     def handle(self) -> Any:
-        """Return torch's handle of the pool, for a capture."""
+        """Return torch's handle of the pool, for a capture; a new one once all graphs of the last one are gone."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
@@ -131,7 +131,7 @@ class Graph(Generic[Result]):
 
 
 class Graphs(Generic[Result]):
-    """CUDA graphs, by key, of functions that change memory of a device in place and return tensors on it.
+    """CUDA graphs by key, at most MOST, of functions that change memory of a device and return tensors on it.
 
     device: must be the current CUDA device
     """
@@ -188,7 +188,10 @@ class CudaGraphs(Launcher):
         compile_all(compilations, self._device)
 
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """Run a step: the first time call by call, the second time captured, then replayed."""
+        """Run a step; arguments and result as in `Launcher.run`. `again` is ignored.
+
+        The first time it runs call by call, the second time it is captured, and from then on replayed.
+        """
         if not self._is_prepared:  # for each launcher, since a workspace of another size may need other kernel variants
             self.prepare(step, launch)
         graph = self.graphs.of((step, slots))
@@ -225,7 +228,7 @@ class CudaGraphs(Launcher):
 
 
 def warm_up(runner: Any, request: Request, plan: StepPlan, tree_of: Callable[[int], Shape] | None) -> None:
-    """Compile and capture whatever the first generation like this request would, without returning tokens.
+    """Compile and capture all that a generation for such a request needs, so that the first one is as fast as others.
 
     runner: a `StepRunner`; tree_of: as in `warm_up_steps`
     """
@@ -246,7 +249,7 @@ def warm_up_steps(
     longest: int,
     tree_of: Callable[[int], Shape] | None,
 ) -> None:
-    """Run each step that a batch may take twice: once, and once to capture it.
+    """Run each step that a batch of up to `batch` sequences may take, twice: once, and once to capture it.
 
     longest: as in `StepRunner.run`
     tree_of: returns the tree for a number of sequences, besides the tree of only a root; None if any tree may be used

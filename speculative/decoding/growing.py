@@ -49,7 +49,9 @@ from heavypath.speculative.trees.growth import Growth
 
 @dataclass(frozen=True)
 class GrowingDrafter:
-    """Grows a tree for each sequence; slot s of a tree has its root's noise row + s.
+    """Grows a tree for each sequence. The noise row of slot s is s more than the root's.
+
+    growth: the rule by which trees grow; rules: how children are drawn
 
     Trees have growth.size nodes on a GPU or with several ranks; else the number of nodes of the largest tree.
     """
@@ -59,11 +61,11 @@ class GrowingDrafter:
 
     @property
     def depth(self) -> int:
-        """The levels of a tree."""
+        """The number of levels below the root that it drafts."""
         return self.growth.depth
 
     def __call__(self, draft: Draft, cache: RowCache, state: Sequences, reach: Reach, lap: Lap) -> Drafted:
-        """Draft the trees level by level, then keep the best nodes."""
+        """Draft the trees level by level, then keep the best nodes; arguments as in `Drafter`."""
         growth = self.growth
         rules = self.rules
         batch = len(state.root)
@@ -109,7 +111,7 @@ class GrowingDrafter:
 
 
 def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device) -> GrowingDrafter:
-    """The drafter of trees that grow by `depth` levels.
+    """The drafter of trees that grow by the rule `tree`, but only by `depth` levels.
 
     Raises ValueError for a method whose children are drawn in another way than growing trees draw them.
     """
@@ -126,7 +128,7 @@ def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device
 
 
 def _policy(growth: Growth, rules: Rules, depth: int, device: torch.device) -> Policy:
-    """Return the `Policy` that chooses slots below nodes of a depth."""
+    """Return what the kernels need to choose slots below nodes of this depth: a `Policy`."""
     noisy = rules.drawing_filters.temperature > 0
     lines = None if growth.confidence is None or not noisy else growth.confidence.lines(growth.width, device)
     return Policy(

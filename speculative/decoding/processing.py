@@ -23,13 +23,13 @@ from heavypath.speculative.drafts.changes import LogitChange
 
 @dataclass(frozen=True)
 class Processing(LogitChange):
-    """Repetition penalty and min_new_tokens of the target's logits; min_new_tokens is 0 if no token ends a sequence."""
+    """The change of the target's logits by these options of a call; min_new_tokens is 0 if no token ends a sequence."""
 
     repetition_penalty: float
     min_new_tokens: int
 
     def before_verifying(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
-        """Return the changed logits of logits [B, N, V] after each node.
+        """Return the target's logits [B, N, V] after each node, with penalty and minimum applied.
 
         They are fp32 if there is a penalty, which is a product; else of the given dtype, since every dtype has -inf.
         """
@@ -49,7 +49,10 @@ class Processing(LogitChange):
 
 
 def _paths(drafted: Drafted) -> Tensor:
-    """Return the tokens from the root down to each node, LongTensor[B, N, N]; other entries are the root's token."""
+    """Return the tokens from the root down to each node i, LongTensor[B, N, N], in row i.
+
+    Column j of row i is node j's token if node j is node i or its ancestor, else the root's token.
+    """
     node = torch.arange(drafted.tokens.shape[1], device=drafted.tokens.device)
     above = (node <= node[:, None]) & (node[:, None] < drafted.subtree_end[..., None, :])  # [N, N] or [B, N, N]
     there = above & (drafted.tokens >= 0)[:, None, :]

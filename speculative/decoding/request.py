@@ -34,7 +34,7 @@ class Request:
     stops:        LongTensor[any], end-of-sequence tokens
     pad:          the padding token after a sequence has ended
     processing:   repetition penalty and min_new_tokens, applied before the filters; None for neither
-    processors:   logits processors of each sequence, for target and draft, before the filters; None for none at all
+    processors:   a list of logits processors for each sequence, for target and draft, before the filters; None for none
     input_ids:    LongTensor[B, T], the prompts as given by the caller, which processors get
     stopping:     other criteria that end a sequence; None for none
     past:         cached sequences whose prefixes prompts may share; None for none
@@ -69,10 +69,11 @@ class Request:
         seed: int = 0,
         penalties_as_processors: bool = False,
     ) -> "Request":
-        """Make a request from the arguments of a call, with defaults from the target's generation_config.
+        """Make a request from the arguments of a call of `generate`, with defaults from the target's generation_config.
 
-        drafting: the models that draft
-        options: `GenerateOptions` without the seed
+        drafting: the forward passes of the models that draft, for checks
+        input_ids: LongTensor[B, T], with left padding; temperature: None for the default
+        options: by name, all of `GenerateOptions` except the seed
         penalties_as_processors: make penalties logits processors even if there are no others, for a batch in which
             requests differ
 
@@ -130,7 +131,7 @@ class Request:
         return bool(padded.any() and not padded.all())
 
     def to_compare(self) -> dict[str, object]:
-        """Return the values, by name, that must be equal on all ranks of a generation."""
+        """Return the values, by name, that must be equal on all ranks, so that all of them take the same steps."""
         return {
             "prompt": self.prompt,
             "lengths of prompts": self.lengths,
@@ -145,7 +146,7 @@ class Request:
 
 
 def filters_of(settings: Mapping[str, Any]) -> Filters:
-    """Return filters from settings with all of `SamplingOptions` and the temperature; a filter that is off is None."""
+    """Return filters from settings by name: the temperature and all of `SamplingOptions`. None turns a filter off."""
     given = {name: settings[name] for name in ("top_k", "top_p", "min_p")}
     on = {name: value for name, value in given.items() if value != NOTHING[name]}
     return Filters(settings["temperature"], **on)
@@ -154,7 +155,10 @@ def filters_of(settings: Mapping[str, Any]) -> Filters:
 def _inputs(
     input_ids: Tensor, lengths: Tensor, target: Forward, new: int, options: Mapping[str, Any]
 ) -> "PromptInputs | Seen | None":
-    """Return the prompts' inputs besides tokens, of this call or of the past; None if there are none."""
+    """Return the prompts' inputs besides tokens, of this call or of the past; None if there are none.
+
+    input_ids: LongTensor[B, T], with left padding; lengths: LongTensor[B]; new: max_new_tokens
+    """
     given, past = options.get("model_inputs"), options.get("past")
     if given is None and (past is None or past.seen is None):
         return None
@@ -173,7 +177,7 @@ def _stopping(
 def _stop_tokens(
     eos_token_id: int | Sequence[int] | None, pad_token_id: int | None, vocab_size: int
 ) -> tuple[list[int], int]:
-    """Return the end-of-sequence tokens, and the padding token."""
+    """Return the end-of-sequence tokens, and the padding token: by default the first of them, or else 0."""
     if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
         eos = [whole("eos_token_id", token) for token in eos_token_id]
     else:
@@ -229,7 +233,10 @@ def _check_past(past: object, target: Forward) -> None:
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the number of tokens of each prompt, LongTensor[B]; ValueError for a mask that is not left padding."""
+    """Return the number of tokens of each prompt, LongTensor[B], from the mask, [B, T]; all T without a mask.
+
+    Raises ValueError for a mask that is not left padding.
+    """
     if attention_mask is None:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
     if not isinstance(attention_mask, Tensor):
@@ -244,7 +251,7 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _check_positions(target: Forward, drafting: Sequence[Drafting], lengths: Tensor, new: int) -> None:
-    """Raise ValueError if `new` tokens after these prompts exceed a model's positions; the last one is never read."""
+    """Raise ValueError if a model lacks positions for `new` tokens after these prompts; the last one needs none."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     target.check_positions(longest + new - 1, f"({longest} + {new} - 1: the last is not read)")
     for model in (target, *drafting):

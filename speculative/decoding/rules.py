@@ -71,8 +71,8 @@ class Rules:
     fill:              whether children are drawn uniformly once the draft's support is used up
     value_temperature: temperature of the probabilities by which growing trees choose their nodes, where the draft's
                        own temperature is 0
-    changes:           what is done to logits before anything is drawn from them, or verified by them
-    verifier:          what verifies in the place of `verify_tree`
+    changes:           what is done to logits before tokens are drawn from them, or verified by them
+    verifier:          a function that verifies instead of `verify_tree`; None for that
     """
 
     draw: str
@@ -102,7 +102,10 @@ class Rules:
     def verify(
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, max_depth: int, noise: Noise
     ) -> Verified:
-        """The accepted nodes of trees that were drawn by these rules; arguments as in `Verifier`."""
+        """The accepted nodes and the next token of trees drawn by these rules; by `verifier`, or else `verify_tree`.
+
+        Arguments and result as in `Verifier`; the filters are those of the rules.
+        """
         of_target, of_draft = self.target_filters, self.draft_filters
         if self.verifier is None:
             return step_kernels(nodes.tokens.device).verify(VerifyInputs(

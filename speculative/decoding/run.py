@@ -58,11 +58,12 @@ def decode(
 ) -> Tensor:
     """Decode until all sequences have ended; return their new tokens, LongTensor[B, most new tokens], then padding.
 
-    workspace: must hold the prompts already
+    runner: runs the steps; workspace: their memory, which must hold the prompts already
+    stats: gets the counts and the seconds by phase
     watchers: one of them may change the tree of later steps, to one of the trees of `plan`
 
     Raises ValueError for logits that give no distribution. With ranks, all of them raise RankMismatchError after the
-    step in which they differ, and each raises the errors of the others, see `Agreement.hold`.
+    step in which they differ, and each raises the errors of the others.
     """
     peers = plan.peers
     state = workspace.state
@@ -124,7 +125,11 @@ def decode(
 
 
 def close_up(workspace: Workspace, members: list[int], ended: Container[int], slots: int, rows: int) -> None:
-    """Move the running sequences, of at most `rows` rows, into the first slots; updates `members`, those in slots."""
+    """Move the running sequences into the first `slots` slots, so that later steps are smaller.
+
+    members: the sequence in each slot, updated in place; ended: sequences that have ended
+    rows: the most cache rows of a running sequence, which are moved with it
+    """
     if slots < len(members):
         logger.debug("the batch closes up from %d slots to %d", len(members), slots)
     free = [slot for slot, member in enumerate(members[:slots]) if member in ended]
@@ -137,7 +142,7 @@ def close_up(workspace: Workspace, members: list[int], ended: Container[int], sl
 
 
 class SlotNumbers(NamedTuple):
-    """The numbers of one slot after a step, in the order of `StateField`, which describes them."""
+    """The numbers of one slot after a step, as the host reads them: one for each `StateField`, in that order."""
 
     root: int
     previous: int
@@ -166,31 +171,42 @@ class Watcher:
     waits = False
 
     def looks_at(self, state: Sequences) -> Tensor | None:
-        """Return a tensor of the state to copy to the host after each step (`looked` below), or None."""
+        """Return a tensor that is to be copied to the host after each step, for `see` and `replanned`; None for none.
+
+        state: the batch, whose tensors stay the same for the whole generation
+        """
         return None
 
     def before(self, state: Sequences) -> None:
-        """Called before each step."""
+        """Called before each step is launched, with the batch."""
 
     def ends(self, rows: Sequence[SlotNumbers], state: Sequences) -> dict[int, int]:
-        """Return {sequence: new tokens} for sequences to end now. rows: of the sequences that took part in the step."""
+        """Return the sequences to end now: their numbers in the batch, and how many of their new tokens to keep.
+
+        rows: the numbers of each sequence that took part in the step
+        """
         return {}
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
-        """Called after each step. rows: as in `ends`; `left` is 0 if a sequence has ended.
+        """Called after each step.
 
+        rows: as in `ends`; `left` is 0 if a sequence has ended
+        looked: the copy of the tensor from `looks_at`
         stepped, state: of this step if the host waits, else of a later one
         """
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
-        """Return the plan of later steps, with one of the trees of `plan`. steps: so far; running: slots in use."""
+        """Return the plan of later steps: `plan`, or a copy with another of its trees.
+
+        steps: the number of steps so far; running: slots in use; looked: the copy of the tensor from `looks_at`
+        """
         return plan
 
 
 class Watchers:
     """The watchers of one generation, with the tensors that they look at.
 
-    tensors: those that are copied to the host after each step
+    tensors: the tensors that are copied to the host after each step
     wait:    whether the host waits for each step, because one of them needs it
     """
 
@@ -202,7 +218,7 @@ class Watchers:
         self.wait = any(watcher.waits for watcher in watchers)
 
     def before(self, state: Sequences) -> None:
-        """Call each before a step."""
+        """Call `before` of each watcher, with the batch."""
         for watcher in self._watchers:
             watcher.before(state)
 
@@ -231,15 +247,17 @@ class Watchers:
         return rows
 
     def replanned(self, plan: StepPlan, steps: int, running: int) -> StepPlan:
-        """Return the plan of later steps, after each of them may have changed its tree."""
+        """Return the plan of later steps, after each watcher may have changed its tree; arguments as in `Watcher`."""
         for watcher, looked in zip(self._watchers, self._looked, strict=True):
             plan = watcher.replanned(plan, steps, running, looked)
         return plan
 
 
 class Outcome(NamedTuple, Generic[Who]):
-    """What the host has read after a step: its sequences, the numbers of their slots, and the watched tensors.
+    """What the host has read of a step.
 
+    who: the step's sequences, as `Engine.step` was given them; rows: the numbers of their slots
+    looked: copies of the watched tensors
     stepped: the result of the step launched last, which is the same step only if the host waits for steps
     """
 
@@ -250,9 +268,10 @@ class Outcome(NamedTuple, Generic[Who]):
 
 
 class Engine(Generic[Who]):
-    """Runs the steps of a workspace.
+    """Runs the steps of a workspace, and copies their numbers to the host.
 
-    looked_at: tensors of its state that are copied to the host after each step; waits: as in `Watcher`
+    looked_at: tensors of its state that are copied to the host after each step
+    waits: whether the host waits for each step, so that it has its results, not those of the step before
     """
 
     def __init__(self, runner: "StepRunner", workspace: Workspace, looked_at: Sequence[Tensor], *, waits: bool):
@@ -263,9 +282,10 @@ class Engine(Generic[Who]):
     def step(
         self, plan: StepPlan, who: Sequence[Who], *, slots: int, levels: int, longest: int, lap: Lap, ends: bool = False
     ) -> Outcome[Who] | None:
-        """Run a step, as `StepRunner.run`; return its outcome, or that of the step before (None if there is none).
+        """Run a step; return its outcome or, if the host does not wait, that of the step before (None for the first).
 
-        who: the sequences in the first slots; ends: a single step will end all of them. If one is running, it is enough
+        who: the sequences in the first slots, which the outcome returns; other arguments: as in `StepRunner.run`
+        ends: whether one more step ends all sequences. Then none is launched if one is still running
         """
         if ends and self._snapshots.taken:
             taken = self._snapshots.next()
@@ -294,7 +314,7 @@ class Snapshots(Generic[What]):
     def take(self, what: What) -> tuple[list[Tensor], What] | None:
         """Copy the tensors. Return the copies that the host may read now, with the `what` of their step.
 
-        Returns None if `late` and there was no step before.
+        what: anything that belongs to the step of this call. Returns None if `late` and there was no step before.
         """
         if not self._late:
             return [tensor.cpu() for tensor in self._tensors], what
@@ -333,14 +353,17 @@ class StepRunner:
 
     @property
     def kept(self) -> deque[TextCache]:
-        """Caches of this thread's last generations. They are per thread, so that others cannot drop them before use."""
+        """Text caches of this thread's last generations; of each thread its own, so that no other thread drops them."""
         if not hasattr(self._of_thread, "kept"):
             self._of_thread.kept = deque(maxlen=KEPT)
         return self._of_thread.kept
 
     @contextmanager
     def workspace(self, request: Request, plan: StepPlan) -> Iterator[Workspace]:
-        """Yield a workspace for one generation: the idle one if it fits, else a new one. Makes the GPU current."""
+        """A context with a workspace for one generation: the idle one if it fits, else a new one.
+
+        In it the target's GPU is the current device.
+        """
         size, device = Size.of(request, plan), plan.target.device
         with nullcontext() if host_can_read(device) else torch.cuda.device(device):
             if not self.cuda_graphs:
@@ -369,7 +392,10 @@ class StepRunner:
         return Workspace(plan, size, launcher)
 
     def keep(self, workspace: Workspace, request: Request, plan: StepPlan) -> TextCache:
-        """Keep a decoded request's sequences with their cache rows; if memory is short, only these, or without rows."""
+        """Keep a decoded request's sequences with their cache rows, and return them.
+
+        If memory is short, earlier ones are dropped first, and then no rows are kept.
+        """
         if len(self.kept) == KEPT:
             self.kept.popleft()  # before memory is allocated for another one
         for rows in (None, None, 0):
@@ -382,8 +408,8 @@ class StepRunner:
     def run(self, plan: StepPlan, workspace: Workspace, *, slots: int, levels: int, longest: int, lap: Lap) -> Stepped:
         """Run one step of the sequences in the first `slots` slots.
 
-        levels:  how many levels of the tree can still be emitted; on a CPU no more levels are drafted
-        longest: rows of the longest prefix, at most
+        levels:  most levels of a tree that can still become output; on a CPU no more levels are drafted
+        longest: an upper bound of the cache rows of the longest prefix
         """
         depth, visible = plan.tree.depth, workspace.most_visible(plan)
         if host_can_read(plan.target.device):  # on a GPU the host does not know the lengths, and one step serves all
@@ -414,7 +440,7 @@ def has_graphs(given: bool | None, target: Forward) -> bool:
 
 
 class Recorded(NamedTuple):
-    """A step that can be replayed, and its result, whose tensors each replay overwrites."""
+    """A recorded step, which can be replayed, and its result, whose tensors each replay overwrites."""
 
     recording: Recording
     result: Stepped
@@ -427,7 +453,10 @@ class Recordings(Launcher):
         self._known = dict[tuple[Step, int], list[Recorded] | None]()  # most recently used first; None: an obstacle
 
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """Replay a recording of the step whose branches fit. If there is none, run the step; record it if `again`."""
+        """Replay a recording of the step whose branches fit. If there is none, run the step; record it if `again`.
+
+        Arguments and result as in `Launcher.run`.
+        """
         known = self._known.get((step, slots), [])
         for place, each in enumerate(known or ()):
             if known and each.recording.replay():

@@ -71,6 +71,7 @@ class Sequences:
     ) -> "Sequences":
         """Allocate memory for `batch` sequences, all of them marked as ended.
 
+        new_tokens, stops: the most new tokens of a sequence, and end-of-sequence tokens
         vocab_size: 0 without a repetition penalty; count_slots: the columns of `counts`
         """
         return cls(
@@ -96,6 +97,7 @@ class Sequences:
     ) -> None:
         """Put right-padded prompts LongTensor[B, T] into the first slots. The last token of each is its root.
 
+        new_tokens: the most new tokens of each; stops: LongTensor[any]; sequence_ids, prompt_lengths: LongTensor[B]
         members: LongTensor[B], the row of `output` of each sequence (default: 0, 1, ...)
         """
         batch, width = prompt.shape
@@ -122,11 +124,11 @@ class Sequences:
             self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)
 
     def first(self, slots: int) -> "Sequences":
-        """Return a view of the first `slots` slots."""
+        """Return a view of the sequences in the first `slots` slots; all of `output` belongs to it."""
         return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots], settings=self.settings[:slots])
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange two slots."""
+        """Exchange the sequences in two slots."""
         for rows in self._of_slots():
             kept = rows[one].clone()
             rows[one] = rows[other]
@@ -143,7 +145,7 @@ class Sequences:
 
 
 def sequence_rows(sequence_ids: Tensor) -> Tensor:
-    """Return the first noise row of each sequence, LongTensor[B]."""
+    """Return the first noise row of each sequence, LongTensor[B], from its id, LongTensor[B]."""
     return sequence_ids << (POSITION_BITS + NODE_BITS)
 
 
@@ -153,12 +155,18 @@ def root_rows(sequence_rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def node_rows(root_rows: Tensor, nodes: Tensor) -> Tensor:
-    """Return the noise rows LongTensor[B, n] of nodes (or slots) LongTensor[n] or [B, n] below these roots."""
+    """Return the noise rows LongTensor[B, n] of nodes, or of slots of growing trees.
+
+    root_rows: LongTensor[B], of the roots; nodes: LongTensor[n] or [B, n], the nodes' numbers
+    """
     return _below(root_rows, nodes, 1)
 
 
 def race_rows(root_rows: Tensor, depths: Tensor) -> Tensor:
-    """Return the noise rows LongTensor[B, N] for a race: those of the positions of nodes at depths LongTensor[N]."""
+    """Return the noise rows LongTensor[B, N] of nodes for exponential races, which depend on their positions alone.
+
+    root_rows: LongTensor[B], of the roots; depths: LongTensor[N], of the nodes
+    """
     return _below(root_rows, depths, ROWS_PER_ROOT)
 
 

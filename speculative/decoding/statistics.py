@@ -78,7 +78,7 @@ class Statistics:
 
     @property
     def tokens_per_step(self) -> float:
-        """Block efficiency: tokens per target forward."""
+        """New tokens per step, which is per pass of the target (block efficiency in papers)."""
         return self.new_tokens / self.steps if self.steps else 0.0
 
     @property
@@ -142,13 +142,17 @@ class Statistics:
         return _shares(self.accepted.sum(1), first)
 
     def lap(self, phase: str) -> None:
-        """Add the time since the last lap to a phase."""
+        """Add the time since the last call of `lap` to this phase's seconds."""
         now = self.clock()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
     def end(self, counts: Tensor, tokens_of: Tensor, steps_of: Tensor, nodes: int) -> None:
-        """Set the final counts, and end the clock. counts: as in `commit`; the other tensors are on the CPU."""
+        """Set the final counts, and end the clock.
+
+        counts: LongTensor[2, any], how often each child was offered, and accepted
+        tokens_of, steps_of: LongTensor[B] on the CPU, of each sequence; nodes: scored by the target, in all
+        """
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
         self.tokens_of, self.steps_of = tokens_of, steps_of
         self.new_tokens, self.steps, self.nodes = int(tokens_of.sum()), int(steps_of.sum()), nodes
@@ -158,14 +162,14 @@ class Statistics:
         self.total_seconds = self._last - (self.begin or 0.0)
 
     def _rows_of_sequences(self) -> list[tuple[str, str]]:
-        """A row of the table for the range over the sequences of a batch."""
+        """A row of the table with the least and the most tokens per step of a sequence; none for one sequence."""
         if len(self.steps_of) < 2:
             return []
         each = self.tokens_of / self.steps_of.clamp(min=1)
         return [("  of each sequence", f"{float(each.min()):.2f} to {float(each.max()):.2f} tokens per step")]
 
     def _rows_of_streaming(self) -> list[tuple[str, str]]:
-        """Rows of the table for streamed weights."""
+        """Rows of the table on reading streamed weights; none if all weights are in memory."""
         if self.streaming is None:
             return []
         read, rate = self.streaming.bytes_read / 1e9, self.streaming.bandwidth / 1e9
@@ -199,5 +203,5 @@ def _shares(accepted: Tensor, offered: Tensor) -> list[float]:
 
 
 def _to_the_last(shares: list[float]) -> list[float]:
-    """Remove zeros at the end: a grown tree has hundreds of ranks."""
+    """The shares without zeros at the end, but at least the first: a grown tree has hundreds of ranks."""
     return shares[: max((place for place, share in enumerate(shares, 1) if share > 0), default=1)]

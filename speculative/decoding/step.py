@@ -66,7 +66,7 @@ class StepPlan:
     peers: Peers = ALONE
 
     def each(self) -> "list[StepPlan]":
-        """Return a plan for each of the trees, this one's first."""
+        """Return a copy of this plan for each candidate tree, with that tree as `tree`; this plan's own first."""
         return [replace(self, tree=tree) for tree in self.trees]
 
     @cached_property
@@ -75,9 +75,9 @@ class StepPlan:
         return tuple(dict.fromkeys((self.tree, *self.others)))
 
     def after(self, shortest: int) -> "StepPlan":
-        """Return the plan of later steps, where all sequences have at least `shortest` tokens before their roots.
+        """Return the plan of later steps: this plan or, if the draft has no more positions, one that drafts nothing.
 
-        Its trees are only roots if the draft has no more positions.
+        shortest: all running sequences have at least this many tokens before their roots
         """
         if shortest < self.draft.positions or self.tree.depth == 0:
             return self
@@ -102,9 +102,9 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The work of a step, for any batch.
+    """The work of a step, as a function of the batch: draft, score, verify, compact, commit.
 
-    drafter: drafts the trees; near the end of a sequence only their top levels
+    plan: models and rules; drafter: drafts the trees, near the end of a sequence only their top levels
     """
 
     plan: StepPlan
@@ -119,7 +119,11 @@ class Step:
         lap: Lap,
         changes: Sequence[LogitChange] = (),
     ) -> Stepped:
-        """Run one step. visible_rows: at least the rows of the longest prefix; changes: applied before the rules'."""
+        """Run one step, which changes `state` and the caches.
+
+        visible_rows: an upper bound of the cache rows of the longest prefix
+        lap: called with the name of each phase when it ends
+        changes: changes of logits for this batch, applied before those of the rules"""
         plan = self.plan
         change = self._changes(draft_cache, changes, state, lap)
         with plan.target.reading_ahead:
@@ -164,14 +168,14 @@ class Step:
         return LogitChanges([*of_draft, *changes, *self.plan.rules.changes]).of_step(state, lap)
 
     def _commit(self, drafted: Drafted, verified: Verified, state: Sequences) -> None:
-        """Append the accepted tokens to the sequences, see `kernels.commit`."""
+        """Append the accepted and bonus tokens to the sequences in `state`, and update its numbers and counts."""
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
         commit = step_kernels(state.root.device).commit
         commit(written, drafted.nodes, drafted.depths, verified, self.plan.branching)
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:
-    """Return the step of a plan that drafts the top `depth` levels of its tree: not all near the end of a sequence."""
+    """Return the step of a plan that drafts the top `depth` levels of its tree, as near a sequence's end."""
     tree, device = plan.tree if depth > 0 else ROOT, plan.target.device
     if tree.grows:
         drafter: Drafter = load("growing_drafter")(tree, depth, plan.rules, device)

@@ -26,7 +26,9 @@ from heavypath.kernels.step_kernels import step_kernels
 
 
 class Typical(NamedTuple):
-    """The least probability of an accepted token: epsilon, or less where the target is unsure, by delta; a `Verifier`.
+    """Typical acceptance, as a `Verifier`: a token is accepted if the target finds it likely enough.
+
+    epsilon: the probability that is always enough; delta: scales what is enough where the target is unsure
 
     It is plain PyTorch, besides the filters and the last draw, and never asks the host.
     """
@@ -47,7 +49,7 @@ class Typical(NamedTuple):
         return f"typical acceptance, epsilon {self.epsilon:g}, delta {self.delta:g}"
 
     def least(self, log_p: Tensor) -> Tensor:
-        """The probability that a token's must be above, of distributions log P [..., V]: [...]."""
+        """The threshold of a token's probability, [...], for distributions with logarithms log P [..., V]."""
         entropy = torch.special.entr(log_p.exp()).sum(-1)
         return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
 
@@ -55,9 +57,9 @@ class Typical(NamedTuple):
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
         target_filters: Filters, draft_filters: Filters, noise: Noise,
     ) -> Verified:  # fmt: skip
-        """The accepted nodes, see `Verifier`. A row that is no distribution has no likely children.
+        """The accepted nodes and the next token; arguments and result as in `Verifier`.
 
-        The draft and the ranks are not looked at.
+        Draft logits and ranks are not read. A row of target logits without a distribution accepts no child.
         """
         tokens, parents, _ = nodes.per_sequence()
         slot = torch.arange(len(tokens), device=tokens.device)[:, None]
@@ -88,7 +90,7 @@ class Typical(NamedTuple):
 
 
 def _up_from(last: Tensor, length: Tensor, above: Tensor, max_depth: int) -> Tensor:
-    """The paths LongTensor[B, max_depth + 1] that end at the nodes `last` LongTensor[B, 1]; then -1."""
+    """The paths from the root that end at the nodes `last` LongTensor[B, 1]: LongTensor[B, max_depth + 1], then -1."""
     path, node = [], last
     for place in range(max_depth, -1, -1):
         there = length >= place

@@ -34,10 +34,10 @@ ROWS_OF_A_PASS = {"cpu": 16, "cuda": 512}
 class Size(NamedTuple):
     """The sizes that a generation needs.
 
-    sequences:   of the batch
-    cache_rows:  of each cache
-    new_tokens:  of a sequence
-    stops:       end-of-sequence tokens
+    sequences:   number of sequences of the batch
+    cache_rows:  rows of each sequence in each cache
+    new_tokens:  the most new tokens of a sequence
+    stops:       number of end-of-sequence tokens, at least 1
     count_slots: columns of `counts` in `commit`
     penalised:   1 if a repetition penalty needs the tokens seen, else 0
     """
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, plan: StepPlan) -> "Size":
-        """Return the size for a request that is decoded by a plan."""
+        """Return the size that decoding this request by this plan needs."""
         batch, width = request.prompt.shape
         return cls(
             sequences=batch,
@@ -75,7 +75,7 @@ class Size(NamedTuple):
 
 
 class Launcher:
-    """Runs steps call by call.
+    """Runs the steps of a workspace, call by call. Subclasses replay steps that they have captured or recorded.
 
     outlives: whether its workspace is kept for the next generation
     """
@@ -83,10 +83,14 @@ class Launcher:
     outlives = False
 
     def prepare(self, step: Step, launch: Launch) -> None:
-        """Compile kernels for this step without executing it."""
+        """Compile kernels for this step without executing it; here there is nothing to compile."""
 
     def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """Run a step in the first `slots` slots; again: whether the same step is likely to run again."""
+        """Run a step in the first `slots` slots, and return its result.
+
+        launch: runs the step call by call, with a `Lap`; lap: called with the name of each phase when it ends
+        again: whether the same step is likely to run again
+        """
         return launch(lap)
 
 
@@ -138,11 +142,11 @@ class Workspace:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of both caches."""
+        """Bytes of the target's and the draft's cache."""
         return self.target_cache.nbytes + self.draft_cache.nbytes
 
     def most_visible(self, plan: StepPlan) -> int:
-        """Return the rows of the longest prefix for which there is room."""
+        """Return the most cache rows that a prefix may have, so that there is room for a tree of the plan after it."""
         return self.size.cache_rows - plan.rows
 
     def fits(self, size: Size, plan: StepPlan) -> bool:
@@ -163,7 +167,7 @@ class Workspace:
     def beginning(
         self, request: Request, plan: StepPlan, chunk: int | None = None, order: list[int] | None = None
     ) -> Iterator[list[int]]:
-        """`begin` piece by piece: a pass reads at most `chunk` tokens of each prompt (None for all).
+        """Do what `begin` does, piece by piece: a pass reads at most `chunk` tokens of each prompt (None for all).
 
         order: the sequence in each slot (default: 0, 1, ...)
 
@@ -336,9 +340,9 @@ class Workspace:
 
 
 class Block(NamedTuple):
-    """Tokens of one prefill pass: `width` tokens of each sequence in the first `slots` slots.
+    """The tokens that one prefill pass reads: `width` consecutive tokens of each sequence in the first `slots` slots.
 
-    starts: the position of the first of them in each sequence
+    starts: for each of these slots, the position of the first token that is read
     """
 
     slots: int
@@ -347,7 +351,9 @@ class Block(NamedTuple):
 
 
 def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[Block]:
-    """Split prefill into blocks, for sequences that end at `ends` and of which `cached` tokens are cached.
+    """Split prefill into blocks.
+
+    ends, cached: for each slot, how many tokens are to be cached, and how many are; slots that lack most come first
 
     All sequences with missing tokens take part in the first block. Those with most continue in further blocks, if this
     saves more rows than another pass costs: the cheapest split of the missing tokens, by dynamic programming. If a
@@ -388,7 +394,7 @@ def rows_of_a_pass(plan: StepPlan, *, alone: bool = False) -> float:
 
 
 def _most_missing_first(request: Request) -> list[int]:
-    """Return the sequences of a request, those with the most missing tokens first."""
+    """Return the order in which a request's sequences take slots: those with the most tokens to compute first."""
     ends = (request.lengths - 1).tolist()
     have = [0] * len(ends)
     if request.inputs is None and request.past is not None:
@@ -401,9 +407,10 @@ def _most_missing_first(request: Request) -> list[int]:
 def _pieces(
     tokens: Tensor, blocks: Sequence[Block], chunk: int | None, shared: int = 0
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """Cut blocks of tokens LongTensor[B, T] into pieces; yield each piece and the position at which it begins.
+    """Cut blocks of tokens LongTensor[B, T] into pieces; yield each with the position of each sequence's first token.
 
-    A piece, LongTensor[slots, any], has at most `chunk` tokens of each sequence and the next `shared` tokens.
+    A piece, LongTensor[slots, any], has at most `chunk` tokens of each sequence, and the next `shared` tokens, with
+    which the next piece begins again.
     """
     for block in blocks:
         first = torch.tensor(block.starts, device=tokens.device)[:, None]

@@ -14,14 +14,16 @@ from heavypath.speculative.drafts.draft import Draft
 
 
 class LogitChange:
-    """A change of logits; override the hooks that you need.
+    """A change of a step's logits; override the hooks that you need.
 
-    state: the `Sequences` of a step
-    lap: a function that is called with the name of a phase when it ends
+    In all hooks `state` is the batch, a `Sequences`.
     """
 
     def of_step(self, state: Any, lap: Callable[[str], object]) -> "LogitChange":
-        """The change for the step that begins now; itself if it does not differ between steps."""
+        """The change for the step that begins now; itself if it does not differ between steps.
+
+        lap: a function to be called with the name of a phase when the phase ends, for the time that each takes
+        """
         return self
 
     def before_drawing(self, draft: Draft, state: Any) -> Draft:
@@ -29,7 +31,7 @@ class LogitChange:
         return draft
 
     def before_scoring(self, inputs: Any, state: Any) -> Any:
-        """The nodes for the target's pass, a `TargetInputs`, possibly with more nodes appended.
+        """The nodes for the target's pass: `inputs`, a `TargetInputs`, possibly with more nodes appended.
 
         Appended nodes are not drafted and not verified: `before_verifying` must cut off their logits.
         """
@@ -43,7 +45,7 @@ class LogitChange:
         return logits
 
     def after_verifying(self, verified: Verified) -> None:
-        """Called with the result of the verification."""
+        """Called with the result of the verification, before it is committed; a change may update its own state."""
 
 
 class LogitChanges(LogitChange):
@@ -57,24 +59,24 @@ class LogitChanges(LogitChange):
         return LogitChanges([change.of_step(state, lap) for change in self._changes])
 
     def before_drawing(self, draft: Draft, state: Any) -> Draft:
-        """The draft, with its logits changed by all."""
+        """The draft, wrapped by each of the changes in turn."""
         for change in self._changes:
             draft = change.before_drawing(draft, state)
         return draft
 
     def before_scoring(self, inputs: Any, state: Any) -> Any:
-        """The nodes for the target's pass, with those that all changes append."""
+        """The nodes for the target's pass, with the nodes that all changes append."""
         for change in self._changes:
             inputs = change.before_scoring(inputs, state)
         return inputs
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The target's logits, changed by all."""
+        """The target's logits [B, N, V], changed by each of the changes in turn."""
         for change in self._changes:
             logits = change.before_verifying(logits, drafted, state)
         return logits
 
     def after_verifying(self, verified: Verified) -> None:
-        """Called with the result of the verification."""
+        """Pass the result of the verification to all changes."""
         for change in self._changes:
             change.after_verifying(verified)

@@ -79,13 +79,13 @@ class Mixture(Draftable):
 
 
 def check_drafts(name: str, drafts: Sequence[Any]) -> None:
-    """Raise ValueError unless `drafts` is a list of at least two; name: of the composite, for the message."""
+    """Raise ValueError unless `drafts` is a list of at least two drafts. name: the composite's, for the message."""
     if isinstance(drafts, str) or not isinstance(drafts, Sequence) or len(drafts) < 2:
         raise ValueError(f"{name} needs a list of at least two drafts, got {drafts!r}")
 
 
 class CompositeCache(RowCache):
-    """The caches of the parts, and the sequence's tokens.
+    """The cache of a composite draft: the caches of its parts, and the sequence's tokens.
 
     keys: LongTensor[B, 1, rows, 1], the token of each row; values is the same tensor
     known: LongTensor[B], number of rows whose tokens all parts have read: those up to the last tree's root
@@ -102,7 +102,7 @@ class CompositeCache(RowCache):
         return self.keys.nbytes + sum(part.nbytes for part in self.parts)
 
     def begin(self, lengths: Tensor) -> None:
-        """Begin sequences of these lengths in all parts."""
+        """Begin sequences in all parts. lengths: LongTensor[B], the number of tokens before each root."""
         self.known.copy_(lengths)
         for part in self.parts:
             part.begin(lengths)
@@ -115,24 +115,24 @@ class CompositeCache(RowCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors that hold state, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [self.keys, self.known, *(field for part in self.parts for field in part.remembered())]
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path in all parts, see `RowCache.accept`."""
+        """Move the rows of an accepted path in the tokens and in all parts; arguments as in `RowCache.accept`."""
         drafted = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
         step_kernels(path.device).compact([self.keys], drafted, length, prefix_length)
         for part in self.parts:
             part.accept(path, length, prefix_length, node_rows)
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
-        """Commit a path in all parts, see `RowCache.advance`."""
+        """Update state that is not in rows, in all parts; arguments as in `RowCache.advance`."""
         for part in self.parts:
             part.advance(path, produced, node_rows)
 
 
 class CompositeDraft(Draft):
-    """Base class of cascades, mixtures and merges. For a step's first feed, some return only the logits after the root.
+    """Base class of cascades, mixtures and merges: a draft that calls its parts and combines their logits.
 
     Raises ValueError for two trained heads, or two lookaheads: only one of each can take part in the target's pass.
     """
@@ -150,28 +150,26 @@ class CompositeDraft(Draft):
         self.foreign = tuple(name for leaf in self.leaves for name in leaf.foreign)
 
     def new_cache(self, batch: int, rows: int) -> CompositeCache:
-        """Empty caches of `rows` rows for each of `batch` sequences."""
+        """An empty cache, with caches of all parts in it, of `rows` rows for each of `batch` sequences."""
         tokens = torch.zeros(batch, 1, rows, 1, dtype=torch.long, device=self._device)
         return CompositeCache([part.new_cache(batch, rows) for part in self.drafts], tokens)
 
     def prefill(self, tokens: Tensor, cache: CompositeCache) -> None:
-        """Store the tokens of right-padded sequences LongTensor[B, T]; the parts are prefilled on their own, see
-        `parts`.
-        """
+        """Store the tokens of right-padded sequences LongTensor[B, T]; the decoder prefills each of `parts` besides."""
         cache.keys[:, 0, : tokens.shape[1], 0] = tokens
 
     def parts(self, cache: CompositeCache) -> list[tuple[Draft, Any]]:
-        """The draft itself, and all of its parts, recursively."""
+        """The draft itself and all of its parts, recursively, each with its cache."""
         below = [part.parts(own) for part, own in zip(self.drafts, cache.parts, strict=True)]
         return [(self, cache), *(pair for pairs in below for pair in pairs)]
 
     @property
     def leaves(self) -> list[Draft]:
-        """The leaves of all parts."""
+        """The drafts that are not made of others, in all parts, recursively."""
         return [leaf for part in self.drafts for leaf in part.leaves]
 
     def taps(self, cache: CompositeCache) -> Taps | None:
-        """The taps of all parts that have any."""
+        """One request for the hidden states that all parts read; None if no part reads any."""
         found = [part.taps(own) for part, own in zip(self.drafts, cache.parts, strict=True)]
         parts = [taps for taps in found if taps is not None]
         if len(parts) < 2:
@@ -186,25 +184,25 @@ class CompositeDraft(Draft):
         return Taps(numbers, read)
 
     def changes(self, cache: CompositeCache) -> list[Any]:
-        """The changes of all parts."""
+        """The `LogitChange`s of all parts."""
         return [change for part, own in zip(self.drafts, cache.parts, strict=True) for change in part.changes(own)]
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """The usual acceptance of the best part."""
+        """How often tokens of its best part are usually accepted."""
         return max(part.usual_acceptance(temperature) for part in self.drafts)
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
-        """Let all parts learn from finished sequences."""
+        """Let all parts learn from finished sequences; arguments as in `Draft.learn`."""
         for part in self.drafts:
             part.learn(prompts, lengths, new, counts)
 
     def unsure_rows(self, levels: int) -> int:
-        """2 + levels: a model of a cascade also lacks the tokens that other drafts have drafted below it."""
+        """2 + levels, the number of last rows that may be missing: a model lacks what other drafts drafted below it."""
         return 2 + levels
 
 
 class CascadeDraft(CompositeDraft):
-    """The `Draft` of `Cascade`."""
+    """The `Draft` of `Cascade`: for each level it calls the draft that drafts there."""
 
     def __init__(self, parts: list[Draft], levels: Sequence[int], device: torch.device):
         super().__init__(parts, device)
@@ -218,11 +216,14 @@ class CascadeDraft(CompositeDraft):
 
     @property
     def positions(self) -> float:
-        """The first draft's `positions`: if it proposes nothing, the next draft has no node to continue from."""
+        """The length up to which the first draft proposes tokens: after it, other drafts have no node to go on from."""
         return self.drafts[0].positions
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
-        """The logits of the part that drafts this level, in fp32 whatever the parts' dtypes are."""
+        """The logits [B, n, V] of the part that drafts below this level, in fp32 whatever the parts' dtypes are.
+
+        For a step's first feed maybe only those after the root, [B, 1, V].
+        """
         store_rows(cache.keys, feed.tokens[:, :, None, None], feed.cache_rows)
         stage = sum(feed.level >= end for end in self._ends)
         caught_up = _chain_feed(feed, cache) if feed.news else feed
@@ -240,7 +241,7 @@ class CascadeDraft(CompositeDraft):
 
 
 class MixtureDraft(CompositeDraft):
-    """The `Draft` of `Mixture`."""
+    """The `Draft` of `Mixture`: it calls all drafts for each level, and averages their distributions by weights."""
 
     def __init__(self, parts: list[Draft], weights: Sequence[float] | None, device: torch.device):
         super().__init__(parts, device)
@@ -249,7 +250,7 @@ class MixtureDraft(CompositeDraft):
         self._logs = [math.log(weight) for weight in weights]
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
-        """The log-probabilities of the mixture, in fp32; for a step's first feed only those after the root."""
+        """The mixture's log-probabilities, fp32 [B, n, V]; for a step's first feed only those after the root."""
         after = -1 if feed.news else 0
         mixed = None
         for part, part_cache, log in zip(self.drafts, cache.parts, self._logs, strict=True):
@@ -262,9 +263,9 @@ class MixtureDraft(CompositeDraft):
 
 
 def _chain_feed(feed: Feed, cache: CompositeCache) -> Feed:
-    """A step's first feed with all tokens that may be new since the last step, as a chain that ends at the root.
+    """A step's first feed for a part with a model: all tokens that may be new to it, as a chain that ends at the root.
 
-    In a shorter sequence, the first token is repeated.
+    It has at most feed.news tokens of each sequence. In a shorter sequence, the first token is repeated.
     """
     lengths = feed.prefix_lengths
     new = lengths + 1 - cache.known
@@ -285,7 +286,10 @@ def _chain_feed(feed: Feed, cache: CompositeCache) -> Feed:
 
 
 def parts_for(drafts: Sequence[Any], kind: str, target: Forward, model: PreTrainedModel) -> list[Draft]:
-    """The drafts that a composite called `kind` is made of. Raises ValueError for a Merge among them."""
+    """The `Draft`s for the drafts that a user gave to a composite.
+
+    kind: the composite's name in messages; target, model: as in `as_draft`. Raises ValueError for a Merge among them.
+    """
     parts = [as_draft(each, target, model) for each in drafts]
     if any(part.laws > 1 for part in parts):
         raise ValueError(f"a Merge has paths of its own, and is no part of a {kind}")

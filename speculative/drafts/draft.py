@@ -147,14 +147,14 @@ class Draft:
         return [self]
 
     def taps(self, cache: Any) -> Taps | None:
-        """The hidden states of the target that it reads during the target's passes; None if it reads none."""
+        """A request for hidden states of the target's passes, which it stores in its cache; None if it reads none."""
         return None
 
     def rules(self, rules: Any) -> Any:
-        """The `Rules` for its steps: those of the method, or changed ones with a verifier of its own.
+        """The `Rules` by which its steps draw and verify: the method's `rules`, or a copy with another verifier.
 
-        A draft with several `laws` needs a verifier that knows all of them, if the method's verification uses the
-        draft's distributions.
+        A draft with several `laws` needs a verifier for several distributions at the root, if the method's
+        verification uses the draft's distributions.
         """
         return rules
 
@@ -163,12 +163,14 @@ class Draft:
         return ()
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
-        """Learn from finished sequences: the first `lengths` of prompts LongTensor[B, T], and the first `counts` of new
-        [B, M].
+        """Learn from finished sequences; here it does nothing.
+
+        prompts, lengths: LongTensor[B, T] and LongTensor[B], the prompts and their numbers of tokens
+        new, counts:      LongTensor[B, M] and LongTensor[B], the new tokens and their numbers
         """
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """How often its tokens are usually accepted; default trees are planned with it.
+        """How often tokens of such drafts are usually accepted, as measured before; default trees are planned with it.
 
         It may depend only on the temperature: sampled output depends on the tree, and must be reproducible.
         """

@@ -13,7 +13,10 @@ from heavypath.speculative.models.forward import host_can_read
 
 
 class IndexedCache(RowCache):
-    """Rows [B, heads, rows, M] of sequences, and an index of where each token occurs; see kernels.native.retrieval."""
+    """Keys and values [B, heads, rows, M] of sequences, and an index on the CPU of the rows in which each token occurs.
+
+    With the index, compiled code finds earlier occurrences of a token without reading all rows.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor, vocab_size: int):
         super().__init__(keys, values)
@@ -30,7 +33,7 @@ class IndexedCache(RowCache):
         return super().nbytes + sum(field.nbytes for field in self.index)
 
     def begin(self, lengths: Tensor) -> None:
-        """Clear the index for new sequences."""
+        """Clear the index for new sequences. lengths: ignored, since the kernels add rows when they read."""
         self.index.known.zero_()
 
     def first(self, slots: int) -> Self:
@@ -40,11 +43,11 @@ class IndexedCache(RowCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors that hold state, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [*super().remembered(), *self.index]
 
     def with_nodes(self, feed: Feed) -> Sought:
-        """The arguments of the compiled kernels for a feed and this cache."""
+        """The arguments of the compiled lookup for the nodes of a feed: the nodes, this cache's rows, and the index."""
         return Sought(
             tokens=feed.tokens,
             cache_rows=feed.cache_rows,
@@ -57,7 +60,7 @@ class IndexedCache(RowCache):
 
 
 def text_cache(keys: Tensor, values: Tensor, vocab_size: int) -> RowCache:
-    """A cache of these rows [B, heads, rows, M]; with an index if the compiled kernels can read it."""
+    """A cache of keys and values [B, heads, rows, M] of sequences: an `IndexedCache` where compiled code reads it."""
     if host_can_read(keys.device) and library() is not None:
         return IndexedCache(keys, values, vocab_size)
     return RowCache(keys, values)

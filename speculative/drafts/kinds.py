@@ -45,9 +45,7 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
 
 
 def is_own(given: object) -> TypeGuard[Draft]:
-    """Whether an object is to be treated as a user's own `Draft`: it is neither of this package nor a transformers
-    model.
-    """
+    """Whether an object is treated as a user's draft: no `Draftable`, and no nn.Module without a draft's methods."""
     return not isinstance(given, Draftable) and (not isinstance(given, nn.Module) or has_methods(given))
 
 

@@ -96,12 +96,12 @@ class LookaheadCache(NgramCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors that hold state, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [*super().remembered(), self.window, self.pool]
 
 
 class LookaheadDraft(LookupDraft):
-    """The `Draft` of `Lookahead`.
+    """The `Draft` of `Lookahead`: proposes what followed the last tokens in its pool and in the sequence.
 
     columns: LongTensor[W], the indices of the window's columns
     depths, ends: LongTensor[W (N - 1)], for each node of the window in depth-first order, with the root first: its
@@ -126,11 +126,11 @@ class LookaheadDraft(LookupDraft):
         return LookaheadCache(batch, rows, self._lookahead, self.columns.device)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits after each node, in plain PyTorch, as there is no compiled kernel for pools."""
+        """The logits after each node, fp32 [B, n, V], in plain PyTorch, as there is no compiled kernel for pools."""
         return self.in_plain(feed, cache)
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
-        """The occurrences of a node's last tokens: in the pool, then in the sequence."""
+        """The tokens that can be proposed after a feed's nodes: n-grams of the pool, then tokens of the sequence."""
         text, pool = super().occurrences(feed, cache), cache.pool
         length = pool.shape[2] - 1
         keys = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]
@@ -147,18 +147,18 @@ class LookaheadDraft(LookupDraft):
 
     @property
     def why_not_measured(self) -> str:
-        """Why its acceptance cannot be measured token by token."""
+        """Why its acceptance cannot be measured token by token, in words."""
         return "the n-grams of a lookahead come of a decoder's steps"
 
 
 class _Window(LogitChange):
-    """Adds the window to a step: guesses that the target scores after the tree, and the n-grams made from them."""
+    """Adds a cache's window of guesses to each pass of the target, and the n-grams that they complete to its pool."""
 
     def __init__(self, draft: LookaheadDraft, cache: LookaheadCache):
         self._draft, self._cache = draft, cache
 
     def before_scoring(self, inputs: Any, state: Any) -> Any:
-        """The tree, with the window appended as further subtrees of its root.
+        """The nodes for the target's pass: `inputs`, and after them the window as further subtrees of the root.
 
         A missing guess is replaced by a token of the sequence, a fixed number of positions before the guess.
         """
@@ -178,7 +178,7 @@ class _Window(LogitChange):
         )
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
-        """The logits after the tree's nodes. The likeliest tokens after the window's last level complete n-grams."""
+        """The logits after the tree's nodes, without the window's; from these the tokens that end n-grams are kept."""
         nodes, levels = drafted.tokens.shape[1], self._cache.window.shape[2]
         newest = logits[:, nodes + levels - 2 :: levels].argmax(-1)  # [B, W]
         self._ngrams = torch.cat([self._cache.window, newest[..., None]], -1)  # [B, W, N]

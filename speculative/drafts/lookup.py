@@ -39,8 +39,9 @@ class PromptLookup(Draftable):
 
 
 class NgramCache(RowCache):
-    """A row for each token of a sequence. With M = max_ngram = 2, in the sequence a b c, row c has key a b and value b
-    c.
+    """The cache of lookups: for each token, the tokens before it, and it with the tokens before it.
+
+    With M = max_ngram = 2, in the sequence a b c, the row of c has the key a b and the value b c.
 
     keys: LongTensor[B, 1, rows, M], the M tokens before the token; -1 before the sequence's first token
     values: LongTensor[B, 1, rows, M], the M - 1 tokens before the token, then the token itself
@@ -88,7 +89,7 @@ class LookupDraft(Draft):
         return self.in_plain(feed, cache)
 
     def in_plain(self, feed: Feed, cache: Any) -> Tensor:
-        """The logits after each node of a feed, in plain PyTorch."""
+        """The logits after each node, fp32 [B, n, V], in plain PyTorch, which is the reference of the compiled form."""
         batch, nodes = feed.tokens.shape
         sequence = torch.arange(batch, device=feed.tokens.device)[:, None]
         keys, values = cache.keys[:, 0], cache.values[:, 0]
@@ -110,7 +111,7 @@ class LookupDraft(Draft):
         return weight.new_zeros(batch, nodes, self._vocab_size).scatter_add_(2, followed, weight).log()
 
     def occurrences(self, feed: Feed, cache: Any) -> "Occurrences":
-        """The tokens that can be proposed: those of the sequence, up to the root."""
+        """The tokens that can be proposed after a feed's nodes: those of the sequence, up to the root."""
         rows = feed.visible_rows
         is_text = torch.arange(rows, device=feed.tokens.device) <= feed.prefix_lengths[:, None]
         return Occurrences(cache.keys[:, 0, :rows], cache.values[:, 0, :rows, -1], is_text)
@@ -120,7 +121,7 @@ class Occurrences(NamedTuple):
     """R tokens of each sequence that can be proposed, with the tokens before them, from the oldest to the latest.
 
     keys: LongTensor[B, R, M], the M tokens before each; -1 for missing ones
-    tokens: LongTensor[B, R]
+    tokens: LongTensor[B, R], the tokens
     counts: bool [B, R], whether the entry is in use
     """
 

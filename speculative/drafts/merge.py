@@ -63,7 +63,10 @@ class Merge(Draftable):
 
 
 class MergeDraft(CompositeDraft):
-    """The `Draft` of `Merge`. Each draft reads all nodes, so that it knows every path that may be accepted."""
+    """The `Draft` of `Merge`: below each child of the root, logits of the draft that drew it.
+
+    Each draft reads all nodes, so that its cache has every path that may be accepted.
+    """
 
     def __init__(self, parts: list[Draft], device: torch.device):
         super().__init__(parts, device)
@@ -98,7 +101,7 @@ class MergeDraft(CompositeDraft):
 
     @property
     def why_not_measured(self) -> str:
-        """Why its acceptance cannot be measured token by token."""
+        """Why its acceptance cannot be measured token by token, in words."""
         return f"in a Merge the root's first {self.laws} children are drawn from different drafts"
 
 
@@ -107,8 +110,9 @@ class MergeVerifier:
     """A `Verifier` for trees of several drafts: the root's children by their own distributions, all others by a
     verification.
 
-    verification, replacement: as `method` and `replacement` in `VerifyInputs`
-    drafts: D
+    verification: the rule for all other nodes, a `method` of `verify_tree`
+    replacement: whether siblings are independent draws
+    drafts: D, the number of drafts
 
     It is plain PyTorch, except for filters, draws and the verification, and does not synchronise with a GPU.
     """
@@ -121,7 +125,7 @@ class MergeVerifier:
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
         target_filters: Filters, draft_filters: Filters, noise: Noise,
     ) -> Verified:  # fmt: skip
-        """Verify the trees, as `Verifier` describes.
+        """The accepted nodes and the next token of each tree. Arguments and result are as in `Verifier`, except
 
         draft_logits: [B, N + D - 1, V]; the last D - 1 rows are those after the root by drafts 2 .. D
 
@@ -145,11 +149,12 @@ class MergeVerifier:
         ))  # fmt: skip
 
     def decided(self, nodes: Nodes, target: Tensor, laws: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-        """The probabilities that none of the root's K children is accepted, and that each is, fp64 [B, K + 1].
+        """The probabilities of what happens at the root, fp64 [B, K + 1]: none of its K children is accepted, or each.
 
-        Also P_{K+1}, from which the next token is drawn if none is accepted, fp64 [B, V].
+        The second result is P_{K+1}, from which the next token is drawn if none is accepted, fp64 [B, V].
 
-        nodes: per sequence
+        nodes: with fields [B, N]
+        max_depth: levels of the trees; on a GPU it bounds K
         target: scores [B, V] whose softmax is P
         laws: scores [B, D, V] whose softmax are the drafts' distributions
 
@@ -181,8 +186,9 @@ class MergeVerifier:
     def _as_decided(
         self, nodes: Nodes, rank: Tensor, left: Tensor, target: Tensor, draft: Tensor | None
     ) -> tuple[Nodes, Tensor, Tensor | None]:
-        """Nodes and logits with which a verification accepts the child of this rank; for rank -1 none, drawing from
-        `left`.
+        """Nodes, target's and draft's logits with which a verification accepts exactly the root's child of this rank.
+
+        rank: LongTensor[B, 1], -1 for none; then the next token is drawn from `left`, fp64 [B, V]
 
         For independent draws, other children with the same token are kept, too: their children were drawn from the same
         distributions.
@@ -202,7 +208,7 @@ class MergeVerifier:
 
 
 def _child(nodes: Nodes, rank: int | Tensor) -> tuple[Tensor, Tensor]:
-    """The root's child of this rank and whether it exists, [B, 1] each. rank: an int or [B, 1]"""
+    """The number of the root's child of this rank and whether it exists, [B, 1] each. rank: an int or [B, 1]."""
     assert nodes.ranks is not None
     found = (nodes.parents == 0) & (nodes.ranks == rank) & (nodes.tokens >= 0)
     return found.int().argmax(1, keepdim=True), found.any(1, keepdim=True)

@@ -50,7 +50,7 @@ class EarlyExit(Draftable):
 
 
 class ModelDraft(Draft):
-    """A model with the target's vocabulary as a draft."""
+    """A model with the target's vocabulary as a draft: each level of a tree is one pass of the model."""
 
     overlap, can_rest = 0, True
 
@@ -71,7 +71,10 @@ class ModelDraft(Draft):
         return self.forward.new_cache(batch, rows, lag=1)
 
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
-        """Cache right-padded sequences LongTensor[B, T], up to the model's last position; see `Forward.prefill`."""
+        """Cache keys and values of right-padded sequences LongTensor[B, T], up to the model's last position.
+
+        starts: as in `Forward.prefill`
+        """
         within = self.forward.max_positions - min(starts or [0])
         if within > 0:
             self.forward.prefill(self._known(tokens[:, :within]), cache, starts)
@@ -87,10 +90,12 @@ class ModelDraft(Draft):
         return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts off
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """The tokens; ids that the draft lacks, which are the target's padding, are replaced by its last token."""
+        """The tokens, LongTensor[...], as input of the draft: padding ids of the target, which the draft lacks, become
+        the draft's last token.
+        """
         return tokens if self._vocab_size <= self.forward.vocab_size else tokens.clamp(max=self.forward.vocab_size - 1)
 
 
 def silence(logits: Tensor, positions: Tensor, most: int) -> None:
-    """Have nothing proposed after tokens at positions LongTensor[B, n] of `most` or more, in logits [B, n, V]."""
+    """Set logits [B, n, V] to -inf, in place, after tokens whose positions LongTensor[B, n] are `most` or more."""
     logits.masked_fill_((positions >= most)[..., None], -torch.inf)

@@ -58,7 +58,7 @@ class OwnDraft(Draft):
                 raise TypeError(f"draft {self.name!r} must be callable as {_call(name)}: {error}") from None
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
-        """The draft's empty cache, checked."""
+        """The draft's empty cache, checked: two tensors [batch, heads, rows, D] of one dtype on the target's device."""
         if not self._has_cache:
             nothing = torch.empty(batch, 1, rows, 0, device=self._device)
             return RowCache(nothing, nothing)
@@ -76,7 +76,7 @@ class OwnDraft(Draft):
         return cache
 
     def prefill(self, tokens: Tensor, cache: RowCache) -> None:
-        """Let the draft read right-padded sequences LongTensor[B, T]."""
+        """Let the user's draft read right-padded sequences LongTensor[B, T]; does nothing if it has no `prefill`."""
         if self._has_cache:
             self._draft.prefill(tokens, cache)
 
@@ -107,18 +107,18 @@ def _copied(feed: Feed) -> Feed:
 
 
 def _has(draft: object, name: str) -> bool:
-    """Whether an object implements a method itself; those of `Draft` raise NotImplementedError."""
+    """Whether an object implements a method itself, and does not just inherit the one of `Draft`, which raises."""
     method = getattr(draft, name, None)
     return callable(method) and getattr(method, "__func__", None) is not getattr(Draft, name)
 
 
 def _call(name: str) -> str:
-    """A method with its parameters, for messages."""
+    """A method of `Draft` by name, with its parameters, for messages: "prefill(tokens, cache)"."""
     return f"{name}({', '.join(_METHODS[name])})"
 
 
 def _lacking(draft: object, name: str) -> str:
-    """A missing method, with similar names that the object has, for messages."""
+    """The name of a missing method in words, with similar names that the object has, for messages."""
     similar = _similar(draft, name)
     return _call(name) + (f" (it has {', '.join(similar)})" if similar else "")
 

@@ -54,7 +54,7 @@ class Recall(Draftable):
         self._copies: WeakValueDictionary[torch.device, LearningCopy] = WeakValueDictionary()
 
     def serve(self, vocab_size: int) -> None:
-        """Register a target with this vocabulary size. Raises ValueError if another size has been registered before."""
+        """Note that a target with this vocabulary size uses it; ValueError if a target of another size did before."""
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(
                 f"{self} keeps sequences for a vocabulary of {self.vocab_size} tokens, got a target of {vocab_size}; "
@@ -86,7 +86,10 @@ class Recall(Draftable):
                 copy.take(self._corpus)
 
     def _sort(self) -> SortedCorpus:
-        """The sorted sequences, padded to the most that can be kept so that shapes never change; padding sorts last."""
+        """The kept sequences sorted for lookup, padded to the most that can be kept, so that shapes never change.
+
+        Padding sorts last.
+        """
         followers, steps = sort_corpus(self._texts, self.max_ngram) if self._texts else _NOTHING
         size, all_steps = len(steps), torch.full((self.tokens,), _LAST, dtype=torch.long, device="cpu")
         all_steps[:size] = steps // size * self.tokens + steps % size
@@ -111,7 +114,7 @@ class LearningCopy(CorpusCopy):
     """
 
     def take(self, corpus: SortedCorpus) -> None:
-        """Replace the sequences."""
+        """Replace the sequences by those of `corpus`, of the same shapes."""
         if host_can_read(self.corpus.steps.device):
             self.corpus = corpus
             return
@@ -120,7 +123,10 @@ class LearningCopy(CorpusCopy):
 
 
 class RecallDraft(RetrievalDraft):
-    """The `Draft` of `Recall`. Ranges in its cache refer to the corpus at the time they were written."""
+    """The `Draft` of `Recall`: a `RetrievalDraft` whose corpus grows by the sequences that it has drafted for.
+
+    Ranges in its cache refer to the corpus as it was when they were written, so each step finds them again.
+    """
 
     name = "recall"
     renews = True
@@ -131,7 +137,7 @@ class RecallDraft(RetrievalDraft):
         self._recall = recall
 
     def learn(self, prompts: Tensor, lengths: Tensor, new: Tensor, counts: Tensor) -> None:
-        """Add finished sequences, see `Draft.learn`."""
+        """Add the new tokens of finished sequences, and the last tokens of their prompts; arguments as in `Draft`."""
         for prompt, length, tokens, count in zip(prompts, lengths.tolist(), new, counts.tolist(), strict=True):
             before = prompt[max(0, length - self._recall.max_ngram) : length]
             self._recall.learn(torch.cat([before, tokens[:count].to(before.device)]).cpu().numpy())

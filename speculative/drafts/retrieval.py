@@ -115,8 +115,9 @@ class Retrieval(Draftable):
 
 
 class KnownTexts(Protocol):
-    """The corpus of a `RetrievalDraft`. largest: the largest token in it; max_ngram: the longest suffix that is looked
-    up
+    """What a `RetrievalDraft` looks up in: a `Retrieval` or a `Recall`.
+
+    largest: the largest token in it; max_ngram: the most last tokens that are looked up
     """
 
     largest: int
@@ -133,7 +134,9 @@ class CorpusCopy:
 
 
 class RetrievalDraft(Draft):
-    """The `Draft` of `Retrieval`. A cache row has the corpus ranges of the last 1 .. M tokens, and these tokens.
+    """The `Draft` of `Retrieval`, which proposes tokens by their counts after the last tokens in the corpus.
+
+    A row of its cache has the last 1 .. M tokens, and the range of the sorted corpus in which each suffix is found.
 
     renews: whether the corpus can change between steps; each step then begins by finding the ranges again
 
@@ -153,7 +156,7 @@ class RetrievalDraft(Draft):
         self.known = retrieval.on(device)
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
-        """An empty cache of `rows` rows for each of `batch` sequences: see `kernels/retrieval/ranges.py`."""
+        """An empty cache of `rows` rows for each of `batch` sequences, in the form of `kernels/retrieval/ranges.py`."""
         keys = torch.full((batch, 2, rows, self._longest), -1, device=self._device)
         return text_cache(keys, torch.full_like(keys, -1), self._vocab_size)
 
@@ -196,7 +199,7 @@ def _(given: Retrieval, target: Forward, model: PreTrainedModel) -> Draft:
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of a vocabulary."""
+    """A hash of a tokenizer's vocabulary, by which a saved corpus of another one is recognised."""
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{index} {token}\n".encode())

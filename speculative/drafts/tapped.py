@@ -49,7 +49,7 @@ class TappedDraft(Draft, ABC):
 
     @property
     def forward(self) -> "TappedDraft":  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The draft itself, which has the attributes of a `Forward` that are needed."""
+        """The draft itself: it has those attributes of a `Forward` that callers of `Draft.forward` read."""
         return self
 
     @property
@@ -88,19 +88,19 @@ class TappedDraft(Draft, ABC):
         """The weights that drafting one level reads, including the target's lm_head if it is used."""
 
     def pass_weights(self) -> list[Tensor]:
-        """The weights that are read once a step, if one pass drafts all levels; else empty."""
+        """The weights that one pass reads in each step, if it drafts all levels; an empty list for other heads."""
         return []
 
     @abstractmethod
     def taps(self, cache: Any) -> Taps:
-        """The hidden states to read during the target's passes, and where to store them in the cache."""
+        """A request for hidden states of the target's passes, which stores in the cache what drafting needs of them."""
 
     @abstractmethod
     def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
         """Read right-padded sequences LongTensor[B, T] after the target has; starts: as in `Forward.prefill`."""
 
     def usual_acceptance(self, temperature: float) -> Usual:
-        """The usual acceptance of heads; it is higher than a small model's, because they read the target's features."""
+        """How often tokens of heads are usually accepted: more often than a small model's, as heads read features."""
         return TRAINED_HEAD
 
     @abstractmethod

@@ -31,14 +31,15 @@ TEMPERATURES = (1.0, 0.7, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class Tempered(LogitChange):
-    """Divides a draft's logits by the temperature of their depth, starting with the root's children; the last is
-    reused.
+    """Divides a draft's logits by a temperature for each depth.
+
+    temperatures: the root's children first; deeper levels than there are temperatures get the last one
     """
 
     temperatures: tuple[float, ...]
 
     def before_drawing(self, draft: Draft, state: Any) -> Draft:
-        """The draft with divided logits."""
+        """The draft, wrapped so that its logits are divided."""
         return _TemperedDraft(draft, self.temperatures)
 
 
@@ -53,7 +54,7 @@ class _TemperedDraft(Draft):
 
 
 def fitted(common: Tensor, depths: int) -> tuple[float, ...]:
-    """The temperature of each depth; empty if 1 is best at all depths.
+    """Choose the temperature of each depth by measured overlaps; the result is empty if 1 is best at all depths.
 
     common: fp64 [N, 2, temperatures, S], for N tokens of S sequences; token n is at depth n % depths. The two values
         are sum_x min(P(x), Q(x)), and min(1, Q(x_n) / P(x_n)), for each of TEMPERATURES

@@ -41,8 +41,11 @@ def is_trained_head(path_or_name: str | Path, target: PreTrainedConfig | None = 
 def load_trained_head(
     path_or_name: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None
 ) -> TrainedHead:
-    """Load a trained head for a target; arguments and errors as in `load_head`, `load_medusa`, `load_block`,
-    `load_mtp`.
+    """Load a trained head of any kind for a target, in eval mode and without gradients.
+
+    path_or_name: its folder or its name on the Hugging Face hub; dtype: default: the target's
+
+    Raises FileNotFoundError for missing files, and ValueError for a checkpoint that is no head or does not fit.
     """
     checkpoint = Checkpoint(path_or_name)
     load = _loader(checkpoint, target.config) or load_head  # which says what a head has
@@ -50,7 +53,7 @@ def load_trained_head(
 
 
 def _loader(checkpoint: Checkpoint, target: PreTrainedConfig | None) -> Callable[..., TrainedHead] | None:
-    """The function that loads this kind of head; None for anything else.
+    """The function that loads the kind of head that a checkpoint has; None for anything else.
 
     The target's own checkpoint may have Medusa heads, and block drafts have the tensors that identify an EAGLE head.
     """
@@ -91,7 +94,7 @@ def _(given: BlockHead) -> str:
 
 @draft_parameter_count.register
 def _(given: EagleHead | BlockHead | MtpHead, target: PreTrainedModel) -> int:
-    """The parameters that drafting a level uses: a block's pass is divided by its levels.
+    """The number of parameters that drafting one level reads: a block draft's are divided by the levels of its pass.
 
     The target's lm_head is counted if the draft has none.
     """
@@ -123,6 +126,6 @@ def _(given: MedusaHeads) -> str:
 
 @draft_parameter_count.register
 def _(given: MedusaHeads, target: PreTrainedModel) -> int:
-    """The parameters of one head, which drafts a level; the target's lm_head is counted if the heads have none."""
+    """The number of parameters of one head, which drafts one level; the target's lm_head counts if heads have none."""
     lm_head: Any = target.get_output_embeddings()
     return parameter_count(given) // given.config.heads + (lm_head.weight.numel() if given.lm_heads is None else 0)

@@ -89,30 +89,36 @@ class TranslatedCache(RowCache):
         return view
 
     def end_of(self, rows: Tensor) -> Tensor:
-        """The ends of the target's tokens with indices `rows`, LongTensor[B, any]; 0 for negative ones."""
+        """The draft's row after the last row of each of the target's tokens with these indices, LongTensor[B, any].
+
+        rows: LongTensor[B, any], indices of the target's tokens; the result is 0 for negative ones
+        """
         return self.ends[:, 0, :, 0].gather(1, rows.clamp(min=0)).where(rows >= 0, 0)
 
     def remembered(self) -> list[Tensor]:
-        """All tensors that hold state, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [self.keys, self.values, self.ends]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
-        """Swap two sequences, see `RowCache.swap`; rows counts the target's tokens."""
+        """Exchange two sequences. rows: how many of the target's tokens are in use (default: all)."""
         super().swap(one, other, None if rows is None else self.stretch * rows)
 
     def receive(self, sequence: int, source: RowCache, of: int, rows: int) -> None:
-        """Copy rows of another cache, see `RowCache.receive`; rows counts the target's tokens."""
+        """Copy sequence `of` of `source` to `sequence`. rows: how many of the target's tokens are in use."""
         super().receive(sequence, source, of, self.stretch * rows)
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
-        """Copy the first rows of another cache, see `RowCache.take`; 0 if that belongs to a draft of another kind."""
+        """Copy the first `rows` of the target's tokens of sequence `of` of another cache to `sequence`.
+
+        Returns the number of tokens copied; 0 if that cache belongs to a draft of another kind.
+        """
         if not isinstance(source, TranslatedCache):
             return 0
         self.receive(sequence, source, of, rows)
         return rows
 
     def trimmed_bytes(self, slots: slice, rows: int) -> int:
-        """Bytes of the copy that `trimmed` returns."""
+        """The size in bytes of the result of `trimmed`."""
         return sum(each[slots, :, : self.stretch * rows].nbytes for each in self.remembered())
 
     def trimmed(self, slots: slice, rows: int) -> "TranslatedCache":
@@ -126,7 +132,10 @@ class TranslatedCache(RowCache):
         return kept
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path after the root's last row; each of its nodes has one row."""
+        """Move the rows of an accepted path to after the root's last row, one row for each node, and set their ends.
+
+        Arguments as in `RowCache.accept`.
+        """
         drafted = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
         end, steps = self.end_of(prefix_length[:, None]), torch.arange(path.shape[1], device=path.device)
         step_kernels(path.device).compact([self.keys, self.values], drafted, length, end[:, 0] - 1)
@@ -134,7 +143,10 @@ class TranslatedCache(RowCache):
 
 
 class TranslatedDraft(Draft):
-    """The `Draft` of `Translated`, for a target with this vocabulary size."""
+    """The `Draft` of `Translated`: reads and drafts with its model, and returns logits of the target's tokens.
+
+    It is made for a target with this vocabulary size.
+    """
 
     overlap, can_rest = 0, True
 
@@ -165,7 +177,7 @@ class TranslatedDraft(Draft):
         return TranslatedCache(self.forward.new_cache(batch, self._stretch * rows), self._stretch)
 
     def prefill(self, tokens: Tensor, cache: TranslatedCache, starts: Sequence[int] | None = None) -> None:
-        """Cache right-padded sequences LongTensor[B, T] of the target's tokens, see `Forward.prefill`."""
+        """Read right-padded sequences of the target's tokens, LongTensor[B, T]; starts: as in `Forward.prefill`."""
         batch, width = tokens.shape
         first = torch.tensor([0] * batch if starts is None else starts, device=tokens.device)
         own, rows = self._read(tokens, first[:, None] + torch.arange(width, device=tokens.device), cache)

@@ -66,8 +66,9 @@ class Vocabularies:
         return f"{len(self.shared)} of the target's {len(self.target.get_vocab())} tokens ({self.share:.0%})"
 
     def pieces(self, target_size: int, draft_size: int) -> tuple[Tensor, Tensor]:
-        """How each of the target's tokens is spelt in the draft's: LongTensor[V, m], right-aligned, and lengths
-        LongTensor[V].
+        """How each of the target's V tokens is spelt with the draft's tokens.
+
+        Returns LongTensor[V, m], the draft's tokens, right-aligned, and LongTensor[V], their number.
 
         A token that the draft lacks is spelt greedily, with the longest possible token first. Bytes that the draft has
         no token for are omitted.

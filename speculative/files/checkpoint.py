@@ -41,7 +41,10 @@ class Checkpoint:
     """
 
     def __init__(self, path_or_name: str | Path, *, revision: str | None = None, local_files_only: bool = False):
-        """revision, local_files_only: for a name, as in transformers' `from_pretrained`"""
+        """path_or_name: a folder, or a name on the Hugging Face hub.
+
+        revision, local_files_only: for a name, as in transformers' `from_pretrained`
+        """
         self.name = str(path_or_name)
         folder = Path(self.name).expanduser()
         self._where = str(folder) if folder.is_dir() else self.name
@@ -68,13 +71,18 @@ class Checkpoint:
         return self._found[file]
 
     def settings(self, kind: Any = dict[str, Any]) -> Any:
-        """The content of config.json, checked to be of this type, see `read_json`."""
+        """The content of config.json, checked to be of type `kind`: a dictionary, or a TypedDict of the fields read.
+
+        Raises ValueError, with the field, for a value of another type.
+        """
         return read_json(self.config, kind)
 
     def weights(self, names: Sequence[str] = WEIGHTS["head"]) -> list[Path]:
-        """The files of the weights; names: those to look for, of which the first that exists is used.
+        """The files of the weights: several if the weights have an index.
 
-        Raises FileNotFoundError if there is none, or not all of an index, and ValueError for an invalid index.
+        names: file names to look for, of which the first that exists is used
+
+        Raises FileNotFoundError if none exists, or an index names a missing file, and ValueError for an invalid index.
         """
         first = next((path for path in map(self.find, names) if path is not None), None)
         if first is None:
@@ -92,9 +100,12 @@ class Checkpoint:
         return [shard for shard in shards.values() if shard is not None]
 
     def tensors(self, names: Sequence[str] = WEIGHTS["head"], flags: Sequence[str] = ()) -> dict[str, Tensor]:
-        """All tensors by name, on the CPU. flags: single numbers that must be true, and are left out
+        """All tensors by name, on the CPU.
 
-        Raises ValueError for pickles of anything else, and for odd tensors.
+        names: as in `weights`; flags: names of tensors of one bool, which must be true, and are left out
+
+        Raises ValueError for a false flag, for pickles of anything but tensors, and for empty, sparse or 0-dimensional
+        tensors.
         """
         tensors: dict[str, Tensor] = {}
         for path in self.weights(names):
@@ -128,7 +139,10 @@ class Checkpoint:
         return {name: shape for path in paths for name, shape in _reading(path, _shapes_in).items()}
 
     def check_all_is_read(self, also: str = "") -> None:
-        """Raise ValueError for further files that hold tensors and are not read, except the one that is `also` read."""
+        """Raise ValueError if the folder has files with tensors besides the weights, which would be left out.
+
+        also: name of a file that is read besides the weights
+        """
         beside = {path.name for path in self.config.parent.iterdir() if PART.fullmatch(path.name)}
         if unread := sorted(beside - {path.name for path in self.weights()} - {also}):
             raise ValueError(
@@ -138,7 +152,10 @@ class Checkpoint:
 
     @contextmanager
     def drafting(self, kind: str) -> Iterator[None]:
-        """Within it a ValueError also says that this checkpoint, of such a draft, does not fit the target."""
+        """A context in which a ValueError gets the prefix that this checkpoint does not fit the target.
+
+        kind: the kind of draft in words, such as "Medusa heads"
+        """
         try:
             yield
         except ValueError as error:
@@ -146,7 +163,7 @@ class Checkpoint:
 
 
 def opened(given: str | Path | Checkpoint) -> Checkpoint:
-    """The checkpoint of a folder or a name, or the given one."""
+    """The `Checkpoint` of a folder or of a name on the Hugging Face hub; a `Checkpoint` is returned as it is."""
     return given if isinstance(given, Checkpoint) else Checkpoint(given)
 
 
@@ -156,7 +173,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def our_name(name: str, prefixes: Mapping[str, str]) -> str:
-    """The name with prefixes replaced, one after the other in the table's order."""
+    """A tensor's name with its prefix replaced: each key of `prefixes` with which it begins, in the table's order."""
     for theirs, ours in prefixes.items():
         if name.startswith(theirs):
             name = ours + name.removeprefix(theirs)
@@ -166,9 +183,9 @@ def our_name(name: str, prefixes: Mapping[str, str]) -> str:
 def renamed(
     tensors: Mapping[str, Tensor], prefixes: Mapping[str, str], ignored: re.Pattern[str] = IGNORED
 ) -> dict[str, Tensor]:
-    """The tensors by our names, without ignored ones.
+    """The tensors by our names, without tensors whose names match `ignored`. prefixes: as in `our_name`.
 
-    Raises ValueError for two of one name, and for whole numbers, which quantised weights are.
+    Raises ValueError if two get one name, and for tensors of whole numbers, because quantised weights are not read.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -184,7 +201,10 @@ def renamed(
 
 
 def check_config(settings: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ValueError if config.json gives another value than was `found` in the tensors."""
+    """Raise ValueError if config.json gives another value of a setting than was found in the tensors.
+
+    settings: of config.json; found: values by key. A key that config.json lacks is not checked
+    """
     for key, have in found.items():
         given = settings.get(key)
         if given is not None and given != have:
@@ -202,7 +222,9 @@ def check_tensors(
 ) -> None:
     """Raise ValueError unless the shapes that were found are exactly the expected ones.
 
-    of: what has the expected tensors, in words; why: of what a tensor's shape follows, and what to do
+    found, expected: shapes by the tensors' names
+    of: what has the expected tensors, in words, for messages
+    why: makes the end of a message from a tensor's name: from what its shape follows, and what to do
     """
     for problem, names in (("not known", found.keys() - expected), ("missing", expected.keys() - found)):
         if names:
@@ -217,12 +239,12 @@ def check_tensors(
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """The tensors' shapes."""
+    """The shape of each tensor, as a list, by the tensors' names."""
     return {name: [*tensor.shape] for name, tensor in tensors.items()}
 
 
 def _reading(path: Path, read: Callable[[Path], Any]) -> Any:
-    """What a library reads of a file; whatever it raises becomes a ValueError with the file's name."""
+    """The result of `read`, a library's function, for a file; its errors become a ValueError with the file's name."""
     try:
         return read(path)
     except Exception as error:

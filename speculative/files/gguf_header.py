@@ -18,7 +18,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class TensorEntry(NamedTuple):
-    """A tensor's entry in the header."""
+    """A tensor's entry in the header: its name, its number of elements, its type, and where it begins."""
 
     name: str
     elements: int
@@ -27,7 +27,7 @@ class TensorEntry(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """The header of a GGUF file."""
+    """The header of a GGUF file: all metadata by key, and the entries of all tensors, but no tensor."""
 
     metadata: dict[str, Any]  # an array has its number of elements here
     tensors: tuple[TensorEntry, ...]
@@ -40,7 +40,7 @@ class GgufHeader(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many numbers all tensors have together."""
+        """The number of elements of all tensors together."""
         return sum(tensor.elements for tensor in self.tensors)
 
 
@@ -59,7 +59,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """A position in the bytes of a file."""
+    """Reads a header from the bytes of a file, value after value, from after the magic number on."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data

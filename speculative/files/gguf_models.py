@@ -59,7 +59,9 @@ def gguf_file(role: str, name: str) -> Path | None:
 
 
 def check_gguf(role: str, file: Path) -> GgufHeader:
-    """The header of a GGUF file that is whole and in one piece.
+    """Check that a GGUF file is whole, in one piece, and can be read here; return its header.
+
+    role: "target" or "draft", for messages
 
     Raises ImportError if packages are missing, OSError, and ValueError for another format, one part of several, and a
     file that was cut off.
@@ -111,7 +113,7 @@ def _check_size(file: Path, header: GgufHeader) -> None:
 def unpacked(role: str, file: Path, dtype: torch.dtype) -> Path:
     """The folder with the model of a GGUF file in transformers' format: from the user's cache, or made now.
 
-    dtype: of the weights in the folder
+    role: "target" or "draft", for messages; dtype: of the weights in the folder
 
     Processes wait for each other, so that one of them makes it. Raises the errors of `check_gguf`, OSError if the
     cache cannot be written, and ValueError for a model that transformers cannot read.
@@ -140,7 +142,7 @@ def unpacked(role: str, file: Path, dtype: torch.dtype) -> Path:
 
 
 def _place() -> Path:
-    """The folder of all unpacked models."""
+    """The folder of all unpacked models, in the user's cache; made if missing. Raises OSError if that is impossible."""
     try:
         place = cache_folder() / "gguf"
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -151,7 +153,10 @@ def _place() -> Path:
 
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """One process at a time; what a process left when it was killed is removed."""
+    """A context in which only one process at a time works in the folder `place`.
+
+    Unfinished folders of processes that were killed are removed first.
+    """
     with (place / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in place.glob(f"{_MAKING}*"):
@@ -187,14 +192,18 @@ def _save(file: Path, header: GgufHeader, dtype: torch.dtype, folder: Path) -> N
 
 
 def _drop_tokens(file: Path, count: int) -> None:
-    """Remove tokens that transformers' classes add to every vocabulary, and whose numbers the model does not have."""
+    """Remove added tokens with numbers of `count` or more, which transformers' classes add, from a tokenizer.json."""
     content = json.loads(file.read_text(encoding="utf-8"))
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def _plain(model: PreTrainedModel, file: Path, header: GgufHeader) -> PreTrainedModel:
-    """The model without the quantisation that it was read from, which transformers refuses to save."""
+    """A copy of a model, over its weights, that can be saved: transformers refuses to save a model read as quantised.
+
+    It also gets the file's scaling of positions and its end-of-turn token. Logs a warning if the model has fewer
+    numbers than the file.
+    """
     config: Any = model.config
     del config.quantization_config
     config.name_or_path = ""
@@ -216,7 +225,7 @@ def _plain(model: PreTrainedModel, file: Path, header: GgufHeader) -> PreTrained
 
 
 def _end_answers(model: PreTrainedModel, end_of_turn: int | None) -> None:
-    """Let a text end with the file's token for the end of a turn, too, as llama.cpp does."""
+    """Add the token for the end of a turn to the model's end-of-sequence tokens, as llama.cpp does; None adds none."""
     settings = model.generation_config
     ends = settings.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
@@ -225,7 +234,10 @@ def _end_answers(model: PreTrainedModel, end_of_turn: int | None) -> None:
 
 
 def _scale_positions(config: transformers.PreTrainedConfig, file: Path, header: GgufHeader) -> None:
-    """Add to a config how the file scales positions: for Gemma 3 those of full attention alone."""
+    """Add the file's scaling of rotary positions to a config, in place; for Gemma 3 only to full attention's.
+
+    Raises ValueError if the config has no rotary embeddings, but the file scales positions.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     scaling = scaling_of(file, header, float(rope.get("rope_theta", 0.0)))
@@ -236,7 +248,7 @@ def _scale_positions(config: transformers.PreTrainedConfig, file: Path, header: 
 
 @contextmanager
 def _without_bar() -> Iterator[None]:
-    """Without the bar that transformers shows for GGUF files, whatever its own setting says."""
+    """A context without the progress bar that transformers shows for GGUF files, which its own setting leaves on."""
     reading: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     bar = reading.tqdm
     reading.tqdm = partial(bar, disable=True)

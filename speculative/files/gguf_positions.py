@@ -53,7 +53,10 @@ def scaling_of(file: Path, header: GgufHeader, theta: float) -> dict[str, Any]:
 
 
 def _divisors_in(file: Path, header: GgufHeader) -> list[float] | None:
-    """The values of the tensor FACTORS [head_dim / 2]; None if the file has none."""
+    """The values of the tensor FACTORS [head_dim / 2], which divide frequencies; None if the file has no such tensor.
+
+    Raises ValueError if the tensor is not of float32.
+    """
     found = [tensor for tensor in header.tensors if tensor.name == FACTORS]
     if not found:
         return None
@@ -63,7 +66,10 @@ def _divisors_in(file: Path, header: GgufHeader) -> list[float] | None:
 
 
 def _llama3(divisors: list[float], theta: float) -> dict[str, Any]:
-    """The settings of a Llama 3 with these divisors. The largest one is the factor, that of the longest waves."""
+    """The settings for `rope_parameters` of a Llama 3 with these divisors of frequencies.
+
+    theta: the base of the frequencies. Raises ValueError for divisors of another kind of scaling.
+    """
     factor = max(divisors)
     expected = [_divisor(index, 2 * len(divisors), theta, factor) for index in range(len(divisors))]
     if not all(math.isclose(own, one, rel_tol=1e-3) for own, one in zip(divisors, expected, strict=True)):
@@ -72,7 +78,7 @@ def _llama3(divisors: list[float], theta: float) -> dict[str, Any]:
 
 
 def _divisor(index: int, head_dim: int, theta: float, factor: float) -> float:
-    """What Llama 3 divides a frequency by: 1 for short waves, the factor for long ones, between them a mixture."""
+    """What Llama 3 divides frequency number `index` by: 1 for short waves, `factor` for long ones, else in between."""
     wave = 2 * math.pi * theta ** (2 * index / head_dim)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     share = (LLAMA3["original_max_position_embeddings"] / wave - low) / (high - low)

@@ -78,7 +78,10 @@ def find_folder(
 
 
 def _in_cache(role: str, name: str) -> Path | None:
-    """The cache folder of a name, if it has a config.json."""
+    """The folder of a name in the Hugging Face cache; None if it has no config.json there.
+
+    Raises FileNotFoundError for a text that cannot be a name of the Hub.
+    """
     try:
         config = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
@@ -90,7 +93,7 @@ def _in_cache(role: str, name: str) -> Path | None:
 
 
 def _lacking(role: str, folder: Path) -> str | None:
-    """What a folder lacks: "weights", "tokenizer" or nothing (None)."""
+    """What a folder lacks of the files that a target or draft (`role`) needs: "weights" or "tokenizer"; else None."""
     first = next((folder / file for file in WEIGHTS[role] if (folder / file).is_file()), None)
     if first is None:
         return "weights"
@@ -100,7 +103,10 @@ def _lacking(role: str, folder: Path) -> str | None:
 
 
 def _fetched(role: str, name: str, check: Callable[[Path], object] | None) -> Path:
-    """The cache folder of a name, after downloading what was missing; the Hub shows its own progress bars."""
+    """The cache folder of a name, after downloading what was missing; the Hub shows its own progress bars.
+
+    role, check: as in `find_folder`. Raises FileNotFoundError or OSError for a name that cannot be downloaded.
+    """
     hub = constants.ENDPOINT
     try:
         files = {

@@ -73,14 +73,15 @@ def attention_forward(
 
     A tree is given to the model's call, `model(tokens, position_ids=..., cache=cache, tree_subtree_end=...)`:
 
-    tree_subtree_end:   int or long tensor [N] or [B, N], where each node's subtree ends in depth-first order; or
+    tree_subtree_end:   int or long tensor [N] or [B, N], the number after each node's last descendant in depth-first
+                        order; or
     tree_ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where node j is node i or its ancestor, or that mask
                         packed by `pack_ancestors`. A tree of M nodes whose last N are new has [N, M] or [B, N, M].
     tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for all caches of
                         transformers. A cache that stores each sequence's tree after its own prefix must give it.
 
-    tree_attend:        replaces all of these: a function of query, key, value, scaling and sliding_window that does the
-                        attention
+    tree_attend:        instead of all of these, and of attention_mask: a function of query, key, value, scaling and
+                        sliding_window that returns the attention's output [B, Hq, N, D]
 
     The call's position_ids [B, N] must be prefix + depths, where left padding does not count as prefix. Without them
     transformers numbers the nodes one after the other. The call's attention_mask, if any, has a column for each row of
@@ -162,6 +163,8 @@ def visible_rows(
 ) -> Tensor | None:
     """Make the mask of a forward pass when transformers asks for it; the attention layers get it as attention_mask.
 
+    The arguments are those of transformers' mask functions: q_length new tokens, the first of which is token q_offset.
+
     None where a token sees everything before it: there is no padding, the window covers everything, and the new tokens
     are the last in the cache. Otherwise LongTensor [B, 1, 1, 2]: the first row that is not padding, and the number of
     rows before the new tokens; with a sliding window [B, 1, 1, 3], the window last. These numbers count the rows that
@@ -222,7 +225,11 @@ def _check_served(kwargs: Mapping[str, object]) -> None:
 
 
 def _read_rows(module: nn.Module, attention_mask: Tensor, window: int | None) -> tuple[Tensor, Tensor, int | None]:
-    """The first row, the rows before the queries, and the window, from a mask that `visible_rows` made."""
+    """Read a mask that `visible_rows` made. Raises ValueError for a mask of another shape.
+
+    Returns LongTensors [B] of the first row that is not padding and of the number of rows before the queries, and the
+    sliding window, None if it covers all rows.
+    """
     shape = attention_mask.shape
     if len(shape) != 4 or shape[1:3] != (1, 1):
         given = f"{attention_mask.dtype} {[*shape]}"
@@ -269,7 +276,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> tuple[bool, Tensor | None]:
-    """Whether each sequence has only ones from its first one to the end; and the column of its first one, if not 0.
+    """Whether each sequence's mask is only ones from the first one to the end; and the column of that first one.
 
     The columns are LongTensor[B]; None where they are 0 for all sequences. Without `check` the values are not read, and
     ones are assumed.
@@ -319,7 +326,7 @@ def _dense_mask(
 def _long_chain(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, prefix: int | Tensor
 ) -> Tensor:
-    """Attention of a chain that is too long for one call of the kernel: in chunks, one after the other."""
+    """Attention of a chain too long for one call of the kernel: `attend` is called for each chunk of its queries."""
     size = _longest_chain(query)
     starts = range(0, query.shape[2], size)
     return torch.cat([attend(query[:, :, at : at + size], key, value, prefix + at) for at in starts], 1)

@@ -38,11 +38,14 @@ class RowCache:
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors with the state of a sequence: [B, any, rows, any], [B, rows or any, any], [B, any] or [B]."""
+        """All tensors with the state of sequences. `swap` and `receive` move entry b of each with sequence b.
+
+        Their shapes: [B, any, rows, any], of which only used rows are moved, [B, any, any], [B, any] or [B].
+        """
         return [self.keys, self.values]
 
     def swap(self, one: int, other: int, rows: int | None = None) -> None:
-        """Exchange the state of two sequences; `rows` limits it to the first rows that are in use (default: all)."""
+        """Exchange the state of the sequences number `one` and `other`; rows: the first ones, in use (default: all)."""
         for field in self.remembered():
             used = field[:, :, :rows] if field.dim() == 4 else field
             kept = used[one].clone()
@@ -71,9 +74,10 @@ class RowCache:
         """
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path to directly after the prefix, see `kernels.cache_compaction`.
+        """Move the rows of an accepted path to directly after the prefix.
 
-        path: LongTensor[B, P], the root, accepted nodes, then anything; length: LongTensor[B], accepted nodes
+        path: LongTensor[B, P], node numbers: the root, the accepted nodes, then anything
+        length: LongTensor[B], the number of accepted nodes, without the root
         prefix_length: LongTensor[B], rows before the tree
         node_rows: LongTensor[B, N], the row of each node after the prefix, where it differs from the node's number
         """
@@ -83,13 +87,17 @@ class RowCache:
         step_kernels(path.device).compact([self.keys, self.values], rows, length, prefix_length)
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
-        """Update state that is not stored in rows, once in each step.
+        """Update state that is not stored in rows, once in each step, after `accept`. Here there is none.
 
-        produced: LongTensor[B], the new tokens of each sequence so far
+        path, node_rows: as in `accept`
+        produced: LongTensor[B], the number of new tokens of each sequence so far
         """
 
     def reads_to(self, lengths: Tensor) -> None:
-        """Announce that prefill will continue each sequence up to `lengths` tokens, LongTensor[B]; padding follows."""
+        """Announce a prefill: it will fill each sequence's rows up to number `lengths`, LongTensor[B], then padding.
+
+        This does nothing. Caches with recurrent state override it, because they must not read padding.
+        """
 
     def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> int:
         """Copy the first `rows` rows of sequence `of` of another cache to `sequence`; returns the number copied."""
@@ -144,11 +152,11 @@ class KeyValueCache(RowCache, Cache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """Keys, values and offsets."""
+        """The tensors that are moved with a sequence: keys, values and position offsets."""
         return [self.keys, self.values, self.offsets]
 
     def begin(self, lengths: Tensor) -> None:
-        """Set all offsets to 0."""
+        """Set all position offsets to 0, as in sequences without images."""
         self.offsets.zero_()
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
@@ -180,15 +188,15 @@ class KeyValueCache(RowCache, Cache):
         return keys[..., : key_states.shape[-1]], values[..., : value_states.shape[-1]]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Visible rows before the new tokens: at least as many as the longest sequence has."""
+        """For transformers: the number of visible rows before the new tokens, at least those of the longest prefix."""
         return self._visible_rows - (0 if self._new_rows is None else self._new_rows.shape[1])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The number of visible rows, and 0, the first of them."""
+        """For transformers' masks: the number of visible rows, and the number of the first one, which is 0."""
         return self._visible_rows, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The number of rows."""
+        """For transformers: the number of rows of each sequence."""
         return self.keys.shape[2]
 
     def __len__(self) -> int:

@@ -38,8 +38,10 @@ class TreeMask:
 
     prefix_length: LongTensor[B], or [] where all sequences have the same
     visible_rows:  how many cache rows to read: enough for the longest prefix and its tree
-    subtree_end or ancestor_mask: the tree, as `tree_attention` takes it; exactly one of the two
-    level: the level of the nodes, where a tree is run level by level
+    subtree_end or ancestor_mask: the tree; exactly one of the two. subtree_end: LongTensor[N] or [B, N], the number
+                   after each node's last descendant in depth-first order; ancestor_mask: bool [N, M] or [B, N, M], true
+                   where node j of the tree is an ancestor of the i-th of the N nodes, or the node itself
+    level:         the level of the nodes, where a tree is run level by level
     """
 
     prefix_length: Tensor
@@ -49,7 +51,10 @@ class TreeMask:
     level: int = 0
 
     def attention(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Attend]:
-        """For each sliding window in `windows`, a function that does attention under this mask."""
+        """For each sliding window in `windows`, a function that does attention under this mask.
+
+        Its arguments are query [B, Hq, N, D], key and value [B, Hkv, rows, D], and the scale of the scores.
+        """
 
         def prepare(window: int | None) -> Attend:
             return prepared_attention(
@@ -78,7 +83,7 @@ class TreeMask:
         return self._by_window(bias, windows)
 
     def first_row(self, window: int | None) -> int:
-        """The first row that `biases` cover for a window. The host knows that no node sees an earlier row."""
+        """The first row that `biases` cover for a window: no node sees an earlier row. 0 on a GPU."""
         return first_row_seen(self.prefix_length, window)
 
     def _by_window(self, make: Callable[[int | None], T], windows: Iterable[int | None]) -> dict[int | None, T]:
@@ -93,7 +98,10 @@ class TreeMask:
 
 
 def chain_mask(prefix_length: Tensor, nodes: int, visible_rows: int) -> TreeMask:
-    """The mask of a chain of nodes after prefixes, LongTensor[B] or []; visible_rows as in `TreeMask`."""
+    """The mask of a chain of `nodes` tokens after each prefix: a token sees all tokens before it.
+
+    prefix_length, visible_rows: as in `TreeMask`
+    """
     end = torch.full((nodes,), nodes, device=prefix_length.device)
     return TreeMask(prefix_length=prefix_length, visible_rows=visible_rows, subtree_end=end)
 
@@ -110,7 +118,10 @@ class Taps(NamedTuple):
     read: Callable[[list[Tensor], Tensor, Tensor, Tensor], None]
 
     def take(self, states: Mapping[int, Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
-        """Call `read` with the requested ones of `states`: hidden states [B * N, H] or [B, N, H] by their numbers."""
+        """Call `read` with the requested hidden states.
+
+        states: [B * N, H] or [B, N, H] by number, the requested ones at least; the others: as `read` gets them
+        """
         self.read([states[number].reshape(*tokens.shape, -1) for number in self.numbers], tokens, positions, cache_rows)
 
 
@@ -186,7 +197,7 @@ class Forward(ABC):
 
     @property
     def alone(self) -> AbstractContextManager[object]:
-        """A context for a pass over streamed layers. Passes of other threads wait until it is left."""
+        """A context for a pass over streamed layers, in which passes of other threads wait; else it does nothing."""
         return nullcontext() if self.stream is None else self.stream.one_pass()
 
     @property
@@ -235,7 +246,10 @@ class Forward(ABC):
 
     @abstractmethod
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
-        """An empty cache of `rows` rows and positions for each of `batch` sequences; lag: see `HybridCache`."""
+        """An empty cache of `rows` rows and positions for each of `batch` sequences.
+
+        lag: only for models with recurrent layers, see `HybridCache`
+        """
 
     @abstractmethod
     def __call__(
@@ -280,9 +294,10 @@ class Forward(ABC):
             self(chunk, positions, rows, cache, mask, needs_logits=False, taps=taps)
 
     def settled(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
-        """Clamp positions LongTensor[B, N] of absent nodes, so that they do not make longrope use its long factors.
+        """The positions LongTensor[B, N] with those of absent nodes clamped to short ones, for a model with longrope.
 
-        The last nodes of a tree may lie beyond the end of the sequence, and then beyond `rope_limit`.
+        The last nodes of a tree may lie beyond the end of a short sequence, and then beyond `rope_limit`. Without this
+        they would make longrope use its long factors for the whole sequence. Other models get the same positions back.
 
         prefix_length: LongTensor[B], the positions of the roots; those of a long sequence are at the limit or above
         """
@@ -292,13 +307,13 @@ class Forward(ABC):
 
 
 def chunk_of(batch: int, device: torch.device) -> int:
-    """How many tokens of each of `batch` prompts go through a model in one pass."""
+    """The number of tokens of each of `batch` prompts that go through a model in one pass of prefill."""
     least, most = PREFILL_CHUNK, PREFILL_CHUNK if device.type == "cpu" else STREAMED_CHUNK["cuda"]
     return max(least, min(PREFILL_ROWS // batch, most))
 
 
 def as_long(tokens: Tensor, rows: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, positions and cache rows of a chunk, with one token added that makes longrope use its long factors.
+    """Add one token to a chunk so that longrope uses its long factors; returns tokens, positions and cache rows.
 
     The chunk is the beginning of a long sequence, but its own positions all lie below the limit. The added token has
     the position `limit`. It lies after the chunk, as padding does, and no other token sees it.
@@ -310,7 +325,10 @@ def as_long(tokens: Tensor, rows: Tensor, limit: int) -> tuple[Tensor, Tensor, T
 
 
 def parts_of(model: nn.Module, name: str) -> Parts:
-    """Which part of a model this process has. Raises ValueError for weights that are split in more than one way."""
+    """Which part of a model's weights this process has: `WHOLE`, or one of several ranks' parts.
+
+    name: of the model in messages. Raises ValueError for weights that are split in more than one way.
+    """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # FSDP may have gathered split weights, so look for its class
     is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
     if is_sharded or any(map(is_split, model.modules())):
@@ -364,7 +382,7 @@ def is_plain(weight: Tensor) -> bool:
 
 
 def _ropes(parameters: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The parameters of all rotary embeddings: some models have one for each kind of layer."""
+    """The parameters of all rotary embeddings in a config, each with a "rope_type"; some models have several."""
     if parameters and "rope_type" in parameters:
         yield parameters
     for value in (parameters or {}).values():

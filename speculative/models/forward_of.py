@@ -85,10 +85,12 @@ def _check_one_adapter(model: nn.Module, name: str) -> None:
 
 
 def peers_of(models: Sequence[Forward], device: torch.device, communication: Any = None) -> Peers:
-    """The processes that the weights of some models are split over; `ALONE` if this process has all weights.
+    """The processes that decode together, over which the models' weights are split; `ALONE` for this process only.
 
-    communication: the option of a decoder: of models that a user has split
-    Raises ValueError for NaN or infinite weights; with several processes, what `agreement.agreement_of` raises.
+    device:        the device on which they exchange numbers
+    communication: the decoder's option of this name, for models that a user has split; else None
+
+    Raises ValueError for NaN or infinite weights, and with several processes RankMismatchError if weights differ.
     """
     for model in models:
         kinds = type(model.model).__name__, type(model).__name__
@@ -101,7 +103,7 @@ def peers_of(models: Sequence[Forward], device: torch.device, communication: Any
 
 
 def check_alone(what: str, *models: Any) -> None:
-    """Raise ValueError for a model that is split over processes, where `what` would let each rank decide alone."""
+    """Raise ValueError if a model is split over processes. what: the feature, which runs in one process only."""
     for model in models:
         if model.ranks is not None:
             raise ValueError(
@@ -128,7 +130,7 @@ def tolerance_of(forward: Forward) -> float:
 
 
 def _check(forward: "TransformersForward", model: nn.Module) -> None:
-    """Raise ValueError if a tree's logits differ from those of its paths; for a draft, log a warning instead.
+    """Raise ValueError if the logits over a small tree differ from the model's own; for a draft, log a warning instead.
 
     A model that runs a user's own function is tried with long sequences, too.
     """

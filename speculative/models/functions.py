@@ -51,9 +51,9 @@ _known: dict[tuple[frozenset[type], frozenset[str]], _Found] = {}
 
 
 def functions_of(types: Iterable[type], attentions: Iterable[str]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The functions that modules of these classes call now, and their code objects.
+    """The functions that modules of these classes call now, and the functions' code objects, in a fixed order.
 
-    The results of two calls are equal if nothing was replaced in between.
+    The results of two calls are equal if nothing was replaced in between. An entry without code has None there.
 
     attentions: the attention implementations that the modules may ask for, by name
     """
@@ -89,6 +89,7 @@ def is_published(kind: type, home: str) -> bool:
 def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = True) -> list[str]:
     """The names of functions that a model calls and that are not its library's own, such as patches.
 
+    attentions: the attention implementations that its modules may ask for, by name
     hooks: whether to include hooks of modules, and forward functions that were set on a module object
     """
     named = [*model.named_modules()]
@@ -98,7 +99,10 @@ def strange_parts(model: nn.Module, attentions: Iterable[str], hooks: bool = Tru
 
 
 def _functions_in(where: str, module: nn.Module, hooks: bool) -> Iterator[tuple[str, Any]]:
-    """Names and functions: those among a module's attributes, and its hooks."""
+    """Names and values of the functions that one module object has: its attributes and, with `hooks`, its hooks.
+
+    where: the module's name. Without `hooks` a `forward` that was set on the object is left out, too.
+    """
     for name, value in vars(module).items():
         if isinstance(value, FUNCTIONS) and (hooks or name != "forward"):
             yield f"{where}.{name}", value.func if isinstance(value, partial) else value
@@ -138,7 +142,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _all_lookups(types: Iterable[type], attentions: Collection[str]) -> Iterator[tuple[Owner, str]]:
-    """Where names are looked up, starting with the `__call__` and forward methods of the classes."""
+    """All lookups of functions, each an owner and a name, that a call of a module of these classes leads to."""
     waiting: list[tuple[Owner, str, type]] = []
     for kind in sorted(types, key=lambda each: (each.__module__, each.__qualname__)):
         waiting += [(kind, name, kind) for name in ("__call__", "forward") if hasattr(kind, name)]

@@ -72,7 +72,7 @@ class TransformersForward(Forward):
         self._read_layers()
 
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
-        """An empty cache of `rows` rows for each of `batch` sequences."""
+        """An empty cache of `rows` rows for each of `batch` sequences. lag: ignored."""
         heads, columns = self._heads_and_columns
         return KeyValueCache(
             batch=batch, layers=self.layers, kv_heads=heads, rows=rows, head_dim=columns, like=self.like
@@ -89,7 +89,7 @@ class TransformersForward(Forward):
         needs_logits: bool = True,
         taps: Taps | None = None,
     ) -> Tensor:
-        """Logits [B, N, V] after each token, see `Forward`."""
+        """Logits [B, N, V] after each token. Arguments and result are as in `Forward.__call__`."""
         within = (positions + cache.offsets).clamp(max=self.max_positions - 1)  # absent nodes may exceed the positions
         arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": within, "use_cache": True}
         first_rows: list[int] = []
@@ -117,7 +117,10 @@ class TransformersForward(Forward):
         return torch.empty(len(tokens), 0, self.vocab_size, dtype=self.dtype, device=tokens.device)
 
     def _attend(self, mask: TreeMask) -> Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]:
-        """Attention under the mask, as a function of query, key, value, scale and the layer's sliding window."""
+        """A function of query, key, value, scale and a layer's sliding window that does attention under the mask.
+
+        The function raises ValueError for a window that the config does not have.
+        """
         attends = mask.attention(self.dtype, self.windows)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -129,7 +132,10 @@ class TransformersForward(Forward):
         return attend
 
     def _kinds_of(self, model: PreTrainedModel, name: str) -> list[str | None]:
-        """The layers' kinds of attention; [None] if there is one kind. Raises ValueError for unknown kinds."""
+        """Each layer's kind of attention, from the config; [None] if it has no list of kinds, so that all are alike.
+
+        Raises ValueError for a kind that is neither full nor sliding attention.
+        """
         kinds: list[str | None] = getattr(self.text_config, "layer_types", None) or [None]
         others = {str(kind) for kind in kinds} - {"None", "full_attention", "sliding_attention"}
         if others:
@@ -140,21 +146,24 @@ class TransformersForward(Forward):
         return kinds
 
     def _as_masks(self, each: Mapping[str | None, Tensor]) -> Any:
-        """The masks, by kind of layer, in the form that the model takes."""
+        """The attention_mask argument for masks by kind of layer: the one mask if all layers have the same window."""
         return each if len(self.windows) > 1 else each[self._kinds[0]]
 
     def taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those of the arguments of a call that the model accepts."""
+        """The arguments of a call that the model accepts: here all; a subclass may leave some out."""
         return arguments
 
     def gap(self, model: nn.Module, prefix: int = 3, chain: int = 6) -> float:
-        """How far logits over a tree differ from the model's own, see `probe`."""
+        """How far logits over a small tree differ from the model's own, in standard deviations of the latter.
+
+        model, prefix, chain: as in `probe.gap`
+        """
         from heavypath.speculative.models.probe import gap
 
         return gap(self, model, prefix, chain)
 
     def refusal(self, why: str) -> ValueError:
-        """The error for a model that cannot be decoded by trees."""
+        """An error which says that the model cannot be decoded by trees. why: the reason, the end of its message."""
         how = f"cannot be decoded by trees with attn_implementation={self.attention!r}"
         return ValueError(f"{self.name} of type {self.model.config.model_type!r} {how}: {why}")
 

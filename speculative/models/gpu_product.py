@@ -13,7 +13,11 @@ from heavypath.kernels.layers.few_rows import few_rows_product
 
 
 def product_of(layer: Any) -> Callable[[Tensor], Tensor]:
-    """The product of a linear layer without bias, whose weight is plain or a Float8Tensor."""
+    """A function from hidden states [rows, K] to a linear layer's output [rows, n].
+
+    layer: without a bias; its weight is plain or torchao's Float8Tensor. If it also quantises activations, or scales
+        blocks of the weight, the layer itself is returned.
+    """
     if type(layer.weight).__name__ != "Float8Tensor":
         return lambda hidden: few_rows_product(hidden, layer.weight)
     if layer.weight.act_quant_kwargs is None and layer.weight.scale.numel() == len(layer.weight):

@@ -35,13 +35,16 @@ _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
 class Joining:
-    """Finds the linear layers of a model that can be joined: plain ones on a GPU, whose weights nothing else uses."""
+    """Joins linear layers of a model that share an input, if they are plain, on a GPU, and nothing else uses them."""
 
     def __init__(self, model: nn.Module):
         self._uses = Counter(id(local_of(weight)) for _, weight in model.named_parameters(remove_duplicate=False))
 
     def products(self, layers: Sequence[nn.Module]) -> Products | None:
-        """The products of linear layers with one input, computed as one; None if they cannot be joined."""
+        """A function from hidden states [rows, K] to the outputs of these layers; None if they cannot be joined.
+
+        Their weights are moved into one matrix, see the module.
+        """
         plain = [layer for layer in layers if type(layer) is nn.Linear and not has_hooks(layer)]
         if len(plain) < len(layers):
             return None
@@ -111,7 +114,7 @@ class _Together:
 
 
 class JoinedProducts:
-    """The products of a [rows, K] with several weights, as views of one product."""
+    """A function from hidden states [rows, K] to their products with several weights, computed as one product."""
 
     def __init__(self, weights: _Together, biases: _Together | None):
         from heavypath.kernels.layers.few_rows import few_rows_product  # only needed on GPUs
@@ -119,13 +122,13 @@ class JoinedProducts:
         self._weights, self._biases, self._multiply = weights, biases, few_rows_product
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
-        """[rows, n_i] of each weight."""
+        """The product [rows, n_i] with each weight i."""
         weight, biases = self._weights.rows(), self._biases
         product = self._multiply(hidden, weight) if biases is None else linear(hidden, weight, biases.rows())
         return product.split(self._weights.sizes, -1)
 
     def gated(self, hidden: Tensor) -> Tensor:
-        """silu(first product) * second product."""
+        """silu(first product) * second product, [rows, F], for two weights: gate and up of an MLP."""
         if self._biases is None:
             return self._multiply(hidden, self._weights.rows(), gated=True)
         return silu_product(*self(hidden))
@@ -154,7 +157,7 @@ def _storage_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _separate(parameters: Sequence[Tensor], storage: tuple[int, int]) -> None:
-    """Give each parameter that is still in this storage memory of its own."""
+    """Copy each parameter that still lies in this joined storage into memory of its own."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             for one in parameters:

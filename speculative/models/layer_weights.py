@@ -41,7 +41,7 @@ class StreamCounts(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second while reading; 0 if nothing was read, or no times are known."""
+        """Bytes per second of the timed reads; 0 if nothing was read, or no times are known."""
         return (self.bytes_read - self.untimed) / self.reading if self.reading else 0.0
 
 
@@ -79,7 +79,7 @@ class WeightStream(ABC):
         """A context for one pass over the layers. Passes of other threads wait until it is left."""
 
     def ahead(self) -> AbstractContextManager[None]:
-        """A context for a step, entered before drafting: the first layers may be loaded meanwhile."""
+        """A context for a step of decoding, entered before drafting: the first layers may be loaded while it drafts."""
         return nullcontext()
 
     def replay(self) -> AbstractContextManager[None]:
@@ -91,7 +91,7 @@ class WeightStream(ABC):
 
     @abstractmethod
     def counts(self) -> StreamCounts:
-        """The current values of the counters."""
+        """The values of the counters so far, since the stream was made."""
 
 
 class LayerWeights:
@@ -106,11 +106,11 @@ class LayerWeights:
         layer.register_forward_hook(self.behind, always_call=True)
 
     def before(self, module: nn.Module, given: Any) -> None:
-        """Take the weights."""
+        """A forward pre-hook: wait until the layer's weights are in memory."""
         self.stream.take(self.index)
 
     def behind(self, module: nn.Module, given: Any, result: Any) -> None:
-        """Release the weights."""
+        """A forward hook: allow the layer's memory to be used for another layer."""
         self.stream.release(self.index)
 
     def __enter__(self) -> None:
@@ -121,7 +121,10 @@ class LayerWeights:
 
 
 class WholePass:
-    """Hooks for the module that contains all layers: a call of it is one pass over them."""
+    """Hooks for the module that contains all streamed layers: a call of the module is one pass over them.
+
+    stream: a `WeightStream` whose passes begin with `enter` and end with `leave`, as on a GPU
+    """
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -132,11 +135,11 @@ class WholePass:
         module.register_forward_hook(self.behind, always_call=True)
 
     def before(self, module: nn.Module, given: Any) -> None:
-        """Begin a pass."""
+        """A forward pre-hook: begin a pass of the stream."""
         self.stream.enter()
 
     def behind(self, module: nn.Module, given: Any, result: Any) -> None:
-        """End the pass."""
+        """A forward hook: end the pass of the stream."""
         self.stream.leave()
 
 

@@ -42,11 +42,11 @@ _lock = threading.Lock()
 
 
 class Linears:
-    """The products of a model's linear layers, as functions.
+    """Makes functions that multiply hidden states [rows, K] by a model's linear layers.
 
     On a CPU they use reordered copies of the weights, on a GPU `gpu_product`, otherwise the modules themselves.
 
-    can_copy: whether there are kernels for the copies, and enough memory
+    can_copy: whether weights can be copied: they are on a CPU, and there are kernels for copies, and enough memory
     """
 
     def __init__(self, whose: str, weights: Iterable[Tensor]):
@@ -70,25 +70,28 @@ class Linears:
                 )
 
     def together(self, layers: Sequence[Any]) -> Products:
-        """The products of layers that share an input."""
+        """A function from hidden states [rows, K] to the outputs [rows, n_i] of layers that share this input."""
         if not (self.can_copy and are_plain(layers)):
             return each_alone([as_it_lies(layer) for layer in layers])
         copied, sizes = self.copy_of(layers), [len(layer.weight) for layer in layers]
         return lambda hidden: product(hidden, copied.blocks).split(sizes, -1)
 
     def one(self, layer: Any) -> Product:
-        """The product of a single layer."""
+        """A function from hidden states [rows, K] to the output [rows, n] of a single layer."""
         if not (self.can_copy and are_plain([layer])):
             return as_it_lies(layer)
         copied = self.copy_of([layer])
         return lambda hidden: product(hidden, copied.blocks)
 
     def is_current(self) -> bool:
-        """Whether all copies still equal their weights."""
+        """Whether no weight has changed since it was copied; a few changes through `.data` are not noticed."""
         return all(copied.is_current() for copied in self._copied)
 
     def copy_of(self, layers: Sequence[Any], paired: bool = False) -> "Packed":
-        """The copy of these layers' weights and biases, shared by all models that use it; see `Blocks` for `paired`."""
+        """The copy of these layers' weights and biases, shared by all forward passes in which the same layers are.
+
+        paired: whether rows of two weights, gate and up, alternate in the copy, see `Blocks`
+        """
         key = paired, *(id(layer.weight) for layer in layers)
         with _lock:
             copied = _packed.get(key)
@@ -99,12 +102,15 @@ class Linears:
 
 
 def each_alone(products: Sequence[Product]) -> Products:
-    """The products of layers that share an input, computed one after the other."""
+    """One function for several: it gives each function the same hidden states, and returns the list of outputs."""
     return lambda hidden: [product(hidden) for product in products]
 
 
 def as_it_lies(layer: Any) -> Product:
-    """The product of a single layer from its weight as it is, without a copy."""
+    """The fastest function for the output of a single layer that reads its weight in place, without a copy.
+
+    That is the layer itself, oneDNN for fp32 on a CPU, or `gpu_product` for an fp8 weight on a GPU.
+    """
     if is_linear(layer, "Float8Tensor") and layer.weight.is_cuda and layer.bias is None:
         from heavypath.speculative.models.gpu_product import product_of
 
@@ -116,7 +122,10 @@ def as_it_lies(layer: Any) -> Product:
 
 
 class Packed:
-    """A reordered copy of all weights of linear layers that share an input."""
+    """A copy of the weights and biases of linear layers that share an input, reordered for compiled products.
+
+    paired: whether rows of two layers, gate and up, alternate in the copy
+    """
 
     def __init__(self, layers: Sequence[Any], paired: bool):
         self.parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
@@ -124,7 +133,7 @@ class Packed:
         self.blocks = Blocks.of([layer.weight for layer in layers], [layer.bias for layer in layers], paired)
 
     def is_current(self) -> bool:
-        """Whether the parameters are unchanged since they were copied, see the module."""
+        """Whether no weight has changed since it was copied; a few changes through `.data` are not noticed."""
         return all(map(_is_as_before, self.parameters, self._looks))
 
 

@@ -37,7 +37,10 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class _LlamaLayer:
-    """A layer's modules and functions, looked up once, because finding a submodule takes a microsecond."""
+    """One layer's submodules, shapes and functions, looked up once, because finding a submodule takes a microsecond.
+
+    parts: which part of the weights this rank has
+    """
 
     hidden_norm, norm_before_residual = None, False  # only layers of draft heads have them
 
@@ -58,14 +61,14 @@ class _LlamaLayer:
 
     @property
     def linears(self) -> list[nn.Module]:
-        """All linear layers."""
+        """All linear layers: queries, keys, values, o_proj, gate, up, down."""
         return [*self.projections, self.mixing, *self.gates, self.last]
 
     def look_up(self, one: Callable[[nn.Module], Product], together: Callable[[Sequence[nn.Module]], Products]) -> None:
-        """Choose the functions that PyTorch multiplies by.
+        """Set the functions that multiply by the layer's weights where the pass is run by PyTorch.
 
-        one:      the product of a single linear layer
-        together: the products of linear layers that share an input
+        one:      makes the function of a single linear layer
+        together: makes the function of linear layers that share an input, as `Linears.together`
         """
         self.project = together(self.projections)
         self.gated = gated_by(self.activation, together(self.gates))
@@ -132,7 +135,7 @@ class LlamaForward(Forward):
         self._rotary = self._rotary_table(1)
 
     def _look_up(self) -> None:
-        """Choose the functions of all layers."""
+        """Look up the layers' modules, and choose the compiled pass or the functions that multiply by their weights."""
         model: Any = self.model
         self._layers = [_LlamaLayer(model.model.layers[index], self.parts) for index in self._indices]
         self._norm = norm_of(model.model.norm)
@@ -157,7 +160,7 @@ class LlamaForward(Forward):
         return hash((super().state(), self._indices))
 
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
-        """An empty cache of `rows` rows for each of `batch` sequences; positions must be below `rows`."""
+        """An empty cache of `rows` rows for each of `batch` sequences; positions must be below `rows`. lag: ignored."""
         rotary = self._rotary
         if rows > rotary.shape[-3]:
             self._rotary = rotary = self._rotary_table(rows)  # a local name: another thread may replace the attribute
@@ -182,7 +185,7 @@ class LlamaForward(Forward):
         needs_logits: bool = True,
         taps: Taps | None = None,
     ) -> Tensor:
-        """Logits [B, N, V] after each token, see `Forward`."""
+        """Logits [B, N, V] after each token. Arguments and result are as in `Forward.__call__`."""
         if self._native is not None and self._native.takes(tokens.numel()):
             return self._native(tokens, positions, cache_rows, cache, mask, needs_logits=needs_logits, taps=taps)
         attends = mask.attention(self.dtype, self.windows)
@@ -221,9 +224,9 @@ class LlamaForward(Forward):
 
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
-        """Cosine and sine [positions, 2, D] by transformers' own module; the sine has the signs of rotate_half.
+        """Cosine and sine [positions, 2, D] of all positions below this number, as `turns_of` returns them.
 
-        With a rope_limit, [2, positions, 2, D]: for short sequences, and for long ones.
+        With a rope_limit, [2, positions, 2, D]: those for short sequences, then those for long ones.
         """
         every = torch.arange(positions, device=self.device)
         if self.rope_limit is not None:
@@ -235,7 +238,7 @@ class LlamaForward(Forward):
         return self._turns(every)
 
     def _turns(self, positions: Tensor) -> Tensor:
-        """The rotary table [N, 2, D] for positions LongTensor[N] of one sequence."""
+        """Cosine and sine [N, 2, D] for positions LongTensor[N], as `turns_of` returns them."""
         return turns_of(self.model.model.rotary_emb, positions, self.like)
 
 
@@ -261,7 +264,9 @@ def _check_resident(layers: Sequence[int], every: Sequence[nn.Module]) -> None:
 def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
     """Cosine and sine [N, 2, D] for positions LongTensor[N], by a rotary module of transformers.
 
-    The sine has the signs of rotate_half.
+    The first half of the sines is negated, which replaces the sign of transformers' rotate_half.
+
+    like: a tensor with the dtype and device of the result
     """
     cos, sin = (turn[0] for turn in rotary_emb(like, positions[None]))
     half = cos.shape[-1] // 2

@@ -49,14 +49,13 @@ class _Call(Arguments):
 
 
 class Ends(NamedTuple):
-    """The parts of a pass before and after its layers. Fields with defaults are for draft heads.
-
-    A draft head reads given states besides tokens.
+    """The modules and weights of a pass before and after its layers. Fields with defaults are for draft heads.
 
     embedding:  [V, H]; norm: the last norm, or None
-    vocab_size: the number of logits; given: columns of the given states
-    join:       the linear layer that makes the first layer's input from embedding and given states; None if the given
-                states are that input themselves
+    vocab_size: the number of logits; None for the rows of the lm_head
+    given:      F, the columns of the target states that a draft head reads besides tokens
+    join:       the linear layer that makes the first layer's input from embedding and target states; None if the
+                target states are that input themselves
     proposed:   LongTensor[Vd], which tokens the outputs of the lm_head stand for; None for all tokens in order
     feeds_back_normed: whether the outputs are those after the last norm
     """
@@ -72,11 +71,12 @@ class Ends(NamedTuple):
 
 
 class GivenStates(NamedTuple):
-    """Further arguments of a draft head's pass.
+    """Further inputs and outputs of a draft head's pass on a CPU.
 
-    given:   [B, N, F], states of the target; outputs: [B, rows, H], where outputs of the last nodes go, by cache row
-    wanted:  for how many of the last nodes to compute outputs and logits
-    present: LongTensor[1], how many nodes there are now: the first B * present rows of all tensors; None for N
+    given:   [B, N, F], target states that are read besides tokens; None if there are none
+    wanted:  how many of the last nodes need outputs and logits
+    outputs: [B, rows, H], filled with the outputs of those nodes at their cache rows; None if they are not needed
+    present: LongTensor[1], for a recorded call: only the first B * present rows are valid; None: all N nodes are
     """
 
     given: Tensor | None
@@ -86,9 +86,11 @@ class GivenStates(NamedTuple):
 
 
 class NativePass:
-    """The compiled pass over the layers of a Llama-family model, or of a draft head.
+    """The compiled pass, on a CPU, over the layers of a Llama-family model or of a draft head.
 
-    layers: as `LlamaForward` describes them; rope_limit: as in `Forward`
+    layers:     an object for each layer, with its modules and shapes, as `llama` makes them
+    linears:    makes the reordered copies of the weights
+    rope_limit: as in `Forward`
     """
 
     def __init__(self, layers: Sequence[Any], ends: Ends, linears: Linears, rope_limit: int | None = None):
@@ -139,7 +141,10 @@ class NativePass:
         taps: Taps | None = None,
         states: GivenStates | None = None,
     ) -> Tensor:
-        """Logits [B, N, V] as `LlamaForward` returns them; with `states`, logits [B, wanted, V] of a draft head."""
+        """Logits [B, N, V] after each token, with arguments as in `Forward.__call__`.
+
+        states: further inputs and outputs of a draft head; the logits are then [B, wanted, V]
+        """
         lib, (batch, nodes), rotary = compiled(), tokens.shape, cache.rotary
         assert rotary is not None
         lengths, (keys, values) = mask.prefix_length.contiguous(), cache.read(0)
@@ -177,7 +182,9 @@ class NativePass:
 def native_pass(
     layers: Sequence[Any], weights: Sequence[Tensor], ends: Ends, linears: Linears, rope_limit: int | None = None
 ) -> NativePass | None:
-    """The compiled pass of a model; None if it has unsupported parts, or memory for copies of its weights is missing.
+    """The compiled pass of a model, with arguments as in `NativePass`.
+
+    None if the model has unsupported parts, or there is no memory for copies of its weights.
 
     weights: all weights that the pass reads
     """

@@ -64,7 +64,7 @@ def gap(forward: Forward, model: nn.Module, prefix: int = 3, chain: int = 6) -> 
 
 
 def lengths_to_try(forward: Any) -> list[int | None]:
-    """The sequence lengths to try a `TransformersForward` with; None for the shortest.
+    """The sequence lengths to try a `TransformersForward` with; None for the shortest trial, the default of `gap`.
 
     A user's own function may treat long sequences in another way, such as an attention with a window. A difference that
     only begins beyond the longest of these lengths is not found.
@@ -74,7 +74,7 @@ def lengths_to_try(forward: Any) -> list[int | None]:
 
 
 class NotFiniteError(ValueError):
-    """A model's own logits are NaN or infinite."""
+    """Raised if a model's own logits are NaN or infinite, so that nothing can be compared with them."""
 
 
 def check_own_logits(forward: Forward, logits: Tensor) -> None:

@@ -35,7 +35,7 @@ _NOT_INPUTS = {
 
 
 def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs that have a content: those that are not None, False or an empty dictionary."""
+    """Those of a call's model_inputs that are in use: not None, False or an empty dictionary."""
     return {
         name: value
         for name, value in inputs.items()
@@ -47,9 +47,14 @@ def inputs_of(
     given: Mapping[str, Any] | None, input_ids: Tensor, lengths: Tensor, target: Forward, new: int,
     past: TextCache | None,
 ) -> "PromptInputs | Seen | None":  # fmt: skip
-    """Check the inputs of prompts. Returns them, or what `past` kept of its own inputs, or None for neither.
+    """Check the inputs of prompts besides tokens, and return them; None if there are none.
 
-    input_ids, lengths, target: see `PromptInputs`; new: max_new_tokens
+    given: the option model_inputs of a call
+    input_ids: LongTensor[B, T] with left padding; lengths: LongTensor[B], without padding
+    new: max_new_tokens
+    past: cached sequences that the prompts continue; if these had such inputs, what is kept of them is returned
+
+    Raises TypeError or ValueError for inputs that cannot be used with this target, these prompts or `past`.
     """
     if given is not None and not isinstance(given, Mapping):
         what = type(given).__name__
@@ -93,10 +98,10 @@ def _fitting(seen: "Seen", lengths: Tensor, target: Forward, new: int) -> "Seen"
 
 
 class Seen(NamedTuple):
-    """What remains of images and the like in a sequence: rows that depend on more than tokens, and shifted positions.
+    """What is kept of images and the like after prefill: which cache rows depend on them, and shifted positions.
 
-    lengths: how many of each sequence's first tokens have such rows
-    offsets: LongTensor[B, 1], see `KeyValueCache`
+    lengths: how many of each sequence's first rows depend on more than tokens
+    offsets: LongTensor[B, 1], what is added to a later token's index to get its position
     """
 
     lengths: list[int]
@@ -104,13 +109,13 @@ class Seen(NamedTuple):
 
     @property
     def seen(self) -> "Seen":
-        """This object, which sequences that continue these ones keep."""
+        """This object: sequences that continue these ones depend on the same images (`PromptInputs` has it, too)."""
         return self
 
     def begin(self, cache: KeyValueCache, taps: Taps | None, reused: list[int]) -> list[int]:
-        """Continue sequences whose first `reused` rows are in the cache. Returns the numbers of rows there.
+        """Set the cache's position offsets, for sequences whose first `reused` rows are already in it.
 
-        Raises ValueError if these rows do not include all of the images.
+        taps: ignored. Returns `reused`. Raises ValueError if these rows do not include all of the images.
         """
         if any(have < need for have, need in zip(reused, self.lengths, strict=True)):
             raise ValueError(
@@ -123,7 +128,9 @@ class Seen(NamedTuple):
 
 
 class PromptInputs:
-    """The prompts of a batch with their inputs.
+    """The prompts of a batch with inputs besides tokens, such as images.
+
+    seen: what is kept of the inputs after prefill
 
     Raises ValueError if positions after a prompt do not continue as those of text do.
     """
@@ -153,7 +160,9 @@ class PromptInputs:
         return last - (self._lengths - 1)
 
     def begin(self, cache: KeyValueCache, taps: Taps | None, reused: list[int]) -> list[int]:
-        """Cache the prompts' keys and values, and their position offsets. Returns the numbers of rows in the cache.
+        """Run the target over the prompts with their inputs, and cache keys, values and position offsets.
+
+        Returns the number of rows that each sequence then has in the cache: all tokens except the last.
 
         taps: see `Forward.prefill`; reused: ignored, since prompts with inputs reuse no rows
 
@@ -221,7 +230,7 @@ class _PromptRows(Cache):
 
 
 def _picked(states: Tensor, columns: Tensor) -> Tensor:
-    """The columns LongTensor[B, N] of states [B, T, ...]."""
+    """states[b, columns[b]] for each sequence b: states [B, T, ...], columns LongTensor[B, N]; returns [B, N, ...]."""
     return states[torch.arange(len(columns), device=columns.device)[:, None], columns]
 
 

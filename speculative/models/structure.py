@@ -31,7 +31,7 @@ _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forwar
 
 
 class Structure(NamedTuple):
-    """Equal to an earlier one as long as the model computes the same function, from weights at the same addresses.
+    """What a model consists of. Two of them are equal if it computed the same function, from weights at one address.
 
     function: modules, settings and hooks; which parameters there are, with their types and devices. It holds the
               modules themselves, so that none can be confused with a later module at the same address
@@ -43,7 +43,7 @@ class Structure(NamedTuple):
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """The current structure of a model."""
+    """The current structure of a model, to be compared with an earlier one."""
     modules = [*_modules(model)]
     configs = _configs_of(model, modules)
     found: list[tuple[Any, ...]] = [tuple(hooks) for hooks in _GLOBAL_HOOKS]
@@ -103,7 +103,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _captures(hook: object) -> bool:
-    """Whether transformers registered this hook, permanently, at the first call that requested hidden states.
+    """Whether a hook is one that transformers registers at the first call that requests hidden states, and leaves.
 
     Such hooks do nothing except in calls that request hidden states, so they do not count as a change of the model.
     """
@@ -111,7 +111,7 @@ def _captures(hook: object) -> bool:
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules; a shared module is yielded each time it occurs. `modules()` takes several times as long."""
+    """A model and all modules in it; a shared one each time it occurs. Model.modules() takes several times as long."""
     waiting = [model]
     while waiting:
         module = waiting.pop()
@@ -136,7 +136,7 @@ def _names_of_attention(configs: list[PreTrainedConfig]) -> set[str]:
 
 
 def _contents(weights: list[Tensor]) -> list[bytes]:
-    """Bytes to compare the values of weights by: a few numbers of each weight, or all numbers of inference tensors."""
+    """Bytes that differ if weights have changed: samples of each weight, or sums of all numbers of inference ones."""
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for weight in weights:
         for part in _plain_parts(local_of(weight)):

@@ -28,7 +28,9 @@ def cache_argument(model: PreTrainedModel) -> str:
 class Caching(Protocol):
     """A model whose cache rows may be kept: a `Forward`, or a draft head while it decodes.
 
-    layers: of the model that the rows belong to; rope_limit, max_positions: see `Forward`
+    model:  the transformers model or the head's module
+    layers: how many layers have rows
+    rope_limit, max_positions: as in `Forward`
     """
 
     model: Any
@@ -42,9 +44,9 @@ class Caching(Protocol):
 
 
 class ModelRows:
-    """The rows that one model computed, and an identification of the model, which is not kept alive.
+    """A cache of rows that one model computed, and the identity of that model, which is not kept alive.
 
-    unsure: how many of a sequence's last rows may not have been computed
+    unsure: how many of a sequence's last rows may be missing, because the model did not read their tokens
     """
 
     def __init__(self, forward: Caching, cache: RowCache, unsure: int = 0):
@@ -137,9 +139,11 @@ class TextCache(Cache):
 
 
 class SharedPrefixes(NamedTuple):
-    """For prompt b, the cached sequence texts[b] that has the same first lengths[b] tokens.
+    """What prompts share with the cached sequences of a `TextCache`.
 
-    ends: how many tokens of each prompt are to be cached
+    texts:   for each prompt, the number of the cached sequence that begins with the same tokens
+    lengths: how many first tokens both have in common and may be reused
+    ends:    how many tokens of each prompt will be in the cache after prefill
     """
 
     cache: TextCache
@@ -152,10 +156,11 @@ class SharedPrefixes(NamedTuple):
         return self._replace(lengths=lengths)
 
     def copy_rows(self, forward: Caching, cache: RowCache, first: int = 0) -> list[int]:
-        """Copy the first lengths[b] rows of texts[b] to sequence `first` + b of `cache`; returns the numbers copied.
+        """Copy the first lengths[b] rows of sequence texts[b] to sequence first + b of `cache`, for each prompt b.
 
-        Nothing is copied if `forward` is another model than those that computed the rows, or where its rotary
-        embeddings have other factors for a sequence of the new length.
+        Returns the number of rows copied for each. It is less than lengths[b] if the last rows are unsure, and 0 if
+        `forward` is not a model that computed such rows, or its rotary embeddings have other factors for a sequence of
+        the new length.
         """
         model = self.cache._rows_of(forward)
         if model is None:

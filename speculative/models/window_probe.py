@@ -20,9 +20,9 @@ _LARGEST = 1 << 14  # limit of the artificial values, which must fit into fp16
 
 @torch.no_grad()
 def check_windows(forward: Forward, limit: float) -> None:
-    """Raise ValueError if transformers' own forward pass sees more or fewer rows than ours.
+    """Raise ValueError if a model's sliding windows are not those of its config, which `forward` follows.
 
-    limit: how far logits may differ, in their standard deviations
+    limit: how far logits of `forward` and of transformers' own pass may differ, in their standard deviations
     """
     for window in forward.windows:
         if window is None or window >= forward.max_positions:  # no text is longer
@@ -37,7 +37,7 @@ def check_windows(forward: Forward, limit: float) -> None:
 
 
 def _gap(forward: Forward, window: int) -> float:
-    """The distance between the logits of both forward passes at the window's edge, in standard deviations."""
+    """How far logits of `forward` and of transformers' own pass differ at the window's edge, in standard deviations."""
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
     nodes = torch.randint(forward.vocab_size, (1, _NODES), generator=noise, device="cpu").to(forward.device)
     positions = torch.arange(_NODES, device=forward.device)[None]

@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts, and its standard error; None for one prompt."""
+    """A mean over prompts, and its standard error, which is None for a single prompt."""
 
     mean: float
     error: float | None
 
     def __str__(self) -> str:
-        """Such as "2.41 ± 0.08"."""
+        """The mean with its error, such as "2.41 ± 0.08"."""
         return " ± ".join(self._digits())
 
     def in_short(self) -> str:
-        """Such as "2.41±.08"."""
+        """The mean with its error in few characters, for tables: "2.41±.08"."""
         mean, *error = self._digits()
         return "±".join([mean, *(each.removeprefix("0") for each in error)])
 
@@ -32,20 +32,20 @@ class Estimate(NamedTuple):
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """The arithmetic mean."""
+    """The arithmetic mean of one value for each prompt, with its standard error."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(fmean(values), error)
 
 
 def geometric_mean_of(values: Sequence[float]) -> Estimate:
-    """The geometric mean of positive values. Its error is that of the mean logarithm, times the mean."""
+    """The geometric mean of positive values, one for each prompt. Its error is the mean logarithm's, times the mean."""
     logarithm = mean_of([math.log(value) for value in values])
     mean = math.exp(logarithm.mean)
     return Estimate(mean, None if logarithm.error is None else mean * logarithm.error)
 
 
 def share_of(parts: Sequence[int], wholes: Sequence[int]) -> Estimate:
-    """The sum of the parts / the sum of the wholes, which must not be 0.
+    """The sum of the parts / the sum of the wholes (not 0), such as accepted by offered tokens, one for each prompt.
 
     The error is that of a ratio estimator (Cochran, Sampling Techniques, section 6.4): the prompts are the independent
     units, not the single tokens.

@@ -116,7 +116,11 @@ def _measure(
     report: Callable[[str], object],
     on_results: Callable[[SuiteResults], object],
 ) -> None:
-    """Run all ways on all prompts, and add the rows to the results."""
+    """Run all ways on all prompts, and add a row for each kind, temperature and way to the results.
+
+    runners: for each temperature, a function for each way that decodes a prompt; tokens: the prompts of each kind
+    report: called with lines of progress; on_results: called with the results after each kind and temperature
+    """
     repeats, max_new_tokens = results.settings["repeats"], results.settings["max_new_tokens"]
     count = sum(len(own) for own in tokens.values()) * repeats * sum(len(own) for own in runners.values())
     with_time = _with_time_left(report, count)
@@ -180,7 +184,10 @@ def _warm_up(
 
 
 def _with_time_left(report: Callable[[str], object], count: int) -> Callable[[str], object]:
-    """A function that reports a line with the time left, by the mean time of the runs before; for this many runs."""
+    """A function to call with a line before each of `count` runs: it reports the line with the time left.
+
+    The time left is estimated by the mean time of the runs before.
+    """
     begin, done = time.perf_counter(), 0
 
     def say(line: str) -> None:
@@ -193,7 +200,7 @@ def _with_time_left(report: Callable[[str], object], count: int) -> Callable[[st
 
 
 def in_words(seconds: float) -> str:
-    """A time in whole seconds, minutes or hours and minutes."""
+    """A time in words: in whole seconds, minutes, or hours and minutes."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -26,7 +26,10 @@ HEADS = (
 
 
 def suite_page(results: SuiteResults, environment: Mapping[str, Any]) -> str:
-    """The HTML page. environment: facts about the machine, each shown with its name."""
+    """The text of one HTML page with plots and a table of the results.
+
+    environment: facts about the machine, each shown with its name
+    """
     facts = {name: value for name, value in environment.items() if not isinstance(value, Mapping)}
     temperatures = dict.fromkeys(row.temperature for row in results.rows)
     contents = {

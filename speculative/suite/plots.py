@@ -19,9 +19,9 @@ Series = tuple[str, Sequence[Estimate | None]]  # a name, and a value for each g
 
 
 def bars(groups: Sequence[str], series: Sequence[Series], line: float | None = None) -> str:
-    """Bars for each group: one for each series, with its error.
+    """An `<svg>` of bars in groups: in each group a bar for each series, with its error.
 
-    groups: names below the bars
+    groups: names below the groups; series: a name and a value for each group (None: no bar)
     line: a value at which a line is drawn over the whole width
     """
     each = max(BAR * len(series) + GAP, 9 * max(map(len, groups)))
@@ -40,7 +40,10 @@ def bars(groups: Sequence[str], series: Sequence[Series], line: float | None = N
 
 
 def lines(series: Sequence[Series], width: int = 230, height: int = 150) -> str:
-    """Lines over the places 1, 2, ..., with errors; values are shares, from 0 to 1."""
+    """An `<svg>` with a line for each series over the places 1, 2, ..., with errors.
+
+    series: a name and a value for each place, from 0 to 1 (None: no point); width, height: in pixels
+    """
     scale = _Scale([("", [Estimate(1.0, None)])], height)
     most = max((len(values) for _, values in series), default=1)
     step = (width - LEFT - 12) / max(most, 1)
@@ -59,7 +62,7 @@ def lines(series: Sequence[Series], width: int = 230, height: int = 150) -> str:
 
 
 class _Scale:
-    """The vertical axis, from 0 to the largest value with its error."""
+    """The vertical axis of a plot `height` pixels high, from 0 to the largest value with its error."""
 
     def __init__(self, series: Sequence[Series], height: int):
         tops = [value.mean + (value.error or 0) for _, values in series for value in values if value is not None]
@@ -68,12 +71,12 @@ class _Scale:
         self.most = self.step * math.ceil(max(tops, default=1.0) / self.step - 1e-9)
 
     def of(self, value: float) -> float:
-        """The vertical position of a value; one that is below 0 or above the axis is at its end."""
+        """The vertical position of a value in pixels; a value below 0 or above the axis is at the axis's end."""
         share = min(max(value / self.most, 0.0), 1.0)
         return self.bottom - share * (self.bottom - TOP)
 
     def grid(self, width: float) -> str:
-        """Lines with their values."""
+        """The horizontal lines of the plot, each with its value, as SVG elements."""
         values = [self.step * number for number in range(round(self.most / self.step) + 1)]
         return "".join(
             _line(LEFT, self.of(value), width, self.of(value), "grid")
@@ -83,7 +86,7 @@ class _Scale:
 
 
 def _round_step(least: float) -> float:
-    """The next number of 1, 2, 2.5 or 5 times a power of ten."""
+    """The smallest number, `least` or more, that is 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(round(power * times, 10) for times in (1, 2, 2.5, 5, 10) if power * times >= least * (1 - 1e-9))
 

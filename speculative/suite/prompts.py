@@ -38,7 +38,7 @@ def read_suite(path: str | Path | None = None) -> Suite:
 
 
 def checked_suite(content: Any, name: str) -> Suite:
-    """The content itself. Raises ValueError, with the suite's name, if it is no suite."""
+    """The content of a suite's JSON file, unchanged. Raises ValueError, with the suite's name, if it is no suite."""
     if not isinstance(content, Mapping) or not content:
         raise ValueError(f"the suite {name} must be an object of kinds with their prompts, got {str(content)[:60]!r}")
     for kind, prompts in content.items():
@@ -82,7 +82,7 @@ def suite_tokens(prompt: SuitePrompt, tokenizer: PreTrainedTokenizerBase, device
 
 
 def without_template(prompt: SuitePrompt) -> str:
-    """The text of a prompt for a model without a chat template."""
+    """The text of a prompt for a model without a chat template: each message of a dialogue has its role before it."""
     if isinstance(prompt, str):
         return prompt
     spoken = [f"{ROLES[turn % 2].capitalize()}: {text}" for turn, text in enumerate(prompt)]

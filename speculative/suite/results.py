@@ -96,7 +96,10 @@ def rows_of(kind: str, temperature: float, ways: Ways, runs: Mapping[str, Sequen
 
 
 def _assisted(name: str, ways: Ways, runs: Mapping[str, Sequence[TimedRun]]) -> str | None:
-    """The way of transformers' assisted generation that a way is compared with."""
+    """The name of transformers' assisted way that the way `name` is compared with: with its draft, or by lookup.
+
+    None for plain decoding, for transformers' ways, and if transformers cannot assist this target.
+    """
     if name not in ways.decoders or name == ways.plain:
         return None
     assisted = ways.assisted.get(name, LOOKUP)
@@ -108,7 +111,7 @@ def _ratio(own: Sequence[TimedRun], others: Sequence[TimedRun]) -> Estimate:
 
 
 def acceptance_by_depth(runs: Sequence[TimedRun]) -> list[Estimate]:
-    """For each depth, the share of accepted nodes with children of which a child was accepted, see `SuiteRow`."""
+    """For each depth, of the accepted nodes with children, the share with an accepted child; [] without a draft."""
     counted = [run.decoded.stats for run in runs if run.decoded.stats is not None]
     shares = []
     for depth in range(max((stats.depth for stats in counted), default=0)):

@@ -116,7 +116,10 @@ def _shape(target: PreTrainedModel, tokens: Tensor | None) -> dict[str, Any]:
 
 
 def _with_tokens(head: Head, target: PreTrainedModel, tokens: Tensor | None) -> Head:
-    """The head on the target's device. If it has an lm_head, this gets the target's rows of the draft's tokens."""
+    """The head, moved to the target's device. If it proposes only `tokens`, LongTensor[Vd], these are set in it.
+
+    Its own lm_head then gets the rows that the target's lm_head has for these tokens.
+    """
     if tokens is not None and head.lm_head is not None:
         lm_head: Any = target.get_output_embeddings()
         head.lm_head.weight.data.copy_(lm_head.weight.detach()[tokens.to(lm_head.weight.device)])

@@ -25,7 +25,7 @@ from heavypath.speculative.training.teacher import Taught
 
 
 def check_trains(head: BlockHead) -> None:
-    """Raise ValueError for a block draft with parts that cannot be trained here."""
+    """Raise ValueError for a block draft with parts that cannot be trained here, with their names."""
     config = head.config
     strange = {
         "rows that predict their own token": not config.from_root,
@@ -40,11 +40,12 @@ def check_trains(head: BlockHead) -> None:
 
 
 def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tensor], depths: int) -> list[Tensor]:
-    """The draft's outputs for all blocks, a tensor [R, L // B, H + r] for each of `depths` depths.
+    """The draft's outputs for all blocks of B positions, a tensor [R, L // B, H + r] for each of `depths` depths.
 
     The first H columns are the block's output after the last norm, the other r those of `MarkovTerm.latent` (r = 0 if
     there is no term).
 
+    rows:   R rows of L tokens, with the target's hidden states
     embed:  a function from tokens LongTensor[R, N] to their embeddings [R, N, H]
     depths: at most B
     """
@@ -97,7 +98,12 @@ def _seen(at: Tensor, size: int, causal: bool) -> Tensor:
 def _attention(
     attention: Any, context: Tensor, turns: tuple[Tensor, Tensor], seen: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function for a layer's attention to the context, whose keys and values it computes, and to the blocks."""
+    """A function of query, key and value of all blocks, [R, heads, L, D], that does a layer's attention.
+
+    The blocks also attend to the context [R, L, H], whose keys and values are computed here.
+
+    turns: cosine and sine [1, L, D]; seen: the mask from `_seen`
+    """
     by_head = *context.shape[:2], -1, attention.head_dim
     keys, values = attention.k_proj(context).view(by_head), attention.v_proj(context).view(by_head)
     if hasattr(attention, "k_norm"):

@@ -21,6 +21,7 @@ from heavypath.speculative.training.teacher import Taught
 def chain_outputs(head: EagleHead, rows: Taught, embed: Callable[[Tensor], Tensor], depths: int) -> list[Tensor]:
     """The head's outputs [R, L - depths, H] at each of `depths` steps: entry i of step k predicts token i + k + 2.
 
+    rows:  R rows of L tokens, with the target's hidden states
     embed: a function from tokens LongTensor[R, N] to their embeddings [R, N, H]
     """
     entries = rows.tokens.shape[1] - depths
@@ -41,7 +42,10 @@ def chain_outputs(head: EagleHead, rows: Taught, embed: Callable[[Tensor], Tenso
 class ChainAttention:
     """Attention of entry i in a step: to the entries j <= i of step 0, and to entry i of all later steps so far.
 
-    A head's layers call it in turn, step after step.
+    A function for one pass over rows. The head's layers call it in turn, step after step, so that it collects each
+    layer's keys and values.
+
+    layers: number of the head's layers
     """
 
     def __init__(self, layers: int) -> None:
@@ -60,7 +64,11 @@ class ChainAttention:
 
 
 def masked_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """The attention as one masked product. query: [B, H, N, D]; keys, values: [B, H, N, D] for each step."""
+    """Attention of a step's N entries to the steps up to this one, as one masked product. Returns [B, H, N, D].
+
+    query: [B, H, N, D], of the last step
+    keys, values: [B, H, N, D] for each step; entry i sees the entries j <= i of step 0, and entry i of later steps
+    """
     entries = query.shape[2]
     own = torch.eye(entries, dtype=torch.bool, device=query.device)
     mask = torch.cat([own.new_ones(entries, entries).tril(), own.repeat(1, len(keys) - 1)], 1)
@@ -68,7 +76,11 @@ def masked_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
 
 
 def joined_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """The same as `masked_attention`, faster on a CPU: a causal product, and an elementwise one for each later step."""
+    """Attention of a step's N entries to the steps up to this one, for a CPU: equal to `masked_attention`, but faster.
+
+    query: [B, H, N, D], of the last step. Returns [B, H, N, D]
+    keys, values: [B, H, N, D] for each step. keys[0] is causal; of keys[k > 0] entry i sees only its own entry i
+    """
     return _JoinedAttention.apply(query, *chain(keys, values))  # pyright: ignore[reportReturnType]
 
 

@@ -27,12 +27,12 @@ TAPS, HIDDEN = torch.bfloat16, torch.float16
 
 
 def bytes_kept(rows: Tensor, width: int, taps: int) -> int:
-    """The size of the files for rows [R, L] of a target that is `width` wide."""
+    """The bytes of the files for rows [R, L]. width: hidden columns of the target; taps: states besides the last."""
     return rows.numel() * (2 * width * (taps + 1) + 4)
 
 
 class KeptStates:
-    """A teacher's hidden states for rows.
+    """A teacher's hidden states for rows, in files, so that the target runs once. `teacher` computes them.
 
     rows: integers [R, L]
     tokens: LongTensor[Vd], the target's tokens that the draft can propose; None for all
@@ -71,7 +71,7 @@ class KeptStates:
             self._check(tokens)
 
     def __call__(self, chosen: Tensor, begin: int) -> Taught:
-        """The hidden states of rows by their numbers LongTensor[R], without their first `begin` tokens."""
+        """The hidden states of the rows with numbers LongTensor[R], without their first `begin` tokens."""
         device, dtype = self._teacher.target.device, self._teacher.target.dtype
         taps, hidden = (self._kept[name][chosen, begin:].to(device, dtype) for name in ("taps", "hidden"))
         sums = self._kept["sums"][chosen, begin:].to(device)
@@ -116,7 +116,7 @@ class KeptStates:
         parts.run(torch.arange(len(self._rows), device="cpu"), keep)
 
     def _check(self, tokens: Tensor) -> None:
-        """Compare the logits of the draft's tokens with the whole logits at one position."""
+        """Raise ValueError if the logits of the draft's tokens alone differ from those among all, at one position."""
         hidden = self._kept["hidden"][:1, :1].to(self._teacher.target.device, self._teacher.target.dtype)
         expected = self._teacher.logits(hidden)[..., tokens]
         if not torch.allclose(self.logits(hidden), expected, rtol=1e-3, atol=1e-3):
@@ -126,7 +126,7 @@ class KeptStates:
 
 
 def _on_disk(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in a file, which is made with zeros if it is not there."""
+    """A CPU tensor whose memory is a file, so that writes go there. A missing file is made, with zeros."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -134,7 +134,7 @@ def _on_disk(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _rows_of(lm_head: Any, tokens: Tensor) -> nn.Linear:
-    """The lm_head of some tokens alone."""
+    """A linear layer with the rows of the lm_head, and of its bias, for tokens LongTensor[Vd] alone."""
     chosen = tokens.to(lm_head.weight.device)
     narrow = nn.Linear(lm_head.weight.shape[1], len(tokens), bias=False, device="meta")
     narrow.weight = nn.Parameter(lm_head.weight.detach()[chosen], requires_grad=False)

@@ -21,15 +21,20 @@ LOGITS_AT_ONCE = 2**25  # of the target: 128 MB, and a few times as much for ten
 
 
 class Learnt(NamedTuple):
-    """The loss [] and the mean overlap at each depth [K] of a batch; for a part of a batch, its contribution."""
+    """The result of a batch; of a part of a batch, its contribution to both.
+
+    loss: [], the weighted loss
+    overlaps: [K], the mean of sum_v min(P, Q) at each depth, which is the chance that a drafted token is accepted
+    """
 
     loss: Tensor
     overlaps: Tensor
 
 
 class _Piece(NamedTuple):
-    """n entries at one depth.
+    """A chunk of n entries of a student's outputs at one depth.
 
+    entries: which of the outputs' entries
     target_logits: [R, n, V], the target's logits for the tokens that these entries predict
     target_logprobs: [R, n, Vd], log P of the student's tokens
     """
@@ -113,7 +118,10 @@ def measure_agreement(
 
 
 def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list[Tensor]) -> Iterator[_Piece]:
-    """The chunks of all depths. The target's logits at a position are computed once for all depths that predict it."""
+    """Cut the outputs of all depths, [R, N, H] each, into chunks, with the target's logits for each.
+
+    The target's logits at a position are computed once for all depths that predict it.
+    """
     entries, stride = outputs[0].shape[1], student.stride
     first, last = student.first, student.first + len(outputs) + (entries - 1) * stride
     size = max(1, LOGITS_AT_ONCE // target_logits(rows.hidden[:, :1]).numel())

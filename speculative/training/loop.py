@@ -41,7 +41,7 @@ def train(
 ) -> float:
     """Run all steps of the schedule. Returns the seconds they took, including those before an interruption.
 
-    batches:           the same batches in every run; a resumed run skips those of the steps already done
+    batches:           the same batches in every run; a resumed run skips the batches of steps already done
     gradients:         a function that adds a batch's gradients to the parameters
     before_checkpoint: called with the number of steps done and the result of the last one
 

@@ -31,13 +31,19 @@ LK_DECAY = 3.0  # of lk, eta in the paper
 
 
 def tv_kl(target_logprobs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """TV + 0.5 KL, and the overlap, [...] each; arguments [..., Vd] as in `Loss`."""
+    """TV + 0.5 KL, and the overlap sum_v min(P, Q), [...] each.
+
+    target_logprobs: [..., Vd], log P of the draft's tokens; draft_logits: [..., Vd]
+    """
     overlap, divergence = overlap_and_divergence(target_logprobs, draft_logits)
     return 1 - overlap + KL_WEIGHT * divergence, overlap
 
 
 def lk(target_logprobs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The hybrid LK loss, and the overlap, [...] each; arguments [..., Vd] as in `Loss`."""
+    """The hybrid LK loss, and the overlap sum_v min(P, Q), [...] each.
+
+    target_logprobs: [..., Vd], log P of the draft's tokens; draft_logits: [..., Vd]
+    """
     overlap, divergence = overlap_and_divergence(target_logprobs, draft_logits)
     share = (-LK_DECAY * overlap.detach()).exp()
     return share * divergence + (1 - share) * (1 - overlap), overlap

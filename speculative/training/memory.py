@@ -24,7 +24,7 @@ class RowsAtATime:
     def run(
         self, batch: Tensor, function: Callable[[Tensor], Result], start_again: Callable[[], object] = lambda: None
     ) -> list[Result]:
-        """The results of the function for the parts of a batch [R, ...].
+        """The results of the function, in order, for the parts of a batch [R, ...] of `rows` rows each.
 
         start_again: called when memory has run out, before the whole batch is processed again in smaller parts. It must
                      discard everything that was computed for the batch so far

@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning-rate schedule: linear warm-up, a plateau, then linear decay to zero.
+    """The learning-rate schedule: linear warm-up, a plateau, then linear decay to zero. All lengths are in steps.
 
     matrix_rate: Muon's peak rate; its updates are rescaled to AdamW's usual size
     vector_rate: AdamW's peak rate, for embeddings and norms
@@ -26,7 +26,7 @@ class Schedule:
     weight_decay: float
 
     def factor(self, step: int) -> float:
-        """The factor of the peak rates in step number `step`, from 0."""
+        """The share of the peak learning rates that step number `step`, from 0, has."""
         return min(1.0, (step + 1) / self.warmup_steps, (self.steps - step) / self.decay_steps)
 
 
@@ -52,7 +52,7 @@ class Optimization:
         )
 
     def step(self, step: int) -> None:
-        """Update the parameters with their gradients, clipped to norm 1, and clear the gradients."""
+        """Do step number `step`, from 0: update the parameters with gradients clipped to norm 1, and clear these."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, rate in ((self.muon, self.schedule.matrix_rate), (self.adamw, self.schedule.vector_rate)):
             for group in optimizer.param_groups:
@@ -65,7 +65,7 @@ class Optimization:
         self.model.zero_grad(set_to_none=True)
 
     def save(self, path: Path, steps: int, seconds: float, **more: Any) -> None:
-        """Save model and optimizers to `path`, with the numbers of steps and seconds so far, and other values."""
+        """Save model and optimizers to `path`, with the number of steps and the seconds so far, and other values."""
         optimizers = [self.muon.state_dict(), self.adamw.state_dict()]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": steps, "seconds": seconds, **more}
         save_whole(state, path)

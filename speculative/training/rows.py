@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 
 class RowSettings(NamedTuple):
-    """The settings of `DistilSettings` by which rows are made."""
+    """The settings by which rows are made, with the meanings that they have in `DistilSettings`."""
 
     length: int
     held_out: float
@@ -88,7 +88,10 @@ def _sections(document: Document, longest: int) -> list[Document]:
 
 
 def _prompts(section: Document, settings: RowSettings) -> list[Tensor]:
-    """The prompts for the target: the document's prompt, or the first tokens of each piece of its text."""
+    """The prompts after which the target writes in place of a section: its prompt, or the first tokens of each piece.
+
+    A piece is settings.length tokens of the section's text.
+    """
     if len(section.prompt):
         return [section.prompt]
     return [piece[: settings.prompt_tokens] for piece in section.tokens.split(settings.length)]

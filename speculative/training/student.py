@@ -25,7 +25,7 @@ class Student:
     outputs: outputs(rows, depths) -> the draft's hidden states [R, N, H] for each depth. Entry i at depth k (from 0)
              predicts the same token as the target's hidden state number i * stride + k + first
     logits:  logits(hidden states [R, N, H]) -> [R, N, Vd]
-    stride:  tokens between two entries
+    first, stride: see `outputs`; stride is the number of tokens between two entries
     tokens:  LongTensor[Vd], the target's tokens that the draft can propose; None for all
     dtype:   dtype of matrix products, if it differs from that of the weights
     """
@@ -39,7 +39,7 @@ class Student:
     dtype: torch.dtype | None = None
 
     def autocast(self) -> torch.autocast:
-        """The autocast context for its forward passes."""
+        """The autocast context for the draft's forward passes, with `dtype`; it does nothing if that is None."""
         device = next(self.module.parameters()).device
         return torch.autocast(device.type, self.dtype, enabled=self.dtype is not None)
 

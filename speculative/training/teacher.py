@@ -92,7 +92,7 @@ def logits_behind(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 class _LastHidden(BaseModelOutputWithPast):
-    """An output with a last hidden state; all other attributes are None."""
+    """Stands for the output of a model's layers: it has a last hidden state, and None for all other attributes."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -100,7 +100,7 @@ class _LastHidden(BaseModelOutputWithPast):
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a decoder-only model. Raises ValueError if it has no list of modules of their number."""
+    """The list of layers in a decoder-only model. Raises ValueError if no list has one module for each layer."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [each for each in model.base_model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     if not found:

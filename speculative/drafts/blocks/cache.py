@@ -15,7 +15,7 @@ from heavypath.speculative.models.caches import KeyValueCache
 
 
 class BlockCache(KeyValueCache):
-    """Keys and values [B, layers * Hkv, rows, D], in the rows of the target's cache.
+    """Keys and values [B, layers * Hkv, rows, D], with each token in the same row as in the target's cache.
 
     tokens: LongTensor[B, rows], the token of each row; read only if acceptance is measured, see `Feed.drafted`
     base:   [B, D + 1, Vd], the logits of the D depths in this step; the last row is -inf, for deeper nodes
@@ -28,7 +28,10 @@ class BlockCache(KeyValueCache):
     def __init__(
         self, base: Tensor, rows: int, columns: tuple[int, int], *, fp32: bool = False, **keys_and_values: Any
     ):
-        """columns: C and s; fp32: whether `hidden` is; keys_and_values: the other arguments of `KeyValueCache`"""
+        """base: as above; rows: of each sequence; columns: C and s; fp32: whether `hidden` is fp32.
+
+        keys_and_values: the other arguments of `KeyValueCache`
+        """
         super().__init__(batch=len(base), rows=rows, **keys_and_values)
         self.base = base
         like = base if fp32 else self.keys
@@ -49,8 +52,8 @@ class BlockCache(KeyValueCache):
         return view
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path.
+        """Move the rows of an accepted path; arguments as in `RowCache.accept`.
 
-        They are in the target's rows, so the draft's own rows (`node_rows`) are ignored.
+        Nodes have the same rows as in the target's cache, so `node_rows` is ignored.
         """
         step_kernels(path.device).compact([self.keys, self.values], path, length, prefix_length)

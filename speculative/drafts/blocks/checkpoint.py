@@ -39,7 +39,9 @@ _IGNORED = re.compile(rf"{IGNORED.pattern}|confidence_head\.proj\.\w+$")
 def load_block(
     given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: torch.dtype | None = None
 ) -> BlockHead:
-    """A block draft for a target, in eval mode and without gradients; arguments as in `load_head`.
+    """Load a block draft for a target, in eval mode and without gradients.
+
+    given: its folder, its name on the Hugging Face hub, or its checkpoint; dtype: default: the target's
 
     Raises FileNotFoundError for missing files. Raises ValueError for a kind that is not supported, and for keys and
     tensors that do not fit the target, are missing, or are not known.
@@ -74,7 +76,10 @@ def is_block(checkpoint: Checkpoint) -> bool:
 
 
 def _mask_embedding(path: Path, settings: Mapping[str, Any]) -> Tensor:
-    """The embedding [H] of masks in a file. Raises ValueError for a file of something else, and of another token."""
+    """Read the embedding [H] of masks from a file.
+
+    settings: of config.json. Raises ValueError for a file of something else, or of another mask_token_id.
+    """
     value = read_pickle(path)
     fields = dict(value) if isinstance(value, Mapping) else {MASK: value}
     told = fields.pop("mask_token_id", None)

@@ -30,7 +30,10 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * size * width // config.conv_group, bias=False)
 
     def forward(self, normed: Tensor, rows: int) -> list[Callable[[Tensor], Tensor]]:
-        """The functions conv_0 and conv_1, each [B * rows, H] -> [B * rows, H]. normed: y, of the same shape."""
+        """The functions conv_0 and conv_1, each [B * rows, H] -> [B * rows, H].
+
+        normed: y, [B * rows, H], from which the weights are computed; rows: of a sequence's block
+        """
         own = self.kernel_projection(normed).view(len(normed), 2, self.size, -1)
         kernels = self.base_kernel + own.repeat_interleave(self.group, -1)  # [B * rows, 2, T, H]
 

@@ -27,7 +27,7 @@ from heavypath.speculative.files.checkpoint import check_config
 
 
 class DFlyTerm(BlockTerm):
-    """Weights are named as in AngelSpec's checkpoints, which are also those of speculators."""
+    """DFly's contexts and correction. Weights are named as in the checkpoints of AngelSpec and of speculators."""
 
     module, from_root, causal = "dfly", False, False
     prefixes: ClassVar = {
@@ -41,7 +41,7 @@ class DFlyTerm(BlockTerm):
 
     @classmethod
     def usual(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BlockTerm.usual`: the number of the target's layers has another key."""
+        """config.json's keys with DFlash's meaning: here the number of the target's layers has another key."""
         taps = settings.get("target_layer_ids") or settings.get("aux_hidden_state_layer_ids")
         if taps is None:
             raise ValueError("config.json must give target_layer_ids, or aux_hidden_state_layer_ids of speculators")
@@ -51,7 +51,7 @@ class DFlyTerm(BlockTerm):
 
     @classmethod
     def options(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Any]:
-        """{"correction"}: the inner width of the correction; 0 without one."""
+        """{"correction": the inner width of the correction, 0 without one}; arguments as in `BlockTerm.options`."""
         weight = tensors.get("dfly.gate_proj.weight")
         width = 0 if weight is None else len(weight)
         if config.target_hidden_size != config.hidden_size:
@@ -77,12 +77,12 @@ class DFlyTerm(BlockTerm):
             self.down_proj = nn.Linear(inner, width, bias=False)
 
     def contexts(self, taps: Tensor, context: Tensor) -> list[Tensor]:
-        """See `BlockTerm.contexts`."""
+        """A context [N, H] for each layer, before the norm. taps: [N, T, Ht]; context: [N, H], fc of the taps."""
         parts = self.layer_fusion_weights.softmax(-1)
         return [context + part for part in (parts @ taps).unbind(1)]
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
-        """See `BlockTerm.forward`."""
+        """The logits of the nodes' children, corrected by each node's token; arguments as in `BlockTerm.forward`."""
         if not self.uses_lm_head:
             return base[:, None], None
         row = for_each_node(kept, nodes)
@@ -90,5 +90,5 @@ class DFlyTerm(BlockTerm):
         return ends.logits(row + self.down_proj(silu(self.gate_proj(both)) * self.up_proj(both))), None
 
     def level_weights(self) -> list[Tensor]:
-        """See `BlockTerm.level_weights`."""
+        """The weights that `forward` reads at each level: the correction's."""
         return [weight for name, weight in self.named_parameters() if name != "layer_fusion_weights"]

@@ -120,7 +120,7 @@ class BlockHeadDraft(TappedDraft):
         )
 
     def taps(self, cache: BlockCache) -> Taps:
-        """The hidden states of the target's passes, from which keys and values are computed and stored at once."""
+        """A request for the target's hidden states, from which keys and values are computed and stored in the cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             stacked = torch.stack([state.flatten(0, 1) for state in states], 1)  # [B * N, T, Ht]
@@ -166,7 +166,7 @@ class BlockHeadDraft(TappedDraft):
         return [*self.head.term.level_weights(), *([self.lm_head.weight] if self.head.term.uses_lm_head else [])]
 
     def unsure_rows(self, levels: int) -> int:
-        """0: each pass of the target writes the draft's rows, too."""
+        """0, because none of the last rows may be missing: each pass of the target writes the draft's rows, too."""
         return 0
 
     def _keep(self, contexts: list[Tensor], positions: Tensor, cache_rows: Tensor, cache: BlockCache) -> None:
@@ -241,13 +241,16 @@ class BlockHeadDraft(TappedDraft):
         cache.hidden[:, :levels] = read
 
     def _before(self, lengths: Tensor, cache: BlockCache) -> Tensor:
-        """The context [B, H] of the last token before each root; of any row where there is none."""
+        """The context [B, H] of the last token before each root; arbitrary in a sequence without such a token.
+
+        lengths: LongTensor[B], the number of tokens before each root
+        """
         heads, rows = self.config.layers * self.config.num_key_value_heads, (lengths - 1).clamp(min=0)[:, None]
         parts = [_heads_of(each[:, heads:], rows).flatten(1) for each in (cache.keys, cache.values)]
         return torch.cat(parts, -1)[:, : self.config.hidden_size]
 
     def _ends_of(self, target: Forward) -> TokenLayers:
-        """The functions before and after the layers."""
+        """The functions before and after the layers: embedding, norm, and lm_head with scale and cap."""
         config, width, lm_head = self.config, self.config.hidden_size, target.parts.of(self.lm_head)
         whole = lm_head is self.lm_head and lm_head.weight.shape == (config.draft_vocab_size, width)
 
@@ -291,7 +294,10 @@ class BlockHeadDraft(TappedDraft):
         return state
 
     def _attends(self, lengths: Tensor, count: int, visible: int) -> list[Attend]:
-        """For each layer, the attention of the block's `count` rows after prefixes of these lengths [B]."""
+        """For each layer, a function that does the attention of a block's rows to the prefix and to the block.
+
+        lengths: LongTensor[B], tokens of the prefixes; count: rows of a block; visible: cache rows that are read
+        """
         config, every = self.config, torch.ones(count, count, dtype=torch.bool, device=lengths.device)
         windows = [
             window if causal or window is None else window + count - 1
@@ -312,7 +318,10 @@ class BlockHeadDraft(TappedDraft):
 
 
 def place_of(feed: Feed, depths: int) -> tuple[Any, Any]:
-    """An index into [B, depths + 1, any]: for each sequence the row of its level, `Feed.level` or `Feed.drafted`."""
+    """An index into a tensor [B, depths + 1, any] that has a row for each depth: the row of a feed's level.
+
+    That is `feed.level` or, for each sequence, `feed.drafted`; deeper levels get the last row.
+    """
     if feed.drafted is None:
         return slice(None), min(feed.level, depths)
     return torch.arange(len(feed.tokens), device=feed.tokens.device), feed.drafted.clamp(max=depths)
@@ -324,10 +333,10 @@ def _table(cache: BlockCache) -> Tensor:
 
 
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
-    """The rows LongTensor[B, N] of a tensor [B, S, ...], as [B, N, ...]."""
+    """The rows with these numbers, LongTensor[B, N], of a tensor [B, S, ...]: [B, N, ...]."""
     return field[torch.arange(len(field), device=rows.device)[:, None], rows]
 
 
 def _heads_of(field: Tensor, rows: Tensor) -> Tensor:
-    """The rows LongTensor[B, N] of keys or values [B, heads, S, D], as [B, N, heads, D]."""
+    """The rows with these numbers, LongTensor[B, N], of keys or values [B, heads, S, D]: [B, N, heads, D]."""
     return _rows_of(field.transpose(1, 2), rows)

@@ -27,7 +27,7 @@ _CODES = "transfer_codes"
 
 
 class DSpineTerm(BlockTerm):
-    """Weights are named as in its checkpoints: "injection", and the codes next to it."""
+    """DSpine's messages. Weights are named as in its checkpoints: "injection", and the codes next to it."""
 
     module, section, of_speculators, from_root, causal = "injection", "dspine_config", False, False, True
     prefixes: ClassVar = {_CODES: f"injection.{_CODES}"}
@@ -40,14 +40,14 @@ class DSpineTerm(BlockTerm):
 
     @classmethod
     def usual(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BlockTerm.usual`: rows always attend to those before them alone."""
+        """config.json's keys with DFlash's meaning: here rows always attend only to the rows up to themselves."""
         told = {key: settings[key] for key in ("is_causal", "causal", "causal_head") if key in settings}
         check_config(told, dict.fromkeys(told, True))
         return settings
 
     @classmethod
     def options(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Any]:
-        """{"size", "message", "selected"}: of codes, of messages, and how many tokens of a depth have logits."""
+        """{"size": of codes, "message": size of messages, "selected": how many tokens of a depth have logits}."""
         codes, message = (tensors.get(f"injection.{name}") for name in (_CODES, "message.weight"))
         if codes is None or message is None:
             raise ValueError(
@@ -74,34 +74,40 @@ class DSpineTerm(BlockTerm):
         self.scale = size**0.5
 
     def after_layer(self, layer: int, rows: Tensor, roots: Tensor) -> Tensor:
-        """See `BlockTerm.after_layer`; after the last layer, `finish` does the same."""
+        """The rows [B, R, H] after a layer's messages; after the last layer `finish` adds the messages.
+
+        rows: [B, R, H], the layer's output, the root's row first; roots: LongTensor[B], tokens
+        """
         return rows if layer == self.last else self._told(layer, rows, roots)
 
     def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
-        """See `BlockTerm.finish`; the last layer's rows are kept as they were before the messages."""
+        """The logits of each depth, and the last layer's rows as they were before messages; as `BlockTerm.finish`."""
         told = self._told(self.last, rows, given.roots)
         read = slice(self.first, self.first + given.levels)
         return ends.logits(ends.norm(told[:, read])), rows[:, read]
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
-        """See `BlockTerm.forward`."""
+        """The logits of the nodes' children after a message from each node's token; as `BlockTerm.forward`."""
         best, row = base.topk(self.selected, -1).indices, kept[:, None]
         told = self._message(self.last, row, self._feature(self.last, row), self._code(nodes.tokens))
         return only(best, ends.logits_of(ends.norm(told), best), base), None
 
     def level_weights(self) -> list[Tensor]:
-        """See `BlockTerm.level_weights`; of the codes a few rows are read."""
+        """The weights that `forward` reads at each level, without the codes, of which only a few rows are read."""
         last: list[Any] = [self.readouts[self.last], self.writes[self.last]]
         return [part.weight for part in (*last, self.message, self.receiver_gate, self.predecessor_gate)]
 
     def _told(self, layer: int, rows: Tensor, roots: Tensor) -> Tensor:
-        """The rows [B, R, H] after messages from each to the next."""
+        """The rows [B, R, H] after a layer's messages from each row to the next; roots: LongTensor[B], tokens."""
         features = self._feature(layer, rows)
         before = torch.cat([self._code(roots[:, None]), features[:, 1:-1]], 1)[:, : rows.shape[1] - 1]
         return torch.cat([rows[:, :1], self._message(layer, rows[:, 1:], features[:, 1:], before)], 1)
 
     def _message(self, layer: int, rows: Tensor, features: Tensor, before: Tensor) -> Tensor:
-        """The rows after messages from `before`, features or codes."""
+        """The rows [B, r, H] after messages to them.
+
+        features: [B, r, n], of the rows; before: [B, r, n], features or codes that the messages are made of
+        """
         gate = torch.sigmoid(self.receiver_gate(features) + self.predecessor_gate(before) + self.bias)
         length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32) / rows.shape[-1] ** 0.5
         return rows + length.to(rows.dtype) * self.writes[layer](gate * self.message(before))

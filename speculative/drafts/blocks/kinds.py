@@ -30,7 +30,7 @@ _MARKS = ("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids")  # 
 
 
 class KindSettings(ModelSettings, total=False):
-    """The fields that say that a config.json is of a block draft, which is asked of that of any model."""
+    """The fields by which a config.json of any model is recognised as a block draft's."""
 
     model_type: str | None
     speculators_model_type: str | None
@@ -39,7 +39,10 @@ class KindSettings(ModelSettings, total=False):
 
 
 def kind_of(settings: Mapping[str, Any]) -> str | None:
-    """The kind of block draft by a config.json, by its authors' name, known here or not; None for anything else."""
+    """The authors' name of the kind of block draft that a config.json describes; None if it is no block draft.
+
+    The kind need not be one of `BLOCK_TERMS`.
+    """
     names = settings.get("architectures") or ()
     classes, model = " ".join(names).lower(), settings.get("model_type")
     told = settings.get("speculators_model_type")
@@ -67,7 +70,7 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def check_kind(settings: Mapping[str, Any]) -> str:
-    """The kind, or a ValueError for one that is not understood."""
+    """The kind of block draft, an entry of `BLOCK_TERMS`. Raises ValueError for one that is not supported."""
     kind = kind_of(settings)
     if kind not in BLOCK_TERMS:
         raise ValueError(
@@ -78,7 +81,10 @@ def check_kind(settings: Mapping[str, Any]) -> str:
 
 
 def term_of(kind: str, tensors: Mapping[str, Any]) -> str:
-    """The entry of `BLOCK_TERMS` for a draft of this kind, with tensors by the head's names."""
+    """The name in `BLOCK_TERMS` of the term of a draft of this kind.
+
+    tensors: by the head's names; a DFlash with tensors of another term is of that term's kind
+    """
     if BLOCK_TERMS[kind] is not BlockTerm:
         return kind
     by_tensors = (name for name, term in BLOCK_TERMS.items() if term.found_by_tensors)

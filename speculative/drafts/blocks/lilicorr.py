@@ -34,7 +34,7 @@ _SIZES = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
 
 
 class LiLiCorrTerm(BlockTerm):
-    """Weights are named as in its checkpoints, of which some have other names of the MLPs."""
+    """LiLiCorr's encoder. Weights are named as in its checkpoints, of which some have other names of the MLPs."""
 
     module, from_root, causal, of_speculators = "lilicorr", False, False, False
     keeps_fp32 = reads_before = True
@@ -55,14 +55,14 @@ class LiLiCorrTerm(BlockTerm):
 
     @classmethod
     def usual(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BlockTerm.usual`: rows always attend to the whole block."""
+        """config.json's keys with DFlash's meaning: here rows always attend to the whole block."""
         told = {key: settings[key] for key in ("is_causal", "causal", "causal_head") if key in settings}
         check_config(told, dict.fromkeys(told, False))
         return settings
 
     @classmethod
     def options(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Any]:
-        """The sizes, the scale of logits, and the number of dimensions of the embeddings of depths and ranks."""
+        """The encoder's sizes by name, and the scale of its logits; arguments and errors as in `BlockTerm.options`."""
         check_config(settings, {"lilicorr_enabled": True})
         found: dict[str, Any] = {name: number_in(settings, f"lilicorr_{name}") for name in _SIZES}
         for name, most in (("mlp_ratio", 64), ("vector_eps", 0.5), ("logit_scale", 1e6)):
@@ -99,7 +99,10 @@ class LiLiCorrTerm(BlockTerm):
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(width, options["factor_dim"]) for _ in range(3))
 
     def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
-        """See `BlockTerm.finish`. Of each depth are kept the candidates, those of the depth above, and all logits."""
+        """The block's logits of each depth, and for `forward` the candidates and their logits; as `BlockTerm.finish`.
+
+        Of each depth are kept: the candidates, those of the depth above, and logits below other tokens and below each.
+        """
         normed = ends.norm(rows[:, self.first :])
         base = ends.logits(normed)
         values, best = base.topk(self.selected, -1)  # [B, D, K]
@@ -114,18 +117,22 @@ class LiLiCorrTerm(BlockTerm):
         return base[:, : given.levels], kept[:, : given.levels]
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
-        """See `BlockTerm.forward`."""
+        """The logits of the nodes' children, looked up by each node's token; arguments as in `BlockTerm.forward`."""
         best, above, others, pairs = kept.split([self.selected] * 3 + [self.selected**2], -1)
         same = nodes.tokens[:, :, None] == above[:, None].long()  # [B, n, K]
         found = same.float() @ pairs.view(-1, self.selected, self.selected)
         return only(best.long(), found.where(same.any(-1, keepdim=True), others[:, None]), base), None
 
     def level_weights(self) -> list[Tensor]:
-        """See `BlockTerm.level_weights`: none, all logits are the pass's."""
+        """An empty list: `forward` reads no weights, since the pass computes all logits."""
         return []
 
     def _logits(self, said: Tensor, normed: Tensor, words: Tensor, given: Pass) -> tuple[Tensor, Tensor]:
-        """Those of the root's children [B, K], and below candidates [B, D - 1, K, K]; said: log p [B, D, K]."""
+        """The logits of the root's children [B, K], and of each candidate's children [B, D - 1, K, K].
+
+        said: log p of the candidates [B, D, K]; normed: the block's outputs [B, D, H]; words: embeddings of the
+        candidates [B, D, K, H]; given: what the pass begins with
+        """
         assert given.before is not None
         depths, count, dtype = said.shape[1], self.selected, normed.dtype
         ranks = torch.arange(count, device=said.device, dtype=torch.float32).expand_as(said)
@@ -148,7 +155,7 @@ class LiLiCorrTerm(BlockTerm):
         return self.logit_scale * starts.float(), self.logit_scale * pairs.float()
 
     def _bias(self, depths: int, device: torch.device) -> Tensor:
-        """What is added to the scores of attention, [heads, D * K, D * K]."""
+        """What is added to the scores of attention between candidates, [heads, D * K, D * K], by their depths."""
         slots = torch.arange(depths, device=device).repeat_interleave(self.selected)
         apart = slots[:, None] - slots
         return self.relative_slot_bias[:, apart + self.block - 1] + (apart == 0) * self.same_slot_bias[:, None, None]
@@ -167,7 +174,7 @@ class _EncoderLayer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Weights are named as in `torch.nn.MultiheadAttention`."""
+    """Attention with a bias on its scores. Weights are named as in `torch.nn.MultiheadAttention`."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -25,7 +25,10 @@ DEPTHS = 8  # levels that are drafted at most; the published heads were trained 
 
 
 class ParallelHeadCache(HeadCache):
-    """base: [B, D + 1, V], the logits of the D depths in this step; the last row is -inf, for deeper nodes."""
+    """The cache of a head, and the logits of a step.
+
+    base: [B, D + 1, V], the logits of the D depths in this step; the last row is -inf, for deeper nodes
+    """
 
     base: Tensor
 
@@ -48,7 +51,10 @@ class ParallelHeadCache(HeadCache):
 
 
 class ParallelHeadDraft(HeadDraft):
-    """The draft of an `EagleHead` with `mask_hidden`."""
+    """P-EAGLE: drafts all levels in one pass, so that distributions depend on depth alone.
+
+    Made of an `EagleHead` that has `mask_hidden`.
+    """
 
     drafts_at_once = True
 
@@ -57,7 +63,7 @@ class ParallelHeadDraft(HeadDraft):
         self.levels = DEPTHS
 
     def pass_weights(self) -> list[Tensor]:
-        """The weights of the step's pass; other heads read them once a level."""
+        """The weights that a step's one pass reads."""
         return super().level_weights()
 
     def level_weights(self) -> list[Tensor]:

@@ -83,7 +83,7 @@ class PardCache(RowCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors with the state of a sequence, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [self.keys, self.values, self.tokens, self.known]
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
@@ -92,7 +92,7 @@ class PardCache(RowCache):
 
 
 class PardDraft(ModelDraft):
-    """The draft of a `Pard`. Raises ValueError for a model with recurrent layers."""
+    """The `Draft` of `Pard`: drafts all levels in one pass of its model. ValueError for one with recurrent layers."""
 
     can_rest = False  # its cache lacks the keys and values of the tokens that were accepted last
 
@@ -110,7 +110,7 @@ class PardDraft(ModelDraft):
         return PardCache(self.forward.new_cache(batch, rows + self._depths), base)
 
     def taps(self, cache: PardCache) -> Taps:
-        """Store the tokens of the target's passes; no hidden states are read."""
+        """A request for no hidden states: it only stores the tokens that the target's passes read."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             store_rows(cache.tokens, tokens[:, :, None, None], cache_rows)
@@ -129,7 +129,7 @@ class PardDraft(ModelDraft):
         return cache.base[place_of(feed, self._depths)][:, None].expand(-1, nodes, -1)
 
     def unsure_rows(self, levels: int) -> int:
-        """All nodes that the last step accepted, the last root, and the token before it."""
+        """levels + 2: all nodes that the last step accepted, the last root, and the token before it."""
         return levels + 2
 
     def _draft_all(self, feed: Feed, cache: PardCache) -> None:

@@ -66,7 +66,7 @@ class BlockSettings(ModelSettings, _LayersSettings, _BlockOptions, total=False):
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> BlockConfig:
-    """The config of the block draft that the tensors, by the names of `BlockHead`, make up for this target.
+    """The config of a block draft for this target, from its config.json and its tensors, named as in `BlockHead`.
 
     Raises ValueError for what is not understood, by its key or its tensor.
     """
@@ -119,7 +119,10 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
 
 
 def _options(settings: Mapping[str, Any], term: type[BlockTerm]) -> dict[str, Any]:
-    """The keys of config.json and its sections together. Raises ValueError for those of other kinds of drafts."""
+    """The keys of config.json and of the sections that hold a draft's settings, as one dictionary.
+
+    Raises ValueError for keys of other kinds of drafts than `term`.
+    """
     inner, own = settings.get("dflash_config") or {}, settings.get(term.section) or {}
     known = {*_BlockOptions.__annotations__, *term.keys}
     others = {key for each in BLOCK_TERMS.values() for key in (each.section and [each.section]) or each.keys}
@@ -162,7 +165,7 @@ def _from_root(settings: Mapping[str, Any], options: Mapping[str, Any], kind: st
 def _causal(
     settings: Mapping[str, Any], options: Mapping[str, Any], windows: tuple[int | None, ...], kind: str
 ) -> tuple[bool, ...]:
-    """By layer, true if a row of the block sees the rows up to itself alone."""
+    """For each layer, whether a row of the block attends only to the block's rows up to itself; else to all."""
     inner = settings.get("dflash_config") or {}
     told = settings.get("is_causal"), inner.get("is_causal"), options.get("causal"), options.get("causal_head")
     given = next((each for each in told if each is not None), None)
@@ -174,7 +177,7 @@ def _causal(
 
 
 def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer."""
+    """The number of positions that each layer attends to, from config.json; None for all."""
     usual = "sliding_attention" if settings.get("model_type") == ASSISTANT else "full_attention"
     kinds, window = layer.get("layer_types", [usual] * layers), layer.get("sliding_window")
     strange = sorted({*kinds} - {"full_attention", "sliding_attention"})
@@ -189,7 +192,10 @@ def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int)
 
 
 def _taps(options: Mapping[str, Any], layers: int, of_target: int) -> tuple[int, ...]:
-    """The hidden states that it reads of a target of `of_target` layers, by transformers' numbers."""
+    """The numbers, by transformers' counting, of the target's hidden states that the draft reads.
+
+    options: of config.json; layers: the draft's number of layers; of_target: the target's
+    """
     told = options.get("num_target_layers", of_target)
     if told != of_target:
         raise ValueError(

@@ -99,7 +99,7 @@ class BlockTerm(nn.Module):
 
     @classmethod
     def usual(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """config.json's keys, those of its sections included, where a kind gives other meanings to DFlash's keys."""
+        """Translate config.json's keys, those of its sections included, into DFlash's, if a kind has other meanings."""
         return settings
 
     @classmethod
@@ -119,20 +119,28 @@ class BlockTerm(nn.Module):
         self.first = 0 if config.from_root else 1  # the row of depth 1
 
     def contexts(self, taps: Tensor, context: Tensor) -> list[Tensor] | None:
-        """The inputs of each layer's keys and values, L tensors [N, H] before the norm; None for the same of all.
+        """What each layer's keys and values are computed from: L tensors [N, H], before the norm.
+
+        None if all layers read the same, `context`.
 
         taps: [N, T, Ht], the target's hidden states of N tokens; context: [N, H], fc of them
         """
         return None
 
     def after_layer(self, layer: int, rows: Tensor, roots: Tensor) -> Tensor:
-        """The rows after a layer, [B, R, H]. rows: the layer's output, the root's row first; roots: see `Pass`"""
+        """The block's rows [B, R, H] as the next layer gets them.
+
+        layer: its index; rows: [B, R, H], its output, the root's row first; roots: LongTensor[B], the roots' tokens
+        """
         return rows
 
     def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
-        """The logits of the first `levels` depths [B, levels, Vd], and what is kept of them [B, levels, columns].
+        """The logits of the first `levels` depths [B, levels, Vd], and what `forward` needs of each depth.
 
-        rows: [B, R, H], all rows after the last layer
+        rows: [B, R, H], all rows after the last layer; given: what the pass begins with, and `levels`
+        ends: the functions around the layers
+
+        The second result, [B, levels, columns], is kept in the cache for `forward`.
         """
         normed = ends.norm(rows[:, self.first : self.first + given.levels])
         return ends.logits(normed), normed[..., : self.columns]
@@ -145,7 +153,7 @@ class BlockTerm(nn.Module):
         return base[:, None], None
 
     def level_weights(self) -> list[Tensor]:
-        """The weights that `forward` reads, for estimates of time; the others are read once a pass."""
+        """The weights that `forward` reads at each level, for estimates of time; others are read once a pass."""
         return [*self.parameters()]
 
 
@@ -155,6 +163,9 @@ def for_each_node(kept: Tensor, nodes: Parents) -> Tensor:
 
 
 def only(tokens: Tensor, logits: Tensor, base: Tensor) -> Tensor:
-    """The logits [B, n, K] of K tokens LongTensor[B, K] among those of all, [B, n, Vd], with -inf for the others."""
+    """Logits [B, n, Vd] of all tokens: the given ones [B, n, K] for `tokens`, LongTensor[B, K], -inf for all others.
+
+    base: any logits with Vd columns, for the dtype and the number of tokens
+    """
     every = base.new_full((*logits.shape[:2], base.shape[-1]), -torch.inf)
     return every.scatter_(2, tokens[:, None].expand(logits.shape), logits)

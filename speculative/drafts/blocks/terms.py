@@ -37,7 +37,7 @@ _PROJECTIONS = {"gate_proj": "gated", "joint_proj": "rnn"}
 
 
 class MarkovTerm(BlockTerm):
-    """DSpark's terms of low rank: "vanilla", "gated" or "rnn". Weights are named as in its checkpoints."""
+    """DSpark's terms, added to a depth's logits: "vanilla", "gated" or "rnn". Weights are named as in checkpoints."""
 
     module = "markov_head"
     keys: ClassVar = {
@@ -50,7 +50,10 @@ class MarkovTerm(BlockTerm):
     def options(
         cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig
     ) -> dict[str, Any] | None:
-        """{"variant", "rank", "bias"}, by the names and shapes of the tensors; None for DSpark's DFlash, of rank 0."""
+        """{"variant": of the three, "rank": columns of w, "bias": of G or J}; None for a DSpark without a term.
+
+        Arguments and errors as in `BlockTerm.options`.
+        """
         words = tensors.get("markov_head.markov_w1.weight")
         found = [name for name in _PROJECTIONS if f"markov_head.{name}.weight" in tensors]
         rank = 0 if words is None else words.shape[-1]
@@ -75,12 +78,15 @@ class MarkovTerm(BlockTerm):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=bias)
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, Tensor | None]:
-        """See `BlockTerm.forward`."""
+        """The logits of the nodes' children with the term, and the nodes' states; as `BlockTerm.forward`."""
         latent, state = self.latent(kept, nodes)
         return base[:, None] + as_logits(self.markov_w2(latent)), state
 
     def latent(self, hidden: Tensor, nodes: Parents) -> tuple[Tensor, Tensor | None]:
-        """The input of W2, [B, n, rank], and the nodes' states. hidden: [B, H], the block's output of the depth"""
+        """The input of W2, [B, n, rank], and the nodes' states [B, n, state_size], None for a term without states.
+
+        hidden: [B, H], the block's output of the children's depth
+        """
         word, row, state = self.markov_w1(nodes.tokens), for_each_node(hidden, nodes), nodes.state
         if hasattr(self, "gate_proj"):
             word = word * torch.sigmoid(self.gate_proj(torch.cat([row, word], -1)))
@@ -102,7 +108,7 @@ class SelectorTerm(BlockTerm):
     def options(
         cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig
     ) -> dict[str, Any] | None:
-        """{"rank", "selected"}: the number of tokens of each depth that it chooses from; None without a selector."""
+        """{"rank": columns of A, "selected": tokens of each depth that are rescored}; None without a selector."""
         codebook, selected = tensors.get("candidate_selector.predecessor_codebook"), settings.get("selector_top_k", 0)
         rank, vocab = 0 if codebook is None else codebook.shape[-1], config.draft_vocab_size
         check_config(settings, {"selector_rank": rank})
@@ -122,7 +128,7 @@ class SelectorTerm(BlockTerm):
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
-        """See `BlockTerm.forward`."""
+        """The logits of children: the depth's best tokens, rescored for each node's token; as `BlockTerm.forward`."""
         values, best = base.topk(self.selected, -1)
         queries = self.predecessor_codebook[nodes.tokens] * self.hidden_projection(kept)[:, None]  # [B, n, r]
         pairs = as_logits(queries @ self.successor_codebook[best].mT)  # [B, n, selected]
@@ -143,7 +149,7 @@ class DominoTerm(BlockTerm):
 
     @classmethod
     def options(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Any]:
-        """{"rank", "state", "plain"}: the number of depths, from the root's children on, without the term."""
+        """{"rank": rows of W1, "state": size of s, "plain": number of depths without the term, the first ones}."""
         plain = settings.get("pure_draft_prefix_len", 0)
         if not 0 <= plain < config.block_size:
             raise ValueError(f"config.json gives pure_draft_prefix_len {plain}, expected 0 to {config.block_size - 1}")
@@ -162,7 +168,10 @@ class DominoTerm(BlockTerm):
         )
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, Tensor]:
-        """See `BlockTerm.forward`. For nodes of a depth below `plain`, the logits are `base` alone."""
+        """The logits of the nodes' children with the term, and the nodes' states; as `BlockTerm.forward`.
+
+        For nodes of a depth below `plain`, the logits are `base` alone.
+        """
         assert nodes.state is not None
         state = self.prefix_gru(ends.embed(nodes.tokens), nodes.state)
         logits, depth = for_each_node(base, nodes), nodes.depth

@@ -26,7 +26,7 @@ _EPSILON = 1e-6  # of norm_e, whatever config.json gives for the other norms
 
 
 class TreeFlashTerm(BlockTerm):
-    """Weights are named as in its checkpoints, where the backbone is in a part of its own, "model"."""
+    """TreeFlash's correction. Weights are named as in its checkpoints, where the layers are in a part "model"."""
 
     module, section, from_root, causal, of_speculators = "ar_approximation", "treeflash_config", False, False, False
     keys: ClassVar = {"ar_approximation": str, "candidate_tokens": int}
@@ -35,7 +35,7 @@ class TreeFlashTerm(BlockTerm):
     def options(
         cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig
     ) -> dict[str, Any] | None:
-        """{"inner"}: the width of the correction; None without one."""
+        """{"inner": the inner width of the correction}; None without one. Arguments as in `BlockTerm.options`."""
         weight, told = tensors.get("ar_approximation.d.weight"), settings.get("ar_approximation")
         if weight is None and told is None:
             return None
@@ -54,12 +54,12 @@ class TreeFlashTerm(BlockTerm):
         self.norm = LlamaRMSNorm(width, _EPSILON)
 
     def finish(self, rows: Tensor, given: Pass, ends: TokenLayers) -> tuple[Tensor, Tensor]:
-        """See `BlockTerm.finish`; the rows before the norm are kept."""
+        """The logits of each depth, and the rows before the norm, which are kept; as `BlockTerm.finish`."""
         read = rows[:, self.first : self.first + given.levels]
         return ends.logits(ends.norm(read)), read
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
-        """See `BlockTerm.forward`."""
+        """The logits of the nodes' children, corrected by each node's token; arguments as in `BlockTerm.forward`."""
         row = for_each_node(kept, nodes)
         up, gate = self.ug(torch.cat([self.norm(ends.embed(nodes.tokens)), ends.norm(row)], -1)).chunk(2, -1)
         return ends.logits(ends.norm(row + self.d(silu(gate) * up))), None

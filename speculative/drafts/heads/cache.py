@@ -20,7 +20,7 @@ class HeadCache(KeyValueCache):
     """Keys and values of entries [B, layers * Hkv, rows, D], and what entries are computed from.
 
     features: [B, 1, rows, F], the features of the target's hidden states
-    tokens: LongTensor[B, 1, rows, 1]
+    tokens: LongTensor[B, 1, rows, 1], the token of each row
     outputs: [B, rows, H], in row i what the children of entry i get instead of features
     known: LongTensor[B], number of tokens before the root of the last tree; their entries exist
     """
@@ -49,13 +49,14 @@ class HeadCache(KeyValueCache):
         store_rows(self.tokens, tokens[:, :, None, None], cache_rows)
 
     def begin(self, lengths: Tensor) -> None:
-        """Mark all tokens before the roots as known, because the prefill computes their entries."""
+        """Mark all tokens before the roots as known, because prefill computes their entries; lengths: LongTensor[B]."""
         self.known.copy_(lengths)
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move features and tokens of an accepted path. Its entries are computed again in the next step.
+        """Move features and tokens of an accepted path; arguments as in `RowCache.accept`. Entries are not moved.
 
-        They were computed from the head's own outputs, and must be computed from the target's features.
+        The path's entries are computed again in the next step: they were computed from the head's own outputs, and must
+        be computed from the target's features.
         """
         for rows in (self.features, self.tokens):
             step_kernels(path.device).compact([rows], path, length, prefix_length)
@@ -68,11 +69,11 @@ class HeadCache(KeyValueCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors that hold state, see `RowCache.remembered`."""
+        """All tensors with the state of sequences, which `RowCache.swap` and `receive` move with a sequence."""
         return [getattr(self, name) for name in self._FIELDS]
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
-        """Copy the first `rows` rows of another cache, see `RowCache.take`."""
+        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`; returns the number copied."""
         super().take(sequence, source, of, rows)
         assert isinstance(source, HeadCache)
         for own, other in ((self.features, source.features), (self.tokens, source.tokens)):

@@ -40,7 +40,10 @@ class _HeadFunctions(LayerFunctions):
         self.hidden_norm = norm_if_any(layer, "hidden_norm")
 
     def before_attention(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream [R, H], and the input of the query, key and value projections, [R, H] or [R, 2 H]."""
+        """The residual stream [R, H], and the input of the query, key and value projections, [R, H] or [R, 2 H].
+
+        hidden: [R, H], the features, or the layer before's output; embedded: [R, H], the embeddings of tokens
+        """
         if self.side_by_side:
             assert self.norm is not None
             assert self.hidden_norm is not None
@@ -51,7 +54,7 @@ class _HeadFunctions(LayerFunctions):
 
 
 class HeadDraft(EntriesDraft):
-    """An `EagleHead` as a draft for the target whose hidden states it reads.
+    """An `EagleHead` as a draft, level by level, for the target whose hidden states it reads.
 
     Raises ValueError as `TappedDraft` does, for a head that reads hidden states that the target does not have, and for
     one whose rotary embeddings depend on the length of the sequence.
@@ -82,7 +85,7 @@ class HeadDraft(EntriesDraft):
         self._rotary = self._rotary_table(1)
 
     def _compiled(self) -> NativeHead | None:
-        """The compiled form; None if any part of it is not supported."""
+        """The compiled form of this draft, for a CPU; None if the head has a part that compiled code lacks."""
         head, config, embedding = self.head, self.config, self.embedding
         usual = self.target.ranks is None and type(embedding) is nn.Embedding and not has_hooks(embedding)
         if not (usual and are_plain([head.fc])):
@@ -110,7 +113,7 @@ class HeadDraft(EntriesDraft):
 
     @property
     def lm_head(self) -> Any:
-        """The head's own lm_head, or the target's."""
+        """The head's own lm_head, or the target's if it has none."""
         return self.target_lm_head if self.head.lm_head is None else self.head.lm_head
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
@@ -153,10 +156,9 @@ class HeadDraft(EntriesDraft):
         mask: TreeMask,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The outputs [B, N, H] of entries by `EagleHead.forward`; keys and values are stored at these rows of the
-        cache.
+        """The outputs [B, N, H] of entries; arguments as in `EntriesDraft.run`.
 
-        positions: if they differ from the rows
+        It computes what `EagleHead.forward` does, and stores keys and values at these rows of the cache.
         """
         attend = mask.attention(self.dtype, {None})[None]
         assert cache.rotary is not None
@@ -172,7 +174,7 @@ class HeadDraft(EntriesDraft):
         return hidden.view(*tokens.shape, -1)
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """`EagleHead.features` of a list of [B, N, Ht]."""
+        """What is kept of the target's hidden states, a list of [B, N, Ht]: [B, N, H], for EAGLE-1 [B, N, Ht]."""
         if self.config.generation == 1:
             return taps[0]
         flat = [tap.flatten(0, 1) for tap in taps]
@@ -184,12 +186,12 @@ class HeadDraft(EntriesDraft):
         return self._fc(joined).view(*taps[0].shape[:2], -1)
 
     def mask_features(self) -> Tensor:
-        """The features of a mask entry, [1, 1, H]."""
+        """The features of a mask entry, [1, 1, H], made from mask_hidden in place of hidden states."""
         assert self.head.mask_hidden is not None
         return self.features(self.head.mask_hidden.view(len(self.config.taps), 1, 1, -1).unbind())
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """`EagleHead.fed_back` of outputs [B, n, H]."""
+        """What replaces the features in the entries of child nodes, [B, n, H] from the parents' outputs [B, n, H]."""
         if not self.config.feeds_back_normed:
             return hidden
         assert self._norm is not None

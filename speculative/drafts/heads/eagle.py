@@ -35,7 +35,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (query [B, Hq, N, D], key
 
 
 class HeadAttention(nn.Module):
-    """Attention whose queries, keys and values are projections of `width` columns."""
+    """The attention of a head's layer. width: columns of its input, twice the head's width in EAGLE-3's first layer."""
 
     def __init__(self, config: TappedConfig, width: int):
         super().__init__()
@@ -50,7 +50,11 @@ class HeadAttention(nn.Module):
             self.k_norm = LlamaRMSNorm(head_dim, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[B, N, H] from [B, N, width]; turns: cosine and sine [B or 1, N, D] of the entries' positions."""
+        """The attention's output [B, N, H] for entries, from hidden [B, N, width].
+
+        turns: cosine and sine [B or 1, N, D] of the entries' positions
+        attend: attention of the entries to everything visible to them, from query, key and value
+        """
         by_head = *hidden.shape[:2], -1, self.head_dim
         query, key = self.q_proj(hidden).view(by_head), self.k_proj(hidden).view(by_head)
         if hasattr(self, "q_norm"):
@@ -72,7 +76,7 @@ class HeadMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[.., H] from [.., H]."""
+        """The MLP's output [.., H] from the normed hidden states [.., H]."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
@@ -93,7 +97,11 @@ class HeadLayer(nn.Module):
         self.mlp = HeadMLP(config)
 
     def forward(self, hidden: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[B, N, H] from the features (or what replaces them) and the tokens' embeddings, both [B, N, H]."""
+        """The layer's output [B, N, H]; turns, attend: as in `HeadAttention`.
+
+        hidden: [B, N, H], the features or what replaces them, or the layer before's output
+        embedded: [B, N, H], the tokens' embeddings
+        """
         attended = hidden
         if self.side_by_side:
             normed = self.hidden_norm(hidden)
@@ -170,12 +178,12 @@ class EagleHead(nn.Module, Draftable):
 
 
 def linear_of(config: TappedConfig, name: str, columns: int, rows: int) -> nn.Linear:
-    """The linear layer with this name, with a bias if the config lists it."""
+    """A new linear layer from `columns` to `rows` numbers, with a bias if config.biases has its name."""
     return nn.Linear(columns, rows, bias=name in config.biases)
 
 
 def rotary_of(config: TappedConfig) -> LlamaRotaryEmbedding:
-    """The rotary embedding of a head."""
+    """The rotary embedding of a head, with the config's rope_parameters and head_dim."""
     rope = config.rope_parameters
     longest = rope.get("original_max_position_embeddings", 2048) * rope.get("factor", 1)  # no table has this size
     return LlamaRotaryEmbedding(

@@ -23,7 +23,7 @@ from heavypath.speculative.models.forward import PREFILL_CHUNK, Taps, TreeMask, 
 class EntriesDraft(TappedDraft):
     """A draft whose entry i is computed from the target's features of token i and from token i + 1, see `EagleHead`.
 
-    native: the same in compiled code; None if it is not available
+    native: the same draft in compiled code, for a CPU; None if it is not available
     """
 
     overlap = 1  # an entry is computed from two tokens
@@ -39,9 +39,11 @@ class EntriesDraft(TappedDraft):
         mask: TreeMask,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The outputs [B, N, H] of entries, whose keys and values are stored at these rows of the cache.
+        """Run the layers over N entries of each sequence, and store their keys and values. Returns outputs [B, N, H].
 
-        positions: if they differ from the rows
+        features: [B, N, F], of the tokens before, or `fed_back` of parents' outputs; tokens: LongTensor[B, N]
+        rows: LongTensor[B, N], the entries' rows in the cache; mask: which rows each entry sees
+        positions: LongTensor[B, N], if they differ from the rows
         """
 
     @abstractmethod
@@ -50,10 +52,10 @@ class EntriesDraft(TappedDraft):
 
     @abstractmethod
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """What is kept of the target's hidden states: [B, N, F] from a list of [B, N, H]."""
+        """What is kept in the cache of the target's hidden states: [B, N, F] from a list of [B, N, H] for each tap."""
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """What replaces the features in the entries of child nodes: [B, n, H] from outputs."""
+        """What replaces the features in the entries of child nodes: [B, n, F] from the parents' outputs [B, n, H]."""
         return hidden
 
     def mask_features(self) -> Tensor:
@@ -61,7 +63,7 @@ class EntriesDraft(TappedDraft):
         raise NotImplementedError
 
     def taps(self, cache: HeadCache) -> Taps:
-        """The hidden states to read during the target's passes; their features are stored in the cache."""
+        """A request for the target's hidden states, of which the features are stored in the cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             if self.native is not None and self.native.takes(tokens.numel()):
@@ -129,7 +131,7 @@ class EntriesDraft(TappedDraft):
         return hidden
 
     def _after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """The outputs [B, n, H] of drafted nodes."""
+        """Compute the entries of a level's nodes from their parents' outputs; returns their outputs [B, n, H]."""
         before = (feed.prefix_lengths - 1).clamp(min=0)  # the root's row
         shift = (feed.prefix_lengths - before)[:, None]
         rows = feed.cache_rows - shift
@@ -140,11 +142,11 @@ class EntriesDraft(TappedDraft):
         return hidden
 
     def unsure_rows(self, levels: int) -> int:
-        """levels + 2: the entries of what was accepted last, of the last root, and of the token before it."""
+        """levels + 2: the entries of the last step's accepted nodes, its root, and the token before may be missing."""
         return levels + 2
 
     def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:
-        """Store what replaces the features in the entries of child nodes."""
+        """Store `fed_back` of outputs [B, N, H] in cache.outputs at rows LongTensor[B, N], for child nodes' entries."""
         store_rows(cache.outputs[:, None], self.fed_back(hidden)[:, :, None], rows)
 
 

@@ -14,7 +14,12 @@ _ANOTHER_TARGET = "give the target that the head was trained for"
 
 
 def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tensor | None) -> None:
-    """Check d2t, and remove it if the head has all tokens. kept: t2d, which shows whether d2t holds offsets or ids"""
+    """Check the tensor d2t among `tensors`, in place: make it int64 offsets, or remove it if the head has all tokens.
+
+    kept: the checkpoint's t2d, bool [V], which shows whether d2t holds offsets or ids; None if it has none
+
+    Raises ValueError for ids instead of offsets, and for sizes or tokens that do not fit the target's vocabulary.
+    """
     size, vocab, d2t = config.draft_vocab_size, config.vocab_size, tensors.pop("d2t", None)
     if kept is not None and "embed_tokens.weight" not in tensors and len(kept) != vocab:
         raise ValueError(f"t2d has shape {[*kept.shape]}, expected [{vocab}], the target's tokens; {_ANOTHER_TARGET}")
@@ -55,9 +60,9 @@ def filled(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Any:
-    """The module of this kind and config with these tensors, in eval mode and without gradients.
+    """A head's module with these tensors, in eval mode and without gradients.
 
-    settings: those of config.json, which the tensors must have the sizes of, too
+    kind: makes the module from the config; settings: of config.json, whose sizes the tensors must have, too
 
     Raises ValueError unless they are exactly its tensors.
     """
@@ -88,7 +93,7 @@ def filled(
 
 
 def _why(name: str, config: TappedConfig) -> str:
-    """What a tensor's shape follows from, and what to do."""
+    """The end of an error message on a tensor's shape: what the shape follows from, and what to do."""
     if name in ("fc.weight", "input_norm.weight", "mask_hidden") or name.startswith("fc_norm."):
         return (
             f" to read hidden states {', '.join(map(str, config.taps))} of width {config.target_hidden_size} of the "

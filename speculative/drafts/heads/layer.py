@@ -15,7 +15,7 @@ from heavypath.speculative.models.llama import norm_of
 
 
 class LayerFunctions:
-    """The modules and functions of a layer's attention and MLP."""
+    """A layer's attention and MLP as functions, with their modules looked up once."""
 
     window = None
 
@@ -30,12 +30,13 @@ class LayerFunctions:
 
     @property
     def linears(self) -> list[nn.Module]:
-        """All linear layers."""
+        """All linear layers of attention and MLP."""
         return [*self.projections, self.mixing, *self.gates, self.last]
 
     def look_up(self, one: Callable[[Any], Product], together: Callable[[Sequence[Any]], Products]) -> None:
-        """Choose the functions that do the matrix products in PyTorch; one: for a layer, together: for layers with one
-        input.
+        """Set the functions that multiply by the layer's weights where PyTorch runs it.
+
+        one: makes the function of a single linear layer; together: of several that share an input
         """
         self._project = together(self.projections)
         self._gated = gated_by(self.activation, together(self.gates))
@@ -65,12 +66,14 @@ class LayerFunctions:
 
 
 def norm_if_any(module: Any, name: str) -> Norm | None:
-    """The settings of a module's norm with this name; None if it has none."""
+    """The weight and epsilon of the module's norm with this name; None if it has none."""
     return norm_of(getattr(module, name)) if hasattr(module, name) else None
 
 
 def check_fits(config: TappedConfig, target: Forward) -> None:
-    """Raise ValueError if a head does not fit a target."""
+    """Raise ValueError if a head with this config does not fit a target's width, vocabulary or number of layers, or if
+    its rotary embeddings depend on the sequence's length.
+    """
     width = target.embedding.weight.shape[1]
     if config.target_hidden_size != width or config.vocab_size != target.vocab_size:
         raise ValueError(

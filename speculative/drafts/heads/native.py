@@ -17,7 +17,7 @@ from heavypath.speculative.models.native import GivenStates, NativePass
 
 
 class NativeHead:
-    """The compiled form of a `HeadDraft`.
+    """The compiled form of a `HeadDraft`, for a CPU; its cache is the same.
 
     over: the compiled forward pass
     fc: the layer that computes features from the target's states; None if the states are the features
@@ -28,7 +28,7 @@ class NativeHead:
         self._over, self._fc, self._norms = over, fc, norms
 
     def takes(self, rows: int) -> bool:
-        """Whether compiled code is used for this many rows, see `NativePass.takes`."""
+        """Whether compiled code is faster than PyTorch for this many entries of all sequences together."""
         return self._over.takes(rows)
 
     def __call__(self, feed: Feed, cache: HeadCache) -> Tensor:
@@ -44,7 +44,10 @@ class NativeHead:
         return self._pass(entries, cache, wanted=feed.tokens.shape[1])
 
     def prefill(self, features: Tensor, tokens: Tensor, rows: Tensor, cache: HeadCache, mask: TreeMask) -> None:
-        """Compute the entries at rows LongTensor[B, N] from features [B, N, F] and the tokens after theirs."""
+        """Compute entries, and store their keys and values at rows LongTensor[B, N] of the cache.
+
+        features: [B, N, F]; tokens: LongTensor[B, N], the tokens after those of the features
+        """
         states = GivenStates(features, wanted=0)
         self._over(tokens, rows, rows, cache, mask, needs_logits=False, states=states)
 

@@ -38,7 +38,10 @@ def common_settings(config: TappedConfig) -> dict[str, Any]:
 def save_checkpoint(
     folder: str | Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: TappedConfig
 ) -> None:
-    """Write both files. With the offsets `d2t`, also write the mask `t2d`, which shows that `d2t` does not hold ids."""
+    """Write a head's config.json with these settings, and model.safetensors with these tensors, to a folder.
+
+    With the offsets `d2t`, also write the mask `t2d`, which shows that `d2t` does not hold ids.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}

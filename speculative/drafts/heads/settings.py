@@ -47,7 +47,7 @@ class _RopeSettings(TypedDict, total=False):
 
 
 class LayerSettings(TypedDict, total=False):
-    """The fields of a head's layers."""
+    """The fields of a config.json that describe a head's layers."""
 
     num_attention_heads: int | None
     num_key_value_heads: int | None
@@ -95,7 +95,7 @@ def is_settings_of_head(settings: Mapping[str, Any]) -> bool:
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> HeadConfig:
-    """The config of the head with these tensors (named as in `EagleHead`), for this target; else ValueError.
+    """The config of an EAGLE head for this target, from its config.json and its tensors, named as in `EagleHead`.
 
     The head has its own embedding or lm_head if the checkpoint has one, or if the target's does not fit.
     """
@@ -162,8 +162,9 @@ def together(*parts: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _mask(settings: Mapping[str, Any], names: Collection[str], vocab_size: int) -> int | None:
-    """The mask token of a head that drafts all levels at once, which is recognised by its tensors; None for other
-    heads.
+    """The mask token of a head that drafts all levels at once; None for other heads, which lack a mask_hidden.
+
+    names: of the head's tensors. Raises ValueError if the token is not one of the target's.
     """
     if "mask_hidden" not in names:
         return None
@@ -178,7 +179,7 @@ def _mask(settings: Mapping[str, Any], names: Collection[str], vocab_size: int) 
 
 
 def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether it is an EAGLE-3 head, whose first layer attends with embedding and features concatenated."""
+    """Whether these are tensors of an EAGLE-3 head, whose first layer reads embedding and features concatenated."""
     query = tensors.get(f"{_FIRST}self_attn.q_proj.weight")
     twice = query is not None and query.shape[-1] == 2 * tensors["fc.weight"].shape[0]
     return twice or f"{_FIRST}hidden_norm.weight" in tensors or "d2t" in tensors
@@ -187,7 +188,10 @@ def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
 def _drafted_tokens(
     layer: Mapping[str, Any], options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int
 ) -> int:
-    """The number of tokens that an EAGLE-3 head can propose."""
+    """The number of tokens that an EAGLE-3 head can propose. Raises ValueError for a target of another vocabulary.
+
+    layer, options: the parts of config.json on layers and on the head; vocab_size: the target's
+    """
     if "lm_head.weight" in tensors:
         drafted = len(tensors["lm_head.weight"])
     elif "d2t" in tensors:
@@ -204,7 +208,10 @@ def _drafted_tokens(
 
 
 def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """The indices of the hidden states that an EAGLE-3 head reads from a target with `layers` layers."""
+    """The numbers of the hidden states that an EAGLE-3 head reads from a target with `layers` layers.
+
+    options: published settings; own: those that `save_head` wrote
+    """
     if "taps" in own:
         taps, last = tuple(own["taps"]), layers
     else:
@@ -225,7 +232,10 @@ def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tu
 
 
 def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings in the form of transformers 5. The length that the head was trained for is not a limit."""
+    """The `rope_parameters`, in the form of transformers 5, from a config.json's fields on layers.
+
+    The length that the head was trained for is left out: it is not a limit.
+    """
     given = together(layer.get("rope_scaling"), layer.get("rope_parameters"))
     kind = given.pop("rope_type", given.pop("type", "default"))
     if "mrope_section" in given:  # for images and text; for text alone it equals the default
@@ -263,7 +273,7 @@ def _rows(tensors: Mapping[str, Tensor], name: str) -> int:
 
 
 def number_in(settings: Mapping[str, Any], key: str) -> int:
-    """The positive integer with this key. Raises ValueError for anything else."""
+    """The positive integer that config.json has for a key. Raises ValueError if it has none, or another value."""
     found = settings.get(key)
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"config.json must give {key}, a positive number, got {found!r}")

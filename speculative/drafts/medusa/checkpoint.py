@@ -25,7 +25,9 @@ _LAYER, _LM_HEAD = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)"), re.comp
 def load_medusa(
     given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: torch.dtype | None = None
 ) -> MedusaHeads:
-    """Load Medusa heads for a target, in eval mode and without gradients; arguments as for `load_head`.
+    """Load Medusa heads for a target, in eval mode and without gradients.
+
+    given: their folder, their name on the Hugging Face hub, or their checkpoint; dtype: default: the target's
 
     Raises FileNotFoundError for missing files, and ValueError for tensors that do not fit the target, are missing or
     are unknown.
@@ -80,7 +82,7 @@ def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int)
 
 
 def _by_name(heads: MedusaHeads) -> dict[str, Tensor]:
-    """Views of the heads' weights, by their names in a checkpoint."""
+    """Views of the heads' stacked weights, by the names that a checkpoint has for them, to be filled from it."""
     layers, found = heads.config.layers, dict[str, Tensor]()
     for head in range(heads.config.heads):
         for layer in range(layers):

@@ -30,7 +30,7 @@ class _Linear(NamedTuple):
 
 
 class MedusaCache(RowCache):
-    """Row i of the keys [B, 1, rows, H] is the target's hidden state of token i; values have no columns.
+    """The target's hidden states, in row i of the keys [B, 1, rows, H] that of token i, and the logits of a step.
 
     logits: [B, K + 1, V], the logits of the K heads, computed in a step's first feed and used in its other feeds. The
         last row is -inf, for nodes deeper than there are heads
@@ -50,9 +50,9 @@ class MedusaCache(RowCache):
         return MedusaCache(self.keys[:slots], self.logits[:slots])
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the hidden states of an accepted path.
+        """Move the hidden states of an accepted path; arguments as in `RowCache.accept`.
 
-        They are in the target's rows, so the draft's own rows (`node_rows`) are ignored.
+        Nodes have the same rows as in the target's cache, so `node_rows` is ignored.
         """
         step_kernels(path.device).compact([self.keys], path, length, prefix_length)
 
@@ -89,7 +89,7 @@ class MedusaDraft(TappedDraft):
         return super().is_current() and self._linears.is_current()
 
     def _copied(self) -> MedusaWeights | None:
-        """The weights in the form of the compiled heads; None if those are not available."""
+        """Copies of the weights for compiled code; None if it lacks a part of these heads, or there is no memory."""
         heads, linears, lm_head = self.heads, self._linears, self.target_lm_head
         is_own = heads.lm_heads is not None
         usual = is_own or (are_plain([lm_head]) and lm_head.weight.dtype == self.dtype and lm_head.bias is None)
@@ -109,7 +109,7 @@ class MedusaDraft(TappedDraft):
         return MedusaCache(like.new_zeros(batch, 1, rows, config.hidden_size), logits)
 
     def taps(self, cache: MedusaCache) -> Taps:
-        """The target's hidden states after its final norm, to be stored in a cache."""
+        """A request for the target's hidden states after its final norm, which are stored in the cache."""
 
         def read(states: list[Tensor], tokens: Tensor, positions: Tensor, cache_rows: Tensor) -> None:
             if self.native is None:
@@ -120,7 +120,7 @@ class MedusaDraft(TappedDraft):
         return Taps((self.target.layers,), read)
 
     def prefill(self, tokens: Tensor, cache: MedusaCache, starts: Sequence[int] | None = None) -> None:
-        """Nothing to do: the heads read what the target has stored in the cache."""
+        """Does nothing: the target's passes have stored the hidden states that the heads read."""
 
     def __call__(self, feed: Feed, cache: MedusaCache) -> Tensor:
         """Logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
@@ -141,13 +141,14 @@ class MedusaDraft(TappedDraft):
         return [heads.weight[:, 0], heads.bias[:, 0], lm_head]
 
     def unsure_rows(self, levels: int) -> int:
-        """0, because the target's own passes write the rows."""
+        """0, because none of the last rows may be missing: the target's own passes write them."""
         return 0
 
     def _read_root(self, lengths: Tensor, heads: int, cache: MedusaCache) -> None:
-        """Compute the first `heads` heads from the hidden state before the root, that of token lengths[b] - 1.
+        """Compute the logits of the first `heads` heads, and store them in cache.logits.
 
-        In a sequence of one token there is none, and zeros are used.
+        lengths: LongTensor[B], tokens before each root; the heads read the hidden state of token lengths[b] - 1, or
+        zeros in a sequence of one token
         """
         if self.native is not None and (self.dtype == torch.float32 or len(lengths) <= FEW_ROWS):
             return medusa(self.native, cache.keys[:, 0], lengths, heads, cache.logits)

@@ -32,7 +32,7 @@ class _Settings(TypedDict, total=False):
 
 
 def is_mtp(checkpoint: Checkpoint, config: PreTrainedConfig) -> bool:
-    """Whether a checkpoint is that of a target with this config and has MTP layers."""
+    """Whether a checkpoint is the target's own, by its config, and has MTP layers."""
     own, text = checkpoint.settings(_Settings), config.get_text_config(decoder=True)
     if any(own.get(name) != getattr(text, name, None) for name in _Settings.__annotations__):
         return False
@@ -58,7 +58,7 @@ def load_mtp(given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: 
 
 
 def _check_target(config: Any) -> None:
-    """Raise ValueError for a target whose MTP layers are not supported."""
+    """Raise ValueError for a target, by its config, whose MTP layers are not supported."""
     kind, count = config.model_type, getattr(config, "num_mtp_layers", None)
     if kind not in TYPES:
         raise ValueError(f"those of type {kind!r} are not known, expected {' or '.join(TYPES)}")

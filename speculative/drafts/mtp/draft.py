@@ -24,7 +24,12 @@ from heavypath.speculative.models.forward import Forward, TreeMask, as_logits
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """Shapes of an MTP layer. taps: index of the target's last hidden state; target_type: the target's `model_type`"""
+    """Shapes of an MTP layer.
+
+    target_type: the target's `model_type`
+    taps: the number of the target's last hidden state, after its final norm, which the layer reads
+    mask_token_id: None, because levels are drafted one after the other, without masks
+    """
 
     target_type: str
     hidden_size: int
@@ -39,7 +44,10 @@ class MtpConfig:
 
 
 class MtpHead(nn.Module, Draftable):
-    """The layer as transformers builds it; embedding, rotary embedding and lm_head are the target's."""
+    """An MTP layer as transformers builds it, as a user gives it to a decoder.
+
+    Embedding, rotary embedding and lm_head are the target's.
+    """
 
     def __init__(self, config: MtpConfig, layer: nn.Module):
         super().__init__()
@@ -47,7 +55,7 @@ class MtpHead(nn.Module, Draftable):
 
 
 class MtpDraft(EntriesDraft):
-    """The `Draft` of `MtpHead`.
+    """An `MtpHead` as a draft, level by level, for the target in whose checkpoint it is.
 
     Raises ValueError as `TappedDraft` does, and for a target of another width or depth, or split over processes.
     """
@@ -88,7 +96,7 @@ class MtpDraft(EntriesDraft):
         mask: TreeMask,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The outputs [B, N, H] of entries, see `EntriesDraft.run`. An entry has the position of its own token."""
+        """The outputs [B, N, H] of entries, at their own tokens' positions; arguments as in `EntriesDraft.run`."""
         within = ((rows if positions is None else positions) + 1).clamp(max=self.max_positions - 1)
         embedded = self._embedded(tokens)
         attention_mask, arguments = None, {}
@@ -102,11 +110,11 @@ class MtpDraft(EntriesDraft):
         return self._layer(embedded, features, angles, attention_mask, within, kept, **arguments)
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """The target's last hidden state."""
+        """The target's hidden state after its final norm, [B, N, H], the only one of `taps`."""
         return taps[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of outputs, by the target's lm_head."""
+        """The logits [B, n, V] of outputs [B, n, H], by the target's lm_head."""
         return as_logits(self.target_lm_head(hidden))
 
     def level_weights(self) -> list[Tensor]:

@@ -21,12 +21,12 @@ FOREVER = torch.iinfo(torch.long).max
 
 
 class StateLayout(NamedTuple):
-    """The shapes of everything that a model keeps of a sequence.
+    """The shapes of everything that a model keeps of a sequence: cache rows and recurrent states.
 
     rows:      {layer: its index among the layers with keys and values}; kv_heads, head_dim: of these layers
-    recurrent: {(layer, which): (heads, key columns, value columns)}
-    convolved: {(layer, which): (taps - 1, channels)}
-    limits:    {(layer, which): limits of time steps in a prompt}, where there are any
+    recurrent: {(layer, number of the state in it): (heads, key columns, value columns)}
+    convolved: {(layer, number of the state in it): (taps - 1, channels)}, the last inputs of a convolution
+    limits:    {(layer, number of the state in it): least and most of a prompt's time steps}, for layers that clamp them
     """
 
     rows: dict[int, int]
@@ -37,7 +37,7 @@ class StateLayout(NamedTuple):
     limits: dict[Key, tuple[float, float]]
 
     def states(self, batch: int, like: Tensor) -> States:
-        """The initial states, in the model's dtype for convolutions and in fp32 for the rest."""
+        """States of zeros for `batch` sequences: convolutions' with the dtype of `like`, recurrent ones in fp32."""
         return States(
             {key: like.new_zeros(batch, *shape, dtype=torch.float32) for key, shape in self.recurrent.items()},
             {key: like.new_zeros(batch, *shape) for key, shape in self.convolved.items()},
@@ -48,9 +48,9 @@ class StateLayout(NamedTuple):
 class HybridCache(StatesCache, KeyValueCache):
     """The cache rows and recurrent states of a batch.
 
-    states:   after the tokens so far; prompts: after the prompts
-    ends:     LongTensor[B], up to how many tokens a prefill reads of each sequence
-    origin:   LongTensor[B], how many tokens the states included before the first new one
+    states:   the states after the tokens so far; prompts: copies of the states after the prompts
+    ends:     LongTensor[B], the number of each sequence's tokens that the states include after prefill
+    origin:   LongTensor[B], this number at the end of the prompts' prefill, before the first new token
     lag:      how many tokens before the root the states end: 0, for a draft 1
     """
 
@@ -77,11 +77,11 @@ class HybridCache(StatesCache, KeyValueCache):
         return view
 
     def remembered(self) -> list[Tensor]:
-        """All tensors with the state of a sequence."""
+        """All tensors with the state of sequences: rows, positions, and both kinds of recurrent states."""
         return [*super().remembered(), self.ends, self.origin, *self.states.tensors(), *self.prompts.tensors()]
 
     def begin(self, lengths: Tensor) -> None:
-        """Reset all states, for prompts of these lengths."""
+        """Set all states to zero. lengths: LongTensor[B], the number of tokens that prefill reads, before each root."""
         super().begin(lengths)
         for field in (*self.states.tensors(), *self.prompts.tensors()):
             field.zero_()
@@ -89,12 +89,12 @@ class HybridCache(StatesCache, KeyValueCache):
         self.reads_to(lengths)
 
     def reads_to(self, lengths: Tensor) -> None:
-        """Set how many tokens a prefill reads of each sequence."""
+        """Have prefill move the states over the first `lengths` - lag tokens of each sequence, LongTensor[B]."""
         self.ends.copy_((lengths - self._lag).clamp(min=0))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context for prefill, whose tokens move the states at once."""
+        """A context for prefill: in it a pass moves the states over its tokens at once, as over no nodes of a tree."""
         self._reads = True
         try:
             yield
@@ -126,16 +126,16 @@ class HybridCache(StatesCache, KeyValueCache):
                 kept.copy_(now.where(ended.view(-1, *[1] * (now.dim() - 1)), kept))
 
     def advance(self, path: Tensor, produced: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the states over accepted nodes."""
+        """Move the states over the accepted nodes of a step. Arguments as in `RowCache.advance`."""
         if isinstance(self._nodes, TreeNodes):
             slots = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
             self._nodes.accept(slots, (self.origin + produced - self.states.position).clamp(min=0))
         self._nodes = None
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
-        """Copy a sequence from another cache, up to one of the two positions that it has a state for.
+        """Copy a sequence from another cache, up to one of the two positions for which that cache has a state.
 
-        Returns the rows copied.
+        rows: the most rows to copy. Returns the number of rows copied; 0 if both positions lie after them.
         """
         assert isinstance(source, HybridCache | _TakenTexts)
         most = min(rows, int(self.ends[sequence]))  # a draft's state must not include the token before the root
@@ -159,22 +159,22 @@ class HybridCache(StatesCache, KeyValueCache):
     # Methods that transformers' mixers call.
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [B, Hkv, rows, D]."""
+        """The keys and values [B, Hkv, rows, D] of an attention layer, by its index in the model."""
         return super().read(self._row_of[layer])
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
-        """Store a layer's key and value at these cache rows."""
+        """Store a layer's key and value [B, N, Hkv, D] at cache rows LongTensor[B, N]."""
         super().write(self._row_of[layer], key, value, cache_rows)
 
     def state(self, layer: int, which: int) -> Layer:
-        """A `Layer` in place of the layer's state."""
+        """What a mixer gets in place of state number `which` of a layer: a `Layer` that runs this pass's tokens."""
         assert self._nodes is not None
         key = layer, which
         return LayerNodes(self._nodes, self.states, key, self._limits.get(key))
 
 
 class _TakenTexts(RowCache):
-    """Rows and states copied from sequences, for later ones."""
+    """Rows and states copied out of a `HybridCache`, from which `HybridCache.take` copies for later prompts."""
 
     def __init__(self, rows: RowCache, states: States, prompts: States):
         super().__init__(rows.keys, rows.values)

@@ -42,7 +42,7 @@ class RecurrentForward(TransformersForward):
             raise ValueError(f"{name} has recurrent layers and rotary embeddings of type longrope, which cannot be")
 
     def _kinds_of(self, model: PreTrainedModel, name: str) -> list[str | None]:
-        """Check the kinds of layers. The attention layers are of one kind: full attention."""
+        """["full_attention"], the kind of all attention layers. Raises ValueError for layers of unknown kinds."""
         unknown = {*(getattr(self.text_config, "layer_types", None) or ())} - {*ATTENTION, *OTHERS}
         if unknown:
             raise ValueError(
@@ -52,14 +52,14 @@ class RecurrentForward(TransformersForward):
         return ["full_attention"]
 
     def new_cache(self, batch: int, rows: int, lag: int = 0) -> KeyValueCache:
-        """An empty cache of `rows` rows for each of `batch` sequences, and their states."""
+        """An empty cache with `rows` rows and initial states for each of `batch` sequences; lag: see `HybridCache`."""
         return HybridCache(self._layout, batch, rows, self.like, lag)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
         needs_logits: bool = True, taps: Taps | None = None,
     ) -> Tensor:  # fmt: skip
-        """Logits [B, N, V] after each token, see `Forward`."""
+        """Logits [B, N, V] after each token. Arguments and result are as in `Forward.__call__`."""
         assert isinstance(cache, HybridCache)
         rows = cache.give(mask, positions, cache_rows)
         logits = super().__call__(tokens, positions, rows, cache, mask, needs_logits=needs_logits, taps=taps)
@@ -69,26 +69,26 @@ class RecurrentForward(TransformersForward):
     def prefill(
         self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None, taps: Taps | None = None
     ) -> None:
-        """Cache prompts, see `Forward`. Tokens that the states already include do not move them again."""
+        """Read prompts, with arguments as in `Forward.prefill`, and move the states over tokens not read before."""
         assert isinstance(cache, HybridCache)
         with cache.reading():
             super().prefill(tokens, cache, starts, taps)
 
     def gap(self, model: torch.nn.Module, prefix: int = 3, chain: int = 6) -> float:
-        """How far logits over a tree differ from the model's own.
+        """How far logits over small trees differ from the model's own, in standard deviations of the latter.
 
-        `prefix` and `chain` are ignored: sequences are short.
+        prefix, chain: ignored, because the trial has trees of its own
         """
         from heavypath.speculative.models.recurrent.probe import gap
 
         return gap(self, model, HybridCache(self._layout, 2, 32, self.like))
 
     def _as_masks(self, each: Mapping[str | None, Tensor]) -> Any:
-        """A mask for each kind of layer."""
+        """The attention_mask argument: the mask for each kind of attention layer, and None for other kinds."""
         return dict.fromkeys(ATTENTION, each["full_attention"]) | dict.fromkeys(OTHERS)
 
     def taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those of a call's arguments that the model accepts: a model without attention takes no positions or masks."""
+        """The arguments of a call that the model accepts: a model without attention takes no positions or masks."""
         takes_positions = "position_ids" in signature(self.model.forward).parameters
         left_out = () if takes_positions else ("position_ids", "attention_mask")
         return {name: given for name, given in arguments.items() if name not in left_out}
@@ -153,7 +153,7 @@ class _NotedLayers(StatesCache):
 
 
 class _NotedLayer:
-    """A layer of `_NotedLayers`."""
+    """Stands for one layer's state in `_NotedLayers`: records the shapes that its mixer uses, and computes nothing."""
 
     def __init__(self, noted: _NotedLayers, key: tuple[int, int]):
         self._noted, self._key = noted, key

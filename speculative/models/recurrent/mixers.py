@@ -29,14 +29,11 @@ CONVOLVED, RECURRENT = {"get_conv_state", "conv_states"}, {"get_recurrent_state"
 
 
 class Layer(Protocol):
-    """One layer's state in the current pass.
-
-    state: fp32 [B, H, Dk, Dv]
-    """
+    """Stands for one layer's state in a pass, and does the mixer's computations with it for the pass's tokens."""
 
     @property
     def state(self) -> Tensor:
-        """The state."""
+        """The layer's recurrent state, fp32 [B, H, Dk, Dv]."""
         ...
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -44,21 +41,24 @@ class Layer(Protocol):
         ...
 
     def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
-        """Time steps [B, N, H] of Mamba-2, clamped for tokens of a prompt.
+        """Time steps [B, N, H] of Mamba-2; those of prompt tokens are clamped.
 
-        Limits: None if the mixer does not pass them.
+        limits: least and most; None if the mixer does not pass them
         """
         ...
 
     def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The outputs [B, N, H, Dv] of a rule, such as `tree_delta`; inputs: the rule's arguments before the state."""
+        """The outputs [B, N, H, Dv] of a recurrence over the pass's tokens.
+
+        rule: its function, such as `tree_delta`; inputs: the function's arguments before the state
+        """
         ...
 
 
 class NewColumns(NamedTuple):
-    """New columns [B, C, N] of a layer.
+    """The inputs [B, C, N] of a layer's convolution in this pass, and the `Layer` that has its state.
 
-    A mixer gets them in place of its convolution's state followed by the new columns.
+    A mixer gets this in place of one tensor with the state and the inputs, and passes it to the convolution.
     """
 
     layer: Layer
@@ -66,22 +66,22 @@ class NewColumns(NamedTuple):
 
 
 class StatesCache(Cache):
-    """A cache with the methods by which mixers get their states."""
+    """A cache with the methods by which transformers' mixers get their states; here they get a `Layer` for each."""
 
     def state(self, layer: int, which: int) -> Any:
-        """One `Layer`, in place of its state."""
+        """The `Layer` for state number `which` of a layer."""
         raise NotImplementedError
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """The layer, in place of its convolution's state."""
+        """The `Layer` that a mixer gets in place of its convolution's state."""
         return self.state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """The layer, in place of its state."""
+        """The `Layer` that a mixer gets in place of its recurrent state."""
         return self.state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
-        """The layer, with new columns for its convolution."""
+        """The `Layer` with the inputs of its convolution, given as conv_states [B, C, N]."""
         return NewColumns(self.state(layer_idx, state_idx), conv_states)
 
     def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -135,7 +135,7 @@ def _conv_update(
 
 
 def _rule(rule: Any) -> Any:
-    """A function with the signature by which mixers call a delta rule."""
+    """Wrap a rule over tree nodes, such as `tree_delta`, so that mixers can call it as transformers' delta rule."""
 
     def apply(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Layer,
@@ -229,7 +229,10 @@ def _replaced(kind: type[nn.Module]) -> list[str]:
 
 
 def over_trees(model: ModuleT) -> ModuleT:
-    """A copy of a model, over the same weights, whose mixers take a `Layer` for a state."""
+    """A copy of a model, over the same weights, whose recurrent layers compute over the nodes of a tree.
+
+    Their mixers take a `Layer` from the cache in place of a state.
+    """
     made: dict[int, nn.Module] = {}
 
     def copied(module: nn.Module) -> nn.Module:
@@ -248,7 +251,7 @@ def over_trees(model: ModuleT) -> ModuleT:
 
 
 def _with_our_functions(kind: type[nn.Module]) -> FunctionType:
-    """The forward of a class of mixers, with the known names bound to our functions."""
+    """A copy of the forward of a class of mixers, in which convolutions and rules are our functions over nodes."""
     forward: Any = inspect.unwrap(kind.forward)
     ours = {**forward.__globals__, **CONVOLUTIONS, **RULES}
     made = FunctionType(forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -39,13 +39,13 @@ class States:
         return self.of(slice(slots))
 
     def of(self, slots: slice) -> "States":
-        """A view of the sequences in these slots."""
+        """A view of the states of the sequences in these slots."""
         recurrent = {key: one[slots] for key, one in self.recurrent.items()}
         convolved = {key: one[slots] for key, one in self.convolved.items()}
         return States(recurrent, convolved, self.position[slots])
 
     def tensors(self) -> list[Tensor]:
-        """All tensors, [B] or [B, any, any]."""
+        """Views of all tensors, whose entry b is of sequence b: [B] or [B, any, any]."""
         return [self.position, *(one.flatten(2) for one in self.recurrent.values()), *self.convolved.values()]
 
     def copied(self) -> "States":
@@ -74,7 +74,10 @@ class TreeNodes:
         self._inputs: dict[Key, Tensor] = {}
 
     def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
-        """Begin a pass over nodes with rows LongTensor[B, Q] and this mask."""
+        """Begin a pass over Q nodes of each sequence.
+
+        mask: which of the tree's nodes each of them sees; cache_rows: LongTensor[B, Q], their rows in the cache
+        """
         ancestors = mask.ancestor_mask
         if ancestors is None:
             assert mask.subtree_end is not None
@@ -82,21 +85,21 @@ class TreeNodes:
         self._passes.append(Paths(ancestors.expand(len(cache_rows), -1, -1)))
 
     def convolved(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution [B, Q, C] of inputs [B, Q, C]."""
+        """The convolution [B, Q, C] of inputs [B, Q, C] along each node's path. key: layer and number of its state."""
         before = self._inputs.get(key)
         every = self._inputs[key] = inputs if before is None else torch.cat([before, inputs], 1)
         window = self._passes[-1].windows(weight.shape[-1])
         return tree_conv(every, self._states.convolved[key], weight, bias, window)
 
     def recur(self, key: Key, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The outputs of a rule."""
+        """The outputs [B, Q, H, Dv] of a rule along each node's path. key, rule, inputs: as in `Layer` and `States`."""
         above = self._kept[key][1] if key in self._kept else None
         out, kept = rule(*(each for each in inputs), self._states.recurrent[key], self._passes[-1], above)
         self._kept[key] = rule, kept
         return out
 
     def prompted(self) -> Tensor | None:
-        """bool [B, Q, 1], which nodes of the pass are tokens of a prompt; None for none."""
+        """bool [B, Q, 1], which nodes of the pass are tokens of a prompt; None if no node is."""
         paths = self._passes[-1]
         if paths.before:
             return None
@@ -110,7 +113,10 @@ class TreeNodes:
         return path.clamp(min=0)
 
     def accept(self, path: Tensor, count: Tensor) -> None:
-        """Move the states over `count` LongTensor[B] tokens of this step, which `path` gives as in `columns`."""
+        """Move the states over accepted tokens.
+
+        path: as in `columns`; count: LongTensor[B], how many of the path's first tokens are accepted
+        """
         columns = self.columns(path)
         for key, (rule, kept) in self._kept.items():
             normalised = rule is not tree_ssd
@@ -139,7 +145,7 @@ class DraftNodes(TreeNodes):
         self._size = 0  # slots that there may be
 
     def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
-        """Begin a pass over the next level's nodes."""
+        """Begin a pass over the next level's nodes; arguments as in `TreeNodes.give`. mask: with an ancestor_mask."""
         assert mask.ancestor_mask is not None
         is_first, batch = self._slots.shape[1] == 0, len(cache_rows)
         ancestors = mask.ancestor_mask.expand(batch, -1, -1)
@@ -177,7 +183,7 @@ class TextTokens:
         self._chains: dict[int, list[tuple[int, Paths, Tensor, Tensor]]] = {}
 
     def convolved(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution [B, N, C] of inputs [B, N, C]."""
+        """The convolution [B, N, C] of inputs [B, N, C], of which the new tokens move its state."""
         taps, state, device = weight.shape[-1], self._states.convolved[key], inputs.device
         place = torch.arange(self._width, device=device)[:, None] - torch.arange(taps - 1, -1, -1, device=device)
         first = self._first[:, None, None]
@@ -187,7 +193,7 @@ class TextTokens:
         return out
 
     def recur(self, key: Key, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The outputs of a rule."""
+        """The outputs [B, N, H, Dv] of a rule, chain after chain; the new tokens move its state."""
         state, size, outs = self._states.recurrent[key], PAIRS if rule is tree_kda else CHUNK, []
         for begin, paths, path, count in self._chains_of(size):
             out, kept = rule(*(each[:, begin : begin + size] for each in inputs), state, paths)
@@ -196,7 +202,11 @@ class TextTokens:
         return torch.cat(outs, 1)
 
     def _chains_of(self, size: int) -> list[tuple[int, Paths, Tensor, Tensor]]:
-        """Chains of `size` tokens: where each begins, its paths, which of its tokens move the state, and how many."""
+        """The chunk cut into chains of `size` tokens.
+
+        Each has the column at which it begins, its `Paths`, the columns LongTensor[B, size] in it of the tokens that
+        move the state, first ones first, and their number LongTensor[B].
+        """
         if size not in self._chains:
             self._chains[size] = []
             for begin in range(0, self._width, size):
@@ -217,15 +227,15 @@ class TextTokens:
 
 
 class LayerNodes:
-    """One layer of a pass, which its mixer gets in place of a state (see `Layer`)."""
+    """One layer of a pass, which its mixer gets in place of a state: the `Layer` of decoding and of prefill."""
 
     def __init__(self, nodes: TreeNodes | TextTokens, states: States, key: Key, limits: tuple[float, float] | None):
-        """limits: of time steps in a prompt, None for none."""
+        """key: the layer and the state's number in it; limits: least and most of a prompt's time steps, or None."""
         self._nodes, self._states, self._key, self._limits = nodes, states, key, limits
 
     @property
     def state(self) -> Tensor:
-        """The layer's recurrent state."""
+        """The layer's recurrent state, fp32 [B, H, Dk, Dv], without the nodes of this pass."""
         return self._states.recurrent[self._key]
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -234,7 +244,7 @@ class LayerNodes:
         return (out if activation is None else ACT2FN[activation](out)).to(inputs.dtype).transpose(1, 2)
 
     def clamped(self, steps: Tensor, limits: tuple[float, float] | None) -> Tensor:
-        """Clamp the time steps of prompt tokens.
+        """Time steps [B, N, H]; those of prompt tokens are clamped.
 
         `limits` is ignored: transformers passes it only for several tokens at once, so the limits read from the model
         are used.
@@ -243,5 +253,5 @@ class LayerNodes:
         return steps if prompted is None else steps.clamp(*(each for each in self._limits or ())).where(prompted, steps)
 
     def recur(self, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The outputs of a rule for the nodes."""
+        """The outputs [B, N, H, Dv] of a rule for the tokens of the pass."""
         return self._nodes.recur(self._key, rule, inputs)

@@ -62,7 +62,10 @@ def _distance(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _logits(forward: TransformersForward, nodes: Tensor, lengths: Tensor, cache: HybridCache) -> Tensor:
-    """Logits [2, 8, V] after the nodes of a tree."""
+    """Logits [2, 8, V] of `forward` after the tree of DEPTHS and ENDS with these nodes.
+
+    nodes: LongTensor[2, 8], tokens; lengths: LongTensor[2], tokens before the roots. ValueError for another shape.
+    """
     depths, ends = (torch.tensor(each, device=nodes.device) for each in (DEPTHS, ENDS))
     rows = lengths[:, None] + torch.arange(8, device=nodes.device)
     mask = TreeMask(prefix_length=lengths, visible_rows=int(lengths.max()) + 8, subtree_end=ends)
@@ -73,7 +76,10 @@ def _logits(forward: TransformersForward, nodes: Tensor, lengths: Tensor, cache:
 
 
 def _after(forward: TransformersForward, model: nn.Module, texts: Tensor, prompt: int) -> Tensor:
-    """The model's own logits [B, n, V] after each token from the prompt's last on, computed as `generate` does."""
+    """The model's own logits [B, n, V] after each token from the prompt's last on, computed as `generate` does.
+
+    texts: LongTensor[B, T], sequences; prompt: how many of the first tokens are read in one pass
+    """
     batch, width = texts.shape
     own, found = DynamicCache(config=forward.config), []
     place = torch.arange(width, device=texts.device).expand(batch, -1)

@@ -71,7 +71,7 @@ class QwenForward(RecurrentForward):
         self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
         needs_logits: bool = True, taps: Taps | None = None,
     ) -> Tensor:  # fmt: skip
-        """Logits [B, N, V] after each token, see `Forward`."""
+        """Logits [B, N, V] after each token. Arguments and result are as in `Forward.__call__`."""
         assert isinstance(cache, HybridCache)
         rows = cache.give(mask, positions, cache_rows)
         within = positions.clamp(max=self.max_positions - 1)  # positions of absent nodes may be larger
@@ -96,7 +96,7 @@ class QwenForward(RecurrentForward):
         return as_logits(self._head(last).view(*tokens.shape, -1))
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [B, N, 1, R] for positions LongTensor[B, N]; the sine has the signs of rotate_half."""
+        """Cosine and sine [B, N, 1, R] for positions LongTensor[B, N]; the first half of the sines is negated."""
         rotary: Any = self.model.model.rotary_emb
         cos, sin = rotary(self.like, positions[None].expand(3, -1, -1))
         low, high = sin.chunk(2, -1)
@@ -104,7 +104,7 @@ class QwenForward(RecurrentForward):
 
 
 class _Nodes:
-    """The nodes of a pass: their states and rows in a cache, and what all layers share."""
+    """What all layers share in a pass: the cache, the nodes' rows in it, rotary factors, and the attention."""
 
     def __init__(self, cache: HybridCache, rows: Tensor, turns: tuple[Tensor, Tensor], attend: Attend):
         """rows: LongTensor[B, N], cache rows; turns: from `QwenForward._turns`."""
@@ -120,7 +120,7 @@ class _Nodes:
 
 
 class _Layer:
-    """A layer's modules and functions, looked up once."""
+    """One layer's modules, and the functions that multiply by its weights, looked up once."""
 
     def __init__(self, layer: Any, one: Callable[[Any], Product], together: Callable[[Sequence[nn.Module]], Products]):
         mlp = layer.mlp
@@ -139,7 +139,7 @@ class _Layer:
             self._query_norm, self._key_norm = _centred(own.q_norm), _centred(own.k_norm)
 
     def _by_attention(self, hidden: Tensor, nodes: _Nodes) -> Tensor:
-        """Mix normed hidden states [B * N, H] by attention."""
+        """The attention's output [B * N, H] for normed hidden states [B * N, H]; keys and values go into the cache."""
         own, by_head = self._own, (*nodes.rows.shape, -1, self._own.head_dim)
         both, key, value = self._project(hidden)
         query, gate = both.view(*by_head[:3], 2 * own.head_dim).chunk(2, -1)
@@ -152,7 +152,7 @@ class _Layer:
         return self._mix((mixed.transpose(1, 2) * gate.sigmoid()).reshape(len(hidden), -1))
 
     def _by_delta_rule(self, hidden: Tensor, nodes: _Nodes) -> Tensor:
-        """Mix normed hidden states [B * N, H] by a gated delta rule."""
+        """The output [B * N, H] of a gated delta rule for normed hidden states [B * N, H], by the cache's states."""
         own, state = self._own, nodes.cache.state(self._own.layer_idx, 0)
         by_node = *nodes.rows.shape, -1
         joined, z, strength, decay = (each.view(by_node) for each in self._project(hidden))
