@@ -165,7 +165,7 @@ def in_a_line(stats: "Statistics") -> str:
 
 
 def summary(stats: "Statistics") -> dict:
-    """Return the statistics for --json."""
+    """Return the figures of a generation, by name, for --json."""
     waiting = None if math.isnan(stats.waiting_share) else stats.waiting_share  # JSON has no NaN
     return {
         "law_changed_by": stats.law_changed_by,

@@ -71,7 +71,7 @@ class Sequences:
     ) -> "Sequences":
         """Allocate memory for `batch` sequences, all of them marked as ended.
 
-        new_tokens, stops: the most new tokens of a sequence, and end-of-sequence tokens
+        new_tokens: the most of a sequence; stops: number of end-of-sequence tokens
         vocab_size: 0 without a repetition penalty; count_slots: the columns of `counts`
         """
         return cls(

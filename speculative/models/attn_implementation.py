@@ -254,7 +254,10 @@ def _as_tree(mask: Tensor | None, batch: int) -> Tensor:
 def _is_plain(
     mask_function: Callable, window: int | None, config: PreTrainedConfig | None, may_be_custom: bool
 ) -> bool:
-    """Whether transformers' mask_function is the causal one, with or without a sliding window, and nothing else."""
+    """Whether transformers' mask_function is the causal one, with or without a sliding window, and nothing else.
+
+    window: the layer's; may_be_custom: whether the function could also be another one with the same code
+    """
     if window is None:
         return mask_function is causal_mask_function
     sliding = sliding_window_causal_mask_function(window)
@@ -309,7 +312,11 @@ def _has_kernel(tensor: Tensor) -> bool:
 def _dense_mask(
     queries: int, rows: int, first_row: Tensor | None, prefix: int | Tensor, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """bool [B or 1, 1, N, S], what a chain after the prefix sees; None where sdpa needs no mask for it."""
+    """sdpa's mask of a chain after a prefix, bool [B or 1, 1, N, S]; None if sdpa needs none for it.
+
+    queries: N; rows: S; first_row: LongTensor[B], the first that is not padding, None for 0; prefix: rows before the
+    chain, an int or LongTensor[B]; window: of the layer, None if it covers all rows
+    """
     if first_row is None and queries in (1, rows):
         return None
     start = prefix.reshape(-1, 1, 1, 1) if isinstance(prefix, Tensor) else prefix

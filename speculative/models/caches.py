@@ -17,7 +17,7 @@ from heavypath.kernels.step_kernels import step_kernels
 
 
 class RowCache:
-    """keys and values [B, heads, rows, D], with one row for each token of a sequence.
+    """A cache of two tensors, keys and values [B, heads, rows, D], with one row for each token of a sequence.
 
     These two tensors are all that is kept of a sequence. The decoder moves rows of both when a path is accepted, and
     whole sequences of both when another sequence has ended. D may be 0, for a draft that keeps nothing.

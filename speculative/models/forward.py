@@ -184,7 +184,7 @@ class Forward(ABC):
             raise ValueError(f"{name} has a quantised token embedding; quantise its linear layers alone")
 
     def watch(self, model: nn.Module) -> None:
-        """Record the current structure of `model`, which is or contains the model that is called."""
+        """Record the current structure of `model`, for `is_current`; it is, or contains, the model that is called."""
         self._watched, self._structure, self._values = model, structure_of(model), WeightValues(model)
 
     def is_current(self) -> bool:
@@ -235,7 +235,7 @@ class Forward(ABC):
     def check_positions(self, needed: int, how: str) -> None:
         """Raise ValueError if prompts and new tokens need more positions than the model has.
 
-        how: for the message, what the needed positions include
+        needed: number of positions; how: for the message, what they include
         """
         if needed > self.max_positions:
             past = "; beyond them, its rotary embeddings depend on the text's length" if self.has_dynamic_rope else ""

@@ -62,7 +62,10 @@ def functions_of(types: Iterable[type], attentions: Iterable[str]) -> tuple[tupl
 
 
 def strange_functions(types: Iterable[type], attentions: Iterable[str]) -> list[str]:
-    """The names of functions that are called and are not a library's own: patches, or methods of a user's class."""
+    """The names of functions that are called and are not a library's own: patches, or methods of a user's class.
+
+    types, attentions: as in `functions_of`
+    """
     found = _found(frozenset(types), frozenset(attentions))
     every = zip(found.lookups, found.values, strict=True)
     return sorted({f"{_name_of(owner)}.{name}" for (owner, name), value in every if not _is_usual(owner, value)})
@@ -225,7 +228,7 @@ def _is_own(value: Any, folders: tuple[str, ...], seen: set[int]) -> bool:
 
 
 def _is_kernel(value: Any) -> bool:
-    """Whether a function comes from a package of kernels that transformers uses where it is installed."""
+    """Whether a function comes from a package of kernels, such as `mamba_ssm`, that transformers uses if installed."""
     package = str(getattr(value, "__module__", "")).split(".")[0]
     path = getattr(getattr(value, "__code__", None), "co_filename", package)
     return package in _KERNELS and package in path

@@ -135,9 +135,9 @@ class JoinedProducts:
 
 
 def gated_by(activation: nn.Module, products: Products) -> Product:
-    """The function act(gate) * up, [R, F], of an MLP's input [R, H]; with SiLU in one launch where that is possible.
+    """A function from an MLP's input [R, H] to act(gate) * up, [R, F]; with SiLU in one launch where that is possible.
 
-    products: the products of gate and up
+    activation: the module act; products: a function from the input to the products with gate and up
     """
     if isinstance(products, JoinedProducts) and is_silu(activation):
         return products.gated

@@ -150,7 +150,7 @@ def is_linear(layer: Any, *others: str) -> bool:
 
 
 def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
-    """A parameter [N] or [N, K] as it is now: address, version, and sampled bits of each row (a view if possible)."""
+    """What a change of a parameter [N] or [N, K] alters: address, version, and sampled bits of each row."""
     bits = parameter.detach().view(torch.int32 if parameter.dtype.itemsize == 4 else torch.int16)
     if bits.ndim > 1:
         rows, columns = bits.shape

@@ -251,7 +251,10 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 
 
 def _check_resident(layers: Sequence[int], every: Sequence[nn.Module]) -> None:
-    """Raise ValueError for an early exit with layers that are streamed, so each of its passes would read them again."""
+    """Raise ValueError for an early exit with streamed layers, which each of its passes would read again.
+
+    layers: indices of the early exit's layers; every: all layers of the model
+    """
     found = {index: streamed(every[index]) for index in layers}
     passing = [index for index, one in found.items() if one is not None and one.index not in one.stream.resident]
     if passing:

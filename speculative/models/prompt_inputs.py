@@ -148,7 +148,12 @@ class PromptInputs:
         self.seen = Seen((lengths - 1).tolist(), offsets[:, None])
 
     def _offsets(self, positions: Tensor | None) -> Tensor:
-        """LongTensor[B], the position of a token after the prompt, minus its index in the sequence."""
+        """LongTensor[B], the position of a token after the prompt, minus its index in the sequence.
+
+        positions: the prompts' position_ids, [B or 1, T], or [3 or 4, B, T] in three dimensions; None for usual ones
+
+        Raises ValueError if a prompt's last token is not of text.
+        """
         if positions is None:
             return torch.zeros_like(self._lengths)
         last = positions[..., -1]  # [B] or [1]; in three dimensions [3, B], or [4, B] with those of a mask before them

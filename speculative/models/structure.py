@@ -169,13 +169,16 @@ def _sums(weight: Tensor) -> Tensor:
 
 
 def _changes_by_itself(own: dict[str, Any]) -> bool:
-    """Whether a module is a rotary embedding that changes its own factors with the length of the sequence."""
+    """Whether a module, by its `__dict__`, is a rotary embedding that changes its factors with a sequence's length."""
     rope_type = own.get("rope_type")  # a string, or a dictionary with one for each kind of layer
     return rope_type is not None and any(kind in str(rope_type) for kind in ("longrope", "dynamic"))
 
 
 def _settings(own: dict[str, Any]) -> Iterator[Any]:
-    """A module's attributes that are numbers, strings or functions (`training`, too), and the names of its adapters."""
+    """A module's attributes that are numbers, strings or functions, and the names of its adapters.
+
+    own: the module's `__dict__`
+    """
     if not _changes_by_itself(own):
         for name, value in own.items():
             if type(value) not in _CONTAINERS and isinstance(value, _PLAIN) and name != _CAPTURES:

@@ -102,7 +102,7 @@ class TextCache(Cache):
             )
 
     def shared(self, prompts: Tensor, most: list[int]) -> "SharedPrefixes":
-        """The longest common prefixes of right-padded prompts LongTensor[B, T] with the cached sequences.
+        """Find the longest common prefix of each right-padded prompt, LongTensor[B, T], with a cached sequence.
 
         most: for each prompt, the largest number of tokens to reuse
         """

@@ -55,7 +55,10 @@ def _gap(forward: Forward, window: int) -> float:
 
 
 def _edge_cache(forward: Forward, window: int, noise: torch.Generator) -> KeyValueCache:
-    """A cache with a prefix as long as the window. The three nodes see all its rows but the first 1, 2 and 3."""
+    """A cache with an artificial prefix as long as the window, of which the three nodes see all but the first 1, 2, 3.
+
+    noise: for the signs of values
+    """
     usual = forward.new_cache(1, _NODES)
     cache = _SharedRows(
         batch=1,

@@ -108,7 +108,10 @@ class SelectorTerm(BlockTerm):
     def options(
         cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig
     ) -> dict[str, Any] | None:
-        """{"rank": columns of A, "selected": tokens of each depth that are rescored}; None without a selector."""
+        """{"rank": numbers of a token's code, "selected": best tokens of each depth}; None without a selector.
+
+        Arguments and errors as in `BlockTerm.options`.
+        """
         codebook, selected = tensors.get("candidate_selector.predecessor_codebook"), settings.get("selector_top_k", 0)
         rank, vocab = 0 if codebook is None else codebook.shape[-1], config.draft_vocab_size
         check_config(settings, {"selector_rank": rank})
@@ -149,7 +152,10 @@ class DominoTerm(BlockTerm):
 
     @classmethod
     def options(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Any]:
-        """{"rank": rows of W1, "state": size of s, "plain": number of depths without the term, the first ones}."""
+        """{"rank": inner width of the term, "state": size of a state, "plain": how many first depths lack the term}.
+
+        Arguments and errors as in `BlockTerm.options`.
+        """
         plain = settings.get("pure_draft_prefix_len", 0)
         if not 0 <= plain < config.block_size:
             raise ValueError(f"config.json gives pure_draft_prefix_len {plain}, expected 0 to {config.block_size - 1}")

@@ -94,7 +94,7 @@ class HybridCache(StatesCache, KeyValueCache):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context for prefill: in it a pass moves the states over its tokens at once, as over no nodes of a tree."""
+        """A context for prefill: in it a pass moves the states over its tokens, without waiting for acceptance."""
         self._reads = True
         try:
             yield
@@ -102,7 +102,9 @@ class HybridCache(StatesCache, KeyValueCache):
             self._reads = False
 
     def give(self, mask: TreeMask, positions: Tensor, cache_rows: Tensor) -> Tensor:
-        """Begin a pass over tokens, with arguments as in `Forward`, LongTensor[B, N]; returns the rows to write.
+        """Begin a pass over N tokens of each sequence; returns the cache rows to write, LongTensor[B, N].
+
+        mask, positions, cache_rows: as in `Forward.__call__`
 
         Tokens that the states already include are computed without their context. So their existing rows are kept, and
         these tokens write to a row that is never read.
@@ -118,7 +120,10 @@ class HybridCache(StatesCache, KeyValueCache):
         return cache_rows
 
     def end_of_pass(self) -> None:
-        """Called after all layers. Keeps a copy of a sequence's state when it reaches the end of its prompt."""
+        """Called after all layers of a pass. In prefill it advances the positions, and copies states to `prompts`.
+
+        A sequence's state is copied when it has reached the end of its prompt.
+        """
         if isinstance(self._nodes, TextTokens):
             self._nodes.end()
             ended = self.states.position == self.ends

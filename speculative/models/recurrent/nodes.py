@@ -108,7 +108,7 @@ class TreeNodes:
     def columns(self, path: Tensor) -> Tensor:
         """The columns, LongTensor[B, P], of a path's tokens among all nodes so far.
 
-        path: LongTensor[B, any], slots of the root, the accepted nodes, then anything
+        path: LongTensor[B, P], rows after the prefix: the root's, the accepted nodes', then anything
         """
         return path.clamp(min=0)
 
