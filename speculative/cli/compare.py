@@ -181,7 +181,7 @@ def _check_use(
 def print_rows(rows: "list[ComparedWay]", settings: dict, device: "torch.device", *, as_json: bool) -> None:
     """Print the rows that `compare` measured on a device, with notes that explain the columns.
 
-    settings: of the measurement
+    settings: how it was measured, by name, for --json; as_json: print one JSON object instead of a table
     """
     from rich.console import Console
 

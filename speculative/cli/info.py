@@ -76,7 +76,7 @@ def info(as_json: AsJson = False, verbose: Verbose = False) -> None:
 
 
 def _installed() -> dict[str, Any]:
-    """Return the facts for a machine without a GPU, without importing PyTorch."""
+    """Return the facts that are known without importing PyTorch, by name, for a machine without a GPU."""
     kernels = COMPILED if is_kept() else COMPILES
     if compiler_path() is None or os.environ.get(SWITCH) == "0":
         kernels = SLOW
@@ -230,7 +230,7 @@ class _Kept(logging.Handler):
 
 
 def _native() -> tuple[str, str | None]:
-    """Return the kind of CPU kernels, and the reason if they are not compiled; None if it was logged before."""
+    """Return which CPU kernels run, in words, and why they are not compiled; None if they are, or if it is unknown."""
     logger, kept = logging.getLogger("heavypath.kernels.native.library"), _Kept()
     level, propagates = logger.level, logger.propagate
     logger.addHandler(kept)

@@ -40,7 +40,7 @@ def warnings_of(profile: Profile) -> list[str]:
 
 
 def drawing_in_words(profile: Profile) -> list[str]:
-    """Return a line for each sampling at which a block draft has a temperature for each depth."""
+    """Return a line for each sampling setting at which a block draft has drawing temperatures by depth, with these."""
     found = {entry.filters: entry.temperatures for entry in profile.acceptance if entry.temperatures}
     return [
         f"{sampling_in_words(filters._asdict())}: the draft's depths are drawn at "
@@ -64,7 +64,7 @@ def limit(profile: Profile, method: str, filters: Filters) -> dict:
 
 
 def limit_in_words(facts: dict) -> str:
-    """Return the facts of `limit` in a line."""
+    """Return the facts that `limit` returned in a line of text."""
     return (
         f"{facts['method']}: {facts['speedup']:.2f} times as fast as plain decoding, limited by {facts['limited_by']}, "
         f"{facts['without_that']:.2f} without that; up to {facts['free_nodes']} nodes a step takes the time of reading "
@@ -106,7 +106,7 @@ def table(rows: list[dict], key: str = "method") -> Table:
 
 
 def costs_in_words(costs: Costs, batch: int) -> str:
-    """Return the costs of a batch's steps, with errors, in milliseconds."""
+    """Return the costs of steps and levels for `batch` sequences, with errors, in milliseconds, as a text."""
     steps = ", ".join(
         f"{size}: {_milliseconds(seconds, costs.step_error.get(size, 0.0))}" for size, seconds in costs.step.items()
     )

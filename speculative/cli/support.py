@@ -129,7 +129,7 @@ def choose(
 
 
 def lacks_draft(target: str | None, draft: str | None, method: str | None) -> bool:
-    """Whether a command needs a draft for a target, and none was given."""
+    """Whether a command needs a draft for a target of the user, and none was given; plain decoding needs none."""
     return target is not None and draft is None and method != "autoregressive"
 
 

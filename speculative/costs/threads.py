@@ -58,6 +58,8 @@ def default_threads() -> int:
 def running(stat: Path = STAT, seconds: float = MOMENT) -> float:
     """The number of busy cores at present, among those that this process may use, while it sleeps for `seconds`.
 
+    stat: the file in which Linux counts the time of each core
+
     The load average of the last minute would also count processes that have ended, like an installation. It is returned
     only if `stat` cannot be read.
     """

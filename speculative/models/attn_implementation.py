@@ -256,7 +256,8 @@ def _is_plain(
 ) -> bool:
     """Whether transformers' mask_function is the causal one, with or without a sliding window, and nothing else.
 
-    window: the layer's; may_be_custom: whether the function could also be another one with the same code
+    window, config: the layer's sliding window, None for none, and the model's config
+    may_be_custom: whether the call may have packed sequences; their functions look alike under torch.compile
     """
     if window is None:
         return mask_function is causal_mask_function

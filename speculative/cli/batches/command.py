@@ -130,7 +130,10 @@ def _say(output: "Output", count: int) -> None:
 
 @contextmanager
 def _bar(count: int, done: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on standard error, with the rate and the time left; yields a function to call after each line."""
+    """A context with a progress bar on standard error; it yields a function to call after each answered line.
+
+    count: lines of the file; done: lines that were answered before
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

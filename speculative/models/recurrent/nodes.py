@@ -193,7 +193,10 @@ class TextTokens:
         return out
 
     def recur(self, key: Key, rule: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The outputs [B, N, H, Dv] of a rule, chain after chain; the new tokens move its state."""
+        """The outputs [B, N, H, Dv] of a rule for the chunk's tokens, of which the new ones move its state.
+
+        key: layer and number of its state; rule: the recurrence, such as `tree_delta`; inputs: as in `Layer.recur`
+        """
         state, size, outs = self._states.recurrent[key], PAIRS if rule is tree_kda else CHUNK, []
         for begin, paths, path, count in self._chains_of(size):
             out, kept = rule(*(each[:, begin : begin + size] for each in inputs), state, paths)
