@@ -134,6 +134,7 @@ class Counts(NamedTuple):
         )
 
 
+@torch.inference_mode()
 def measure_ways(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
     seed: int, seconds: float, report: Report,
@@ -154,6 +155,8 @@ def measure_ways(
     counted: dict[tuple[Way, Filters], Counts] = {}
     parts = list(_parts(extent.sequences))
     for number, (first, count) in enumerate(parts):
+        chosen = [prompts[(first + place) % len(prompts)] for place in range(count)]
+        read = ReadPrompts(target, draft, chosen, extent._replace(sequences=count))
         for index, (way, filters) in enumerate(wanted):
             done, spent = number * len(wanted) + index, time.perf_counter() - begin
             left = min(spent / done * (len(wanted) * len(parts) - done), seconds - spent) if done else seconds
@@ -164,10 +167,11 @@ def measure_ways(
             part = extent._replace(
                 sequences=count, seconds=(seconds - spent) / (len(wanted) - index) if number == 0 else math.inf
             )
-            chosen = [prompts[(first + place) % len(prompts)] for place in range(count)]
-            counts = walk(target, draft, chosen, way, filters, part, seed + number)
+            before_walk = time.perf_counter()
+            counts = _counted(read, [(way, filters)], part, seed + number)[0]
             if not done:
-                _check_time(counts, len(wanted) * (time.perf_counter() - begin), seconds)
+                needed = before_walk - begin + len(wanted) * (time.perf_counter() - before_walk)
+                _check_time(counts, needed, seconds)
             before = counted.get((way, filters))
             counted[way, filters] = counts if before is None else before.plus(counts)
         if time.perf_counter() - begin > seconds * (number + 1) / (number + 2):  # another pass would end after it
@@ -212,6 +216,38 @@ def as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptanc
     )
 
 
+class ReadPrompts:
+    """Prompts that both models have read, except their last tokens. Each walk along them begins with a copy.
+
+    tokens: LongTensor[S, T], padded on the right; lengths: LongTensor[S]
+    """
+
+    def __init__(self, target: Forward, draft: Draft, prompts: Sequence[Tensor], extent: Extent):
+        """prompts: LongTensors [T], reused until there are `extent.sequences` of them"""
+        self.target, self.draft = target, draft
+        chosen = [prompts[place % len(prompts)] for place in range(extent.sequences)]
+        self.lengths = torch.tensor([len(prompt) for prompt in chosen], device=target.device)
+        self.tokens = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        self._rows = self.tokens.shape[1] + extent.tokens + 1
+        self._caches = target.new_cache(len(chosen), self._rows), draft.new_cache(len(chosen), self._rows)
+        target_cache, draft_cache = self._caches
+        target_cache.begin(self.lengths - 1)
+        target.prefill(self.tokens, target_cache, taps=draft.taps(draft_cache))
+        draft_cache.begin(self.lengths - 1)
+        for part, cache in draft.parts(draft_cache):
+            part.prefill(self.tokens, cache)
+
+    def copies(self, count: int) -> tuple[Any, Any]:
+        """New caches of target and draft for `count` walks: sequence s of walk w is number w S + s."""
+        sequences, longest = self.tokens.shape
+        new = tuple(model.new_cache(count * sequences, self._rows) for model in (self.target, self.draft))
+        for own, read in zip(new, self._caches, strict=True):
+            own.begin((self.lengths - 1).repeat(count))
+            for number in range(count * sequences):
+                own.receive(number, read, number % sequences, longest)
+        return new
+
+
 def walk(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
 ) -> Counts:
@@ -236,15 +272,21 @@ def walk_together(
 
     Returns the counts of each way, as `walk` does.
     """
-    made = [partial(_Walked, way, filters, extent, target.vocab_size, seed) for way, filters in wanted]
-    walked = _along(target, draft, prompts, made, extent, seed, report)
-    return [each.counts() for each in walked]
+    return _counted(ReadPrompts(target, draft, prompts, extent), wanted, extent, seed, report)
+
+
+def _counted(
+    read: ReadPrompts, wanted: Sequence[tuple[Way, Filters]], extent: Extent, seed: int,
+    report: Report = lambda line: None,
+) -> list[Counts]:  # fmt: skip
+    """The counts of several ways along the same prompts, in the same forward passes."""
+    made = [partial(_Walked, way, filters, extent, read.target.vocab_size, seed) for way, filters in wanted]
+    return [each.counts() for each in _along(read, made, extent, seed, report)]
 
 
 def _along(
-    target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[Callable[[Sequences], Any]],
-    extent: Extent, seed: int, report: Report,
-) -> list[Any]:  # fmt: skip
+    read: ReadPrompts, wanted: Sequence[Callable[[Sequences], Any]], extent: Extent, seed: int, report: Report
+) -> list[Any]:
     """Generate several sets of sequences in the same forward passes. Returns an observer for each set.
 
     wanted: for each set, a function that makes the observer, given the `Sequences` of the set. `observer.at`,
@@ -252,24 +294,15 @@ def _along(
         draft [S, V] and of the target [S, 1, V], and appends the next token
     """
     tokens, sequences, depth = extent.tokens, extent.sequences, extent.depth
-    every = sequences * len(wanted)
-    chosen = [prompts[i % len(prompts)] for i in range(sequences)] * len(wanted)
-    lengths = torch.tensor([len(prompt) for prompt in chosen], device=target.device)
-    padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
-    cache_rows = padded.shape[1] + tokens + 1
-    target_cache, draft_cache = target.new_cache(every, cache_rows), draft.new_cache(every, cache_rows)
+    target, draft, every = read.target, read.draft, sequences * len(wanted)
+    target_cache, draft_cache = read.copies(len(wanted))
     taps = draft.taps(draft_cache)
-    target_cache.begin(lengths - 1)
-    target.prefill(padded, target_cache, taps=taps)
-    draft_cache.begin(lengths - 1)
-    for part, cache in draft.parts(draft_cache):
-        part.prefill(padded, cache)
     state = Sequences.room_for(every, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
     state.begin(
-        padded,
-        lengths,
+        read.tokens.repeat(len(wanted), 1),
+        read.lengths.repeat(len(wanted)),
         new_tokens=tokens,
-        stops=lengths.new_zeros(0),
+        stops=read.lengths.new_zeros(0),
         sequence_ids=torch.arange(sequences, device=target.device).repeat(len(wanted)),
         seed=seed,
     )
@@ -406,7 +439,8 @@ def drawing_temperatures(
         part = extent._replace(sequences=count, seconds=left, depth=levels)
         chosen = [prompts[(first + place) % len(prompts)] for place in range(count)]
         made = [partial(_Common, filters, levels, seed + number) for filters in drawn]
-        for own, each in zip(found, _along(target, draft, chosen, made, part, seed + number, report), strict=True):
+        read = ReadPrompts(target, draft, chosen, part)
+        for own, each in zip(found, _along(read, made, part, seed + number, report), strict=True):
             own.append(torch.stack(each.common))
     shortest = [min(map(len, own)) for own in found]
     common = [torch.cat([each[:tokens] for each in own], -1) for own, tokens in zip(found, shortest, strict=True)]
