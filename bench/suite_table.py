@@ -24,27 +24,28 @@ def suite() -> None:
 
 
 def real() -> None:
-    """A published model by kind of work: tokens a pass and speed of each draft over plain decoding."""
+    """A published model by kind of work, a table for each temperature: tokens a pass and speed over plain decoding."""
     every = results("suite-smollm2")
-    cells = {(row["kind"], row["way"]): row for row in every["rows"]}
-    ways = [way for way in dict.fromkeys(way for _, way in cells) if "," in way]
-    rows = []
-    for kind in dict.fromkeys(kind for kind, _ in cells):
-        line = [
-            f"{cells[kind, way]['tokens_per_pass'][0]:.2f} / {_estimate(cells[kind, way]['over_plain'])}"
-            for way in ways
-        ]
-        plain = cells[kind, "autoregressive"]
-        rows.append([kind, *line, _estimate(plain["over_transformers"])])
-    heads = [f"`{way.partition(', ')[2]}`: tokens/pass / to plain" for way in ways]
-    table(["", *heads, "plain to transformers"], rows)
+    for temperature in every["settings"]["temperatures"]:
+        cells = {(row["kind"], row["way"]): row for row in every["rows"] if row["temperature"] == temperature}
+        ways = [way for way in dict.fromkeys(way for _, way in cells) if "," in way]
+        rows = []
+        for kind in dict.fromkeys(kind for kind, _ in cells):
+            line = [
+                f"{cells[kind, way]['tokens_per_pass'][0]:.2f} / {_estimate(cells[kind, way]['over_plain'])}"
+                for way in ways
+            ]
+            plain = cells[kind, "autoregressive"]
+            rows.append([kind, *line, _estimate(plain["over_transformers"])])
+        heads = [f"`{way.partition(', ')[2]}`: tokens/pass / to plain" for way in ways]
+        table([f"T = {temperature:g}", *heads, "plain to transformers"], rows)
     source("suite-smollm2", also=_settings(every["settings"]))
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    count, temperature = max(settings["prompts"].values()), settings["temperatures"][0]
+    count, temperatures = max(settings["prompts"].values()), settings["temperatures"]
     prompts = f"{count} prompt{'s' * (count > 1)} of each kind"
-    return f"; {prompts}, {settings['max_new_tokens']} new tokens, T = {temperature:g}"
+    return f"; {prompts}, {settings['max_new_tokens']} new tokens, T = {' and '.join(map('{:g}'.format, temperatures))}"
 
 
 def _estimate(estimate: Sequence[float]) -> str:

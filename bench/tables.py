@@ -44,7 +44,8 @@ def source(*names: str, texts: bool = False, also: str = "") -> None:
     for name in names:
         facts = results(name)["environment"]
         threads = facts.get("threads", 1)
-        ran = f"{threads} thread{'s' * (threads != 1)}" if isinstance(threads, int) else "1 and 2 threads"
+        tried = [threads] if isinstance(threads, int) else threads
+        ran = f"{' and '.join(map(str, tried))} thread{'s' * (tried != [1])}"
         ran += also
         if texts:
             new = facts.get("max_new_tokens") or facts["tokens"]
