@@ -204,6 +204,7 @@ def calibrate(
         measured,
         limit=limit * (1 - GAINS_SHARE) - (time.perf_counter() - begin),
         report=report,
+        every=batch_sizes is not None,
     )
     logger.debug("calibrated in %.1f s: %s", time.perf_counter() - begin, costs)
     profile = Profile(

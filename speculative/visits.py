@@ -46,7 +46,9 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 
 BATCH_SIZES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64), "streamed": (1,)}
 VISIT_SECONDS = 0.1  # duration of a visit: several time slices of a busy machine
-VISIT_TOKENS = (4, 16)  # least and most tokens that each sequence decodes in a visit
+VISIT_TOKENS = (2, 16)  # least and most tokens that each sequence decodes in a visit
+VISIT_PROMPT = 16  # tokens of a prompt: reading it is not timed, and a longer one hardly changes a step
+MORE = 1.1  # times the counted acceptance: more than verifiers gain
 ALONE_SHARE = 0.5  # share of the time for costs that is spent on a single sequence
 STREAMED_TOKENS = 2  # tokens of a visit of a streamed target, whose passes mostly wait for weights
 STREAMED_PACE = Pace(rounds=2, least=2)
@@ -116,7 +118,7 @@ class Visits:
 
     def _batch_of(self, round_: int) -> tuple[Tensor, Tensor]:
         """The prompts of a round, left-padded, and their mask; LongTensors [B, T]."""
-        chosen = [self.prompts[(round_ + place) % len(self.prompts)] for place in range(self.batch)]
+        chosen = [self.prompts[(round_ + place) % len(self.prompts)][-VISIT_PROMPT:] for place in range(self.batch)]
         return _together(chosen)
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
@@ -241,6 +243,7 @@ def costs_by_batch(
     *,
     limit: float,
     report: Callable[[str], object],
+    every: bool = True,
 ) -> CostsByBatch:
     """Measure the costs of steps for 1 and each of `batches` sequences; on a GPU up to the largest that fits in memory.
 
@@ -249,6 +252,7 @@ def costs_by_batch(
     measured: acceptance, by which the sizes worth timing are chosen
     limit: seconds for everything
     report: called with lines of text about the progress
+    every: whether larger batches are also timed after one for which no tree pays. If not, its costs stand for theirs
 
     Raises ValueError as `time_costs` does, and torch.OutOfMemoryError if not even a single sequence fits into memory.
     """
@@ -275,6 +279,9 @@ def costs_by_batch(
         except torch.OutOfMemoryError:
             report(f"there is no memory for {batch} sequences; costs are those of up to {max(found)}")
             break
+        if not every and not any_pays(measured, few, found[batch]):
+            report(f"no tree pays for {batch} sequences, so that larger batches are not timed")
+            break
     return CostsByBatch(found)
 
 
@@ -291,16 +298,33 @@ def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[i
     For a tree larger than all timed ones, the cost of the largest timed one is a lower bound. If the tree would be
     planned at that cost, it is worth timing.
     """
-    sizes, timed = sorted({1, *sizes}), max(costs.step)
+    sizes = sorted({1, *sizes})
+    found = set()
+    for size in _planned(measured, sizes, costs):
+        best = sizes.index(size)
+        found |= {*sizes[max(0, best - 1) : best + 2]}
+    return found
+
+
+def any_pays(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> bool:
+    """Whether a tree of one of these sizes would be faster than plain decoding, if a verifier accepted `MORE` times
+    what was counted.
+    """
+    return max(_planned(measured, sorted({1, *sizes}), costs, MORE), default=1) > 1
+
+
+def _planned(
+    measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs, more: float = 1.0
+) -> Iterator[int]:
+    """The size of the best tree for each acceptance, times `more`. sizes: in rising order, 1 among them"""
+    timed, level = max(costs.step), costs.level / costs.step[1]
     known = costs.steps_of([size for size in sizes if size <= timed])
     known |= {size: known[timed] for size in sizes if size > timed}
-    level = costs.level / costs.step[1]
-    found = set()
     for entry in measured:
         if entry.sequence_count is None:
-            best = sizes.index(len(select_tree(_falling(entry.rates()), known, level).tree))
-            found |= {*sizes[max(0, best - 1) : best + 2]}
-    return found
+            rates = _falling(entry.rates()) * more
+            rates /= rates.sum(1, keepdim=True).clamp(min=1)  # no node goes on more often than it was reached
+            yield len(select_tree(rates, known, level).tree)
 
 
 def _falling(rates: Tensor) -> Tensor:
@@ -399,9 +423,11 @@ def measure_gains(
 
     prompts: LongTensors [T]
     positions: how many positions the models have
-    until: the value of time.perf_counter() after which no visit begins
+    until: the value of time.perf_counter() after which no visit begins. After the first, none begins either that would
+        end later, if it takes as long as the longest one so far
     report: called with lines of text about the progress
     """
+    longest = 0.0
     gains: dict[int, MethodGain] = {}
     found: dict[int, list[Tensor]] = {number: [] for number in range(len(jobs))}
     for round_ in range(ROUNDS_OF_GAINS):
@@ -409,10 +435,12 @@ def measure_gains(
         for number, job in enumerate(jobs):
             sure = number in gains and gains[number].error <= SURE
             fresh = SEQUENCES if job.filters.temperature else max(0, len(prompts) - round_ * SEQUENCES)
-            if time.perf_counter() >= until or sure or not fresh:  # greedy decoding repeats itself on the same prompt
+            begin = time.perf_counter()
+            if begin + longest >= until or sure or not fresh:  # greedy decoding repeats itself on the same prompt
                 continue
             report(f"decoding with {job.method} at temperature {job.filters.temperature:g}, round {round_ + 1}")
             seen = job.visit(padded[:fresh], mask[:fresh], seed + round_, positions)
+            longest = max(longest, time.perf_counter() - begin)
             if seen is None:
                 continue
             found[number].append(seen)

@@ -160,20 +160,23 @@ def test_texts_are_cut_off_where_the_time_is_over():
         assert 0 < int(counted.reached.sum()) <= 4 * tokens
 
 
-def test_passes_over_the_targets_own_texts_add_up_to_all_texts():
-    model, lines = tiny_llama(1), []
+def test_passes_over_the_targets_own_texts_add_up_to_all_texts(monkeypatch):
+    """For every way as where it is counted alone, though the prompts of a pass are read once for all of them."""
+    model, lines, reads = tiny_llama(1), [], []
     target = LlamaForward(model)
     draft, prompts = as_draft(tiny_llama(2, layers=1), target, None), own_prompts(model, 6, 5, seed=1)
     assert [len(prompt) for prompt in prompts] == [6] * 6
     assert len({tuple(prompt.tolist()) for prompt in prompts}) == 6
     wanted = [(way, Filters(0.0)) for way in ways_to_draft(0.0, "cpu")]
-    extent, way = Extent(tokens=9, sequences=6), way_of(METHODS["sequoia"], 0.0)
-    entries = measure_ways(target, draft, prompts, wanted, extent, 3, math.inf, lines.append)
-    (whole,) = [entry for entry in entries if entry.sequence_count is None]
-    part = partial(walk, target, draft, way=way, filters=Filters(0.0), extent=Extent(9, 2))
-    parts = [part(prompts[2 * number : 2 * number + 2], seed=3 + number) for number in range(3)]
-    assert whole.reached == sum(part.reached for part in parts).tolist()
-    assert whole.accepted == sum(part.accepted for part in parts).tolist()
+    prefill = target.prefill
+    monkeypatch.setattr(target, "prefill", lambda *given, **more: reads.append(1) or prefill(*given, **more))
+    entries = measure_ways(target, draft, prompts, wanted, Extent(tokens=9, sequences=6), 3, math.inf, lines.append)
+    assert len(reads) == 3
+    for (way, filters), whole in zip(wanted, entries, strict=True):
+        part = partial(walk, target, draft, way=way, filters=filters, extent=Extent(9, 2))
+        parts = [part(prompts[2 * number : 2 * number + 2], seed=3 + number) for number in range(3)]
+        assert whole.reached == sum(part.reached for part in parts).tolist()
+        assert whole.accepted == sum(part.accepted for part in parts).tolist()
     assert lines[0].startswith("acceptance, pass 1 of 3, 1 of 6: temperature 0, ")
 
 
