@@ -53,7 +53,7 @@ from heavypath.speculative.walking import (
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 TIMED_LEVELS, TIMED_CHILDREN = 8, 8  # limits for the trees that are timed
 SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # for SpecInfer and SpecTr: acceptance depends on the number of sequences
-LIMIT = 90.0  # default time limit in seconds
+LIMIT = 45.0  # default time limit in seconds: with loading less than a minute
 GAINS_SHARE = 0.2  # share of the limit for measuring gains in real decoding
 STREAMED_SIZES = (1, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768)
 STREAMED_PASSES = 80  # default time limit for a streamed target, in forward passes
@@ -112,14 +112,15 @@ def calibrate(
     temperatures, top_k, top_p, min_p: how the target will be sampled; temperature 0 ignores the filters
     sizes: nodes of the trees that are timed, root included. Default: up to 768, as far as they may pay
     batch_sizes: numbers of sequences decoded together, for each of which trees are timed; 1 is always added. Default:
-        1, 2, 4, 8 and 16; on a GPU also 32 and 64 if they fit into memory; for a streamed target only 1
+        1, 2, 4, 8 and 16; on a GPU also 32 and 64 if they fit into memory; for a streamed target only 1. By default
+        none are timed above the first for which no tree pays
     tokens, sequences: length and number of the sequences on which acceptance is counted. For a streamed target
         `sequences` is the total of all ways, with at least two for each
     on_progress: called with a line of text that says what is being done and about how long it will take
     limit: time limit in seconds. Half is for acceptance, a fifth for real decoding that measures the gains of verifiers
         and growing trees. The rest, and what acceptance leaves, is for costs: half of that for one sequence, the other
         half for larger batches in equal parts. A few rounds are timed in any case. Figures for which the time was short
-        have a larger error in the profile. Default: 90; for a streamed target the time of 80 passes, if longer
+        have a larger error in the profile. Default: 45; for a streamed target the time of 80 passes, if longer
     verifier: a name, as in `SpeculativeDecoder`, for the methods that accept it; default as there
 
     For a draft that gives the distributions of all levels in one pass, a drawing temperature is chosen for each depth

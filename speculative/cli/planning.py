@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 64  # of each piece of the text that is continued
 PROMPTS = 64  # most pieces
 FEW = 16  # with fewer pieces `calibrate` warns
-LIMIT = 90  # seconds, the default of `calibrate`
+LIMIT = 45  # seconds, the default of `calibrate`
 
 
 def calibrate(
@@ -43,7 +43,7 @@ def calibrate(
         typer.Option(
             metavar="N,N,...",
             help="Batch sizes (sequences decoded together) at which trees are timed; 1 is always one of them. Default: "
-            "1,2,4,8,16 and, on a GPU, 32,64.",
+            "1,2,4,8,16 and, on a GPU, 32,64, up to the first for which no tree pays.",
         ),
     ] = None,
     verifier: options.Verifier = None,
