@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import cog
 from tables import results, source, table
 
 
@@ -38,6 +39,8 @@ def real() -> None:
             plain = cells[kind, "autoregressive"]
             rows.append([kind, *line, _estimate(plain["over_transformers"])])
         heads = [f"`{way.partition(', ')[2]}`: tokens/pass / to plain" for way in ways]
+        if temperature != every["settings"]["temperatures"][0]:
+            cog.outl()
         table([f"T = {temperature:g}", *heads, "plain to transformers"], rows)
     source("suite-smollm2", also=_settings(every["settings"]))
 
