@@ -240,10 +240,11 @@ class ReadPrompts:
     def copies(self, count: int) -> tuple[Any, Any]:
         """New caches of target and draft for `count` walks: sequence s of walk w is number w S + s."""
         sequences, longest = self.tokens.shape
-        new = tuple(model.new_cache(count * sequences, self._rows) for model in (self.target, self.draft))
+        every = count * sequences
+        new = self.target.new_cache(every, self._rows), self.draft.new_cache(every, self._rows)
         for own, read in zip(new, self._caches, strict=True):
             own.begin((self.lengths - 1).repeat(count))
-            for number in range(count * sequences):
+            for number in range(every):
                 own.receive(number, read, number % sequences, longest)
         return new
 
@@ -351,6 +352,8 @@ class _Walked:
         self._place = torch.arange(self._children, device=device)
         self._alive = torch.full_like(state.lengths, self._children)  # how many children are offered
         self._ranks: list[Tensor] = []
+        host, rows = device.type == "cpu", (len(state.root), self._children + 1, vocab_size)
+        self._rows = tuple(torch.zeros(rows) if host else None for _ in range(2))
 
     def go_on(self, after: Tensor, logits: Tensor) -> None:
         """Offer children at the last token of each sequence, verify them, count, and append the next token.
@@ -368,8 +371,8 @@ class _Walked:
         here_offered = (self._place < self._alive[:, None]) & (at < depth)[:, None]
         offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
         verified = rules.verify(
-            Nodes(offered, self._star, None), logits.expand(-1, children + 1, -1),
-            after[:, None].expand(-1, children + 1, -1), max_depth=1,
+            Nodes(offered, self._star, None), self._of_star(logits, self._rows[0]),
+            self._of_star(after[:, None], self._rows[1]), max_depth=1,
             noise=Noise(self._seed, noise[:, None].expand(-1, children + 1)),
         )  # fmt: skip
         child = verified.path[:, 1]
@@ -394,6 +397,17 @@ class _Walked:
         state.previous.copy_(state.root)
         state.root.copy_(token[:, 0].where(hit, verified.next_token))
         state.lengths.add_(1)
+
+    def _of_star(self, root: Tensor, rows: Tensor | None) -> Tensor:
+        """Logits [S, 1 + K, V] of a root with K children, from the root's [S, 1, V].
+
+        The children's only give bonus tokens, which a walk ignores. So on the host, whose verification copies logits
+        that do not lie one after the other, they stay the zeros that are in `rows`.
+        """
+        if rows is None:
+            return root.expand(-1, self._children + 1, -1)
+        rows[:, :1] = root
+        return rows
 
     def counts(self) -> Counts:
         ranks = torch.stack(self._ranks, 1).cpu()
