@@ -2,7 +2,7 @@
 
 A visit decodes a few steps with one tree and times the phases of its steps. Trees are visited in turn, for several
 rounds; `costs.timing` computes the costs from that. A single sequence is timed first. Larger batches never need larger
-trees, so only smaller sizes are timed for them.
+trees, so only sizes that were worth timing for the batch before are timed for them.
 
 Acceptance is counted for rejection and static trees (`walking`). Held siblings and traversal accept more, by an amount
 that depends on the whole tree; what a grown tree accepts differs, too. Both are measured by decoding with the method's
@@ -279,6 +279,7 @@ def costs_by_batch(
         except torch.OutOfMemoryError:
             report(f"there is no memory for {batch} sequences; costs are those of up to {max(found)}")
             break
+        few = [size for size in few if size <= max({1, *worth(found[batch])})]
         if not every and not any_pays(measured, few, found[batch]):
             report(f"no tree pays for {batch} sequences, so that larger batches are not timed")
             break

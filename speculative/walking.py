@@ -353,7 +353,7 @@ class _Walked:
         self._alive = torch.full_like(state.lengths, self._children)  # how many children are offered
         self._ranks: list[Tensor] = []
         host, rows = device.type == "cpu", (len(state.root), self._children + 1, vocab_size)
-        self._rows = tuple(torch.zeros(rows) if host else None for _ in range(2))
+        self._rows = tuple(torch.zeros(rows, device=device) if host else None for _ in range(2))
 
     def go_on(self, after: Tensor, logits: Tensor) -> None:
         """Offer children at the last token of each sequence, verify them, count, and append the next token.

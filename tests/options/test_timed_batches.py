@@ -37,6 +37,7 @@ def test_batches_larger_than_the_first_for_which_no_tree_pays_are_timed_on_reque
     assert costs.batches == (1, 2, 4)
     assert "no tree pays for 4 sequences" in lines[-1]
     assert costs.at(16) == costs.at(4)
+    assert [max(costs.at(batch).step) for batch in (1, 2, 4)] == [4, 4, 3], "no larger than the batch before wants"
     costs = costs_by_batch(UpToFourRows(), BATCHES, (1, 2, 3, 4), ACCEPTED, limit=60, report=lines.append)
     assert costs.batches == BATCHES
 
