@@ -4,8 +4,9 @@
 // each number of x is spread over a vector. A sum runs over k in order, whatever other rows there are and whichever
 // thread does it: a row's outputs are the same numbers in any batch.
 //
-// Few rows wait for memory, many for the multipliers. To do both at once, a block is taken in pieces of DEPTH columns:
-// all groups of rows take a piece while it is in the first cache, and the last group fetches the next piece meanwhile.
+// A block is taken in pieces that stay in the second cache, from which all groups of rows read them. Meanwhile the groups
+// fetch the next piece from memory, each an equal part, so that memory and multipliers work at once. A single group
+// fetches what is a little ahead; for the fewest rows the processor does so unasked, at the memory's speed.
 
 #pragma once
 
@@ -16,9 +17,12 @@
 namespace heavypath {
 
 constexpr int BLOCK = VECTORS * WIDTH;  // outputs
-constexpr int64_t PANEL = 48;           // rows whose sums of one block stay in the first cache
-constexpr int64_t DEPTH = 2048 / BLOCK; // columns of a piece, which is 8 KB of fp32
+constexpr int64_t PANEL = 64;           // rows that share the reading of a piece
+constexpr int64_t PIECE = 1 << 16;      // bytes
+constexpr int64_t AHEAD = 1 << 13;      // bytes from where a single group reads to what it fetches
 constexpr int64_t LINE = 64;            // bytes that come from memory together
+constexpr int64_t CHUNK = 4;            // columns after which the next lines are fetched
+constexpr int64_t UNASKED = WIDTH == 16 ? 5 : 2;  // rows for which nothing needs to be fetched
 
 template <typename Number>
 struct Weight {
@@ -27,49 +31,54 @@ struct Weight {
     int64_t count() const { return (outputs + BLOCK - 1) / BLOCK; }
 };
 
-// Add the products of ROWS rows by `columns` columns of a block to their sums [ROWS, BLOCK]. LAST: no other rows take
-// these columns, so as many behind them are fetched meanwhile. Behind the weight's end that does nothing.
-template <int ROWS, bool LAST, typename Number>
-inline void add_products(const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
+// Add the products of ROWS rows by `columns` columns of a block to their sums [ROWS, BLOCK]. Each CHUNK of columns fetches
+// `bytes` more, from `next` on; behind the weight's end that does nothing.
+template <int ROWS, typename Number>
+inline void add_products(const float* x, int64_t stride, const Number* block, int64_t columns, float* sums,
+                         const char* next, int64_t bytes) {
     Floats total[ROWS][VECTORS];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) total[r][v] = load(sums + r * BLOCK + v * WIDTH);
-    for (int64_t k = 0; k < columns; k++) {
-        Floats weight[VECTORS];
-        for (int v = 0; v < VECTORS; v++) weight[v] = load(block + k * BLOCK + v * WIDTH);
-        if constexpr (LAST)
-            for (int64_t n = 0; n < BLOCK; n += LINE / int64_t(sizeof(Number)))
-                __builtin_prefetch(block + (columns + k) * BLOCK + n);
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) total[r][v] += x[r * stride + k] * weight[v];
+    for (int64_t k = 0, fetched = 0; k < columns;) {
+        for (const int64_t until = (k / CHUNK + 1) * bytes; fetched < until; fetched += LINE)
+            __builtin_prefetch(next + fetched, 0, 2);
+        for (const int64_t end = std::min(columns, k + CHUNK); k < end; k++) {
+            Floats weight[VECTORS];
+            for (int v = 0; v < VECTORS; v++) weight[v] = apart(load(block + k * BLOCK + v * WIDTH));
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++) total[r][v] += x[r * stride + k] * weight[v];
+        }
     }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) store(sums + r * BLOCK + v * WIDTH, total[r][v]);
 }
 
 // The same for a number of rows from 1 to ROWS.
-template <bool LAST, int ROWS = MOST_ROWS, typename Number>
-inline void add_group(int64_t rows, const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
+template <int ROWS = MOST_ROWS, typename Number, typename... Rest>
+inline void add_group(int64_t rows, const float* x, int64_t stride, const Number* block, Rest... rest) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return add_group<LAST, ROWS - 1>(rows, x, stride, block, columns, sums);
-    add_products<ROWS, LAST>(x, stride, block, columns, sums);
+        if (rows < ROWS) return add_group<ROWS - 1>(rows, x, stride, block, rest...);
+    add_products<ROWS>(x, stride, block, rest...);
 }
 
-// The same for any number of rows, in the fewest groups. They are equally large, as a small one waits for its loads.
+// The same for any number of rows, in the fewest groups. They are equally large, as a small one waits for its sums.
 template <typename Number>
 inline void add_groups(int64_t rows, const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
-    for (int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS; groups > 1; groups--) {
+    int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t bytes = rows > UNASKED ? CHUNK * BLOCK * sizeof(Number) / groups : 0;
+    const char* next = reinterpret_cast<const char*>(block) + (groups > 1 ? columns * BLOCK * sizeof(Number) : AHEAD);
+    for (; groups > 0; groups--) {
         const int64_t group = (rows + groups - 1) / groups;
-        add_group<false>(group, x, stride, block, columns, sums);
-        rows -= group, x += group * stride, sums += group * BLOCK;
+        add_group(group, x, stride, block, columns, sums, next, bytes);
+        rows -= group, x += group * stride, sums += group * BLOCK, next += (columns + CHUNK - 1) / CHUNK * bytes;
     }
-    add_group<true>(rows, x, stride, block, columns, sums);
 }
 
 // Block number `number` of the product of rows x [rows, stride]: finish(row, its BLOCK sums).
 template <typename Number, typename Finish>
 inline void multiply(const Weight<Number>& weight, int64_t number, const float* x, int64_t stride, int64_t rows,
                      Finish finish) {
+    constexpr int64_t DEPTH = PIECE / (BLOCK * sizeof(Number));
     alignas(64) float sums[PANEL * BLOCK];
     const Number* block = weight.blocks + number * weight.columns * BLOCK;
     for (int64_t first = 0; first < rows; first += PANEL) {

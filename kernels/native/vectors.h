@@ -40,6 +40,18 @@ inline To same_bits(const From& from) {
     return to;
 }
 
+// Keeps a compiler from joining a product with a sum behind it, so that both are rounded; and from reading memory twice
+// for a number that may stay in a register.
+template <typename Value>
+inline Value apart(Value value) {
+#if defined(__x86_64__)
+    asm("" : "+v"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#endif
+    return value;
+}
+
 inline Floats all_of(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) {
