@@ -11,10 +11,12 @@ multiplies each node by them:
     products  the products of the pass alone, by the compiled kernels
     pass      the whole pass, with norms, attention and logits
 
-Times are medians, in milliseconds. All of a round is measured in turns.
+Times are medians, in milliseconds. All of a round is measured in turns. --processor-time counts the time that the
+process has a core, by which one thread can be measured where other processes run, too.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 
@@ -60,46 +62,51 @@ def blocks_of(model: LlamaForCausalLM) -> list[Blocks]:
     return [each.blocks for each in [*found, linears.copy_of([model.lm_head])]]
 
 
-def multiply_seconds(rounds: int) -> float:
+def multiply_seconds(rounds: int, clock: Callable[[], float]) -> float:
     """Seconds of a multiplication and an addition, at the best rate of this CPU."""
     left = torch.randn(SIDE, SIDE)
     ways = {
         "MKL": lambda: left @ left,
         "oneDNN": lambda: torch.ops.mkldnn._linear_pointwise(left, left, None, "none", [], ""),
     }
-    return min(map(min, in_turns(ways, rounds).values())) / SIDE**3
+    return min(map(min, in_turns(ways, rounds, clock=clock).values())) / SIDE**3
 
 
 def pass_of(forward: LlamaForward, nodes: int) -> partial:
-    """A pass of a chain of nodes behind the prefix."""
+    """A pass of a chain of nodes behind the prefix, as steps repeat it."""
     cache = forward.new_cache(1, PREFIX + nodes)
     vocab = forward.model.config.vocab_size
     forward.prefill(torch.randint(vocab, (1, PREFIX)), cache)
     places = torch.arange(PREFIX, PREFIX + nodes)[None]
     end = torch.full((nodes,), nodes)
     mask = TreeMask(prefix_length=torch.tensor(PREFIX), visible_rows=PREFIX + nodes, subtree_end=end)
-    return partial(forward, torch.randint(vocab, (1, nodes)), places, places, cache, mask)
+    tokens = torch.randint(vocab, (1, nodes))
+    with recorded() as recording:
+        forward(tokens, places, places, cache, mask)
+    assert recording.obstacle is None, recording.obstacle
+    return partial(recording.replay)
 
 
 def products_of(blocks: Sequence[Blocks], nodes: int) -> partial:
     """The products of a pass, without Python between them."""
+    given = [torch.randn(nodes, each.struct.columns).to(each.weight.dtype) for each in blocks]
     with recorded() as recording:
-        for each in blocks:
-            product(torch.randn(nodes, each.struct.columns).to(each.weight.dtype), each)
+        for hidden, each in zip(given, blocks, strict=True):
+            product(hidden, each)
     return partial(recording.replay)
 
 
-def rows_of(shape: str, dtype: torch.dtype, rounds: int) -> Iterator[Row]:
+def rows_of(shape: str, dtype: torch.dtype, rounds: int, clock: Callable[[], float]) -> Iterator[Row]:
     """One row of results for each number of nodes."""
     model = model_of(shape, dtype)
     forward, blocks = LlamaForward(model), blocks_of(model)
     flat = [each.weight.flatten().view(torch.float32) for each in blocks]
     nbytes, weights = sum(each.nbytes for each in flat), sum(each.weight.numel() for each in blocks)
-    multiply = multiply_seconds(rounds)
+    multiply = multiply_seconds(rounds, clock)
     runs = {("read", 0): lambda: [torch.dot(each, each) for each in flat]}
     for nodes in ROWS:
         runs["pass", nodes], runs["products", nodes] = pass_of(forward, nodes), products_of(blocks, nodes)
-    times = {name: median(every) for name, every in in_turns(runs, rounds).items()}
+    times = {name: median(every) for name, every in in_turns(runs, rounds, clock=clock).items()}
     read = times["read", 0]
     for nodes in ROWS:
         whole, products, multiplied = times["pass", nodes], times["products", nodes], nodes * weights * multiply
@@ -129,10 +136,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="smollm2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--processor-time", action="store_true")
     given = options_of(parser, argv, shape="miniature", rounds=1)
+    clock = time.process_time if given.processor_time else time.perf_counter
     with torch.inference_mode():
-        rows = rows_of(given.shape, getattr(torch, given.dtype), given.rounds)
-        report(rows, environment(), given.json, without=("instructions", "shape", "dtype"), title=compiled_for())
+        rows = rows_of(given.shape, getattr(torch, given.dtype), given.rounds, clock)
+        facts, constant = environment("cpu", given, "processor_time"), ("instructions", "shape", "dtype")
+        report(rows, facts, given.json, without=constant, title=compiled_for())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ namespace heavypath {
 
 // VECTORS * MOST_ROWS sums, and a few more, stay in registers.
 #if defined(__AVX512F__)
-constexpr int WIDTH = 16, VECTORS = 4, MOST_ROWS = 6;
+constexpr int WIDTH = 16, VECTORS = 2, MOST_ROWS = 12;
 #elif defined(__AVX__)
 constexpr int WIDTH = 8, VECTORS = 2, MOST_ROWS = 6;
 #elif defined(__aarch64__)
