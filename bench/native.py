@@ -17,11 +17,11 @@ process has a core, by which one thread can be measured where other processes ru
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
-from common import Row, argument_parser, environment, in_turns, options_of, report
+from common import Row, Run, argument_parser, environment, in_turns, options_of, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heavypath.kernels.native.library import compiled_for
@@ -33,6 +33,7 @@ from heavypath.speculative.models.llama import LlamaForward
 
 SHAPES = {  # hidden, intermediate, layers, heads, key heads, tokens
     "miniature": (64, 128, 2, 4, 2, 200),
+    "shipped": (320, 864, 8, 10, 5, 1024),
     "smollm2": (576, 1536, 30, 9, 3, 49152),
     "llama-1b": (2048, 8192, 16, 32, 8, 128256),
 }
@@ -41,17 +42,18 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 SIDE = 1024
 
 
-def model_of(shape: str, dtype: torch.dtype) -> LlamaForCausalLM:
+def model_of(shape: str, dtype: torch.dtype) -> Any:
     """A Llama of this shape with random weights, whose head is its embedding."""
     hidden, intermediate, layers, heads, kv_heads, vocab = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=True, dtype=dtype,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype).eval()
 
 
-def blocks_of(model: LlamaForCausalLM) -> list[Blocks]:
+def blocks_of(model: Any) -> list[Blocks]:
     """The copies of the weights that the pass reads, in the order of reading."""
     linears, found = Linears("the products", model.parameters()), []
     for layer in model.model.layers:
@@ -72,7 +74,7 @@ def multiply_seconds(rounds: int, clock: Callable[[], float]) -> float:
     return min(map(min, in_turns(ways, rounds, clock=clock).values())) / SIDE**3
 
 
-def pass_of(forward: LlamaForward, nodes: int) -> partial:
+def pass_of(forward: LlamaForward, nodes: int) -> Run:
     """A pass of a chain of nodes behind the prefix, as steps repeat it."""
     cache = forward.new_cache(1, PREFIX + nodes)
     vocab = forward.model.config.vocab_size
@@ -84,16 +86,16 @@ def pass_of(forward: LlamaForward, nodes: int) -> partial:
     with recorded() as recording:
         forward(tokens, places, places, cache, mask)
     assert recording.obstacle is None, recording.obstacle
-    return partial(recording.replay)
+    return recording.replay
 
 
-def products_of(blocks: Sequence[Blocks], nodes: int) -> partial:
+def products_of(blocks: Sequence[Blocks], nodes: int) -> Run:
     """The products of a pass, without Python between them."""
     given = [torch.randn(nodes, each.struct.columns).to(each.weight.dtype) for each in blocks]
     with recorded() as recording:
         for hidden, each in zip(given, blocks, strict=True):
             product(hidden, each)
-    return partial(recording.replay)
+    return recording.replay
 
 
 def rows_of(shape: str, dtype: torch.dtype, rounds: int, clock: Callable[[], float]) -> Iterator[Row]:
@@ -103,13 +105,13 @@ def rows_of(shape: str, dtype: torch.dtype, rounds: int, clock: Callable[[], flo
     flat = [each.weight.flatten().view(torch.float32) for each in blocks]
     nbytes, weights = sum(each.nbytes for each in flat), sum(each.weight.numel() for each in blocks)
     multiply = multiply_seconds(rounds, clock)
-    runs = {("read", 0): lambda: [torch.dot(each, each) for each in flat]}
+    runs: dict[str, Run] = {"read": lambda: [torch.dot(each, each) for each in flat]}
     for nodes in ROWS:
-        runs["pass", nodes], runs["products", nodes] = pass_of(forward, nodes), products_of(blocks, nodes)
+        runs[f"pass {nodes}"], runs[f"products {nodes}"] = pass_of(forward, nodes), products_of(blocks, nodes)
     times = {name: median(every) for name, every in in_turns(runs, rounds, clock=clock).items()}
-    read = times["read", 0]
+    read = times["read"]
     for nodes in ROWS:
-        whole, products, multiplied = times["pass", nodes], times["products", nodes], nodes * weights * multiply
+        whole, products, multiplied = times[f"pass {nodes}"], times[f"products {nodes}"], nodes * weights * multiply
         yield {
             "instructions": compiled_for(),
             "shape": shape,
@@ -121,7 +123,7 @@ def rows_of(shape: str, dtype: torch.dtype, rounds: int, clock: Callable[[], flo
             "products ms": round(1e3 * products, 2),
             "pass ms": round(1e3 * whole, 2),
             "pass of bound": round(max(read, multiplied) / whole, 2),
-            "t(n) / t(1)": round(whole / times["pass", 1], 2),
+            "t(n) / t(1)": round(whole / times["pass 1"], 2),
             "bound(n) / read": round(max(read, multiplied) / read, 2),
             "GB/s": round(nbytes / whole / 1e9, 1),
             "GB/s read": round(nbytes / read / 1e9, 1),
