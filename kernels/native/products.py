@@ -3,6 +3,7 @@
 import mmap
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from functools import partial
 from typing import NamedTuple, Self
@@ -79,8 +80,7 @@ def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
 class _HugePages:
     """Memory for weights in pages of 2 MB. Pages of 4 KB make a processor read weights at half of the memory's speed.
 
-    Weights lie one after the other in regions, and a region is freed with the last of its weights. A system without
-    huge pages gives small ones.
+    Weights lie one after the other in regions, and a region is freed with the last of its weights.
     """
 
     def __init__(self) -> None:
@@ -91,18 +91,14 @@ class _HugePages:
         """Return uint8[nbytes], aligned to 64 bytes."""
         with self._lock:
             if len(self._free) < nbytes:
-                self._free = self._region(max(nbytes, REGION))
+                size, flags = max(nbytes, REGION) + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                memory = mmap.mmap(-1, size, flags)
+                with suppress(OSError):  # a system without huge pages gives small ones
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+                whole = torch.frombuffer(memory, dtype=torch.uint8)
+                self._free = whole[-whole.data_ptr() % HUGE_PAGE :]
             room, self._free = self._free[:nbytes], self._free[-(-nbytes // 64) * 64 :]
         return room
-
-    @staticmethod
-    def _region(nbytes: int) -> Tensor:
-        """Return uint8[nbytes] of new memory that begins with a huge page."""
-        memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        return whole[-whole.data_ptr() % HUGE_PAGE :][:nbytes]
 
 
 _HUGE_PAGES = _HugePages()
