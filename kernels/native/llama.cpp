@@ -328,9 +328,8 @@ void product(const Weight<Number>& weight, const float* x, int64_t rows, Number*
 #pragma omp parallel for num_threads(threads)
     for (int64_t block = 0; block < weight.count(); block++)
         multiply(weight, block, x, weight.columns, rows, [&](int64_t row, const float* sums) {
-            const int64_t first = block * BLOCK, count = std::min<int64_t>(BLOCK, weight.outputs - first);
-            for (int64_t i = 0; i < count; i += WIDTH)
-                store(y + row * weight.outputs + first + i, load(sums + i), count - i);
+            const int64_t first = block * BLOCK;
+            convert(sums, std::min<int64_t>(BLOCK, weight.outputs - first), y + row * weight.outputs + first);
         });
 }
 

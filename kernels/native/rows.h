@@ -11,17 +11,6 @@
 
 namespace heavypath {
 
-// Keeps a compiler from joining the product with a sum behind it: both are rounded.
-template <typename Product>
-inline Product apart(Product product) {
-#if defined(__x86_64__)
-    asm("" : "+x"(product));
-#elif defined(__aarch64__)
-    asm("" : "+w"(product));
-#endif
-    return product;
-}
-
 struct Filters {
     double temperature;
     int64_t top_k;        // 0 for none

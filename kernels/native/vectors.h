@@ -13,7 +13,7 @@ namespace heavypath {
 
 // VECTORS * MOST_ROWS sums, and a few more, stay in registers.
 #if defined(__AVX512F__)
-constexpr int WIDTH = 16, VECTORS = 4, MOST_ROWS = 6;
+constexpr int WIDTH = 16, VECTORS = 2, MOST_ROWS = 12;
 #elif defined(__AVX__)
 constexpr int WIDTH = 8, VECTORS = 2, MOST_ROWS = 6;
 #elif defined(__aarch64__)
@@ -38,6 +38,18 @@ inline To same_bits(const From& from) {
     To to;
     memcpy(&to, &from, sizeof to);
     return to;
+}
+
+// Keeps a compiler from joining a product with a sum behind it, so that both are rounded; and from reading memory twice
+// for a number that may stay in a register.
+template <typename Value>
+inline Value apart(Value value) {
+#if defined(__x86_64__)
+    asm("" : "+v"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#endif
+    return value;
 }
 
 inline Floats all_of(float value) { return value - Floats{}; }

@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,31 @@ def test_a_rows_product_is_the_same_to_the_bit_beside_any_others(threads, monkey
     monkeypatch.setattr(native_library, "SHARE", 1)
     for rows in ROWS:
         assert torch.equal(product(hidden[:rows], blocks), alone[:rows])
+
+
+def mapping_of(address):
+    """What the kernel says of the memory at an address; None if there is none any more."""
+    found = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if limits := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(each, 16) for each in limits.groups())
+            inside = begin <= address < end
+            found = "" if inside else found
+        elif inside:
+            found += line + "\n"
+    return found
+
+
+def test_weights_lie_one_after_the_other_in_huge_pages_and_are_freed_together():
+    weights = [torch.randn(1100, 1000 * count) for count in (20, 1, 1)]  # the first fills a region alone
+    first, second, third = (Blocks.of([weight], [None]).weight for weight in weights)
+    places = [each.data_ptr() for each in (first, second, third)]
+    assert all(place % 64 == 0 for place in places)
+    assert -(-second.nbytes // 64) * 64 == places[2] - places[1]
+    assert all(re.search(r"^VmFlags:.* hg( |$)", mapping_of(place), re.M) for place in places)
+    del first
+    assert mapping_of(places[0]) is None
+    assert mapping_of(places[1]) is not None
 
 
 def both(forward, *arguments, **options):
