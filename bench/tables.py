@@ -11,9 +11,10 @@ In Markdown a block names a function of this file:
 Each function writes a table, and below it the command, the machine and the date of the measurement.
 """
 
+import importlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -421,53 +422,56 @@ def offloading() -> None:
     source("offloading")
 
 
-def published_tokens() -> None:
-    """Tokens per step in DySpec's own table 4, as far as they are in the file of results."""
-    rows = [row for row in results("offloading")["rows"] if row["source"].endswith("table 4")]
-    found: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        what, _, temperature = row["what"].split(", ")
-        found.setdefault((temperature, what), []).append(row["tokens"])
-    shown = [[temperature, what, f"{min(own):.1f} to {max(own):.1f}"] for (temperature, what), own in found.items()]
-    table(["", "published by DySpec", "tokens per step, three texts"], sorted(shown, reverse=True))
+def book(paper: str) -> None:
+    """What a paper claims, what is done here, and the verdict with its rule: research/book.py."""
+    table(["place", "claim", "here", "shown if", "verdict"], _book().cells(paper))
 
 
-PAPERS_COLUMNS = {"own": "own", "held": "held", "traversal": "traversal", "held_traversal": "held traversal"}
+def errors() -> None:
+    """The errors that were found in the papers."""
+    own = _book()
+    rows = [[f"{paper}, {own.ARXIV[paper]}" if paper in own.ARXIV else paper, *rest] for paper, *rest in own.ERRORS]
+    table(["paper, arXiv", "place", "what is wrong"], rows)
 
 
-def papers(name: str, groups: Sequence[str] | None = None) -> None:
-    """A table of research/papers.py: tokens per forward pass, with standard errors over the prompts."""
-    found = [row for row in results("papers")[name] if groups is None or row["group"] in groups]
-
-    def cell(row: Row, column: str) -> str:
-        if column not in row["tokens"]:
-            return "-"
-        return f"{row['tokens'][column]:.2f} ± {row['standard_error'][column]:.2f}"
-
-    rows, last = [], None
-    for row in found:
-        group, last = "" if row["group"] == last else row["group"], row["group"]
-        figures = [cell(row, column) for column in PAPERS_COLUMNS]
-        rows.append([group, row["label"], f"{row['nodes']:.0f}", row["levels"], *figures, f"{row['mbsu']:.2f}"])
-    table(["", "", "nodes", "levels", *PAPERS_COLUMNS.values(), "MBSU"], rows)
-    facts = results("papers")["environment"]
-    also = f"; {facts[name]['prompts']} prompts of {facts[name]['tokens']} new tokens, seed {facts['seed']}"
-    apart = "dyspec as published"  # the rows of another machine
-    if any(apart in (row["group"], row["label"]) for row in found):
-        also += f"; `{apart}`: {facts[apart]['device']}"
-    source("papers", also=also)
+def part(source: str, *fields: str, where: Callable[[Row], object] = bool) -> None:
+    """Some fields of the rows of a part of research/papers.py."""
+    own = _book()
+    table(fields, own.result_rows(source, fields, where))
+    facts = results("papers")[source]
+    cog.outl()
+    command = facts["command"].removeprefix("python bench/research/")
+    cog.outl(f"*`{command}`; {facts['prompts']} prompts, seed {facts['seed']}; {facts['date']}*")
 
 
-def reproduction(errors: bool = False) -> None:
-    """The reproduction book: a row for each figure and table of the papers; or the errors that were found in them."""
-    sys.path.append(str(BENCH / "research"))
-    import book
+def ahead(*parts: str) -> None:
+    """RSD's experiments by group: the best of its families, the best of the others, and the difference."""
+    own, rows = _book(), []
+    for source in parts:
+        found = own.found_in(source)
+        _, number, _, sampling = source.split("-")
+        for group, more in found["ahead"].items():
+            cells = []
+            for theirs in (True, False):
+                family = [
+                    row
+                    for row in found["rows"]
+                    if row["group"] == group and (row["family"] in own.RSD_FAMILIES[int(number)]) == theirs
+                ]
+                best = max(family, key=lambda row: row["tokens"])
+                cells.append(f"{best['family']} {best['size']}: {best['tokens']:.2f} ± {best['error']:.2f}")
+            rows.append([f"{number}, T = {sampling}", group, *cells, own.printed(more)])
+    table(["experiment", "group", "RSD's best", "best of the others", "difference"], rows)
+    facts = [results("papers")[source] for source in parts]
+    commands = ", ".join(dict.fromkeys(each["command"].removeprefix("python bench/research/") for each in facts))
+    cog.outl()
+    cog.outl(f"*`{commands}`; {facts[0]['prompts']} prompts; {facts[0]['date']}*")
 
-    if errors:
-        table(["paper, arXiv", "place", "what is wrong"],
-              [[f"{paper}, {book.ARXIV[paper]}", *rest] for paper, *rest in book.ERRORS])  # fmt: skip
-    else:
-        table(["paper", "place", "the paper", "here", "shown?", "command", "s", "file"], book.rows())
+
+def _book() -> Any:
+    if str(BENCH / "research") not in sys.path:
+        sys.path.append(str(BENCH / "research"))
+    return importlib.import_module("book")
 
 
 def rejection(children: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> None:
