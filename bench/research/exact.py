@@ -164,7 +164,7 @@ class ExactSteps:
 
     def __init__(self, rule: Rule, texts: Tensor, end: int):
         self.rule = rule
-        self.texts = torch.cat([texts, torch.full_like(texts[:, :1], end)], dim=1)
+        self.texts = torch.cat([texts, torch.full((len(texts), 1), end)], dim=1)
         self.steps: list[Step] = []
 
     def __call__(
