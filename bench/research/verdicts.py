@@ -18,6 +18,8 @@ Rule = Callable[[Found], list[Effect]]
 
 def verdict(effects: Sequence[Effect]) -> str:
     """A claim is shown if all effects are above two standard errors, and contradicted if some are below minus two."""
+    if not effects:
+        raise ValueError("a rule found nothing to judge in its results: run the part again")
     right, wrong = (sum(sign * value > 2 * error for value, error in effects) for sign in (1, -1))
     if right == len(effects):
         return "shown"

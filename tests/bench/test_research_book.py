@@ -174,6 +174,11 @@ def test_an_effect_is_shown_by_what_is_above_two_errors(effects, verdict):
     assert rules.verdict(effects) == verdict
 
 
+def test_results_without_effects_are_no_verdict():
+    with pytest.raises(ValueError, match="nothing to judge"):
+        rules.verdict(rules.planned_ahead({"rows": [{"first over it": None}]}))
+
+
 def test_each_line_has_results_and_a_command_or_says_why_not():
     """Its commands are of parts that there are, and every part is on a line."""
     for line in (line for lines in book.PAPERS.values() for line in lines):
