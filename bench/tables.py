@@ -14,7 +14,7 @@ Each function writes a table, and below it the command, the machine and the date
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -428,44 +428,32 @@ def book(paper: str) -> None:
 
 
 def errors() -> None:
-    """The errors that were found in the papers."""
-    own = _book()
-    rows = [[f"{paper}, {own.ARXIV[paper]}" if paper in own.ARXIV else paper, *rest] for paper, *rest in own.ERRORS]
-    table(["paper, arXiv", "place", "what is wrong"], rows)
+    """A list of the errors that were found in the papers."""
+    for paper, place, wrong in _book().ERRORS:
+        cog.outl(f"- {paper}, {place}: {wrong}.")
 
 
-def part(source: str, *fields: str, where: Callable[[Row], object] = bool) -> None:
-    """Some fields of the rows of a part of research/papers.py."""
+def part(source: str) -> None:
+    """The fields and rows of a part of research/papers.py that research/book.py shows."""
     own = _book()
+    fields, where = own.SHOWN[source]
     table(fields, own.result_rows(source, fields, where))
     facts = results("papers")[source]
-    cog.outl()
     command = facts["command"].removeprefix("python bench/research/")
-    cog.outl(f"*`{command}`; {facts['prompts']} prompts, seed {facts['seed']}; {facts['date']}*")
+    cog.outl()
+    cog.outl(f"*`{command}`; {facts['prompts']} prompts*")
 
 
 def ahead(*parts: str) -> None:
-    """RSD's experiments by group: the best of its families, the best of the others, and the difference."""
+    """RSD's experiments by group: the best of its families over the best of the others."""
     own, rows = _book(), []
     for source in parts:
-        found = own.found_in(source)
-        _, number, _, sampling = source.split("-")
-        for group, more in found["ahead"].items():
-            cells = []
-            for theirs in (True, False):
-                family = [
-                    row
-                    for row in found["rows"]
-                    if row["group"] == group and (row["family"] in own.RSD_FAMILIES[int(number)]) == theirs
-                ]
-                best = max(family, key=lambda row: row["tokens"])
-                cells.append(f"{best['family']} {best['size']}: {best['tokens']:.2f} ± {best['error']:.2f}")
-            rows.append([f"{number}, T = {sampling}", group, *cells, own.printed(more)])
-    table(["experiment", "group", "RSD's best", "best of the others", "difference"], rows)
-    facts = [results("papers")[source] for source in parts]
-    commands = ", ".join(dict.fromkeys(each["command"].removeprefix("python bench/research/") for each in facts))
-    cog.outl()
-    cog.outl(f"*`{commands}`; {facts[0]['prompts']} prompts; {facts[0]['date']}*")
+        facts = own.found_in(source)
+        command = facts["command"].removeprefix("python bench/research/papers.py ")
+        rows.append(
+            [code(command), "; ".join(f"{group}: {own.printed(more)}" for group, more in facts["ahead"].items())]
+        )
+    table(["`papers.py`", "RSD's best less the best of the others"], rows)
 
 
 def _book() -> Any:

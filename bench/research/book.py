@@ -106,7 +106,7 @@ PAPERS: dict[str, Sequence[Line]] = {
     "RSD": (
         Line("figure 1", "recursive rejection accepts always", "exact, 15 pairs", "rsd-bernoulli",
              rules.always_accepts),
-        Line("experiment 1, T = 0.3", "RSD-S has most tokens at each length", "decoded, one seed", "rsd-1-at-0.3",
+        Line("experiment 1, T = 0.3", "RSD-S has most tokens at each length", "exact", "rsd-1-at-0.3",
              rules.family_ahead),
         Line("experiment 1, T = 1, top-p 0.95", "the same", "exact, five texts a prompt", "rsd-1-at-1",
              rules.family_ahead),
@@ -123,7 +123,6 @@ PAPERS: dict[str, Sequence[Line]] = {
 }  # fmt: skip
 
 RSD_FAMILIES = {1: ("RSD-S",), 2: ("RSD-C", "RSD-S")}  # those that the paper has ahead, by experiment
-ARXIV = {"Sequoia": "2402.12374", "DySpec": "2410.11744", "ERSD": "2504.15475", "RSD": "2402.14160"}
 # Errors found in the papers, in texts that did not name their version: paper, place, what is wrong.
 ERRORS = [
     ("Sequoia", "algorithm 3", "line 8 takes the draft for the target; line 20 has t for s"),
@@ -201,7 +200,62 @@ def printed(value: Any) -> str:
     return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
 
 
-def result_rows(source: str, fields: Sequence[str], where: Callable[[Found], object] = bool) -> list[list[str]]:
+def every(row: Found) -> bool:
+    return True
+
+
+def behind(row: Found) -> bool:
+    """Rows of what the first way is compared with."""
+    return row["first over it"] is not None
+
+
+def sized(*sizes: int) -> Callable[[Found], bool]:
+    """Rows of these sizes."""
+    return lambda row: row["nodes"] in sizes
+
+
+def shaped(*shapes: tuple[int, int]) -> Callable[[Found], bool]:
+    """Rows of these widths and depths."""
+    return lambda row: (row["width"], row["depth"]) in shapes
+
+
+SHOWN: dict[str, tuple[Sequence[str], Callable[[Found], bool]]] = {  # of a part: the fields and rows on the page
+    "sequoia-planned": (("nodes", "at most", "levels", "children of the root", "expected"), every),
+    "sequoia-growth": (("nodes", "best", "sequences", "binary", "4-ary", "chain"), sized(16, 64, 256, 1024)),
+    "sequoia-theorem": (("nodes", "lower", "k*", "k* tree", "best tree", "upper"), sized(64, 4096, 262144)),
+    "sequoia-scaling": (("nodes", "expected", "tokens", "first over it"), behind),
+    "sequoia-pairs": (("draft", "tokens", "first over it"), behind),
+    "sequoia-robustness": (("temperature", "top_p", "sequoia", "over specinfer", "over top-k"), every),
+    "sequoia-bounded": (("costs", "c", "nodes", "speedup", "speedup unbounded"), sized(64, 512)),
+    "sequoia-verification": (("device", "target", "16", "128", "512"), lambda row: row["target"] != "llama-2-13b"),
+    "sequoia-chosen": (("costs", "temperature", "nodes", "levels", "speedup", "5 x 8"), every),
+    "sequoia-defaults": (("temperature", "way", "tokens", "first over it", "speedup"), every),
+    "sequoia-shapes": (("width", "depth", "tokens", "speedup"), shaped((1, 8), (1, 128), (128, 1), (5, 8), (16, 8))),
+    "sequoia-large-shapes": (("temperature", "way", "tokens", "first over it"), behind),
+    "dyspec-probabilities": (
+        ("draft", "accepted", "quartiles of accepted", "target"), lambda row: row["draft"] < 0.3 or row["draft"] > 0.9,
+    ),
+    "dyspec-phases": (("nodes", "draft", "construction", "target"), every),
+    "dyspec-thresholds": (("threshold", "nodes", "tokens", "correlation"), every),
+    "dyspec-blocks": (("nodes", "breadth_first", "depth_first", "heavy_path", "prefix of 256"), every),
+    "dyspec-random-blocks": (("nodes", "insertion", "depth_first", "heavy_path"), every),
+    "dyspec-64": (("temperature", "method", "tokens", "deepest", "behind"), every),
+    "dyspec-768": (("temperature", "method", "tokens", "deepest", "behind"), every),
+    "ersd-growth": (
+        ("rule", "tree", "expected", "tokens"), lambda row: row["nodes"] == 64 and row["tree"] != "1,1,3,1..",
+    ),
+    "ersd-marginals": (("rule", "nodes", "brings", "bound"), sized(8, 512)),
+    "ersd-bounds": (("nodes", "best tree", "v = 1", "least v", "theorem 4.1"), sized(16, 256, 4096)),
+    "ersd-entropy": (
+        ("temperature", "positions", "lemma 3.1", "race", "overlap", "D", "H race", "upper", "of greedy rejection",
+         "H greedy", "constant of (7)"), every,
+    ),
+    "ersd-one-vector": (("temperature", "length", "predicted", "tokens", "over predicted"), every),
+    "survey-medusa": (("temperature", "draft", "tokens", "over the draft"), every),
+}  # fmt: skip
+
+
+def result_rows(source: str, fields: Sequence[str], where: Callable[[Found], bool]) -> list[list[str]]:
     """Rows of a part's results, with these fields; `tokens` with its error."""
     return [
         [
