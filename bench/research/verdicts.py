@@ -162,11 +162,6 @@ def target_rises(found: Found) -> list[Effect]:
     return rising(row["target"] for row in found["rows"])
 
 
-def size_follows(found: Found) -> list[Effect]:
-    """a step's nodes and tokens are correlated by two errors, at each threshold"""
-    return measured(found["rows"], "correlation")
-
-
 def fewer_blocks(found: Found) -> list[Effect]:
     """depth first fewer blocks, and by the paper's share of them, both with the prefix"""
     effects = []

@@ -116,7 +116,6 @@ CASES = {  # results for which a rule must say yes, and for which it must not
     "bound_is_kept": (theorem(1.0), theorem(0.05)),
     "accepted_rises": (tenths("accepted", (0.1, 0.2)), tenths("accepted", (0.2, 0.1))),
     "target_rises": (tenths("target", (0.1, 0.2)), tenths("target", (0.2, 0.1))),
-    "size_follows": (tenths("correlation", ([0.5, 0.1],)), tenths("correlation", ([-0.5, 0.1],))),
     "fewer_blocks": (blocks(150), blocks(301)),
     "dyspec_ahead": (dyspec(1, 1), dyspec(-1, -1)),
     "dyspec_by_temperature": (dyspec(1, -1), dyspec(-1, 1)),
