@@ -11,6 +11,7 @@ In Markdown a block names a function of this file:
 Each function writes a table, and below it the command, the machine and the date of the measurement.
 """
 
+import importlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -422,53 +423,44 @@ def offloading() -> None:
     source("offloading")
 
 
-def published_tokens() -> None:
-    """Tokens per step in DySpec's own table 4, as far as they are in the file of results."""
-    rows = [row for row in results("offloading")["rows"] if row["source"].endswith("table 4")]
-    found: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        what, _, temperature = row["what"].split(", ")
-        found.setdefault((temperature, what), []).append(row["tokens"])
-    shown = [[temperature, what, f"{min(own):.1f} to {max(own):.1f}"] for (temperature, what), own in found.items()]
-    table(["", "published by DySpec", "tokens per step, three texts"], sorted(shown, reverse=True))
+def book(paper: str) -> None:
+    """What a paper claims, what is done here, and the verdict with its rule: research/book.py."""
+    table(["place", "claim", "here", "shown if", "verdict"], _book().cells(paper))
 
 
-PAPERS_COLUMNS = {"own": "own", "held": "held", "traversal": "traversal", "held_traversal": "held traversal"}
+def errors() -> None:
+    """A list of the errors that were found in the papers."""
+    for paper, place, wrong in _book().ERRORS:
+        cog.outl(f"- {paper}, {place}: {wrong}.")
 
 
-def papers(name: str, groups: Sequence[str] | None = None) -> None:
-    """A table of research/papers.py: tokens per forward pass, with standard errors over the prompts."""
-    found = [row for row in results("papers")[name] if groups is None or row["group"] in groups]
-
-    def cell(row: Row, column: str) -> str:
-        if column not in row["tokens"]:
-            return "-"
-        return f"{row['tokens'][column]:.2f} ± {row['standard_error'][column]:.2f}"
-
-    rows, last = [], None
-    for row in found:
-        group, last = "" if row["group"] == last else row["group"], row["group"]
-        figures = [cell(row, column) for column in PAPERS_COLUMNS]
-        rows.append([group, row["label"], f"{row['nodes']:.0f}", row["levels"], *figures, f"{row['mbsu']:.2f}"])
-    table(["", "", "nodes", "levels", *PAPERS_COLUMNS.values(), "MBSU"], rows)
-    facts = results("papers")["environment"]
-    also = f"; {facts[name]['prompts']} prompts of {facts[name]['tokens']} new tokens, seed {facts['seed']}"
-    apart = "dyspec as published"  # the rows of another machine
-    if any(apart in (row["group"], row["label"]) for row in found):
-        also += f"; `{apart}`: {facts[apart]['device']}"
-    source("papers", also=also)
+def part(source: str) -> None:
+    """The fields and rows of a part of research/papers.py that research/book.py shows."""
+    own = _book()
+    fields, where = own.SHOWN[source]
+    table(fields, own.result_rows(source, fields, where))
+    facts = results("papers")[source]
+    command = facts["command"].removeprefix("python bench/research/")
+    cog.outl()
+    cog.outl(f"*`{command}`; {facts['prompts']} prompts*")
 
 
-def reproduction(errors: bool = False) -> None:
-    """The reproduction book: a row for each figure and table of the papers; or the errors that were found in them."""
-    sys.path.append(str(BENCH / "research"))
-    import book
+def ahead(*parts: str) -> None:
+    """RSD's experiments by group: the best of its families over the best of the others."""
+    own, rows = _book(), []
+    for source in parts:
+        facts = own.found_in(source)
+        command = facts["command"].removeprefix("python bench/research/papers.py ")
+        rows.append(
+            [code(command), "; ".join(f"{group}: {own.printed(more)}" for group, more in facts["ahead"].items())]
+        )
+    table(["`papers.py`", "RSD's best less the best of the others"], rows)
 
-    if errors:
-        table(["paper, arXiv", "place", "what is wrong"],
-              [[f"{paper}, {book.ARXIV[paper]}", *rest] for paper, *rest in book.ERRORS])  # fmt: skip
-    else:
-        table(["paper", "place", "the paper", "here", "shown?", "command", "s", "file"], book.rows())
+
+def _book() -> Any:
+    if str(BENCH / "research") not in sys.path:
+        sys.path.append(str(BENCH / "research"))
+    return importlib.import_module("book")
 
 
 def rejection(children: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> None:

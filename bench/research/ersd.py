@@ -7,15 +7,16 @@ import math
 from collections.abc import Sequence
 
 import torch
-from batches import Counts, jackknife
+from batches import jackknife
 from bounds import tree_bounds
 from papers_setting import Row, Setting
-from races import entropy_bounds, overlap, race_acceptance, race_acceptance_bound, race_index_entropy
+from races import entropy_bounds, overlap, race_acceptance, race_index_entropy
 from rejection import rounds_rejection
-from sequoia import falling, vectors
+from sequoia import falling, planning_vector
 from torch import Tensor
 
 from heavypath.speculative import TokenTree, expected_tokens, greedy_tree
+from heavypath.speculative.trees.planning import node_probabilities
 
 RACES = 16
 
@@ -65,76 +66,93 @@ def shapes(vector: Sequence[float], size: int) -> dict[str, TokenTree]:
 
 
 def growth(setting: Setting) -> Row:
-    """Figures 3 and 4: expected and decoded tokens by shape and by rule, and what twice the nodes bring."""
-    laws = {"GSD": falling(vectors(setting, 0.6)["sequoia"].mean(0)), "ERSD": falling(places(setting, 0.6))}
-    rows, before = [], {}
+    """Figure 3: expected and decoded tokens by shape and by rule, with 8 to 64 nodes."""
+    laws = {"GSD": planning_vector(setting, 0.6), "ERSD": falling(places(setting, 0.6))}
+    rows = []
     for size in (4, 8) if setting.small else (8, 16, 32, 64):
         for rule, vector in laws.items():
             for name, tree in shapes(vector, size).items():
                 found = setting.decode("sequoia" if rule == "GSD" else "ersd", tree=tree, tokens=48)
                 row = {"nodes": size, "rule": rule, "tree": name, "expected": round(expected_tokens(tree, vector), 4)}
-                now, last = (row["expected"], found.row["tokens"]), before.get((rule, name))
-                if last:
-                    row["twice the nodes"] = [round(each - other, 4) for each, other in zip(now, last, strict=True)]
-                before[rule, name] = now
                 rows.append(row | found.row)
     return {"rows": rows}
+
+
+def marginals(setting: Setting) -> Row:
+    """Figure 4: what one more node brings the best tree, and the same of lemma 4.2's bound with a fixed v of 1.
+
+    slope: of log marginal on log n, by least squares over these sizes; -1 where a node brings as 1 / n
+    """
+    laws = {"GSD": planning_vector(setting, 0.6), "ERSD": falling(places(setting, 0.6))}
+    sizes, rows = [2**power for power in range(3, 6 if setting.small else 12)], []
+    slopes = {}
+    for rule, vector in laws.items():
+        largest = greedy_tree(vector, sizes[-1] + 1)
+        gains = node_probabilities(largest, vector).sort(descending=True).values.tolist()
+        for size in sizes:
+            bound = fixed(vector, size + 1, 1) - fixed(vector, size, 1)
+            rows.append({"rule": rule, "nodes": size, "brings": round(gains[size], 6), "bound": round(bound, 6)})
+        x, y = torch.tensor(sizes).double().log(), torch.tensor([gains[size] for size in sizes]).log()
+        slopes[rule] = round(float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()), 4)
+    return {"rows": rows, "slopes": slopes}
 
 
 def entropy(setting: Setting) -> Row:
     """Equations 6 to 8, lemma 3.1 and appendix B: bits of the index by greedy rejection and by races, and their bounds.
 
-    Equation 7 (Harsha et al.) bounds greedy rejection by D + (1 + e) log(D + 1) + O(1). Its index K counts independent
-    draws, and P(K > k) is the rejection rate of k children. Positions where a thousand of them leave more than 0.001
-    are left out: there the law of K is not known to its end. The constant is the most that H exceeds the rest, e = 0.
+    Lemma 3.1, D and (8) count every position. Equation 7 (Harsha et al.) bounds greedy rejection by
+    D + (1 + e) log(D + 1) + O(1). Its index K counts independent draws, and P(K > k) is the rejection rate of k
+    children. Where a thousand of them leave more than 0.001, the law of K is not known to its end: these positions are
+    left out of "H greedy", "D of these" and "constant of (7)", which is the most that H exceeds the rest, e = 0.
     """
     rows = []
     for temperature in (0.6, 1.0):
         target, draft = (torch.cat(each)[::4] for each in zip(*setting.laws(temperature), strict=True))
-        seen, most = len(target), 64 if setting.small else 1024
-        rates = torch.cat([target.new_ones(seen, 1), rounds_rejection(target, draft, most)], 1)
-        kept = rates[:, -1] < (1 if setting.small else 1e-3)
-        target, draft, rates = target[kept], draft[kept], rates[kept]
-        mass, limits = torch.cat([-rates.diff(dim=1), rates[:, -1:]], 1).clamp(min=0), entropy_bounds(target, draft)
-        greedy = torch.special.entr(mass).sum(1) / math.log(2)
+        limits = entropy_bounds(target, draft)
         values = {
-            "D": limits.lower, "H greedy": greedy, "finer": limits.finer, "upper": limits.upper,
+            "D": limits.lower, "upper": limits.upper,
             "H race": torch.tensor([float(race_index_entropy(*each)) for each in zip(target, draft, strict=True)]),
             "overlap": overlap(target, draft), "race": race_acceptance(target, draft),
             "lemma 3.1": (target * draft / (target + draft).clamp(min=1e-300)).sum(1),
-            "larger bound": race_acceptance_bound(target, draft),
         }  # fmt: skip
-        row = {"temperature": temperature, "positions": len(target), "of": seen}
+        most, least = (64, 1.0) if setting.small else (1024, 1e-3)
+        rates = torch.cat([target.new_ones(len(target), 1), rounds_rejection(target, draft, most)], 1)
+        kept = rates[:, -1] < least
+        rates, divergence = rates[kept], limits.lower[kept]
+        mass = torch.cat([-rates.diff(dim=1), rates[:, -1:]], 1).clamp(min=0)
+        greedy = torch.special.entr(mass).sum(1) / math.log(2)
+        row = {"temperature": temperature, "positions": len(target), "of greedy rejection": len(greedy)}
         row |= {name: round(float(each.mean()), 4) for name, each in values.items()}
-        row["below D"] = int((greedy < limits.lower - 0.02).sum())
-        rows.append(
-            row | {"constant of (7)": round(float((greedy - limits.lower - (limits.lower + 1).log2()).max()), 4)}
-        )
+        row |= {"H greedy": round(float(greedy.mean()), 4), "D of these": round(float(divergence.mean()), 4)}
+        row["constant of (7)"] = round(float((greedy - divergence - (divergence + 1).log2()).max()), 4)
+        rows.append(row)
     return {"rows": rows}
 
 
 def one_vector(setting: Setting) -> Row:
-    """Section 5: sequences as decoded, less what one acceptance rate for all depths and texts expects.
+    """Section 5: expected tokens of sequences, less what the acceptance of their first token alone predicts.
 
-    The rate is that of the first child on texts that the target wrote after the same prompts. The error is of the
-    difference, with the prompts as units.
+    Both are exact after the same contexts. The prediction has the same rate a at every depth and after every context,
+    1 + a + a^2 + ...; the error takes prompts as the units.
     """
     rows = []
     for temperature in (0.6, 1.0):
-        first = vectors(setting, temperature)["sequoia"][:, 0]
-        for length in (2, 4) if setting.small else (4, 16):
+        first = setting.evaluate("chain", temperature=temperature, contexts=12, tree=TokenTree.chain(1)).tokens - 1
+        for length in (2, 4) if setting.small else (4, 16, 30):
             tree = TokenTree.chain(length)
-            found = setting.decode("chain", tree=tree, temperature=temperature)
-            own = Counts.of(found.stats)
+            found = setting.evaluate("chain", temperature=temperature, contexts=12, tree=tree)
 
-            def more(kept: Tensor, tree: TokenTree = tree, first: Tensor = first, own: Counts = own) -> float:
-                return own.per_forward(kept) - expected_tokens(tree, [float(first[kept].mean())])
+            def more(kept: Tensor, tree: TokenTree = tree, first: Tensor = first, own: Tensor = found.tokens) -> float:
+                return float(own[kept].mean()) - expected_tokens(tree, [float(first[kept].mean())])
 
-            row = {"temperature": temperature, "length": length, "acceptance": round(float(first.mean()), 4)}
-            row |= {"expected": round(expected_tokens(tree, [float(first.mean())]), 4), **found.row}
-            row["by depth"] = [round(each, 3) for each in found.stats.acceptance_by_depth[:8]]
-            rows.append(row | {"over expected": [round(each, 4) for each in jackknife(more, len(first))]})
+            predicted = expected_tokens(tree, [float(first.mean())])
+            row = {"temperature": temperature, "length": length, "first": round(float(first.mean()), 4)}
+            row |= {"predicted": round(predicted, 4), **found.row}
+            rows.append(row | {"over predicted": [round(each, 4) for each in jackknife(more, len(first))]})
     return {"rows": rows}
 
 
-PARTS = {"ersd-bounds": bounds, "ersd-entropy": entropy, "ersd-one-vector": one_vector, "ersd-growth": growth}
+PARTS = {
+    "ersd-bounds": bounds, "ersd-entropy": entropy, "ersd-one-vector": one_vector, "ersd-growth": growth,
+    "ersd-marginals": marginals,
+}  # fmt: skip

@@ -27,10 +27,9 @@ within 15% is printed, too, for small trees and large ones.
 Assumed: Llama-2-70B on the RTX 4090 was drafted as in Sequoia's table 2 at temperature 0.6. Pairs with TinyLlama had
 the same tree, too; DySpec's and Sequoia's trees in DySpec's tables had 18 levels, SpecInfer's of 64 nodes 16.
 
-DySpec's table 3 is the one under review: five texts, and speed-ups alone, over a baseline that is taken to be the mean
-of those of table 4. The arXiv text's has three of the texts, and each row's seconds and baseline. Of these one row was
-at hand, and stands for its speed-up of 9.42. No engine as above can have that row: a step of 9.10 tokens of 0.537 s
-takes 4.9 s, less than the 5.6 s of a token without a tree.
+DySpec's table 3 has 18 rows, each over the baseline of its text and temperature, which table 4 has, too. No engine as
+above can have its row on C4 at T = 0: a step of 9.10 tokens of 0.537 s takes 4.9 s, less than the 5.6 s of a token
+without a tree.
 """
 
 import json
@@ -41,15 +40,14 @@ from pathlib import Path
 
 import beside  # noqa: F401
 from common import argument_parser, environment, show, write_results
+from published import PLAIN_SECONDS, TABLE_3, TABLE_4
 from simulation.formulas import Setting
 from simulation.hardware import DEVICES
 from simulation.shapes import SHAPES, ModelSize
 
 BLOG = "together.ai/blog/sequoia, March 2024"
 TABLE_2 = "Sequoia, NeurIPS 2024, table 2; baseline: arXiv 2402.12374v2, abstract"
-UNDER_REVIEW = "DySpec, arXiv 2410.11744, as submitted with GSM8k and MT-Bench"
-TABLE_3, TABLE_4 = f"{UNDER_REVIEW}, table 3", f"{UNDER_REVIEW}, table 4"
-TABLE_3_ON_ARXIV = "DySpec, arXiv 2410.11744, table 3"
+DYSPEC_3, DYSPEC_4 = "DySpec, arXiv 2410.11744, table 3", "DySpec, arXiv 2410.11744, table 4"
 SEQUOIA, SPECINFER, SMALL = (768, 18), (769, 48), (64, 18)  # nodes and levels; SpecInfer: 16 sequences of 48
 WITHIN = 0.15
 HERE = "this repository: python bench/scale.py stream"
@@ -114,27 +112,6 @@ ON_AN_L40 = {  # target, draft, temperature: Sequoia's seconds and tokens, SpecI
     ("llama-3-70b", "llama-3-8b", 0.6): ((0.61, 11.37), (6.1, 8.29)),
 }
 DEEPSPEED, OWN_ENGINE = 5.7, 5.6  # seconds of a token: what speed-ups are over; Sequoia's engine without trees
-OF_768 = {  # texts: baseline, DySpec's seconds and tokens, Sequoia's
-    "C4, T = 0": (5.59650, (0.42412, 16.04), (0.62841, 9.40)),
-    "C4, T = 0.6": (5.34781, (0.88494, 7.14), (0.66293, 8.96)),
-    "OpenWebText, T = 0": (5.52462, (0.54885, 11.79), (0.62979, 9.81)),
-    "OpenWebText, T = 0.6": (5.30340, (0.81002, 7.66), (0.65147, 9.12)),
-    "CNN, T = 0": (5.31049, (0.54739, 11.46), (0.60206, 9.54)),
-    "CNN, T = 0.6": (5.29280, (0.87648, 7.02), (0.65835, 8.80)),
-}
-OF_64 = {  # texts: speed-up and tokens of DySpec, Sequoia and SpecInfer
-    "C4, T = 0": ((9.42, 9.10), (6.29, 6.08), (4.89, 4.67)),
-    "C4, T = 0.6": ((6.77, 6.21), (5.66, 5.72), (5.76, 5.75)),
-    "OpenWebText, T = 0": ((7.07, 7.23), (6.02, 6.41), (5.07, 4.88)),
-    "OpenWebText, T = 0.6": ((6.05, 6.77), (5.63, 6.07), (5.42, 5.46)),
-    "CNN, T = 0": ((6.50, 6.93), (5.85, 6.42), (4.80, 4.83)),
-    "CNN, T = 0.6": ((5.94, 6.95), (5.71, 6.07), (5.70, 5.75)),
-    "GSM8k, T = 0": ((10.56, 12.39), (7.31, 7.62), (5.22, 5.34)),
-    "GSM8k, T = 0.6": ((7.57, 8.14), (6.62, 6.89), (5.75, 5.89)),
-    "MT-Bench, T = 0": ((9.95, 11.25), (6.96, 7.46), (4.75, 4.85)),
-    "MT-Bench, T = 0.6": ((8.47, 10.11), (6.96, 7.46), (5.52, 5.67)),
-}
-OF_64_ON_ARXIV = {"DySpec, C4, T = 0": (5.59650, 0.53696)}  # baseline and seconds
 
 
 def rows() -> list[Published]:
@@ -151,19 +128,14 @@ def rows() -> list[Published]:
         row = Published(TABLE_2, f"Sequoia, {what}", "l40", target, setting, SEQUOIA, seconds, tokens)
         slow = DEEPSPEED / faster
         found += [row, replace(row, what=f"SpecInfer, {what}", tree=SPECINFER, seconds=slow, tokens=fewer)]
-    for texts, (plain, *both) in OF_768.items():
+    for texts, plain in PLAIN_SECONDS.items():
         setting = of_paper("a100-40gb", *LLAMA, plain)
-        for who, (seconds, tokens) in zip(("DySpec", "Sequoia"), both, strict=True):
+        for who, (seconds, tokens) in zip(("DySpec", "Sequoia"), TABLE_4[texts], strict=True):
             what = f"{who}, {texts}"
-            found.append(Published(TABLE_4, what, "a100-40gb", LLAMA[0], setting, SEQUOIA, seconds, tokens))
-    mean = sum(baseline for baseline, *_ in OF_768.values()) / len(OF_768)
-    for texts, every in OF_64.items():
-        for who, (faster, tokens) in zip(("DySpec", "Sequoia", "SpecInfer"), every, strict=True):
+            found.append(Published(DYSPEC_4, what, "a100-40gb", LLAMA[0], setting, SEQUOIA, seconds, tokens))
+        for who, (faster, tokens) in zip(("DySpec", "Sequoia", "SpecInfer"), TABLE_3[texts], strict=True):
             tree, what = (64, 16) if who == "SpecInfer" else SMALL, f"{who}, {texts}"
-            source = TABLE_3_ON_ARXIV if what in OF_64_ON_ARXIV else TABLE_3
-            plain, seconds = OF_64_ON_ARXIV.get(what, (mean, mean / faster))
-            setting = of_paper("a100-40gb", *LLAMA, plain)
-            found.append(Published(source, what, "a100-40gb", LLAMA[0], setting, tree, seconds, tokens))
+            found.append(Published(DYSPEC_3, what, "a100-40gb", LLAMA[0], setting, tree, plain / faster, tokens))
     return found
 
 

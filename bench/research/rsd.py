@@ -1,78 +1,101 @@
-"""The parts of papers.py that repeat RSD (Jeon et al. 2024, arXiv 2402.14160), experiments 1 and 2 with all shapes.
+"""The parts of papers.py that repeat RSD (Jeon et al. 2024, arXiv 2402.14160): figure 1, and experiments 1 and 2.
 
-The tables rsd-1 and rsd-2 have them at T = 0.6 with every verifier.
-
-Accuracy is how alike a text is to what its file has after the prompt, from 0 to 1: twice the characters that match in
-order, over those of both (difflib). The files are the running Python's, where the prompts were taken from.
+Every shape of appendix C.3 is evaluated after the same contexts by the rule of its method's paper (exact.py).
 """
 
-import re
-from collections.abc import Callable, Iterator
-from difflib import SequenceMatcher
+from collections.abc import Iterator
 from functools import partial
-from statistics import fmean, stdev
+from typing import NamedTuple
 
 import torch
-from demo_pair.corpus import read_corpus
-from papers_cells import Cell, rsd_1, rsd_2
-from papers_setting import Decoded, Row, Setting, difference
+from book import RSD_FAMILIES
+from exact import without_replacement
+from papers_setting import Evaluated, Row, Setting
 from rejection import kseq_multiplier, least_rejection, rounds_rejection, uncovered
 
-FAMILIES = {1: ("RSD-S",), 2: ("RSD-C", "RSD-S")}  # of which the paper has one ahead of all others, by experiment
-SAMPLINGS: dict[str, dict] = {
-    "0.3": {"temperature": 0.3}, "0.6": {"temperature": 0.6}, "1": {"temperature": 1.0, "top_p": 0.95},
-}  # fmt: skip
+from heavypath.speculative import TokenTree
+
+# Experiment 1: levels, then sequences and levels of SpecTr and RSD-S.
+PAIRS = {2: [(2, 2), (3, 2)], 3: [(3, 3), (4, 3)], 4: [(5, 4), (7, 4)], 5: [(6, 5), (12, 5)]}
+# Experiment 2: nodes, then the same and the branching of RSD-C.
+BUDGETS = {
+    6: ([(2, 3), (3, 2)], [[2, 1, 1], [2, 2], [3, 1]]),
+    10: ([(2, 5), (5, 2)], [[2, 1, 1, 1, 1], [2, 2, 1], [5, 1]]),
+    14: ([(2, 7), (7, 2)], [[2, 1, 1, 1, 1, 1, 1], [2, 2, 2], [7, 1]]),
+    21: ([(3, 7), (7, 3)], [[3, 1, 1, 1, 1, 1, 1], [3, 2, 2], [7, 1, 1]]),
+    30: ([(5, 6), (6, 5)], [[2, 2, 2, 2], [5, 1, 1, 1, 1, 1], [6, 1, 1, 1, 1]]),
+}
+SAMPLINGS: dict[str, dict] = {"0.3": {"temperature": 0.3}, "1": {"temperature": 1.0, "top_p": 0.95}}
 
 
-def continuations(prompts: list[str], characters: int = 400) -> list[str | None]:
-    """What stands behind each prompt in its file, less the indentation that the prompt was taken out of."""
-    files, found = [source.text for source in read_corpus() if source.held_out], []
-    for prompt in prompts:
-        lines = r"\n".join(
-            rf"([ \t]*){re.escape(line)}" if line.strip() else r"([ \t]*)" for line in prompt.split("\n")
-        )
-        hits = (match for text in files if (match := re.search(lines, text)))
-        match = next(hits, None)
-        indent = match[1] if match else ""
-        found.append(match and match.string[match.end() :][: 2 * characters].replace("\n" + indent, "\n")[:characters])
-    return found
+class Shape(NamedTuple):
+    """A drafted tree: the group that it is compared in, its name as in the paper, and how it is decoded."""
+
+    group: str
+    family: str
+    size: str
+    method: str
+    options: dict
+    levels: int
 
 
-def accuracy(setting: Setting, decoded: Decoded, truth: list[str | None]) -> list[float]:
-    """The mean over the prompts whose file is at hand, and its standard error."""
-    texts = setting.pair.tokenizer.batch_decode(decoded.sequences)
-    alike = [SequenceMatcher(None, text, true[: len(text)], autojunk=False).ratio()
-             for text, true in zip(texts, truth, strict=True) if true is not None]  # fmt: skip
-    return [round(fmean(alike), 4), round(stdev(alike) / len(alike) ** 0.5, 4)] if len(alike) > 1 else []
+def shapes(group: str, pairs: list[tuple[int, int]], vectors: list[list[int]]) -> Iterator[Shape]:
+    """SpecTr and RSD-S of some sequences and levels, and RSD-C of some branching."""
+    for count, levels in pairs:
+        tree = TokenTree.independent(count, levels)
+        yield Shape(group, "SpecTr", f"({count}, {levels})", "spectr", {"tree": tree}, levels)
+    for vector in vectors:
+        yield Shape(group, "RSD-C", f"{vector}", "rsd-c", {"branching": vector}, len(vector))
+    for count, levels in pairs:
+        options = {"width": count, "max_depth": levels, "tree_size": 1 + count * levels}
+        yield Shape(group, "RSD-S", f"({count}, {levels})", "rsd-s", options, levels)
 
 
-def experiment(setting: Setting, number: int, cells: Callable[[float], Iterator[Cell]], sampling: str) -> Row:
-    """All shapes of an experiment with one sampling, and plain decoding for the accuracy.
+def of_equal_depth() -> Iterator[Shape]:
+    """Experiment 1: drafts of L levels, and the chain of L tokens."""
+    for levels, pairs in PAIRS.items():
+        group = f"{levels} levels"
+        yield Shape(group, "SD", f"{levels}", "chain", {"tree": TokenTree.chain(levels)}, levels)
+        vectors = [[2] * levels, *([count] + [1] * (levels - 1) for count, _ in pairs)]
+        vectors += [[2, 1]] if levels == 2 else []
+        yield from shapes(group, pairs, [list(each) for each in dict.fromkeys(map(tuple, vectors))])
 
-    ahead: of each group, the best of the paper's families over the best of the others, in pairs.
+
+def of_equal_size() -> Iterator[Shape]:
+    """Experiment 2: drafts of at most B nodes, and the chain of B tokens."""
+    for budget, (pairs, vectors) in BUDGETS.items():
+        group = f"{budget} nodes"
+        yield Shape(group, "SD", f"{budget}", "chain", {"tree": TokenTree.chain(budget)}, budget)
+        yield from shapes(group, pairs, vectors)
+
+
+def experiment(setting: Setting, number: int, sampling: str, contexts: int, seeds: int) -> Row:
+    """All shapes of an experiment with one sampling.
+
+    ahead: of each group, the best of the paper's families over the best of the others, after the same contexts
     """
-    options, truth = SAMPLINGS[sampling], continuations(setting.prompts)
-    plain = setting.decode("autoregressive", tokens=48, **options)
-    rows: list[Row] = [
-        {"group": "", "label": "plain decoding", **plain.row, "accuracy": accuracy(setting, plain, truth)}
-    ]
-    best: dict[str, dict[bool, Decoded]] = {}
-    for cell in [*cells(0.6)][: 3 if setting.small else None]:
-        own = setting.decode(cell.method, tokens=48, **options, **cell.options)
-        group, ours = best.setdefault(cell.group, {}), cell.label.split()[0] in FAMILIES[number]
-        if ours not in group or own.row["tokens"] > group[ours].row["tokens"]:
-            group[ours] = own
-        rows.append({"group": cell.group, "label": cell.label, **own.row, "accuracy": accuracy(setting, own, truth)})
-    ahead = {name: difference(each[True].stats, each[False].stats) for name, each in best.items() if len(each) == 2}
-    known = sum(each is not None for each in truth)
-    return {"sampling": options, "rows": rows, "ahead": ahead, "continuations": known}
+    kinds = {1: of_equal_depth, 2: of_equal_size}
+    chosen = [*kinds[number]()][: 5 if setting.small else None]
+    rows: list[Row] = []
+    best: dict[str, dict[bool, Evaluated]] = {}
+    for shape in chosen:
+        own = setting.evaluate(shape.method, contexts=contexts, seeds=seeds, **SAMPLINGS[sampling], **shape.options)
+        rows.append({
+            "group": shape.group, "family": shape.family, "size": shape.size, "levels": shape.levels, **own.row,
+            "mbsu": round(own.row["tokens"] / (1 + shape.levels * setting.ratio), 4),
+        })  # fmt: skip
+        group, theirs = best.setdefault(shape.group, {}), shape.family in RSD_FAMILIES[number]
+        if theirs not in group or own.row["tokens"] > group[theirs].row["tokens"]:
+            group[theirs] = own
+    ahead = {name: each[True].over(each[False]) for name, each in best.items() if len(each) == 2}
+    return {"sampling": SAMPLINGS[sampling], "rows": rows, "ahead": ahead}
 
 
 def bernoulli(setting: Setting) -> Row:
     """Figure 1: how often one of two children is accepted where P = (p, 1 - p) and Q = (q, 1 - q), by rule.
 
-    Two children that are drawn without replacement are both tokens there are, so that recursive rejection always
-    accepts. The others draw independently; "optimal" is what optimal transport leaves to any of them.
+    Recursive rejection has distinct children; the first of them is weighed in both orders. The others draw
+    independently; "optimal" is what optimal transport leaves to any of them.
     """
     rows = []
     for p in (0.1, 0.3, 0.5):
@@ -84,12 +107,16 @@ def bernoulli(setting: Setting) -> Row:
                 "optimal": least_rejection(target, draft, 2),
             }  # fmt: skip
             accepted = {name: round(1 - float(rate[0, 1]), 4) for name, rate in rates.items()}
-            rows.append({"p": p, "q": q, **accepted, "recursive": 1.0})
+            both = [
+                chance * sum(without_replacement(target[0].numpy(), draft[0].numpy(), tokens))
+                for chance, tokens in ((q, [0, 1]), (1 - q, [1, 0]))
+            ]
+            rows.append({"p": p, "q": q, **accepted, "recursive": round(sum(both), 4)})
     return {"rows": rows}
 
 
-PARTS: dict[str, Callable[[Setting], Row]] = {"rsd-bernoulli": bernoulli} | {
-    f"rsd-{number}-at-{sampling}": partial(experiment, number=number, cells=cells, sampling=sampling)
-    for number, cells in ((1, rsd_1), (2, rsd_2))
-    for sampling in SAMPLINGS
+PARTS = {"rsd-bernoulli": bernoulli} | {
+    f"rsd-{number}-at-{sampling}": partial(experiment, number=number, sampling=sampling, contexts=contexts, seeds=seeds)
+    for number in RSD_FAMILIES
+    for sampling, contexts, seeds in (("0.3", 6, 1), ("1", 2, 5))
 }

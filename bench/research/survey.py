@@ -1,20 +1,15 @@
-"""The parts of papers.py for what the survey article describes and no other part has: Medusa heads, block drafts."""
-
-import json
-import time
+"""The part of papers.py for what the survey article describes and no other part has: Medusa heads."""
 
 import torch
-from common import ROOT
+from batches import more_per_forward
 from demo_pair.corpus import encode_documents, read_corpus, training_batches
-from papers_setting import Row, Setting, difference
+from papers_setting import Row, Setting
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from heavypath.speculative import DistilSettings, distil, greedy_tree, load_draft, new_block
-from heavypath.speculative.drafts.blocks.head import BlockHead
+from heavypath.speculative import greedy_tree
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
-from heavypath.speculative.training.documents import Document
 
 HEADS, LENGTH, ROWS, STEPS, RATE = 4, 256, 4, 1500, 2e-3
 
@@ -58,54 +53,18 @@ def texts(setting: Setting) -> list[Tensor]:
     return encode_documents(setting.pair.tokenizer, [each.text for each in read_corpus() if not each.held_out])
 
 
-def trained_block(setting: Setting) -> tuple[BlockHead, Row]:
-    """A block draft (DSpark, the gated term) for the shipped target, and its record: half an hour of a core.
-
-    It lies in build/block-draft. A training that was interrupted goes on there.
-    """
-    target, folder = setting.pair.target, ROOT / "build" / "block-draft"
-    torch.manual_seed(setting.seed)
-    draft = new_block(target, taps=(2, 5, 7), layers=2, mask_token_id=0)
-    if setting.small:
-        return draft.eval(), {}
-    if not (folder / "record.json").exists():
-        none = torch.zeros(0, dtype=torch.int32)
-        settings = DistilSettings(
-            epochs=0.55, length=256, tokens_per_step=2048, written=0.03, held_out=0.02, checkpoint_steps=150
-        )
-        documents = [Document(each.int(), none) for each in texts(setting)]
-        distil(draft, target, documents, folder, settings, resume=(folder / "training").exists())
-    loaded = load_draft(folder, target)
-    assert isinstance(loaded, BlockHead)
-    return loaded, json.loads((folder / "record.json").read_text(encoding="utf-8"))
-
-
 def medusa(setting: Setting) -> Row:
-    """Trees of Medusa heads beside those of the shipped draft."""
-    return {"heads": HEADS, "steps": STEPS, "rows": beside_the_draft(setting, "Medusa heads", trained(setting), HEADS)}
-
-
-def block(setting: Setting) -> Row:
-    """Trees of a block draft, one pass of which gives all levels, beside those of the shipped draft."""
-    draft, record = trained_block(setting)
-    begin = time.process_time()
-    rows = beside_the_draft(setting, "block draft", draft, draft.config.block_size)
-    # Its training counts, also where the draft was there before.
-    return {"seconds": round(record.get("seconds", 0) + time.process_time() - begin, 1), "record": record, "rows": rows}
-
-
-def beside_the_draft(setting: Setting, name: str, draft: MedusaHeads | BlockHead, levels: int) -> list[Row]:
-    """Rows of both drafts, with trees of 64 nodes and as many levels, at T = 0 and 0.6."""
-    rows: list[Row] = []
-    tree = greedy_tree(DEFAULT_ACCEPTANCE, 8 if setting.small else 64, levels)
+    """Trees of Medusa heads beside those of the shipped draft: 64 nodes and four levels, at T = 0 and 0.6."""
+    heads, rows = trained(setting), []
+    tree = greedy_tree(DEFAULT_ACCEPTANCE, 8 if setting.small else 64, HEADS)
     for temperature in (0.0, 0.6):
         own, shipped = (
-            setting.decode("sequoia", temperature=temperature, draft=each, tree=tree) for each in (draft, None)
+            setting.decode("sequoia", temperature=temperature, draft=each, tree=tree) for each in (heads, None)
         )
-        over = {"over the draft": difference(own.stats, shipped.stats)}
-        rows.append({"temperature": temperature, "draft": name, **own.row, **over})
+        more = [round(each, 4) for each in more_per_forward(own.stats, shipped.stats)]
+        rows.append({"temperature": temperature, "draft": "Medusa heads", **own.row, "over the draft": more})
         rows.append({"temperature": temperature, "draft": "shipped draft", **shipped.row})
-    return rows
+    return {"heads": HEADS, "steps": STEPS, "rows": rows}
 
 
-PARTS = {"survey-medusa": medusa, "survey-block": block}
+PARTS = {"survey-medusa": medusa}
