@@ -243,7 +243,10 @@ AREAS = {
             "speculative/models/recurrent/cache.py",
             "speculative/models/recurrent/nodes.py",
         ),
-        ("tests/kernels/test_recurrent.py", "tests/core/test_recurrent_models.py"),
+        (
+            "tests/kernels/test_recurrent.py", "tests/core/test_recurrent_models.py",
+            "tests/core/test_recurrent_passes.py",
+        ),
     ),
     "reference": Area(
         ("speculative/reference/chain.py", "speculative/reference/tree.py"), ("tests/core/test_reference.py",)
