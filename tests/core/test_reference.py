@@ -11,7 +11,7 @@ from heavypath.speculative.reference.chain import chain_decode
 from heavypath.speculative.reference.tree import tree_decode
 
 PROMPT = torch.tensor([[3, 1, 4]])
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 TREES = {
     "root alone": TokenTree([-1]),
     "chain": TokenTree.chain(3),
