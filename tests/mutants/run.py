@@ -245,7 +245,7 @@ AREAS = {
         ),
         (
             "tests/kernels/test_recurrent.py", "tests/core/test_recurrent_models.py",
-            "tests/core/test_recurrent_passes.py",
+            "tests/core/test_recurrent_passes.py", "tests/core/test_prompts_of_many_lengths.py",
         ),
     ),
     "reference": Area(

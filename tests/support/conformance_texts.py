@@ -158,7 +158,7 @@ def sampled(case, decoder, sequences):
         or row["verifier"] == "own"
     )
     prompt = torch.tensor(PROMPTS[case.members[0]])
-    sequences = 500 if asked else min(4_000, sequences // 2) if slow else sequences
+    sequences = min(500, sequences // 20) if asked else min(4_000, sequences // 2) if slow else sequences
     out = decoder.generate(
         prompt.expand(sequences, -1), LENGTH, temperature=case.row["temperature"], **case.sampling, seed=SEED,
         eos_token_id=EOS if case.row["stop"] == "token" else None, pad_token_id=EOS,
