@@ -4,13 +4,14 @@ import importlib.metadata
 import struct
 import subprocess
 import sys
-import threading
 import time
+from functools import partial
 
 import gguf
 import pytest
 import torch
 from gguf_files import END, TEXT, TURN, byte_tokenizer, gguf_llama, write_gguf
+from in_time import in_time
 from tiny_models import transformers_greedy
 from transformers import AutoModelForCausalLM
 
@@ -192,20 +193,14 @@ def test_two_threads_load_one_after_the_other(made, monkeypatch):
         return read(*arguments, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reading)
-    threads = [threading.Thread(target=load_target, args=(made[0] / f"{name}.gguf",)) for name in ("target", "draft")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    loaded = in_time(*(partial(load_target, made[0] / f"{name}.gguf") for name in ("target", "draft")))
+    assert not [each for each in loaded if isinstance(each, BaseException)]
     assert overlaps == [0] * 4, "the file, and the model made of it, of each"
 
 
 def test_two_threads_read_a_file_once(made, reads, cache):
-    threads = [threading.Thread(target=load_target, args=(made[0] / "target.gguf",)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    loaded = in_time(*2 * [lambda: load_target(made[0] / "target.gguf")])
+    assert not [each for each in loaded if isinstance(each, BaseException)]
     assert len(reads) == 1
     assert len(kept(cache)) == 1
 

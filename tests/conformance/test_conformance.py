@@ -10,6 +10,7 @@ from conformance_texts import by_transformers, greedy_gaps, law_of, sampled, tex
 from heavypath.kernels import step_kernels
 from heavypath.speculative import METHODS, goodness_of_fit
 
+FEW, MANY = 5_000, 20_000  # texts whose law is looked at by default, and nightly
 TIES = {"bfloat16": 0.3, "float16": 0.05}  # logits closer than this may swap between two exact programs
 
 
@@ -28,20 +29,25 @@ def pytest_generate_tests(metafunc):
         if which == "triples"
         else covering()
     )
-    rows = [row for row in rows if row["way"] != "ranks"]
+    rows = {name_of(row): row for row in rows if row["way"] != "ranks"}
+    some = which == "pairs" and not metafunc.config.getoption("--every-variant")
+    usual = {name_of(row) for row in covering()[: len(covering()) // SHARE]} if some else {*rows}
     if metafunc.function is test_the_joint_law_of_four_tokens:
-        rows = [row for row in rows if row["target"] in TOYS and METHODS[row["method"]].is_lossless]
-    usual = {name_of(row) for row in rows}
-    if which == "pairs" and not metafunc.config.getoption("--every-variant"):
-        usual = {name_of(row) for row in covering()[: len(covering()) // SHARE]}
-        if metafunc.function is test_the_joint_law_of_four_tokens:  # each way in which trees are verified
-            usual |= {*{(row["method"], row["verifier"]): name_of(row) for row in reversed(rows)}.values()}
-    if metafunc.function is test_texts:
-        usual -= {name_of(row) for row in rows if row["way"] == "graph"}
-    slow = {True: [], False: [pytest.mark.slow]}
+        parametrize_laws(metafunc, rows, usual, some)
+        return
+    usual -= {name for name, row in rows.items() if row["way"] == "graph"}
     metafunc.parametrize("row", [
-        pytest.param(row, id=name_of(row), marks=slow[name_of(row) in usual]) for row in rows
+        pytest.param(row, id=name, marks=[] if name in usual else [pytest.mark.slow]) for name, row in rows.items()
     ])  # fmt: skip
+
+
+def parametrize_laws(metafunc, rows, usual, some):
+    """Rows whose law is enumerated; by default fewer texts of the usual rows, and of each way to verify trees."""
+    rows = {name: row for name, row in rows.items() if row["target"] in TOYS and METHODS[row["method"]].is_lossless}
+    every = [pytest.param(row, MANY, id=name, marks=[pytest.mark.slow] if some else []) for name, row in rows.items()]
+    ways = {*{(row["method"], row["verifier"]): name for name, row in reversed(rows.items())}.values()}
+    few = [pytest.param(rows[name], FEW, id=f"{name}, few") for name in rows if some and name in usual | ways]
+    metafunc.parametrize(("row", "sequences"), few + every)
 
 
 @pytest.fixture(scope="session")
@@ -95,10 +101,10 @@ def test_texts(row, enter, folder):
         assert found == texts(case, case.plain_decoder(), way="compiled", past=False)
 
 
-def test_the_joint_law_of_four_tokens(row, folder):
+def test_the_joint_law_of_four_tokens(row, sequences, folder):
     """All are sampled in one batch, by compiled code: `test_texts` holds other ways to its texts under each seed."""
     case = Case(row | {"way": "compiled"}, folder)
-    fit = goodness_of_fit(sampled(case, case.decoder()), law_of(case))
+    fit = goodness_of_fit(sampled(case, case.decoder(), sequences), law_of(case))
     assert fit.is_lossless(), str(fit)
 
 

@@ -233,9 +233,10 @@ def test_new_tensors_have_a_device_and_the_memory_of_kernels_has_a_type():
     found = []
     for name, path in modules().items():
         text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
-            maker = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            given = {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else {}
+        for node in nodes(path):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            maker, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
             if maker not in makers or None in given:
                 continue
             is_free = "nn.Module" in text or "nn.Parameter" in text

@@ -59,6 +59,13 @@ def mtp(folder):
     return Published(target, config, load_file(folder / "model.safetensors"), MODEL, (f"{MTP}hnorm.weight",) * 2)
 
 
+class Harmful:
+    """What runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return print, ("ran",)
+
+
 KINDS = {
     "eagle-1": lambda folder: eagle(folder, 1),
     "eagle-3": lambda folder: eagle(folder, 3),
@@ -102,7 +109,10 @@ def test_weights_in_pieces_are_those_of_one_file(given, tmp_path):
     assert_equal(loaded(tmp_path / "pieces", given, 1), loaded(tmp_path / "whole", given))
 
 
-@pytest.mark.parametrize("given", [kind for kind in KINDS if kind != "mtp"], indirect=True)
+PICKLED = pytest.mark.parametrize("given", [kind for kind in KINDS if kind != "mtp"], indirect=True)
+
+
+@PICKLED
 def test_pickled_weights_are_those_of_safetensors(given, tmp_path):
     assert_equal(loaded(tmp_path / "pickle", given, 2), loaded(tmp_path / "whole", given))
 
@@ -110,6 +120,29 @@ def test_pickled_weights_are_those_of_safetensors(given, tmp_path):
 @pytest.mark.parametrize("given", ["mtp"], indirect=True)
 def test_pickled_weights_that_transformers_does_not_load_are_refused(given, tmp_path):
     refused(tmp_path / "pickle", given, r"they are in pytorch_model\.bin, a pickle; expected safetensors", file=2)
+
+
+@PICKLED
+def test_pickles_that_hold_more_than_tensors_are_refused(given, tmp_path, capsys):
+    name, file = given.one[0], given.files[2]
+    for tensors, message in (
+        ({name: Harmful()}, f"cannot read the weights in .*{file}"),
+        ({name: {}}, f"'{name}' in .* is a dict; expected tensors by name"),
+        (torch.ones(3), f"{file}' has a Tensor; expected tensors by name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_trained_head(write(tmp_path, given.config, tensors, file), given.target)
+    assert "ran" not in capsys.readouterr().out
+
+
+@PICKLED
+def test_a_folder_without_files_is_refused(given, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"is neither a folder with a config\.json"):
+        load_trained_head(tmp_path, given.target)
+    write(tmp_path, given.config, given.tensors, given.files[0])
+    (tmp_path / given.files[0]).unlink()
+    with pytest.raises(FileNotFoundError, match=r"no weights of .* expected one of .*\.safetensors, "):
+        load_trained_head(tmp_path, given.target)
 
 
 def test_a_missing_piece_is_named(given, tmp_path):

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from harmful_files import Harmful
 from head_checkpoints import tiny_target
 from medusa_checkpoints import LAYOUTS, oracle, published, write
 from rounding import SMALL_MODEL
@@ -124,31 +123,10 @@ def test_weights_that_are_no_numbers_are_refused(target, tmp_path):
         SpeculativeDecoder(target, heads, "chain")
 
 
-def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsys):
-    with pytest.raises(ValueError, match=r"cannot read the weights in .*medusa_lm_head\.pt"):
-        load_medusa(write(tmp_path, {"0.0.linear.weight": Harmful()}), target)
-    assert "ran" not in capsys.readouterr().out
-
-
-def test_a_pickle_of_a_tensor_without_a_name_is_refused(target, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    torch.save(torch.ones(3), tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt' has a Tensor; expected tensors by name"):
-        load_medusa(tmp_path, target)
-
-
-def test_a_folder_without_files_is_refused(target, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"is neither a folder with a config\.json"):
-        load_medusa(tmp_path, target)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"expected one of medusa_lm_head\.safetensors, .*, medusa_lm_head\.pt"):
-        load_medusa(tmp_path, target)
-    assert not is_medusa(Checkpoint(tmp_path))
-    assert not is_trained_head(tmp_path)
-
-
 def test_heads_are_known_by_their_file_also_beside_a_base_that_was_trained_along(target, tmp_path):
     """Medusa-2: one folder is the target and has its heads."""
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_trained_head(tmp_path)
     folder, tensors = write(tmp_path, published(target)), published(target)
     assert is_medusa(Checkpoint(folder))
     target.save_pretrained(folder)

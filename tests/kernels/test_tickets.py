@@ -1,12 +1,12 @@
 """Counters of tickets: which launches share them. What CUDA says of streams and captures is played here."""
 
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attention_cases import inputs, oracle, random_tree
+from in_time import in_time
 from kernel_cases import same
 
 from heavypath.kernels import tickets as module
@@ -53,14 +53,13 @@ def test_launches_of_one_stream_share_counters(cuda):
 def test_what_is_captured_has_the_counters_that_it_was_given(cuda):
     eager, cuda.captures = tickets(3, GPU), True
     assert len({id(each) for each in [eager, tickets(3, GPU), tickets(3, GPU)]}) == 3
-    given, elsewhere = torch.empty(8, dtype=torch.int32), []
+    given = torch.empty(8, dtype=torch.int32)
     with counters_for(given):
         assert tickets(3, GPU) is tickets(8, GPU) is given
         assert len(tickets(9, GPU)) == 9
-        thread = threading.Thread(target=lambda: elsewhere.append(tickets(3, GPU)))
-        thread.start()
-        thread.join()
-        assert elsewhere[0] is not given
+        elsewhere = in_time(lambda: tickets(3, GPU))[0]
+        assert isinstance(elsewhere, torch.Tensor)
+        assert elsewhere is not given
     assert tickets(3, GPU) is not given
     cuda.captures = False
     assert tickets(3, GPU) is eager
@@ -139,9 +138,7 @@ def test_launches_of_another_thread_may_come_between_those_of_a_traversal(stream
 
         def __getitem__(self, grid):
             monkeypatch.setattr(traversal_kernel, "_chains_kernel", launch)
-            other = threading.Thread(target=lambda: others.append(traversed(2, "triton")))
-            other.start()
-            other.join()
+            others.extend(in_time(lambda: traversed(2, "triton")))
             return launch[grid]
 
     monkeypatch.setattr(traversal_kernel, "_chains_kernel", Between())

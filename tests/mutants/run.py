@@ -158,8 +158,8 @@ EQUIVALENT = {  # mutants by their keys, and why no test can find them
     ): "not looked at without a window",
     (
         "speculative/decoding/step.py", "new_step",
-        "tree = plan.tree if depth > 0 else ROOT",
-        "tree = plan.tree if depth >= 0 else ROOT", 0,
+        "tree, device = plan.tree if depth > 0 else ROOT, plan.target.device",
+        "tree, device = plan.tree if depth >= 0 else ROOT, plan.target.device", 0,
     ): "of no levels is the root alone, as the top of any static tree",
     (
         "speculative/decoding/sequences.py", "Sequences.begin",
@@ -243,7 +243,10 @@ AREAS = {
             "speculative/models/recurrent/cache.py",
             "speculative/models/recurrent/nodes.py",
         ),
-        ("tests/kernels/test_recurrent.py", "tests/core/test_recurrent_models.py"),
+        (
+            "tests/kernels/test_recurrent.py", "tests/core/test_recurrent_models.py",
+            "tests/core/test_recurrent_passes.py", "tests/core/test_prompts_of_many_lengths.py",
+        ),
     ),
     "reference": Area(
         ("speculative/reference/chain.py", "speculative/reference/tree.py"), ("tests/core/test_reference.py",)

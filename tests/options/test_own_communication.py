@@ -2,10 +2,12 @@
 
 import threading
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from in_time import in_time
 from tiny_models import tiny_llama
 from torch import nn
 
@@ -42,20 +44,7 @@ class PartOfTheHead(nn.Module):
 def on_ranks(count, work):
     """The results, or the errors, of `work(communication)` in `count` threads."""
     group = SimpleNamespace(count=count, sent=[None] * count, barrier=threading.Barrier(count))
-    found = [None] * count
-
-    def run(rank):
-        try:
-            found[rank] = work(BetweenThreads(rank, group))
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return found
+    return in_time(*(partial(work, BetweenThreads(rank, group)) for rank in range(count)))
 
 
 def split_decoder(target, draft, communication, **options):

@@ -145,8 +145,8 @@ def law_of(case):
     return law.view([case.vocab_size] * LENGTH)
 
 
-def sampled(case, decoder):
-    """Texts LongTensor[N, 4] of the first prompt; fewer where each of them takes long."""
+def sampled(case, decoder, sequences):
+    """Texts LongTensor[N, 4] of the first prompt, `sequences` of them; fewer where each of them takes long."""
     row = case.row
     asked = row["grammar"] or row["processors"] != "none" or row["draft"] == "lookahead"
     slow = row["draft"] in ("lookup", "p-eagle", "retrieval", "recall", "mtp", "mixture", "merge", "cascade")
@@ -157,7 +157,8 @@ def sampled(case, decoder):
         or row["tree"] == "deep"
         or row["verifier"] == "own"
     )
-    prompt, sequences = torch.tensor(PROMPTS[case.members[0]]), 500 if asked else 4_000 if slow else 20_000
+    prompt = torch.tensor(PROMPTS[case.members[0]])
+    sequences = min(500, sequences // 20) if asked else min(4_000, sequences // 2) if slow else sequences
     out = decoder.generate(
         prompt.expand(sequences, -1), LENGTH, temperature=case.row["temperature"], **case.sampling, seed=SEED,
         eos_token_id=EOS if case.row["stop"] == "token" else None, pad_token_id=EOS,

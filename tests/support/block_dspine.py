@@ -1,10 +1,8 @@
-"""DSpine: its laws are those of the formulas, in SpecForge's layout, and trees over its few tokens are exact."""
+"""DSpine: its tensors and formulas, in SpecForge's layout, and what is refused."""
 
-import block_kinds
-import pytest
 import torch
 from block_checkpoints import Oracle, tensors_of, zlab
-from block_kinds import EXACT, Kind, drafted, target_of
+from block_kinds import Kind
 
 SIZE, MESSAGE = 6, 5
 
@@ -68,36 +66,18 @@ def specforge(kind, given, inside=(), **changes):
     return config | changes, given | {"transfer_ready": torch.tensor(True)}
 
 
-DSPINE = Kind(tensors, specforge, DSpineOracle, {"causal": (True, True), "selected": 3})
+KIND = Kind(tensors, specforge, DSpineOracle, {"causal": (True, True), "selected": 3})
 LAYOUTS = {
-    "SpecForge's": (DSPINE, {}),
-    "a default top_k, and names within a model": (DSPINE._replace(write=lambda kind, given: (
+    "SpecForge's": (KIND, {}),
+    "a default top_k, and names within a model": (KIND._replace(write=lambda kind, given: (
         specforge(kind, given, {"top_k": None})[0],
         {f"model.{name}": each for name, each in given.items()} | {"model.transfer_ready": torch.tensor(True)},
     )), {"selected": 16}),
-    "windows": (DSPINE, {"windows": (4, None)}),
-    "a block of two rows": (DSPINE, {"block": 2}),
-    "one layer": (DSPINE, {"layers": 1, "causal": (True,), "windows": (None,)}),
-    "multiplied and capped": (DSPINE, {"multiplier": 1.5, "cap": 3.0}),
+    "windows": (KIND, {"windows": (4, None)}),
+    "a block of two rows": (KIND, {"block": 2}),
+    "one layer": (KIND, {"layers": 1, "causal": (True,), "windows": (None,)}),
+    "multiplied and capped": (KIND, {"multiplier": 1.5, "cap": 3.0}),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_has_the_laws_of_the_formulas(name, tmp_path):
-    kind, options = LAYOUTS[name]
-    target = target_of()
-    block_kinds.assert_laws(drafted(kind, tmp_path, target, **options), target)
-
-
-@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
-def test_every_node_of_a_tree_has_its_law(method, tmp_path):
-    block_kinds.assert_nodes_have_their_laws(DSPINE, tmp_path, method)
-
-
-@pytest.mark.parametrize(("method", "verifier", "sequences"), EXACT)
-def test_the_joint_law_of_four_tokens_is_the_targets(method, verifier, sequences, tmp_path):
-    block_kinds.assert_text_is_exact(DSPINE, tmp_path, method, verifier, sequences)
-
 
 REFUSED = {
     "causal False, and the tensors are of True|causal: False": {"is_causal": False},
@@ -109,25 +89,3 @@ REFUSED = {
     "kind 'dspine of speculators', which is not": {"speculators_model_type": "dspine"},
     "'transfer_ready' in .* is a single number; no tensor of a": {"architectures": ["DFlashDraftModel"]},
 }
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_understood_is_refused_by_its_name(message, tmp_path):
-    changed = DSPINE._replace(write=lambda *given: specforge(*given, **REFUSED[message]))
-    with pytest.raises(ValueError, match=message):
-        drafted(changed, tmp_path, target_of())
-
-
-@pytest.mark.parametrize(("tensors", "message"), [
-    ({"transfer_codes": None}, "transfer_codes is missing: .* another block_size than it was trained with"),
-    ({"injection.bias": None}, r"missing: injection\.bias"),
-    ({"injection.writes.1.weight": None}, r"missing: injection\.writes\.1\.weight"),
-    ({"transfer_ready": torch.tensor(False)}, "'transfer_ready' in .* is false: it was saved before"),
-])  # fmt: skip
-def test_a_checkpoint_that_is_not_whole_is_refused(tensors, message, tmp_path):
-    def write(kind, given):
-        config, whole = specforge(kind, given)
-        return config, {name: each for name, each in (whole | tensors).items() if each is not None}
-
-    with pytest.raises(ValueError, match=message):
-        drafted(DSPINE._replace(write=write), tmp_path, target_of())
