@@ -56,7 +56,8 @@ class Method:
 
     draw: how children are sampled from the draft: "without_replacement", "with_replacement" (independently), or "top_k"
         (the draft's likeliest tokens)
-    verification: `method` of heavypath.kernels.verification.verify_tree; or "typical", typical acceptance, which
+    verification: `method` of heavypath.kernels.verification.verify_tree, where recursive rejection has the name of its
+        draw, "without_replacement" or "with_replacement"; or "typical", typical acceptance, which
         changes the output distribution; or "own", which calls `verifier`
     tree_of: a function of a size that returns a tree of at most that many nodes, or a `Growth` of at most that size.
         Its other parameters are options of SpeculativeDecoder

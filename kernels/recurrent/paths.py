@@ -42,7 +42,7 @@ def fades(new: Tensor, every: Tensor, mask: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Return rows [..., D] divided by their norms, in fp64 if the rows are, else in fp32."""
+    """Return rows [..., D] divided by sqrt(|row|^2 + 1e-6), in fp64 if the rows are, else in fp32."""
     rows = rows if rows.dtype == torch.float64 else rows.float()
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
 

@@ -27,11 +27,12 @@ from heavypath.kernels.trees.slots import Level, Roots, Slots, host
 class Assembled(NamedTuple):
     """Trees of N nodes in heavy-path order; LongTensor[B, N] each.
 
-    tokens:      -1 for an absent node; absent nodes come last, each as child of the node before it, at depth 0
+    tokens:      -1 for an absent node. Absent nodes come last; each has the node before it as parent, and depth 0,
+                 which means nothing
     parents, ranks, depths, subtree_end: as in a tree
     slots:       the slot in which the node was drafted
-    inner:       the node's row in the draft's logits [B * L], where L slots lie above the last level. Nodes of the last
-                 level have no children, and get another node's row
+    inner:       the index of the node's row in the draft's logits, flattened to [B * L, V]; L is the number of slots
+                 above the last level. Nodes of the last level have no children, and get another node's row
     inputs:      the nodes as input of a model
     """
 

@@ -64,7 +64,7 @@ def verified_by_draws(inputs: VerifyInputs, ends: list[tuple[list[int], np.ndarr
 LANES = tl.constexpr(256)  # threads of a program; each holds eight adjacent tokens of a tile
 TILE = tl.constexpr(8 * 256)
 CHUNK = tl.constexpr(4 * 8 * 256)
-PIECE = tl.constexpr(8 * 256)  # tokens of a piece of a passes pass; more would take registers from the first pass
+PIECE = tl.constexpr(8 * 256)  # tokens of a piece of a shared pass; more would take registers from the first pass
 NONE = tl.constexpr(2**31 - 1)  # above every child's index in draw order: there is no child
 
 # What is stored for each node: FACTS fp32 numbers (facts), and FACTS int32 numbers (marks), at these offsets. The last

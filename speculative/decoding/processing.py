@@ -23,7 +23,10 @@ from heavypath.speculative.drafts.changes import LogitChange
 
 @dataclass(frozen=True)
 class Processing(LogitChange):
-    """The change of the target's logits by these options of a call; min_new_tokens is 0 if no token ends a sequence."""
+    """Repetition penalty and min_new_tokens, applied to the target's logits.
+
+    min_new_tokens: 0 if no token ends a sequence
+    """
 
     repetition_penalty: float
     min_new_tokens: int

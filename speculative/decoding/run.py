@@ -440,7 +440,10 @@ def has_graphs(given: bool | None, target: Forward) -> bool:
 
 
 class Recorded(NamedTuple):
-    """A recorded step, which can be replayed, and its result, whose tensors each replay overwrites."""
+    """A step on a CPU as `native.recording` recorded it, and its result, whose tensors each replay overwrites.
+
+    On a GPU the same is a `graphs.Graph`.
+    """
 
     recording: Recording
     result: Stepped

@@ -54,7 +54,7 @@ class StepPlan:
 
     draft:  `NO_DRAFT` if no step drafts anything
     tree:   the trees that the next steps draft
-    others: the trees that other steps of the same generation may draft
+    others: the trees that other steps of the same generation may draft; `tree` may be among them
     peers:  the processes that decode together
     """
 

@@ -87,7 +87,7 @@ class TemplateAnswer:
         return self._parts()
 
     def end(self, *, stopped: bool) -> AnswerParts:
-        """Return what was held back, after the last piece. An unclosed part counts as closed, whatever `stopped` is."""
+        """Return what was held back, after the last piece. A part still open is closed; `stopped` is not used."""
         while not self._is_plain:
             try:
                 _, events = self._parser.finalize()

@@ -160,7 +160,10 @@ class KeyValueCache(RowCache, Cache):
         self.offsets.zero_()
 
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
-        """Store a layer's key and value [B, N, Hkv, D], or with fewer columns, at cache rows LongTensor[B, N]."""
+        """Store a layer's key and value [B, N, Hkv, d] at cache rows LongTensor[B, N].
+
+        d may be less than the cache's D. Then only the first d columns of each row are written.
+        """
         for own, new in zip(self._by_layer[layer], (key, value), strict=True):
             store_rows(own, new, cache_rows)
 

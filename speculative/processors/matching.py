@@ -38,7 +38,9 @@ class GrammarText:
         self._at = ()
 
     def words_after(self, path: Path) -> Tensor:
-        """The tokens that may follow a node of this step, as a bit mask, IntTensor[V / 32].
+        """The tokens that may follow a node of this step, one bit each: IntTensor[V / 32].
+
+        After the end of the text these are the end-of-sequence tokens alone; none if the grammar refuses the path.
 
         path: the drafted tokens from the root's child to the node
         """

@@ -60,7 +60,7 @@ class ReadLogits(LogitChange):
         self._path = verified.path
 
     def of_slot(self, slot: int, count: int) -> Tensor:
-        """The target's logits [count, V] at the nodes after which the first `count` new tokens of a slot came."""
+        """The target's logits [count, V] from which the first `count` tokens of a slot's last step were chosen."""
         return self._logits[slot, self._path[slot, :count]]
 
 

@@ -45,6 +45,6 @@ class BlockConfig(TappedConfig):
 
     @property
     def model_type(self) -> str:
-        """The name of this kind of draft in traces."""
+        """The kind of this draft, for traces and training records, and its variant or term where that differs."""
         variant = self.options.get("variant", self.term)
         return self.kind if variant in ("dflash", self.kind) else f"{self.kind}, {variant}"

@@ -73,7 +73,10 @@ class HeadCache(KeyValueCache):
         return [getattr(self, name) for name in self._FIELDS]
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> int:
-        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`; returns the number copied."""
+        """Copy the first `rows` rows of sequence `of` of another head's cache to `sequence`; returns `rows`.
+
+        Keys, values, features and tokens are copied; `outputs` and `known` are not.
+        """
         super().take(sequence, source, of, rows)
         assert isinstance(source, HeadCache)
         for own, other in ((self.features, source.features), (self.tokens, source.tokens)):

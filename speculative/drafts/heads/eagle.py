@@ -119,7 +119,8 @@ class EagleHead(nn.Module, Draftable):
     If it has no embedding or lm_head of its own, `embed_tokens` or `lm_head` is None, and the caller uses the target's.
 
     d2t: LongTensor[Vd], token i of the head is token i + d2t[i] of the target; None if it has all tokens
-    mask_hidden: [3 Ht], replaces the taps in mask entries if it drafts all levels at once (`blocks.p_eagle`); else None
+    mask_hidden: [taps * Ht], for a head that drafts all levels at once (`blocks.p_eagle`): it stands for the target's
+        hidden states in entries that are not known yet; else None
     """
 
     def __init__(self, config: HeadConfig):
