@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from played_graphs import Event, PlayedGraph, Pools, Stream, capturing, current_stream, on_stream
+from tiny_models import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
@@ -19,6 +20,7 @@ from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.decoding.typical import Typical
 from heavypath.speculative.drafts.draft import NO_DRAFT
+from heavypath.speculative.models.llama import LlamaForward
 
 KERNELS = (
     "sampling", "trees.levels", "verification",
@@ -125,6 +127,15 @@ def without_values(as_on_a_gpu, monkeypatch):
     for name in ("sampling_kernel", "nucleus", "filter_cuts", "verifying.decision", "verifying.walk"):
         module = importlib.import_module(f"heavypath.kernels.{name}")
         monkeypatch.setattr(module, "tickets", lambda count, device: torch.empty(count, device=device))
+
+
+def llama_without_values(layers: int) -> LlamaForward:
+    """The forward pass of a tiny model on the meta device."""
+    forward = LlamaForward(tiny_llama(1, layers=layers, hidden_size=32, vocab_size=50, max_position_embeddings=512))
+    forward.model.to("meta")
+    forward._look_up()
+    forward._rotary = torch.empty(200, 2, 16, device="meta")
+    return forward
 
 
 def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, processing=None):

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding as looked_up
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
@@ -62,7 +62,7 @@ class BlockHeadDraft(TappedDraft):
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
             if hasattr(target.embedding, "embed_norm"):  # the draft skips this norm, as in transformers
-                self.embedding = partial(embedding, weight=target.embedding.weight)
+                self.embedding = partial(looked_up, weight=target.embedding.weight)
         linears = self._linears = Linears(self.name, head.parameters())
         modules: Any = head.layers
         self._attentions = [layer.self_attn for layer in modules]
@@ -250,23 +250,27 @@ class BlockHeadDraft(TappedDraft):
         return torch.cat(parts, -1)[:, : self.config.hidden_size]
 
     def _ends_of(self, target: Forward) -> TokenLayers:
-        """The functions before and after the layers: embedding, norm, and lm_head with scale and cap."""
-        config, width, lm_head = self.config, self.config.hidden_size, target.parts.of(self.lm_head)
-        whole = lm_head is self.lm_head and lm_head.weight.shape == (config.draft_vocab_size, width)
+        """The functions before and after the layers: embedding, norm, and lm_head with scale and cap.
+
+        They do not hold the draft, which so ends with its last user.
+        """
+        config, width, own = self.config, self.config.hidden_size, self.lm_head
+        embedding, last_norm, multiply, lm_head = self.embedding, self._norm, self._lm_head, target.parts.of(own)
+        whole = lm_head is own and lm_head.weight.shape == (config.draft_vocab_size, width)
 
         def embed(tokens: Tensor) -> Tensor:
-            return self.embedding(tokens.flatten()).view(*tokens.shape, -1)
+            return embedding(tokens.flatten()).view(*tokens.shape, -1)
 
         def norm(rows: Tensor) -> Tensor:
-            return add_rms_norm(rows.reshape(-1, width), None, self._norm)[1].view(rows.shape)
+            return add_rms_norm(rows.reshape(-1, width), None, last_norm)[1].view(rows.shape)
 
         def logits(normed: Tensor) -> Tensor:
-            return scaled(as_logits(self._lm_head(normed.reshape(-1, width))).view(*normed.shape[:-1], -1))
+            return scaled(as_logits(multiply(normed.reshape(-1, width))).view(*normed.shape[:-1], -1))
 
         def logits_of(normed: Tensor, tokens: Tensor) -> Tensor:
             if not whole:  # a part of it is on each rank, or it is quantised
                 return logits(normed).gather(2, tokens[:, None].expand(-1, normed.shape[1], -1))
-            return scaled(as_logits(normed @ self.lm_head.weight[tokens].mT))
+            return scaled(as_logits(normed @ own.weight[tokens].mT))
 
         def scaled(logits: Tensor) -> Tensor:
             if config.multiplier != 1:
