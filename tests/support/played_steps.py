@@ -25,7 +25,8 @@ from heavypath.speculative.models.llama import LlamaForward
 KERNELS = (
     "sampling", "trees.levels", "verification",
     "verifying.top_down", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
-    "layers.rms_norm", "layers.rotary", "layers.gated", "retrieval.ranges", "retrieval.followers",
+    "layers.rms_norm", "layers.rotary", "layers.gated", "layers.entries", "layers.spread",
+    "retrieval.ranges", "retrieval.followers",
 )  # fmt: skip
 RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])

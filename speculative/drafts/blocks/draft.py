@@ -31,6 +31,7 @@ from torch.nn.functional import embedding as looked_up
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
+from heavypath.kernels.layers.spread import OwnTokens, spread_logits
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
@@ -79,7 +80,7 @@ class BlockHeadDraft(TappedDraft):
         self._norm = norm_of(head.norm)
         self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
         offsets: Any = head.d2t
-        self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        self._tokens = None if offsets is None else OwnTokens.by_offsets(offsets, self.vocab_size)
         # The context itself lies in the cache as further heads of keys and values.
         by_layer = 2 * config.num_key_value_heads * config.head_dim
         self._context_layers = -(-config.hidden_size // by_layer) if head.term.reads_before else 0
@@ -149,9 +150,8 @@ class BlockHeadDraft(TappedDraft):
             logits = logits + self._below_all[at[1]].view(-1, 1, 1)
         if self._sharper is not None:
             logits = logits * self._sharper[at[1]].view(-1, 1, 1)
-        if self._proposed is not None:
-            every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
-            logits = every.index_copy_(2, self._proposed, logits)
+        if self._tokens is not None:
+            logits = spread_logits(logits, self._tokens)
         return logits.expand(-1, tokens.shape[1], -1)
 
     def pass_weights(self) -> list[Tensor]:
