@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
     joined: Tensor
 
 
-class Entries(NamedTuple):
+class NodeEntries(NamedTuple):
     """The entries of n nodes of each sequence.
 
     rows, positions: LongTensor[B, n]
@@ -96,7 +96,7 @@ def entry_inputs(
 
 def node_entries(
     outputs: Tensor, nodes: EntryNodes, table: Tensor, norms: EntryNorms, *, impl: str = "auto", looked_up: bool = True
-) -> Entries:
+) -> NodeEntries:
     """The entries of drafted nodes, whose features are their parents' outputs [B, S, F].
 
     looked_up: whether the table [V, E] is to be read at the nodes' tokens; else row i of it, [B * n, E], is entry i's
@@ -104,14 +104,14 @@ def node_entries(
     """
     tokens = nodes.tokens if looked_up else None
     if choose_impl("node_entries", impl, outputs) == "triton":
-        inputs, placed = _launch_begin(outputs, tokens, table, norms, nodes)
-        assert placed is not None
-        return Entries(*placed, inputs)
+        inputs, entries = _launch_begin(outputs, tokens, table, norms, nodes)
+        assert entries is not None
+        return entries
     before = (nodes.lengths - 1).clamp(min=0)
     shift = (nodes.lengths - before)[:, None]
     parents = (nodes.parents - shift)[..., None].expand(-1, -1, outputs.shape[-1])
     inputs = entry_inputs(outputs.gather(1, parents), tokens, table, norms, impl="torch")
-    return Entries(nodes.rows - shift, nodes.positions - shift, before, nodes.mask, inputs)
+    return NodeEntries(nodes.rows - shift, nodes.positions - shift, before, nodes.mask, inputs)
 
 
 def end_entries(
@@ -237,7 +237,7 @@ def _end_kernel(
 
 def _launch_begin(
     features: Tensor, tokens: Tensor | None, table: Tensor, norms: EntryNorms, nodes: EntryNodes | None
-) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor, PackedAncestors] | None]:
+) -> tuple[Inputs, NodeEntries | None]:
     """Launch the kernel of `entry_inputs`; with nodes that of `node_entries`, and return rows and masks, too."""
     batch, count = features.shape[:2] if nodes is None else nodes.tokens.shape
     width, columns = table.shape[-1], features.shape[-1]
@@ -248,11 +248,10 @@ def _launch_begin(
         each or (None, 0.0) for each in (norms.embedded, norms.features)
     )
     rows = positions = before = words = mask = None
-    placed: tuple[Tensor | None, ...] = (None, None, None, None)
     if nodes is not None:
-        placed = tuple(each.contiguous() for each in (nodes.parents, nodes.rows, nodes.positions, nodes.lengths))
-        rows, positions = (torch.empty_like(nodes.tokens, memory_format=torch.contiguous_format) for _ in range(2))
-        before, mask = torch.empty_like(nodes.lengths), nodes.mask.contiguous()
+        nodes = EntryNodes._make(each.contiguous() for each in nodes)
+        rows, positions = (torch.empty_like(nodes.tokens) for _ in range(2))
+        before, mask = torch.empty_like(nodes.lengths), nodes.mask
         words = mask.new_empty((*mask.shape[:-1], 2 * triton.cdiv(mask.shape[-1], 64)), dtype=torch.int32)
     block = triton.next_power_of_2(max(width, columns))
     if batch * count:
@@ -260,7 +259,10 @@ def _launch_begin(
             _begin_kernel[(batch * count,)](
                 features, None if tokens is None else tokens.contiguous(), table, embedded_weight, feature_weight,
                 embedded_epsilon, feature_epsilon,
-                *placed,
+                None if nodes is None else nodes.parents,
+                None if nodes is None else nodes.rows,
+                None if nodes is None else nodes.positions,
+                None if nodes is None else nodes.lengths,
                 None if mask is None else mask.view(torch.int8), rows, positions, before, words, states, joined,
                 count, 0 if mask is None else mask.shape[-1],
                 mask.stride(0) if mask is not None and mask.dim() == 3 else 0,
@@ -272,7 +274,7 @@ def _launch_begin(
     inputs = Inputs(states, joined)
     if rows is None or positions is None or before is None or words is None or mask is None:
         return inputs, None
-    return inputs, (rows, positions, before, PackedAncestors(words, mask.shape[-1]))
+    return inputs, NodeEntries(rows, positions, before, PackedAncestors(words, mask.shape[-1]), inputs)
 
 
 def _launch_end(

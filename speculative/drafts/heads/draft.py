@@ -63,8 +63,9 @@ class HeadDraft(EntriesDraft):
         self._fc_norm = None if head.input_norm is None else norm_of(head.input_norm)
         self._layers = [_HeadFunctions(layer) for layer in head.layers]
         first = self._layers[0]
-        norms = (first.norm, first.hidden_norm) if first.side_by_side else (None, None)
-        self._norms = EntryNorms(*norms, keeps_normed=first.side_by_side and first.norm_before_residual)
+        self._norms = EntryNorms(None, None)
+        if first.side_by_side:
+            self._norms = EntryNorms(first.norm, first.hidden_norm, first.norm_before_residual)
         self._norm = None if head.norm is None else norm_of(head.norm)
         offsets: Any = head.d2t
         self._tokens = None if offsets is None else OwnTokens.by_offsets(offsets, self.vocab_size)
