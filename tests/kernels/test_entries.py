@@ -128,8 +128,25 @@ def test_logits_are_those_of_the_same_tokens(vocab, dtype, impl):
 
 
 def test_tensors_that_the_kernels_do_not_take_are_refused():
-    half, norms = numbers(1, 2, 4, dtype=torch.float16), EntryNorms(None, None)
+    half, wide = (numbers(1, 2, 4, dtype=dtype).to(DEVICE) for dtype in (torch.float16, torch.float32))
     with pytest.raises(ValueError, match=r"tensors of one dtype, .* got .*float16.*float32"):
-        entry_inputs(half, None, numbers(2, 4), norms, impl="triton")
+        entry_inputs(half, None, wide[0], EntryNorms(None, None), impl="triton")
+    rows = torch.zeros(1, 3, dtype=torch.long, device=DEVICE)
     with pytest.raises(ValueError, match=r"hidden and added must be .*; got \[2, 4\], \[2, 4\], \[1, 3\]"):
-        end_entries(*2 * [numbers(2, 4)], None, numbers(1, 5, 4), torch.zeros(1, 3).long(), impl="triton")
+        end_entries(wide[0], wide[0], None, wide, rows, impl="triton")
+
+
+def test_entries_are_the_same_in_any_schedule(adversary):
+    """Of three sequences that share a mask, whose words one of them writes."""
+    nodes = EntryNodes(*on_device(*nodes_of(shared=True)))
+    table, outputs, first, second = on_device(numbers(VOCAB, 5), numbers(BATCH, ROWS, 7), numbers(5), numbers(7))
+    norms = EntryNorms(Norm(first, 1e-5), Norm(second, 1e-5))
+    found, plain = (node_entries(outputs, nodes, table, norms, impl=impl) for impl in ("triton", "torch"))
+    assert torch.equal(found.rows, plain.rows)
+    assert isinstance(found.ancestors, PackedAncestors)
+    assert torch.equal(unpack_ancestors(found.ancestors), nodes.mask)
+    torch.testing.assert_close(found.inputs.joined, plain.inputs.joined)
+    hidden, logits, offsets = on_device(numbers(6, 7), numbers(2, 3), torch.tensor([4, 0, 0]))
+    end_entries(hidden, hidden, None, outputs, found.rows, impl="triton")
+    spread_logits(logits, OwnTokens.by_offsets(offsets, 9), impl="triton")
+    adversary.met("_begin_kernel", "_end_kernel", "_spread_kernel")
