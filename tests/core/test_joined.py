@@ -34,8 +34,9 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(joined, "choose_impl", lambda *_: "triton")
     monkeypatch.setattr(linear, "library", lambda: None)  # no compiled pass
     gc.collect()  # models of the tests before
+    before = {*joined._shared}  # of other files, whose models may outlive them
     yield
-    assert not joined._shared, "a test left weights joined"
+    assert {*joined._shared} <= before, "a test left weights joined"
 
 
 @pytest.fixture
