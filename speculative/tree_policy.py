@@ -200,7 +200,7 @@ class TreeByCosts(TreePolicy):
         """row: of the method, with the verification that the decoder uses; length: of the sequences, see `estimates`"""
         self.alone, self.chosen_by = chosen_tree(method, {}, target, draft, length)
         self._length = length
-        self._by_length: dict[int, TreeByCosts] = {length: self}
+        self._by_length: dict[int, TreeByCosts] = {}  # without itself, so that it ends with its decoder
         self._method, self._row, self._target, self._draft = method, row, target, draft
         self._is_fixed = self._draft.why_not_measured != ""  # without a usual acceptance: one tree for all batches
         self._can_rest = draft.can_rest
@@ -212,6 +212,8 @@ class TreeByCosts(TreePolicy):
     def for_length(self, length: int) -> "TreeByCosts":
         """The policy for sequences of this length, rounded by `estimated_length`; it is kept for others like them."""
         rounded = estimated_length(self._target, length)
+        if rounded == self._length:
+            return self
         if rounded not in self._by_length:
             self._by_length[rounded] = TreeByCosts(self._method, self._row, self._target, self._draft, rounded)
         return self._by_length[rounded]
