@@ -138,6 +138,29 @@ def norming(dtype: str, columns: int, added: bool, centred: bool = False) -> Non
     add_rms_norm(hidden, hidden if added else None, Norm(weight, 1e-5), centred=centred, impl="triton")
 
 
+def entering(dtype: str, width: int, **options) -> None:
+    """An EAGLE head's entries of a level, those of the first pass, and their ends; a mask of all sequences."""
+    from heavypath.kernels.layers.entries import EntryNodes, EntryNorms, end_entries, entry_inputs, node_entries
+    from heavypath.kernels.layers.rms_norm import Norm
+
+    table, outputs = (on_gpu(torch.empty(*shape, dtype=DTYPES[dtype])) for shape in ((32, width), (2, 64, width)))
+    norm = Norm(on_gpu(torch.empty(width, dtype=DTYPES[dtype])), 1e-5)
+    norms = EntryNorms(norm, norm, **options) if options else EntryNorms(None, None)
+    few = long_zeros(2, 8)
+    nodes = EntryNodes(few, few, few, few, long_zeros(2), on_gpu(torch.ones(8, 64).bool()))
+    node_entries(outputs, nodes, table, norms, impl="triton")
+    entry_inputs(outputs, None, outputs.flatten(0, 1), norms, impl="triton")
+    hidden = on_gpu(torch.empty(16, width, dtype=DTYPES[dtype]))
+    end_entries(hidden, hidden, norm if options else None, outputs, few, impl="triton", **options)
+
+
+def spreading(dtype: str, own: int, vocabulary: int) -> None:
+    from heavypath.kernels.layers.spread import OwnTokens, spread_logits
+
+    tokens = OwnTokens(long_zeros(own), on_gpu(torch.zeros(vocabulary, dtype=torch.int32)))
+    spread_logits(on_gpu(torch.empty(1, 8, own, dtype=DTYPES[dtype])), tokens, impl="triton")
+
+
 def gating(dtype: str, columns: int) -> None:
     from heavypath.kernels.layers.gated import silu_product
 
@@ -301,6 +324,9 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
             ("fp32", 8192, True), ("bf16", 16384, True), ("fp32", 32768, True),
             ("bf16", 4096, True, {"centred": True})),
     **cases(norming, "norm {} K{} added False", ("bf16", 4096, False)),
+    **cases(entering, "entries {} H{}", ("bf16", 4096, {"keeps_normed": False}), ("bf16", 4096, {"keeps_normed": True}),
+            ("fp16", 896), ("fp32", 8192, {"keeps_normed": False})),
+    **cases(spreading, "spread {} {} of {}", ("bf16", 32_000, 128_256), ("fp32", 24, 1000)),
     **cases(gating, "gate {} F{}", ("bf16", 11008), ("fp16", 14336), ("fp32", 96)),
     **cases(multiplying, "product {} {}x{} {} rows", ("bf16", 12288, 4096, 64),
             ("bf16", 4096, 4096, 64), ("bf16", 22016, 4096, 64, {"gated": True}),

@@ -7,7 +7,8 @@
 #   first      what decides about the rest, in five minutes: what is installed, how fast a copy and products of few rows
 #              are, whether texts are those of a CPU and steps become CUDA graphs, each kernel beside its reference, and
 #              one line of large.py
-#   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
+#   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of a step's usual kernels
+#   others     the tests of all other kernels
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
 #   kernels    kernels/: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   stream     a target in the host's memory whose layers are copied for each pass writes its own text; scale.py device:
@@ -22,7 +23,7 @@
 # under the machine's Triton, are not compiled again. Without a GPU, or with MINIATURE=1, each script does the least that
 # runs all its lines.
 set -uo pipefail
-parts=(first tests large kernels stream more)
+parts=(first tests large kernels others stream more)
 usage() { echo "usage: bash bench/gpu.sh OUTDIR [$(IFS='|'; echo "${parts[*]}") | all] [PYTHON]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 part=${2:-all}
@@ -114,8 +115,9 @@ run_first() {
         "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
     kernel linear 90 -k "not 6144 and not 28672 and not 14336 and not 128256" # those of an 8B model come later
     step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
-    [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit")
+    [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit or stand_alone")
     step first-kernels 130 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/kernels/test_layer_kernels.py \
+        tests/kernels/test_few_rows.py tests/kernels/test_entries.py \
         tests/gpu/test_on_gpu.py::test_one_launch_of_each_kernel tests/gpu/test_on_gpu.py::$tickets \
         tests/gpu/test_on_gpu.py::test_a_million_gumbels_order_tokens_as_on_a_cpu tests/kernels/test_tree_attention.py
     line=(--methods sequoia --batches 1 --temperatures 0.6 --prompts 1 --json "$out/large.json")
@@ -139,6 +141,18 @@ run_tests() {
     step tests-gpu 250 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_step.py tests/gpu/test_on_gpu.py \
         tests/core/test_first_on_gpu.py tests/core/test_decoder.py tests/gpu/test_ranks_on_gpu.py
     step tests-kernels 280 "${pytest[@]}" "${named[@]}" "${few[@]}" "${files[@]}"
+}
+
+run_others() {
+    local kernels=(few_rows entries nucleus filter_cuts levels tickets sharing k_seq slots retrieval recurrent held
+        traversal)
+    local files=("${kernels[@]/#/tests/kernels/test_}") few=()
+    files=("${files[@]/%/.py}" tests/core/test_typical.py)
+    # In miniature one small test of each file.
+    local some="are_refused or by_hand or near_the_least or have_no_cuts or at_the_cut or share_counters"
+    some+=" or at_once or is_sure or equal_keys or block_verification or accepted_alike or is_not_read"
+    [ -n "$small" ] && few=(-k "$some")
+    step tests-other-kernels 500 "${pytest[@]}" "${named[@]}" "${few[@]}" "${files[@]}"
 }
 
 run_large() {

@@ -2,6 +2,7 @@
 
     python bench/predict.py step [--json FILE]           # a step, and what of it: predict_step.py
     python bench/predict.py block [--json FILE]          # a round of an 8B model with a block draft, there, too
+    python bench/predict.py attention [--json FILE]      # tree attention: predict_attention.py
     python bench/predict.py verification [--json FILE]   # deciding about a tree: predict_verification.py
     python bench/predict.py filters [--json FILE]        # the cuts of top-k and top-p: predict_filters.py
     python bench/predict.py against OUTDIR [--only large]   # what gpu.sh measured beside predictions.json
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import predict_attention
 import predict_filters
 import predict_step
 import predict_verification
@@ -82,6 +84,7 @@ def compared(folder: Path, predictions: Sequence[dict[str, Any]]) -> list[Row]:
 PARTS = {
     "step": predict_step.rows,
     "block": predict_step.block_rows,
+    "attention": predict_attention.rows,
     "verification": predict_verification.rows,
     "filters": predict_filters.rows,
 }

@@ -3,27 +3,31 @@
 A step is a chain of kernels, each of which waits for the one before:
 
     product of few rows    weight bytes / (bandwidth x share) + GAP     every weight is read once
+    the same by `ramps`    weight bytes / bandwidth + RAMP              fits tokens a second that others publish
     attention              ATTENTION                                    with its parts and their merge
     any other kernel       SMALL                                        a launch in a graph, and what it does
     draw of a level        + DRAW, verification + DECIDE                what these take beyond a small kernel
 
-`before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels. `now` is with
-joined products and fused kernels, as tests/kernels/test_layer_kernels.py and tests/core/test_step.py count them. `few
-rows` is with the products of kernels/layers/few_rows.py, silu behind one of them: the decoder takes these where
-kernels/layers/measured.py has them as faster on the GPU that it runs on. The limit is the time to read the target's
-weights once, at a copy's bandwidth. `fp8 draft` is that with a draft whose weights torchao left in fp8. `top_p` is the
-share of a step that cuts and draws take under top-p, of rows of 128,256 tokens, by predict_filters.py.
+How many kernels there are is counted: launches.json has them by draft, and tests/core/test_step_launches.py counts them
+again. `now` is with products by PyTorch; `ramps` is that by the other model of a product. `few rows` is with the
+products of kernels/layers/few_rows.py, silu in one of them: the decoder takes these where kernels/layers/measured.py
+has them as faster on the GPU that it runs on. `fp8 draft` is that with a draft whose weights torchao left in fp8. The
+limit is the time to read the target's weights once, at a copy's bandwidth. `top_p` is the share of a step that cuts and
+draws take under top-p, of rows of 128,256 tokens, by predict_filters.py.
 
 Each constant is what we expect, the best and the worst that published measurements allow, and where these are from. The
 least and the most of a step have all constants at their best, or all at their worst, so they are wide.
 
 `block_rows` is of a round of Llama-3.1-8B with a DFlash draft of five layers: one pass of a block for all levels, whose
 context is projected from five taps, and a larger tree. Its products may take longer than reading: of the two the longer
-counts, product by product, at a share of the tensor cores' peak.
+counts, product by product, at a share of the tensor cores' peak. What a term launches at each level counts as small
+kernels, its products too.
 """
 
+import json
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import predict_filters
@@ -40,15 +44,29 @@ class Known(NamedTuple):
     source: str
 
 
+class Launches(NamedTuple):
+    """How many kernels are launched: products of a linear layer, attention, and others."""
+
+    products: int
+    attention: int
+    others: int
+
+
 class Model(NamedTuple):
-    """The shape of a Llama, or of an EAGLE-3 head, whose queries, keys and values are made of two states."""
+    """The shape of a Llama, or of an EAGLE-3 head, whose queries, keys and values are made of two states.
+
+    keys:   width of all key heads; None: as many as query heads
+    states: that queries, keys and values are made of
+    taps:   hidden states of the target that its features are made of, by one product a step
+    """
 
     layers: int
     hidden: int
     inner: int
     vocabulary: int = 32000
-    keys: int | None = None  # width of all key heads; None: as many as query heads
+    keys: int | None = None
     states: int = 1
+    taps: int = 0
 
     def layer(self, *, joined: bool) -> list[int]:
         """Bytes of the weights of each product of a layer, in bf16."""
@@ -57,42 +75,53 @@ class Model(NamedTuple):
         made = [self.states * each for each in (square, key, key)]
         return [sum(made), square, 2 * wide, wide] if joined else [*made, square, *[wide] * 3]
 
-    @property
-    def head(self) -> int:
-        return BYTES * self.hidden * self.vocabulary
+    def products(self, *, joined: bool = True) -> list[int]:
+        """Bytes of the weights of each product of a pass, in bf16: all but the token embedding."""
+        return [*self.layers * self.layer(joined=joined), BYTES * self.hidden * self.vocabulary]
 
     @property
-    def read_bytes(self) -> int:
-        """Bytes of the weights that a pass reads: all but the token embedding."""
-        return self.layers * sum(self.layer(joined=True)) + self.head
+    def features(self) -> list[int]:
+        """Bytes of the weights that are read once a step, of the target's hidden states."""
+        return [BYTES * self.taps * self.hidden**2] if self.taps else []
 
 
-class Kernels(NamedTuple):
-    """Other kernels of a layer than products and attention, those beside the layers of either model, and of a step."""
+class Pair(NamedTuple):
+    """A target and a draft. kind: the draft's name in launches.json"""
 
-    joined: bool
-    own_products: bool
-    others: int
-    target_ends: int
-    draft_ends: int
-    step: int
-    draft_bytes: int = 2  # of a draft's weight
+    target: Model
+    draft: Model
+    kind: str
+
+
+class Way(NamedTuple):
+    """How products are made. own: by few_rows.py; ramps: by the other model; draft_bytes: of a draft's weight"""
+
+    own: bool = False
+    ramps: bool = False
+    draft_bytes: int = 2
 
 
 BYTES = 2  # of a weight
-PAIRS = {
-    "7B + 68M": (Model(32, 4096, 11008), Model(2, 768, 3072)),  # Llama-2-7B and llama-68m
-    "8B + EAGLE-3": (Model(32, 4096, 14336, 128_256, 1024), Model(1, 4096, 14336, 32_000, 1024, 2)),  # Llama-3.1-8B
+EAGLE = "eagle-3, a vocabulary of its own"
+PAIRS = {  # Llama-2-7B and llama-68m; Llama-3.1-8B
+    "7B + 68M": Pair(Model(32, 4096, 11008), Model(2, 768, 3072), "a model of two layers"),
+    "8B + EAGLE-3": Pair(Model(32, 4096, 14336, 128_256, 1024), Model(1, 4096, 14336, 32_000, 1024, 2, taps=3), EAGLE),
 }
 LEVELS = 5
-LLAMA_8B, DFLASH = PAIRS["8B + EAGLE-3"][0], Model(5, 4096, 14336, 128_256, 1024)
-BLOCK, TAPS = 16, 5  # rows of a block, and hidden states that its context is made of
+LLAMA_8B, DFLASH = PAIRS["8B + EAGLE-3"].target, Model(5, 4096, 14336, 128_256, 1024, taps=5)
+BLOCK, BLOCK_LEVELS = 16, 12  # rows of a block, and levels of a tree of 64 to 128 nodes
+BLOCK_KINDS = ("dflash", "dspark, gated", "dspark, rnn")
 WAYS = {
-    "before": Kernels(False, False, 13, 3, 7, 78),
-    "now": Kernels(True, False, 4, 2, 3, 23),
-    "few rows": Kernels(True, True, 3, 2, 3, 23),
-    "fp8 draft": Kernels(True, True, 3, 2, 3, 23, 1),
+    "now": Way(),
+    "ramps": Way(ramps=True),
+    "few rows": Way(own=True),
+    "fp8 draft": Way(own=True, draft_bytes=1),
 }
+COUNTED = {
+    name: {part: Launches(*counts) for part, counts in parts.items()}
+    for name, parts in json.loads((Path(__file__).parent / "launches.json").read_text()).items()
+}
+OF_TARGET = COUNTED["a target"]
 
 # Bytes in a second of a large copy.
 BANDWIDTH = {
@@ -117,6 +146,10 @@ OWN_SHARES = (
     (50e6, Known(0.75, 0.85, 0.45, "judged: all multiprocessors have work")),
     (float("inf"), Known(0.85, 0.92, 0.70, "judged: as the best that was published of a hand-written kernel")),
 )
+RAMP = Known(
+    5.2e-6, 4.0e-6, 7.0e-6, "fits SGLang's 158 tokens a second of Llama-3.1-8B on an H100, github.com/sgl-project/"
+    "sglang/issues/4247, and torchao's 95.6 on an A100: products at a copy's bandwidth, and a ramp, a tail, a gap each",
+)  # fmt: skip
 GAP = Known(1.5e-6, 1.0e-6, 2.5e-6, "the same page: 1.3 us from kernel to kernel in a CUDA graph on an H100")
 SMALL = Known(2.3e-6, 1.8e-6, 3.0e-6, "that gap, and a load and a store to memory that wait for each other")
 ATTENTION = Known(7e-6, 5e-6, 8e-6, "judged: 256 to 1,000 rows of keys, parts, a ticket, a merge")
@@ -139,67 +172,88 @@ def share(size: float, own: bool = False) -> Known:
     return next(found for most, found in (OWN_SHARES if own else SHARES) if size <= most)
 
 
-def pass_seconds(
-    model: Model, kernels: Kernels, ends: int, bandwidth: Known, pick: Pick, nbytes: int = BYTES
+def product_seconds(size: float, way: Way, bandwidth: Known, pick: Pick) -> tuple[float, float]:
+    """Seconds that a product with so many bytes of weights reads, and those between it and the next kernel."""
+    if way.ramps:
+        return size / pick(bandwidth), pick(RAMP)
+    return size / (pick(bandwidth) * pick(share(size, way.own))), pick(GAP)
+
+
+def parts_of(
+    name: str, sizes: list[int], attention: int, others: int, way: Way, bandwidth: Known, pick: Pick
 ) -> dict[str, float]:
-    """A forward pass over few tokens, by what it spends its time on. nbytes: of a weight."""
-    products = [size * nbytes // BYTES for size in [*model.layers * model.layer(joined=kernels.joined), model.head]]
-    reading = sum(size / (pick(bandwidth) * pick(share(size, kernels.own_products))) for size in products)
+    """Seconds of products with these bytes of weights, and of other launches, by what they are."""
+    products = [product_seconds(size, way, bandwidth, pick) for size in sizes]
     return {
-        "reading weights": reading,
-        "between products": len(products) * pick(GAP),
-        "attention": model.layers * pick(ATTENTION),
-        "other kernels": (model.layers * kernels.others + ends) * pick(SMALL),
+        f"{name}: reading weights": sum(reading for reading, _ in products),
+        f"{name}: between products": sum(between for _, between in products),
+        f"{name}: attention": attention * pick(ATTENTION),
+        f"{name}: other kernels": others * pick(SMALL),
     }
 
 
-def step_seconds(models: tuple[Model, Model], kernels: Kernels, bandwidth: Known, pick: Pick) -> dict[str, float]:
+def target_seconds(target: Model, way: Way, bandwidth: Known, pick: Pick) -> dict[str, float]:
+    """A pass of a target, whose silu is in a product of few_rows.py."""
+    layer, ends = OF_TARGET["layer"], OF_TARGET["ends"]
+    others = target.layers * (layer.others - way.own) + ends.others
+    return parts_of("target", target.products(), target.layers * layer.attention, others, way, bandwidth, pick)
+
+
+def step_seconds(pair: Pair, way: Way, bandwidth: Known, pick: Pick) -> dict[str, float]:
     """A step of a target and a draft, by what it spends its time on."""
-    target = pass_seconds(models[0], kernels, kernels.target_ends, bandwidth, pick)
-    nbytes = kernels.draft_bytes
-    own = kernels if nbytes == BYTES else kernels._replace(joined=False, others=kernels.others + 1)  # each by itself
-    draft = pass_seconds(models[1], own, own.draft_ends, bandwidth, pick, nbytes)
-    parts = {f"target: {name}": seconds for name, seconds in target.items()}
-    parts |= {f"draft: {name}": LEVELS * seconds for name, seconds in draft.items()}
+    counted, draft = COUNTED[pair.kind], pair.draft
+    first, level, taps = counted["first pass"], counted["level"], counted["taps"]
+    joined = way.draft_bytes == BYTES  # fp8 weights are multiplied one by one
+    sizes = [size * way.draft_bytes // BYTES for size in draft.products(joined=joined)]
+    draws = (LEVELS - 1) * counted["draw of a level"].others  # which are within a level's
+    others = first.others + (LEVELS - 1) * level.others - draws
+    if way.own and joined:
+        others -= LEVELS * draft.layers
+    attention = first.attention + (LEVELS - 1) * level.attention
+    parts = target_seconds(pair.target, way, bandwidth, pick)
+    parts |= parts_of("draft", LEVELS * sizes, attention, others, way, bandwidth, pick)
+    of_taps = parts_of("taps", draft.features, 0, taps.others, way, bandwidth, pick)
     return parts | {
-        "beside: launches": kernels.step * pick(SMALL), "beside: drawing": LEVELS * pick(DRAW),
+        "draft: taps": sum(of_taps.values()),
+        "beside: launches": (draws + counted["last draw and verification"].others) * pick(SMALL),
+        "beside: drawing": LEVELS * pick(DRAW),
         "beside: deciding": pick(DECIDE),
-    }  # fmt: skip
+    }
 
 
-def block_seconds(nodes: int, bandwidth: Known, pick: Pick) -> dict[str, float]:
+def block_seconds(kind: str, nodes: int, bandwidth: Known, pick: Pick) -> dict[str, float]:
     """A round with a tree of so many nodes, which one pass of a block drafts."""
+    counted, layer, ends = COUNTED[kind], OF_TARGET["layer"], OF_TARGET["ends"]
+    first, level, taps = counted["first pass"], counted["level"], counted["taps"]
 
     def product(size: float, count: int) -> float:
         reading = size / (pick(bandwidth) * pick(share(size)))
         return max(reading, size / BYTES * 2 * count / pick(TENSOR_PEAK)) + pick(GAP)
 
-    def products(model: Model, count: int) -> float:
-        sizes = model.layers * model.layer(joined=True) + [model.head]
-        return sum(product(size, count) for size in sizes)
-
-    def others(model: Model) -> float:
-        return model.layers * (pick(ATTENTION) + WAYS["now"].others * pick(SMALL))
-
     hidden = LLAMA_8B.hidden
-    context = [TAPS * BYTES * hidden**2, 2 * DFLASH.layers * BYTES * hidden * LLAMA_8B.keys]
+    context = [*DFLASH.features, *2 * DFLASH.layers * [BYTES * hidden * (LLAMA_8B.keys or hidden)]]
+    others = LLAMA_8B.layers * layer.others + ends.others
     return {
-        "target: products": products(LLAMA_8B, nodes), "target: other kernels": others(LLAMA_8B),
-        "draft: products": products(DFLASH, BLOCK), "draft: other kernels": others(DFLASH),
-        "draft: context": sum(product(size, nodes) for size in context),
-        "beside: launches": WAYS["now"].step * pick(SMALL), "beside: drawing, deciding": pick(DRAWN),
-    }  # fmt: skip
+        "target: products": sum(product(size, nodes) for size in LLAMA_8B.products()),
+        "target: other kernels": LLAMA_8B.layers * pick(ATTENTION) + others * pick(SMALL),
+        "draft: products": sum(product(size, BLOCK) for size in DFLASH.products()),
+        "draft: other kernels": DFLASH.layers * pick(ATTENTION) + first.others * pick(SMALL),
+        "draft: levels": (BLOCK_LEVELS - 1) * sum(level) * pick(SMALL),
+        "draft: context": sum(product(size, nodes) for size in context) + taps.others * pick(SMALL),
+        "beside: launches": counted["last draw and verification"].others * pick(SMALL),
+        "beside: drawing, deciding": pick(DRAWN),
+    }
 
 
 def block_rows() -> list[Row]:
-    """Milliseconds of each part of such a round, their sum and its range, by GPU and nodes."""
+    """Milliseconds of each part of such a round, their sum and its range, by GPU, kind of draft and nodes."""
     found = []
-    for gpu, bandwidth in BANDWIDTH.items():
-        for nodes in (64, 128):
-            sums = {name: sum(block_seconds(nodes, bandwidth, pick).values()) for name, pick in PICKS.items()}
-            parts = block_seconds(nodes, bandwidth, PICKS["likely"])
-            row = {"gpu": gpu, "kernels": f"{nodes} nodes"} | {name: 1e3 * seconds for name, seconds in parts.items()}
-            found.append(row | {f"{name}_ms": 1e3 * seconds for name, seconds in sums.items()})
+    for (gpu, bandwidth), kind, nodes in product(BANDWIDTH.items(), BLOCK_KINDS, (64, 128)):
+        sums = {name: sum(block_seconds(kind, nodes, bandwidth, pick).values()) for name, pick in PICKS.items()}
+        parts = block_seconds(kind, nodes, bandwidth, PICKS["likely"])
+        row = {"gpu": gpu, "kernels": f"{kind}, {nodes} nodes"}
+        row |= {name: 1e3 * seconds for name, seconds in parts.items()}
+        found.append(row | {f"{name}_ms": 1e3 * seconds for name, seconds in sums.items()})
     return found
 
 
@@ -209,15 +263,15 @@ def rows() -> list[Row]:
     for gpu, bandwidth in BANDWIDTH.items():
         microseconds = predict_filters.step(H200._replace(bandwidth=bandwidth.likely / 1e6))
         filtered = 1e-6 * (microseconds["cuts"] + microseconds["draws"])
-        for (pair, models), (way, kernels) in product(PAIRS.items(), WAYS.items()):
-            limit = models[0].read_bytes / bandwidth.likely
-            sums = {name: sum(step_seconds(models, kernels, bandwidth, pick).values()) for name, pick in PICKS.items()}
-            parts = step_seconds(models, kernels, bandwidth, PICKS["likely"])
-            rest = sum(seconds for name, seconds in parts.items() if name.startswith("beside"))
-            row = {"gpu": gpu, "kernels": f"{pair}, {way}"} | {name: 1e3 * seconds for name, seconds in parts.items()}
+        for (name, pair), (way, how) in product(PAIRS.items(), WAYS.items()):
+            limit = sum(pair.target.products()) / bandwidth.likely
+            sums = {name: sum(step_seconds(pair, how, bandwidth, pick).values()) for name, pick in PICKS.items()}
+            parts = step_seconds(pair, how, bandwidth, PICKS["likely"])
+            rest = sum(seconds for part, seconds in parts.items() if part.startswith("beside"))
+            row = {"gpu": gpu, "kernels": f"{name}, {way}"} | {part: 1e3 * seconds for part, seconds in parts.items()}
             row |= {"step_ms": 1e3 * sums["likely"], "least_ms": 1e3 * sums["least"], "most_ms": 1e3 * sums["most"]}
             over = {"over_limit": "likely", "over_least": "least", "over_most": "most"}
-            row |= {name: sums[pick] / limit for name, pick in over.items()}
+            row |= {column: sums[pick] / limit for column, pick in over.items()}
             under_top_p = sums["likely"] - parts["beside: drawing"] + filtered
             found.append(row | {"beside": rest / sums["likely"], "top_p": filtered / under_top_p})
     return found

@@ -185,8 +185,9 @@ class SpeculativeDecoder:
             stats.reused_tokens = sum(workspace.begin(request, plan))
             stats.prefill_tokens = int((request.lengths - 1).sum()) - stats.reused_tokens
             stats.lap("prefill")
-            if len(self.trees.candidates(request.filters, len(input_ids))) > 1:
-                watchers.append(self.trees.watcher(plan, request.filters, len(input_ids)))
+            trees = self._trees_of(request)
+            if len(trees.candidates(request.filters, len(input_ids))) > 1:
+                watchers.append(trees.watcher(plan, request.filters, len(input_ids)))
             new = decode(request, plan, self.runner, workspace, stats=stats, watchers=watchers)
             cache = self.runner.keep(workspace, request, plan)
         logger.debug("%d new tokens in %d steps, %.3f s", stats.new_tokens, stats.steps, stats.total_seconds)
@@ -201,10 +202,14 @@ class SpeculativeDecoder:
             _kept=self.runner.kept,
         )
 
+    def _trees_of(self, request: Request) -> TreePolicy:
+        """The policy for a request's longest prompt."""
+        return self.trees.for_length(request.prompt.shape[1])
+
     def _statistics(self, request: Request, plan: StepPlan, begin: float) -> Statistics:
         """The statistics of a generation that began at `begin`, by `self.clock`; nothing is counted yet."""
         stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
-        stats.tree = self.trees.in_words(plan.tree, len(request.prompt))
+        stats.tree = self._trees_of(request).in_words(plan.tree, len(request.prompt))
         stats.law_changed_by = plan.rules.law_changed_by
         stats.verification = plan.rules.verification
         logger.debug(
@@ -256,7 +261,7 @@ class SpeculativeDecoder:
         prompts = torch.zeros(shape, dtype=torch.long, device=self._target.device)
         request = self._request(prompts, max_new_tokens, temperature, given)
         plan = self._plan(request)
-        load("warm_up")(self.runner, request, plan, self.trees.to_warm_up(request.filters, batch_size))
+        load("warm_up")(self.runner, request, plan, self._trees_of(request).to_warm_up(request.filters, batch_size))
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
         return seconds
@@ -270,7 +275,8 @@ class SpeculativeDecoder:
     def _plan(self, request: Request) -> StepPlan:
         """What stays fixed during all steps of a request. Raises ValueError if the method cannot sample that way."""
         batch = len(request.prompt)
-        tree, candidates = self.trees.tree(request.filters, batch), self.trees.candidates(request.filters, batch)
+        trees = self._trees_of(request)
+        tree, candidates = trees.tree(request.filters, batch), trees.candidates(request.filters, batch)
         sizes = [len(each) for each in candidates]
         drafts = max(sizes) > 1
         if drafts:
@@ -308,7 +314,7 @@ class SpeculativeDecoder:
         if not (measures_steps and drafted):
             return
         why = stats.does_not_pay
-        expected = self.trees.expected_gain(stats, plan.tree)
+        expected = self._trees_of(request).expected_gain(stats, plan.tree)
         if not why and expected is not None and expected < 1 and stats.steps >= ENOUGH_STEPS:
             why = (
                 f"the draft does not pay: {stats.tokens_per_step:.2f} tokens a step, by costs estimated for a batch of "

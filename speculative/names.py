@@ -102,6 +102,7 @@ OPTIONS = {
     "shards_of": "heavypath.speculative.ranks.shards",
     "stopping_of": "heavypath.speculative.processors.stopping",
     "streamed_bytes": "heavypath.speculative.costs.streamed",
+    "estimated_costs": "heavypath.speculative.costs.gpu_step",
     "streamed_costs": "heavypath.speculative.costs.streamed",
     "streamed_if_offloaded": "heavypath.speculative.streaming.offloaded",
     "TransformersForward": "heavypath.speculative.models.generic",

@@ -39,10 +39,12 @@ TOY_BYTES, TOY_SIZE = 1e6, 5  # a model with fewer bytes of weights is a toy; no
 SURE = 1.2  # batches draft only if the estimated gain is at least this, because measured ones are up to 0.15 lower
 
 
-def chosen_tree(method: str, given: Mapping[str, Any], target: Forward, draft: Draft) -> tuple[TokenTree | Growth, str]:
+def chosen_tree(
+    method: str, given: Mapping[str, Any], target: Forward, draft: Draft, length: int = 0
+) -> tuple[TokenTree | Growth, str]:
     """The tree that a decoder's options set, or the default tree; and in words what it was chosen by.
 
-    given: the tree options that are not None
+    given: the tree options that are not None; length: of the sequences, see `estimates`
 
     A static tree is in heavy-path order. Raises TypeError or ValueError for options that do not fit method or draft.
     """
@@ -52,12 +54,12 @@ def chosen_tree(method: str, given: Mapping[str, Any], target: Forward, draft: D
     if is_toy(target):
         chosen_by = chosen_by if given else "the default of models of less than a megabyte"
     elif not {"tree", "tree_size"} & given.keys():
-        tree = tree_by_estimates(method, target, draft)
+        tree = tree_by_estimates(method, target, draft, length=length)
         size = max(2, len(tree))
     if tree is None or given:
         tree = tree_of_options(method, given, size, draft.levels)
     else:
-        chosen_by = f"by costs estimated for {estimated_for(target)}"
+        chosen_by = f"by costs estimated for {estimated_for(target)}" + f" and {length:,} tokens" * (length > 0)
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
     elif draft.laws > 1:
@@ -109,13 +111,14 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 
 
 def tree_by_estimates(
-    method: str, target: Forward, draft: Draft, batch: int = 1, temperature: float = 1.0
+    method: str, target: Forward, draft: Draft, batch: int = 1, temperature: float = 1.0, length: int = 0
 ) -> TokenTree | Growth:
     """The fastest tree of a method for `batch` sequences, in heavy-path order, by costs estimated for the device.
 
     temperature: of the target; how often the draft's tokens are usually accepted depends on it
+    length: of the sequences, see `estimates`
     """
-    costs = estimates(target, draft.models, batch)
+    costs = estimates(target, draft.models, batch, length=length)
     tree = default_tree(method, costs, draft.levels, batch, usual_acceptance(method, draft, temperature))
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 

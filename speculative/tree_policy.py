@@ -11,6 +11,10 @@ The number of running sequences is rounded to a few values, so that there are fe
 While steps draft nothing, the draft does not read the new tokens: it rests. Before it drafts again, it reads the tokens
 that it has missed, see `Workspace.rest_or_catch_up`. Drafts that cannot do this always draft at least one token.
 
+On a GPU attention over a long prompt costs more for each node, in models whose query heads share keys. So the default
+tree of a long prompt is smaller. Its length is rounded, and that of a batch is its longest prompt's. A service does not
+look at lengths.
+
 Sampled output depends on the trees: another tree gives another sample of the same distribution. At temperature 0, and
 with exponential races (ersd), the output does not depend on them. There the trees follow the batch, also while
 sequences end. For other methods they do so only with a profile, because its user wants the fastest trees. Without one
@@ -25,7 +29,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.costs.estimates import estimates
+from heavypath.speculative.costs.estimates import estimated_length, estimates
 from heavypath.speculative.costs.table import BATCHES, Costs, standing_for
 from heavypath.speculative.decoding.drafted import Shape
 from heavypath.speculative.decoding.run import Watcher
@@ -106,6 +110,10 @@ class TreePolicy:
     alone: TokenTree | Growth | None = None
     chosen_by = "by a policy of your own"
 
+    def for_length(self, length: int) -> "TreePolicy":
+        """The policy for prompts of which the longest has `length` tokens: itself, unless the length matters to it."""
+        return self
+
     def tree(self, filters: Filters, running: int) -> TokenTree | Growth:
         """The tree for `running` sequences whose target is sampled with `filters`; the same for equal arguments.
 
@@ -171,15 +179,16 @@ class FixedTree(TreePolicy):
 class StepCosts:
     """Estimates what a step with a tree costs, in steps of plain decoding."""
 
-    def __init__(self, target: Forward, draft: Draft):
-        self._target, self._draft = target, draft
+    def __init__(self, target: Forward, draft: Draft, length: int = 0):
+        """length: of the sequences, see `estimates`."""
+        self._target, self._draft, self._length = target, draft, length
         self._by_batch: dict[int, Costs] = {}
 
     def __call__(self, tree: Shape, running: int) -> float:
         """The cost of a step with a tree for `running` sequences, divided by the cost of a step that drafts nothing."""
         batch = standing_for(running, BATCHES)
         if batch not in self._by_batch:
-            self._by_batch[batch] = estimates(self._target, self._draft.models, batch)
+            self._by_batch[batch] = estimates(self._target, self._draft.models, batch, length=self._length)
         costs = self._by_batch[batch]
         return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
 
@@ -187,16 +196,27 @@ class StepCosts:
 class TreeByCosts(TreePolicy):
     """The best trees by estimated costs, for decoders without tree options; see `tree_choice`."""
 
-    def __init__(self, method: str, row: Method, target: Forward, draft: Draft):
-        """row: of the method, with the verification that the decoder uses."""
-        self.alone, self.chosen_by = chosen_tree(method, {}, target, draft)
+    def __init__(self, method: str, row: Method, target: Forward, draft: Draft, length: int = 0):
+        """row: of the method, with the verification that the decoder uses; length: of the sequences, see `estimates`"""
+        self.alone, self.chosen_by = chosen_tree(method, {}, target, draft, length)
+        self._length = length
+        self._by_length: dict[int, TreeByCosts] = {}  # without itself, so that it ends with its decoder
         self._method, self._row, self._target, self._draft = method, row, target, draft
         self._is_fixed = self._draft.why_not_measured != ""  # without a usual acceptance: one tree for all batches
         self._can_rest = draft.can_rest
         self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
         self._is_toy = is_toy(target)
         self._by_batch: dict[tuple[float, int, bool], TreesByBatch] = {}
-        self.cost = StepCosts(target, self._draft)
+        self.cost = StepCosts(target, self._draft, length)
+
+    def for_length(self, length: int) -> "TreeByCosts":
+        """The policy for sequences of this length, rounded by `estimated_length`; it is kept for others like them."""
+        rounded = estimated_length(self._target, length)
+        if rounded == self._length:
+            return self
+        if rounded not in self._by_length:
+            self._by_length[rounded] = TreeByCosts(self._method, self._row, self._target, self._draft, rounded)
+        return self._by_length[rounded]
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
         """The trees for 1 to `most` sequences; one tree for all if sampled output would depend on the choice.
@@ -284,7 +304,7 @@ class TreeByCosts(TreePolicy):
     def _tree(self, batch: int, temperature: float) -> TokenTree | Growth:
         asked = batch, temperature == 0
         if asked not in self._found:
-            tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature)
+            tree = tree_by_estimates(self._method, self._target, self._draft, batch, temperature, self._length)
             is_alone = batch == 1 and (tree == self.alone or self._is_toy)
             assert self.alone is not None
             self._found[asked] = self.alone if self._is_fixed or is_alone else tree

@@ -45,14 +45,8 @@ from typing import NamedTuple
 from simulation.hardware import Hardware
 from simulation.shapes import ModelSize
 
-from heavypath.speculative.costs.roofline import (
-    DRAW,
-    LAYER_KERNELS,
-    LEVEL_KERNELS,
-    LEVEL_NODES,
-    SMALL_KERNEL,
-    STEP_KERNELS,
-)
+from heavypath.speculative.costs.gpu_step import DRAW, LEVEL_KERNELS, LEVEL_NODES, STEP_KERNELS
+from heavypath.speculative.costs.roofline import LAYER_KERNELS, SMALL_KERNEL
 from heavypath.speculative.profile import MATTERS
 from heavypath.speculative.trees.planning import Acceptance, select_tree
 from heavypath.speculative.trees.tree import TokenTree

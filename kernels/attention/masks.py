@@ -72,23 +72,36 @@ def _pack_kernel(
     mask_ptr += query * nodes
     count = tl.cdiv(nodes, 64) * 2
     words_ptr += query * count
-    bit = tl.arange(0, 32)
-    seen = tl.full([], 0, tl.int32)
     if HAS_WINDOW:
+        bit = tl.arange(0, 32)
+        seen = tl.full([], 0, tl.int32)
         for first in range(0, count, _WORDS):
             node = (first + tl.arange(0, _WORDS)[:, None]) * 32 + bit[None, :]
             seen += tl.sum(tl.load(mask_ptr + node, mask=node < nodes, other=0).to(tl.int32))
         tl.store(counts_ptr + query, tl.minimum(seen, window))
-    before = tl.full([], 0, tl.int32)
-    for first in range(0, count, _WORDS):
-        word = first + tl.arange(0, _WORDS)
-        node = word[:, None] * 32 + bit[None, :]
-        sees = tl.load(mask_ptr + node, mask=node < nodes, other=0).to(tl.int32)
-        if HAS_WINDOW:
+        before = tl.full([], 0, tl.int32)
+        for first in range(0, count, _WORDS):
+            word = first + tl.arange(0, _WORDS)
+            node = word[:, None] * 32 + bit[None, :]
+            sees = tl.load(mask_ptr + node, mask=node < nodes, other=0).to(tl.int32)
             place = tl.cumsum(tl.reshape(sees, [_WORDS * 32]), 0)
             behind = seen - before - tl.reshape(place, [_WORDS, 32])
             before += tl.sum(sees)
             sees = tl.where(behind < window, sees, 0)
+            tl.store(words_ptr + word, tl.sum(sees << bit[None, :], 1), mask=word < count)
+    else:
+        pack_row(mask_ptr, words_ptr, nodes)
+
+
+@triton.jit
+def pack_row(mask_ptr, words_ptr, nodes):
+    """Pack a query's bytes [nodes] into its words [2 * ceil(nodes / 64)]."""
+    count = tl.cdiv(nodes, 64) * 2
+    bit = tl.arange(0, 32)
+    for first in range(0, count, _WORDS):
+        word = first + tl.arange(0, _WORDS)
+        node = word[:, None] * 32 + bit[None, :]
+        sees = tl.load(mask_ptr + node, mask=node < nodes, other=0).to(tl.int32)
         tl.store(words_ptr + word, tl.sum(sees << bit[None, :], 1), mask=word < count)
 
 

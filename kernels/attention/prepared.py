@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from heavypath.kernels.attention.masks import attention_bias, interval_mask, pack_ancestors
+from heavypath.kernels.attention.masks import PackedAncestors, attention_bias, interval_mask, pack_ancestors
 from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.tree_attention import attend, tree_attention
 
@@ -16,7 +16,7 @@ def prepared_attention(
     rows: int,
     dtype: torch.dtype,
     subtree_end: Tensor | None = None,
-    ancestor_mask: Tensor | None = None,
+    ancestor_mask: Tensor | PackedAncestors | None = None,
     window: int | None = None,
     impl: str = "auto",
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
@@ -28,14 +28,16 @@ def prepared_attention(
     prefix_length: LongTensor[B], or [] for all sequences
     rows:          a number of cache rows that is enough for the longest prefix and its tree
     dtype:         of queries, keys and values
-    subtree_end, ancestor_mask, window, impl: as in `tree_attention`
+    subtree_end, ancestor_mask, window, impl: as in `tree_attention`; a packed mask only for its kernel and its window
     """
     impl = choose_impl("prepared_attention", impl, prefix_length)
     if ancestor_mask is None and (impl == "torch" or window is not None):
         assert subtree_end is not None
         ancestor_mask, subtree_end = interval_mask(subtree_end), None
     if impl == "triton":
-        packed = None if ancestor_mask is None else pack_ancestors(ancestor_mask, window)
+        packed = ancestor_mask
+        if isinstance(packed, Tensor):
+            packed = pack_ancestors(packed, window)
 
         def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             visible = {"prefix_length": prefix_length, "subtree_end": subtree_end, "ancestor_mask": packed}
@@ -43,7 +45,7 @@ def prepared_attention(
 
         return attend_by_kernel
 
-    assert ancestor_mask is not None
+    assert isinstance(ancestor_mask, Tensor), "words are the kernel's"
     lengths = prefix_length if prefix_length.numel() > 1 else int(prefix_length)
     first = first_row_seen(prefix_length, window)
     alone = ancestor_mask.shape[-2:] == (1, 1) and isinstance(lengths, int) and rows == lengths + 1

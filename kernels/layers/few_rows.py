@@ -122,7 +122,7 @@ def _few_rows_kernel(
         w = tl.load(weight + column[None, :], mask=of_weight, other=0.0)
         given = tl.load(x + column[:, None], mask=of_x, other=0.0)
         if scale is not None:
-            w = w.to(x.dtype.element_ty)
+            w = w.to(tl.float32).to(x.dtype.element_ty)  # by way of fp32: directly it goes through a slow unit
         if INTERPRETED:  # the interpreter's bfloat16 products are wrong
             w, given = w.to(tl.float32), given.to(tl.float32)
         sums = tl.dot(w, given, sums)
@@ -153,15 +153,26 @@ def _few_rows_kernel(
 def parts_of(outputs: int, columns: int) -> tuple[int, int]:
     """Return how many parts a weight's columns are split into, and the columns of each part.
 
-    Of the counts that occupy the whole GPU, it is the one that leaves the fewest programs idle in the last wave.
+    It is the count of the least cost, see `cost_of_parts`; of equal ones the smaller.
     """
     tiles, blocks = -(-outputs // BLOCK_N), -(-columns // BLOCK_K)
     most = max(1, min(MOST_PARTS, blocks // LEAST_BLOCKS))
-    least = min(most, -(-9 * PROGRAMS // (10 * tiles)))  # nine tenths of them will do
-    waves = {parts: tiles * parts / PROGRAMS for parts in range(least, most + 1)}
-    parts = min(waves, key=lambda parts: (round(-(-waves[parts] // 1) / waves[parts], 1), parts))
+    parts = min(range(1, most + 1), key=lambda parts: cost_of_parts(parts, tiles, blocks))
     each = -(-blocks // parts)
     return -(-blocks // each), each * BLOCK_K
+
+
+def cost_of_parts(parts: int, tiles: int, blocks: int) -> float:
+    """The time of a product whose columns are split into parts, in bytes that a program moves, for `FEWER` rows.
+
+    tiles: of outputs; blocks: of columns
+
+    A program reads its blocks of the weight and of x, and stores its partial sums. Programs run in waves, and the last
+    program of a tile reads the partial sums of all its parts.
+    """
+    block, partial = 2 * BLOCK_K * (BLOCK_N + FEWER), 4 * BLOCK_N * FEWER if parts > 1 else 0
+    waves = -(-tiles * parts // PROGRAMS)
+    return waves * (-(-blocks // parts) * block + partial) + parts * partial
 
 
 def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> Tensor:

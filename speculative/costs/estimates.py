@@ -1,6 +1,6 @@
 """Estimate the costs of a step from the models. Decoders without a profile choose their trees by these costs.
 
-This file has the formula for CPUs. `roofline` has the one for GPUs, and `streamed` the one for streamed weights.
+This file has the formula for CPUs. `gpu_step` has the one for GPUs, and `streamed` the one for streamed weights.
 
 A compiled pass reads each weight once and multiplies it with all B n rows, for trees of n nodes and B sequences. Rows
 are multiplied in g = ceil(B n / GROUP) groups, and each group reads the weight from a CPU cache again. So another row
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
-from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
+from heavypath.speculative.costs.roofline import Device, Work
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
@@ -49,19 +49,33 @@ STEP, STEP_SEQUENCE = 50e-6, 12e-6  # seconds of verifying and committing: for a
 DRAFT = 50e-6  # seconds of a step that drafts: begin a tree, pass new tokens to the draft, and order the nodes
 LEVEL, LEVEL_SEQUENCE = 20e-6, 10e-6  # seconds of drawing a level's tokens: for a level, and for each sequence
 LEVEL_NODES = 2  # assumed number of nodes of a level
+LONG = 4096  # tokens from which on attention counts
 SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger ones do not pay
 
 
-def estimates(target: Forward, drafting: Sequence[Drafting], batch: int = 1, sizes: Sequence[int] = SIZES) -> Costs:
+def estimates(
+    target: Forward, drafting: Sequence[Drafting], batch: int = 1, sizes: Sequence[int] = SIZES, length: int = 0
+) -> Costs:
     """The estimated costs of a step for `batch` sequences. drafting: the forward passes of the draft's models.
 
     sizes: numbers of nodes; used only for a target on a CPU whose weights are not streamed
+    length: tokens of a sequence, as `estimated_length` rounds them; used only for a target whose weights are on a GPU
     """
     if target.stream is not None:
         return load("streamed_costs")(target, drafting, batch)
     if target.device.type == "cuda":
-        return estimated_costs(target, drafting, Device.of(target.device), batch)
+        return load("estimated_costs")(target, drafting, Device.of(target.device), batch, length=length)
     return host_costs(target, drafting, batch, sizes)
+
+
+def estimated_length(target: Forward, length: int) -> int:
+    """The length of a sequence as `estimates` takes it: rounded down to a power of two, so that there are few trees.
+
+    0 for sequences of fewer than `LONG` tokens, and for targets whose costs are estimated without it.
+    """
+    if length < LONG or target.stream is not None or target.device.type != "cuda":
+        return 0
+    return 1 << (length.bit_length() - 1)
 
 
 def estimated_for(target: Forward) -> str:

@@ -1,4 +1,4 @@
-"""Estimate the costs of a step on a GPU from the device and the models, for a decoder without a profile.
+"""Estimate the time of a pass on a GPU from the device and the model; `gpu_step` has that of a step.
 
 A forward pass over n tokens reads all weights once and multiplies them with n rows. The longer of these two times
 counts most; if they are alike, each delays the other, which the root of the sum of their squares models. In addition,
@@ -8,12 +8,6 @@ small kernels run one after the other:
 
 If a token uses k of E experts, n tokens read E (1 - (1 - k / E)^n) of them, as if each token chose independently. A
 pass reads the states of recurrent layers, and the commit reads and writes them.
-
-A step adds the time of verifying, in which the logits of n nodes are read a few times, and its own small kernels. A
-level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. A draft
-pass that drafts all levels at once is counted for the step. If B sequences are decoded together, all of this is for B
-times as many tokens. Attention's reads of the caches are left out: they are the same for trees of all sizes. In long
-sequences they hide some of the products of larger trees.
 
 These are estimates, not measurements: so the tree depends on the models and the kind of GPU alone, and the same seed
 gives the same output on every run. `heavypath calibrate` measures.
@@ -26,22 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import Drafting
-from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.ranks.peers import part_owned
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
-LEVEL_NODES = 8  # assumed number of nodes of a level
 REACHED = 0.85  # share of the bandwidth that products of few rows reach
 REACHED_PEAK = 0.6  # share of the peak that products reach
 SMALL_KERNEL = 2e-6  # seconds of a kernel that does little, after another one in a CUDA graph
 LAYER_KERNELS = 6  # small kernels of a layer, besides the four products of its weights
-STEP_KERNELS = 30  # small kernels of a step, besides those of the models and the levels
-LEVEL_KERNELS = 6
-DRAW = 10e-6  # seconds of a draw from a few rows
-LOGIT_PASSES = 3  # how often a step reads its logits
-STATE_PASSES = 3  # how often a step reads or writes the states of recurrent layers
 # Operations of a multiprocessor per cycle: in fp16 and bf16, by compute capability, and in fp32.
 TENSOR_CORES = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
 OTHER_TENSOR_CORES, PLAIN_CORES = 512, 256
@@ -150,27 +135,3 @@ def _largest(config: Any, names: Sequence[str]) -> int:
     """The number in a config under the first of these names that it has; of a list the largest; 0 without any."""
     found = next(filter(None, (getattr(config, name, None) for name in names)), 0)
     return found if isinstance(found, int) else max(found)
-
-
-def estimated_costs(
-    target: Forward, drafting: Sequence[Drafting], device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
-) -> Costs:
-    """The estimated costs of steps and levels on a GPU for `batch` sequences decoded together.
-
-    drafting: the forward passes of the draft's models; sizes: numbers of nodes of the trees
-
-    For a draft without a model, a level costs only the draws and the small kernels.
-    """
-    work = Work.of(target)
-    logits = batch * target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read one node's logits
-    states = batch * STATE_PASSES * target.state_bytes / device.bandwidth
-    once, level = 0.0, LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
-    for model in drafting:
-        of_step, of_level = (each.seconds(batch * LEVEL_NODES, device) for each in Work.split(model))
-        once, level = once + of_step, level + of_level
-    fixed = STEP_KERNELS * SMALL_KERNEL + states
-    step = {
-        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + fixed + (size > 1) * once
-        for size in sizes
-    }
-    return Costs(step, level)

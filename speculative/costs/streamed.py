@@ -20,7 +20,8 @@ from typing import Protocol
 from torch import Tensor
 
 from heavypath.speculative.costs.estimates import DISK, host_costs, pass_seconds
-from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
+from heavypath.speculative.costs.gpu_step import estimated_costs
+from heavypath.speculative.costs.roofline import Device, Work
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from heavypath.kernels.attention.masks import attention_bias, interval_mask
+from heavypath.kernels.attention.masks import PackedAncestors, attention_bias, interval_mask
 from heavypath.kernels.attention.prepared import first_row_seen, prepared_attention
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.layer_weights import stream_of, streamed
@@ -47,7 +47,7 @@ class TreeMask:
     prefix_length: Tensor
     visible_rows: int
     subtree_end: Tensor | None = None
-    ancestor_mask: Tensor | None = None
+    ancestor_mask: Tensor | PackedAncestors | None = None
     level: int = 0
 
     def attention(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Attend]:
@@ -73,6 +73,7 @@ class TreeMask:
         if ancestors is None:
             assert self.subtree_end is not None
             ancestors = interval_mask(self.subtree_end)
+        assert isinstance(ancestors, Tensor)
 
         def bias(window: int | None) -> Tensor:
             first = self.first_row(window)

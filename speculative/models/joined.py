@@ -13,7 +13,8 @@ own again.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 
 import torch
@@ -66,11 +67,11 @@ class Joining:
                 return known
             movable = all(
                 is_plain(one)
-                and not one.is_inference()
                 and self._uses[id(one)] == 1
                 and one.is_contiguous()
                 and one.untyped_storage().nbytes() == one.nbytes  # not a view of a larger tensor
                 and (one.shape[1:], one.dtype, one.device) == (first.shape[1:], first.dtype, first.device)
+                and one.is_inference() == first.is_inference()
                 for one in parameters
             )
             if not movable:
@@ -89,7 +90,7 @@ class _Together:
     def __init__(self, parameters: Sequence[Tensor]):
         self._parameters = parameters
         self.sizes = [len(one) for one in parameters]
-        with torch.inference_mode(False), torch.no_grad():
+        with _writing(parameters[0]):
             rows = parameters[0].new_empty(sum(self.sizes), *parameters[0].shape[1:])
             for one, own in zip(parameters, rows.split(self.sizes), strict=True):
                 own.copy_(one)
@@ -156,10 +157,17 @@ def _storage_of(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
+@contextmanager
+def _writing(parameter: Tensor) -> Iterator[None]:
+    """A context in which a parameter's memory can be replaced, whether it was made under inference_mode or not."""
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+        yield
+
+
 def _separate(parameters: Sequence[Tensor], storage: tuple[int, int]) -> None:
     """Copy each parameter that still lies in this joined storage into memory of its own."""
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with _writing(parameters[0]):
             for one in parameters:
                 if _storage_of(one) == storage:
                     one.data = one.detach().clone(memory_format=torch.contiguous_format)

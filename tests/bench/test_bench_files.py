@@ -89,19 +89,41 @@ def gpu_sh(*arguments):
     return subprocess.run(command, **given, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def test_in_miniature_a_test_of_each_kernel_is_tried():
-    text = (BENCH / "gpu.sh").read_text()
-    words = "".join(re.findall(r'some\+?="([^"$]+)"', text)).split(" or ")
+def files_of(part, text):
+    """The test files of a part of gpu.sh that takes those of kernels, and the words of tests that a miniature runs."""
+    body = re.search(rf"run_{part}\(\) {{\n(.*?)\n}}\n", text, re.S)[1]
+    words = "".join(re.findall(r'some\+?="([^"$]+)"', body)).split(" or ")
+    kernels = re.search(r"local kernels=\(([^)]+)\)", body)[1].split()
+    further = re.findall(r"tests/core/(test_\w+\.py)\)", body)
+    return [*(f"kernels/test_{name}.py" for name in kernels), *(f"core/{name}" for name in further)], words
+
+
+@pytest.mark.parametrize("part", ["tests", "others"])
+def test_in_miniature_a_test_of_each_kernel_is_tried(part):
+    files, words = files_of(part, (BENCH / "gpu.sh").read_text())
+    assert len(files) > 9
     assert len(words) > 9
-    kernels = re.search(r"local kernels=\(([^)]+)\)", text)[1].split()
-    files = [*(f"kernels/test_{name}.py" for name in kernels), "core/test_huggingface.py"]
     for file in files:
         names = re.findall(r"^def (test_\w+)", (BENCH.parent / "tests" / file).read_text(), re.M)
         assert any(word in name for word in words for name in names), file
 
 
+WITHOUT_A_GPU = {  # what is in these files is of a CPU, of references, or of compiling
+    "adversary", "compiling", "filtering", "launches", "linear", "looked_up", "native", "native_cache", "native_steps",
+    "noise", "operators", "top_down", "verification", "verification_oracle",
+}  # fmt: skip
+
+
+def test_the_tests_of_every_kernel_are_in_a_part_for_a_gpu():
+    text = (BENCH / "gpu.sh").read_text()
+    tried = {file for part in ("tests", "others") for file in files_of(part, text)[0]}
+    there = {f"kernels/{path.name}" for path in (BENCH.parent / "tests" / "kernels").glob("test_*.py")}
+    assert {f"kernels/test_{name}.py" for name in WITHOUT_A_GPU} == there - tried
+    assert {file for file in tried if file.startswith("kernels/")} <= there
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["first", "tests", "large", "kernels", "stream", "more"])
+@pytest.mark.parametrize("part", ["first", "tests", "large", "kernels", "others", "stream", "more"])
 def test_everything_for_a_gpu_runs_in_miniature(part, tmp_path):
     done = gpu_sh(tmp_path, part, sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,4 +146,4 @@ def test_on_a_gpu_each_step_is_tried_and_one_archive_left_even_if_all_fail(tmp_p
     assert kept["failed.txt"].splitlines() == [f"{step} (exit 1)" for step in steps]
     refused = gpu_sh(tmp_path, "test")
     assert refused.returncode == 2
-    assert "first|tests|large|kernels|stream|more" in refused.stderr
+    assert "first|tests|large|kernels|others|stream|more" in refused.stderr

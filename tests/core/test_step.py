@@ -12,8 +12,8 @@ from block_checkpoints import random_block
 from head_cases import head_of
 from medusa_checkpoints import published, write
 from played_graphs import Event
-from played_steps import PADDING, PROMPTS, Launches, Strict, Tape, step_on_meta
-from tiny_models import assert_alike, small_llama, tiny_llama
+from played_steps import PADDING, PROMPTS, Launches, Strict, Tape, llama_without_values, step_on_meta
+from tiny_models import assert_alike, small_llama
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.commit import StateField
@@ -89,14 +89,6 @@ def test_steps_done_by_rote_write_the_same_text(method, draft, shape, sampling, 
 
 
 OTHERS = ("lookup", "lookahead", "early exit", "block", "pard", "p-eagle")
-
-
-def llama_without_values(layers: int) -> LlamaForward:
-    forward = LlamaForward(tiny_llama(1, layers=layers, hidden_size=32, vocab_size=50, max_position_embeddings=512))
-    forward.model.to("meta")
-    forward._look_up()
-    forward._rotary = torch.empty(200, 2, 16, device="meta")
-    return forward
 
 
 @pytest.mark.few(3)

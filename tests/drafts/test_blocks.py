@@ -20,7 +20,8 @@ from heavypath.speculative import (
     joint_law,
 )
 from heavypath.speculative.costs.estimates import host_costs
-from heavypath.speculative.costs.roofline import LEVEL_NODES, Device, Work, estimated_costs
+from heavypath.speculative.costs.gpu_step import LEVEL_NODES, estimated_costs
+from heavypath.speculative.costs.roofline import Device, Work
 from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count

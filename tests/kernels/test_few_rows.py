@@ -103,6 +103,16 @@ def test_every_column_is_in_a_part_and_multiprocessors_have_work(outputs, column
         assert parts * -(-outputs // few_rows.BLOCK_N) > 0.9 * PROGRAMS
 
 
+def test_parts_cost_no_more_partial_sums_than_they_save():
+    """Of Llama-3.1-8B's head 2,004 programs wait for each other's places without parts; its o_proj has 64, for 264."""
+    assert parts_of(128_256, 4096) == (1, 4096)
+    assert parts_of(4096, 4096) == (4, 1024)
+    for outputs, columns in ((6144, 4096), (4096, 4096), (4096, 14336), (28_672, 4096), (32_000, 4096)):
+        parts, _ = parts_of(outputs, columns)
+        weights, partial = 2 * outputs * columns, 4 * outputs * few_rows.FEWER * parts
+        assert (parts > 1) * 2 * partial <= 0.6 * weights, "written once and read once"
+
+
 @pytest.mark.parametrize(("rows", "dtype", "gated", "device", "expected"), [
     (33, torch.bfloat16, True, "known", True), (64, torch.float16, True, "known", True),
     (32, torch.bfloat16, True, "known", False), (65, torch.bfloat16, True, "known", False),

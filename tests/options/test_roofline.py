@@ -6,12 +6,16 @@ from gpu_hardware import H100
 from recurrent_families import recurrent
 from tiny_models import tiny_llama
 
-from heavypath.speculative import METHODS, SpeculativeDecoder, load_demo_pair
-from heavypath.speculative.costs.roofline import SIZES, Device, Work, estimated_costs
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative.costs.gpu_step import SIZES, attention_seconds, estimated_costs
+from heavypath.speculative.costs.roofline import Device, Work
 from heavypath.speculative.costs.table import Costs
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.tree_choice import chosen_tree, default_tree
+from heavypath.speculative.tree_policy import FixedTree, TreeByCosts
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tails import Usual
 
@@ -120,6 +124,74 @@ def test_a_decoder_on_a_gpu_says_that_its_tree_is_by_estimated_costs(h100, demo_
     shallow, chosen_by = chosen_tree("sequoia", {"max_depth": 2}, target, draft)
     assert (shallow.depth, len(shallow)) == (2, len(tree))
     assert chosen_by == "by the options given"
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+    """A model of 8B's shapes on a GPU, without values: 32 query heads and 8 key heads of 128."""
+    shape = {"hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    target = LlamaForward(tiny_llama(1, layers=2, vocab_size=50, **shape).to(torch.bfloat16))
+    monkeypatch.setattr(LlamaForward, "device", property(lambda self: GPU))
+    return target
+
+
+@pytest.mark.parametrize(("length", "nodes", "bound"), [
+    (131_072, 1, "reading"), (131_072, 40, "reading"), (131_072, 64, "products"), (8192, 128, "products"),
+])  # fmt: skip
+def test_attention_reads_the_cache_or_multiplies_whichever_is_longer(length, nodes, bound, grouped, h100):
+    reading = 2 * 2 * 8 * 128 * length * 2 / (0.75 * h100.bandwidth)  # keys and values of two layers
+    products = 4 * 32 * 128 * length * nodes * 2 / (0.45 * h100.tensor_peak)
+    assert (reading > products) == (bound == "reading")
+    assert attention_seconds(grouped, nodes, length, h100) == pytest.approx(max(reading, products))
+
+
+def test_a_window_bounds_what_attention_reads(grouped, h100):
+    whole = attention_seconds(grouped, 64, 8192, h100)
+    grouped.windows = {1024}
+    assert attention_seconds(grouped, 64, 8192, h100) == pytest.approx(whole / 8)
+    assert attention_seconds(grouped, 64, 512, h100) == pytest.approx(whole / 16)
+
+
+def test_default_trees_shrink_with_the_prompt(grouped, h100, monkeypatch):
+    """With the time of an 8B's weights, and the attention of two of its layers for that of 32: a prompt 16 as long."""
+    work = Work(16 * 10**9, 8 * 10**9, 32, 2)
+    monkeypatch.setattr(Work, "of", classmethod(lambda cls, model: work))
+    policy = TreeByCosts("sequoia", METHODS["sequoia"], grouped, NO_DRAFT)
+    plain, sizes = Filters(), []
+    for length in (0, 4095, 4096, 131_072, 2**20, 2**22):
+        own = policy.for_length(length)
+        sizes.append(len(own.tree(plain, 1)))
+        assert own.for_length(length) is own
+        assert (own is policy) == (length < 4096)
+        assert own.for_length(0) is own or length >= 4096
+        assert own.chosen_by.endswith(f" and {length:,} tokens") == (length >= 4096)
+    assert sizes[:2] == sizes[:1] * 2
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0] / 2
+    assert policy.for_length(2**20 + 5) is policy.for_length(2**20), "rounded to a power of two"
+
+
+def test_a_generation_takes_the_tree_of_its_prompts_length(demo_pair, monkeypatch):
+    """What the policy is asked for, and what it then gives."""
+    decoder = SpeculativeDecoder(*demo_pair[:2])
+    other, asked = FixedTree(TokenTree.chain(2), "by length"), []
+
+    def for_length(length):
+        asked.append(length)
+        return other
+
+    monkeypatch.setattr(decoder.trees, "for_length", for_length)
+    out = decoder.generate(torch.tensor([[1, 2, 3], [4, 5, 6]]), 3, temperature=0.0)
+    assert out.stats.tree == "3 nodes, 2 levels, by length"
+    assert {*asked} == {3}
+    assert decoder.warm_up(prompt_tokens=7, max_new_tokens=2) > 0
+    assert {*asked} == {3, 7}
+
+
+def test_on_a_cpu_the_length_does_not_matter(demo_pair):
+    decoder = SpeculativeDecoder(*demo_pair[:2])
+    assert decoder.trees.for_length(100_000) is decoder.trees
+    assert FixedTree(TokenTree.chain(2), "").for_length(100_000).tree(Filters(), 1) == TokenTree.chain(2)
 
 
 @pytest.mark.gpu

@@ -24,8 +24,9 @@ from heavypath.speculative import (
     load_demo_head,
 )
 from heavypath.speculative.costs.estimates import estimates
+from heavypath.speculative.costs.gpu_step import estimated_costs
 from heavypath.speculative.costs.measured import CostsByBatch
-from heavypath.speculative.costs.roofline import Device, estimated_costs
+from heavypath.speculative.costs.roofline import Device
 from heavypath.speculative.costs.table import BATCHES, Costs, standing_for
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Workspace

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from played_graphs import Event, PlayedGraph, Pools, Stream, capturing, current_stream, on_stream
+from tiny_models import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
@@ -19,11 +20,13 @@ from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.decoding.typical import Typical
 from heavypath.speculative.drafts.draft import NO_DRAFT
+from heavypath.speculative.models.llama import LlamaForward
 
 KERNELS = (
     "sampling", "trees.levels", "verification",
     "verifying.top_down", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
-    "layers.rms_norm", "layers.rotary", "layers.gated", "retrieval.ranges", "retrieval.followers",
+    "layers.rms_norm", "layers.rotary", "layers.gated", "layers.entries", "layers.spread",
+    "retrieval.ranges", "retrieval.followers",
 )  # fmt: skip
 RECURRENT = ("by_kernel", "acceptance", "convolution", "totals")  # whose kernels take no columns of tiny models
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
@@ -125,6 +128,15 @@ def without_values(as_on_a_gpu, monkeypatch):
     for name in ("sampling_kernel", "nucleus", "filter_cuts", "verifying.decision", "verifying.walk"):
         module = importlib.import_module(f"heavypath.kernels.{name}")
         monkeypatch.setattr(module, "tickets", lambda count, device: torch.empty(count, device=device))
+
+
+def llama_without_values(layers: int) -> LlamaForward:
+    """The forward pass of a tiny model on the meta device."""
+    forward = LlamaForward(tiny_llama(1, layers=layers, hidden_size=32, vocab_size=50, max_position_embeddings=512))
+    forward.model.to("meta")
+    forward._look_up()
+    forward._rotary = torch.empty(200, 2, 16, device="meta")
+    return forward
 
 
 def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, processing=None):

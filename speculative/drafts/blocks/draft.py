@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding as looked_up
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import Projected, Turns, rotate_and_store, store_rows
+from heavypath.kernels.layers.spread import OwnTokens, spread_logits
 from heavypath.speculative.drafts.blocks.cache import BlockCache
 from heavypath.speculative.drafts.blocks.convolution import around
 from heavypath.speculative.drafts.blocks.head import BlockHead
@@ -62,7 +63,7 @@ class BlockHeadDraft(TappedDraft):
         if self.embedding is None:
             self.embedding = target.parts.embedded(target.embedding)
             if hasattr(target.embedding, "embed_norm"):  # the draft skips this norm, as in transformers
-                self.embedding = partial(embedding, weight=target.embedding.weight)
+                self.embedding = partial(looked_up, weight=target.embedding.weight)
         linears = self._linears = Linears(self.name, head.parameters())
         modules: Any = head.layers
         self._attentions = [layer.self_attn for layer in modules]
@@ -79,7 +80,7 @@ class BlockHeadDraft(TappedDraft):
         self._norm = norm_of(head.norm)
         self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
         offsets: Any = head.d2t
-        self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        self._tokens = None if offsets is None else OwnTokens.by_offsets(offsets, self.vocab_size)
         # The context itself lies in the cache as further heads of keys and values.
         by_layer = 2 * config.num_key_value_heads * config.head_dim
         self._context_layers = -(-config.hidden_size // by_layer) if head.term.reads_before else 0
@@ -149,9 +150,8 @@ class BlockHeadDraft(TappedDraft):
             logits = logits + self._below_all[at[1]].view(-1, 1, 1)
         if self._sharper is not None:
             logits = logits * self._sharper[at[1]].view(-1, 1, 1)
-        if self._proposed is not None:
-            every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
-            logits = every.index_copy_(2, self._proposed, logits)
+        if self._tokens is not None:
+            logits = spread_logits(logits, self._tokens)
         return logits.expand(-1, tokens.shape[1], -1)
 
     def pass_weights(self) -> list[Tensor]:
@@ -250,23 +250,27 @@ class BlockHeadDraft(TappedDraft):
         return torch.cat(parts, -1)[:, : self.config.hidden_size]
 
     def _ends_of(self, target: Forward) -> TokenLayers:
-        """The functions before and after the layers: embedding, norm, and lm_head with scale and cap."""
-        config, width, lm_head = self.config, self.config.hidden_size, target.parts.of(self.lm_head)
-        whole = lm_head is self.lm_head and lm_head.weight.shape == (config.draft_vocab_size, width)
+        """The functions before and after the layers: embedding, norm, and lm_head with scale and cap.
+
+        They do not hold the draft, which so ends with its last user.
+        """
+        config, width, own = self.config, self.config.hidden_size, self.lm_head
+        embedding, last_norm, multiply, lm_head = self.embedding, self._norm, self._lm_head, target.parts.of(own)
+        whole = lm_head is own and lm_head.weight.shape == (config.draft_vocab_size, width)
 
         def embed(tokens: Tensor) -> Tensor:
-            return self.embedding(tokens.flatten()).view(*tokens.shape, -1)
+            return embedding(tokens.flatten()).view(*tokens.shape, -1)
 
         def norm(rows: Tensor) -> Tensor:
-            return add_rms_norm(rows.reshape(-1, width), None, self._norm)[1].view(rows.shape)
+            return add_rms_norm(rows.reshape(-1, width), None, last_norm)[1].view(rows.shape)
 
         def logits(normed: Tensor) -> Tensor:
-            return scaled(as_logits(self._lm_head(normed.reshape(-1, width))).view(*normed.shape[:-1], -1))
+            return scaled(as_logits(multiply(normed.reshape(-1, width))).view(*normed.shape[:-1], -1))
 
         def logits_of(normed: Tensor, tokens: Tensor) -> Tensor:
             if not whole:  # a part of it is on each rank, or it is quantised
                 return logits(normed).gather(2, tokens[:, None].expand(-1, normed.shape[1], -1))
-            return scaled(as_logits(normed @ self.lm_head.weight[tokens].mT))
+            return scaled(as_logits(normed @ own.weight[tokens].mT))
 
         def scaled(logits: Tensor) -> Tensor:
             if config.multiplier != 1:

@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from heavypath.kernels.layers.entries import EntryNodes, EntryNorms, Inputs, end_entries, entry_inputs, node_entries
 from heavypath.kernels.layers.rms_norm import add_rms_norm
 from heavypath.kernels.layers.rotary import Turns
+from heavypath.kernels.layers.spread import OwnTokens, spread_logits
+from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.heads.entries import EntriesDraft
@@ -24,7 +27,7 @@ from heavypath.speculative.models.forward import (
 )
 from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.linear import Linears, are_plain, as_it_lies, each_alone
-from heavypath.speculative.models.llama import norm_of, turns_of
+from heavypath.speculative.models.llama import is_plain_embedding, norm_of, turns_of
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import has_hooks
 
@@ -38,19 +41,6 @@ class _HeadFunctions(LayerFunctions):
         super().__init__(layer)
         self.side_by_side, self.norm_before_residual = layer.side_by_side, layer.norm_before_residual
         self.hidden_norm = norm_if_any(layer, "hidden_norm")
-
-    def before_attention(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream [R, H], and the input of the query, key and value projections, [R, H] or [R, 2 H].
-
-        hidden: [R, H], the features, or the layer before's output; embedded: [R, H], the embeddings of tokens
-        """
-        if self.side_by_side:
-            assert self.norm is not None
-            assert self.hidden_norm is not None
-            _, normed = add_rms_norm(hidden, None, self.hidden_norm)
-            _, beside = add_rms_norm(embedded, None, self.norm)
-            return (normed if self.norm_before_residual else hidden), torch.cat([beside, normed], -1)
-        return add_rms_norm(hidden, None, self.norm) if self.norm is not None else (hidden, hidden)
 
 
 class HeadDraft(EntriesDraft):
@@ -72,9 +62,13 @@ class HeadDraft(EntriesDraft):
         self._tap_norms = None if head.fc_norm is None else [norm_of(each) for each in head.fc_norm]
         self._fc_norm = None if head.input_norm is None else norm_of(head.input_norm)
         self._layers = [_HeadFunctions(layer) for layer in head.layers]
+        first = self._layers[0]
+        self._norms = EntryNorms(None, None)
+        if first.side_by_side:
+            self._norms = EntryNorms(first.norm, first.hidden_norm, first.norm_before_residual)
         self._norm = None if head.norm is None else norm_of(head.norm)
         offsets: Any = head.d2t
-        self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        self._tokens = None if offsets is None else OwnTokens.by_offsets(offsets, self.vocab_size)
         self.native = self._compiled()
         one, together = (linears.one, linears.together) if self.native is None else (as_it_lies, each_alone)
         joining = Joining(head)
@@ -98,7 +92,7 @@ class HeadDraft(EntriesDraft):
             self.vocab_size,
             given=config.target_hidden_size if first else config.hidden_size,
             join=head.fc if first else None,
-            proposed=self._proposed,
+            proposed=None if self._tokens is None else self._tokens.of_target,
             feeds_back_normed=config.feeds_back_normed,
         )
         weights = [*head.parameters(), embedding.weight, self.lm_head.weight]
@@ -139,13 +133,9 @@ class HeadDraft(EntriesDraft):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [B, n, V] of outputs [B, n, H]."""
-        normed = hidden if self._norm is None else add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1]
-        logits = as_logits(self._lm_head(normed.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:2], -1))
-        if self._proposed is None:
-            return logits
-        every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
-        return every.index_copy_(2, self._proposed, logits)
+        """The logits [B, n, V] of ends of entries [B, n, H]."""
+        logits = as_logits(self._lm_head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:2], -1))
+        return logits if self._tokens is None else spread_logits(logits, self._tokens)
 
     def run(
         self,
@@ -155,23 +145,59 @@ class HeadDraft(EntriesDraft):
         cache: HeadCache,
         mask: TreeMask,
         positions: Tensor | None = None,
+        last: int | None = None,
     ) -> Tensor:
-        """The outputs [B, N, H] of entries; arguments as in `EntriesDraft.run`.
+        """The ends [B, last, H] of entries, see `EntriesDraft.run`: by `EagleHead.forward`, and the norm after it."""
+        table, looked_up = self._embedded(tokens)
+        inputs = entry_inputs(features, tokens if looked_up else None, table, self._norms)
+        return self._through(inputs, rows, cache, mask, rows if positions is None else positions, last)
 
-        It computes what `EagleHead.forward` does, and stores keys and values at these rows of the cache.
-        """
+    def after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
+        """See `EntriesDraft.after_nodes`."""
+        nodes = EntryNodes(
+            feed.tokens, feed.cache_rows, feed.positions, feed.parent_rows, feed.prefix_lengths, feed.ancestor_mask
+        )
+        table, looked_up = self._embedded(feed.tokens)
+        entries = node_entries(cache.outputs, nodes, table, self._norms, looked_up=looked_up)
+        mask = TreeMask(entries.before, feed.visible_rows, ancestor_mask=entries.ancestors)
+        return self._through(entries.inputs, entries.rows, cache, mask, entries.positions)
+
+    def _embedded(self, tokens: Tensor) -> tuple[Tensor, bool]:
+        """The table of embeddings, and that tokens are to be looked up in it; or else the embeddings of all tokens."""
+        if is_plain_embedding(self.embedding) and not has_hooks(self.embedding):
+            return self.embedding.weight, True
+        return self.embedding(tokens.flatten()), False
+
+    def _through(
+        self,
+        inputs: Inputs,
+        rows: Tensor,
+        cache: HeadCache,
+        mask: TreeMask,
+        positions: Tensor,
+        last: int | None = None,
+    ) -> Tensor:
+        """The ends [B, last, H] of entries with these inputs."""
         attend = mask.attention(self.dtype, {None})[None]
         assert cache.rotary is not None
-        turns = Turns.at(cache.rotary, rows if positions is None else positions)
-        embedded, hidden = self.embedding(tokens.flatten()), features.flatten(0, 1)
+        turns = Turns.at(cache.rotary, positions)
+        hidden, attended = inputs.states, inputs.joined
         if self.config.generation == 1:
-            hidden = self._fc(torch.cat([embedded, hidden], -1))
+            hidden = attended = self._fc(inputs.joined)
+        added = None
         for index, layer in enumerate(self._layers):
-            hidden, attended = layer.before_attention(hidden, embedded)
+            if added is not None:
+                assert layer.norm is not None
+                hidden, attended = add_rms_norm(hidden, added, layer.norm)
             mixed = layer.attention(attended, turns, rows, cache.read(index), attend)
             hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
-            hidden = hidden + layer.mlp(normed)
-        return hidden.view(*tokens.shape, -1)
+            added = layer.mlp(normed)
+        assert added is not None
+        read = slice(0 if last is None else rows.shape[1] - last, None)
+        hidden, added = (each.view(*rows.shape, -1)[:, read].flatten(0, 1) for each in (hidden, added))
+        rows, keeps_normed = rows[:, read], self.config.feeds_back_normed
+        ends = end_entries(hidden, added, self._norm, cache.outputs, rows, keeps_normed=keeps_normed)
+        return ends.view(*rows.shape, ends.shape[-1])
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         """What is kept of the target's hidden states, a list of [B, N, Ht]: [B, N, H], for EAGLE-1 [B, N, Ht]."""
@@ -189,13 +215,6 @@ class HeadDraft(EntriesDraft):
         """The features of a mask entry, [1, 1, H], made from mask_hidden in place of hidden states."""
         assert self.head.mask_hidden is not None
         return self.features(self.head.mask_hidden.view(len(self.config.taps), 1, 1, -1).unbind())
-
-    def fed_back(self, hidden: Tensor) -> Tensor:
-        """What replaces the features in the entries of child nodes, [B, n, H] from the parents' outputs [B, n, H]."""
-        if not self.config.feeds_back_normed:
-            return hidden
-        assert self._norm is not None
-        return add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1].view_as(hidden)
 
     def level_weights(self) -> list[Tensor]:
         """All weights except the embedding, of which only a few rows are read."""

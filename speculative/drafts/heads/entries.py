@@ -7,12 +7,12 @@ of a pass over the sequence.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.layers.rotary import store_rows
 from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.native import NativeHead
@@ -38,25 +38,24 @@ class EntriesDraft(TappedDraft):
         cache: HeadCache,
         mask: TreeMask,
         positions: Tensor | None = None,
+        last: int | None = None,
     ) -> Tensor:
-        """Run the layers over N entries of each sequence, and store their keys and values. Returns outputs [B, N, H].
+        """The ends [B, last, H] of the last entries, of which logits are made. Keys and values of all entries, and in
+        `outputs` what the children of the last ones get instead of features, are stored at their rows of the cache.
 
-        features: [B, N, F], of the tokens before, or `fed_back` of parents' outputs; tokens: LongTensor[B, N]
+        features: [B, N, F], of the tokens before, or of parents what replaces them; tokens: LongTensor[B, N]
         rows: LongTensor[B, N], the entries' rows in the cache; mask: which rows each entry sees
         positions: LongTensor[B, N], if they differ from the rows
+        last: how many; None for all
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [B, n, V] of outputs [B, n, H]."""
+        """The logits [B, n, V] of ends of entries [B, n, H]."""
 
     @abstractmethod
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         """What is kept in the cache of the target's hidden states: [B, N, F] from a list of [B, N, H] for each tap."""
-
-    def fed_back(self, hidden: Tensor) -> Tensor:
-        """What replaces the features in the entries of child nodes: [B, n, F] from the parents' outputs [B, n, H]."""
-        return hidden
 
     def mask_features(self) -> Tensor:
         """The features of a mask entry, [1, 1, F], for drafts that draft all levels at once."""
@@ -85,7 +84,7 @@ class EntriesDraft(TappedDraft):
             end = min(begin + PREFILL_CHUNK, entries)
             rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
             mask = chain_mask(first + begin, end - begin, visible_rows=max(starts) + end)
-            run = self.run
+            run: Callable[..., object] = partial(self.run, last=0)
             if self.native is not None and self.native.takes(rows.numel()):
                 run = self.native.prefill
             run(_rows_of(cache.features[:, 0], rows), tokens[:, begin + 1 : end + 1], rows, cache, mask)
@@ -94,26 +93,30 @@ class EntriesDraft(TappedDraft):
         """Logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
         if self.native is not None and self.native.takes(len(feed.tokens) * (feed.news or feed.tokens.shape[1])):
             return self.native(feed, cache)
-        return self.logits(self.after_root(feed, cache) if feed.news else self._after_nodes(feed, cache))
+        return self.logits(self.after_root(feed, cache) if feed.news else self.after_nodes(feed, cache))
 
     def after_root(self, feed: Feed, cache: HeadCache, masks: int = 0) -> Tensor:
-        """Compute the entries of new tokens; returns the outputs of the roots' entries, [B, 1, H].
+        """Compute the entries of new tokens; returns the ends of the roots' entries, [B, 1, H].
 
-        masks: number of mask entries to append (`mask_features`); the outputs are then [B, 1 + masks, H]
+        masks: number of mask entries to append (`mask_features`); the ends are then [B, 1 + masks, H]
         """
         lengths, root, drafted = feed.prefix_lengths, feed.tokens[:, -1:], feed.drafted
-        new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)
-        entries = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
+        entries = feed.news
+        if host_can_read(lengths.device):
+            new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)
+            entries = max(1, int(new.max()))
         cache.known.copy_(lengths if drafted is None else lengths.where(drafted == 0, cache.known))
         # The rows of the last `entries` entries. If a sequence has fewer, its first one is repeated.
-        first = torch.zeros_like(lengths) if drafted is None else (lengths - 1).clamp(min=0).where(drafted > 0, 0)
-        rows = (lengths[:, None] + torch.arange(-entries, 0, device=lengths.device)).maximum(first[:, None])
+        rows = (lengths[:, None] + torch.arange(-entries, 0, device=lengths.device)).clamp(min=0)
+        if drafted is not None:
+            rows = rows.maximum((lengths - 1).clamp(min=0).where(drafted > 0, 0)[:, None])
         features = _rows_of(cache.features[:, 0], rows)
         features = features.masked_fill((lengths == 0)[:, None, None], 0)  # no features before the first token
         if drafted is not None:
             features = features.where((drafted == 0)[:, None, None], _rows_of(cache.outputs, (rows - 1).clamp(min=0)))
-        tokens = _rows_of(cache.tokens[:, 0, :, 0], (rows + 1).clamp(max=cache.tokens.shape[2] - 1))
-        tokens = tokens.where(rows + 1 < lengths[:, None], root)
+        following = rows + 1
+        tokens = _rows_of(cache.tokens[:, 0, :, 0], following.clamp(max=cache.tokens.shape[2] - 1))
+        tokens = tokens.where(following < lengths[:, None], root)
         if masks:
             rows = torch.cat([rows, rows[:, -1:] + torch.arange(1, masks + 1, device=rows.device)], 1)
             tokens = torch.cat([tokens, torch.full_like(rows[:, entries:], self.config.mask_token_id or 0)], 1)
@@ -126,28 +129,20 @@ class EntriesDraft(TappedDraft):
             visible_rows=visible_rows,
             ancestor_mask=torch.arange(entries, device=lengths.device) <= (rows - prefix[:, None])[..., None],
         )
-        hidden = self.run(features, tokens, rows, cache, mask)[:, -1 - masks :]
-        self._keep_outputs(hidden[:, :1], rows[:, -1 - masks : rows.shape[1] - masks], cache)
-        return hidden
+        return self.run(features, tokens, rows, cache, mask, last=1 + masks)
 
-    def _after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
-        """Compute the entries of a level's nodes from their parents' outputs; returns their outputs [B, n, H]."""
+    def after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
+        """The ends [B, n, H] of drafted nodes' entries."""
         before = (feed.prefix_lengths - 1).clamp(min=0)  # the root's row
         shift = (feed.prefix_lengths - before)[:, None]
         rows = feed.cache_rows - shift
         mask = TreeMask(prefix_length=before, visible_rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask)
         features = _rows_of(cache.outputs, feed.parent_rows - shift)
-        hidden = self.run(features, feed.tokens, rows, cache, mask, feed.positions - shift)
-        self._keep_outputs(hidden, rows, cache)
-        return hidden
+        return self.run(features, feed.tokens, rows, cache, mask, feed.positions - shift)
 
     def unsure_rows(self, levels: int) -> int:
         """levels + 2: the entries of the last step's accepted nodes, its root, and the token before may be missing."""
         return levels + 2
-
-    def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:
-        """Store `fed_back` of outputs [B, N, H] in cache.outputs at rows LongTensor[B, N], for child nodes' entries."""
-        store_rows(cache.outputs[:, None], self.fed_back(hidden)[:, :, None], rows)
 
 
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from heavypath.kernels.layers.rotary import store_rows
 from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.entries import EntriesDraft
@@ -95,8 +96,9 @@ class MtpDraft(EntriesDraft):
         cache: HeadCache,
         mask: TreeMask,
         positions: Tensor | None = None,
+        last: int | None = None,
     ) -> Tensor:
-        """The outputs [B, N, H] of entries, at their own tokens' positions; arguments as in `EntriesDraft.run`."""
+        """The ends [B, last, H] of entries, see `EntriesDraft.run`. An entry has the position of its own token."""
         within = ((rows if positions is None else positions) + 1).clamp(max=self.max_positions - 1)
         embedded = self._embedded(tokens)
         attention_mask, arguments = None, {}
@@ -107,7 +109,10 @@ class MtpDraft(EntriesDraft):
             attention_mask = mask.biases(self.dtype, {None})[None].expand(len(tokens), -1, -1, -1)
         # Positional arguments: transformers 5.24 has another name for the cache.
         angles, kept = self._rotary(embedded, within), cache.at(rows, mask.visible_rows)
-        return self._layer(embedded, features, angles, attention_mask, within, kept, **arguments)
+        hidden = self._layer(embedded, features, angles, attention_mask, within, kept, **arguments)
+        first = 0 if last is None else rows.shape[1] - last
+        store_rows(cache.outputs[:, None], hidden[:, first:, None], rows[:, first:])
+        return hidden[:, first:]
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         """The target's hidden state after its final norm, [B, N, H], the only one of `taps`."""

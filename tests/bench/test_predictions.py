@@ -1,0 +1,67 @@
+"""Predictions for a GPU: sums of their parts, by counted launches, and what predictions.json has of them."""
+
+import json
+import re
+
+import pytest
+from bench_scripts import BENCH, script
+
+predict_step, predict_attention = script("predict_step"), script("predict_attention")
+FIGURES = json.loads((BENCH / "predictions.json").read_text(encoding="utf-8"))["figures"]
+LIKELY = predict_step.PICKS["likely"]
+
+
+def test_an_eagle_step_has_each_term_that_arithmetic_by_hand_gives():
+    """Llama-3.1-8B with an EAGLE-3 head on an H100, by ramps: bytes over 3 TB/s, and a number of launches each."""
+    pair, way = predict_step.PAIRS["8B + EAGLE-3"], predict_step.WAYS["ramps"]
+    parts = predict_step.step_seconds(pair, way, predict_step.BANDWIDTH["H100"], LIKELY)
+    layer = 2 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)  # q, k, v, o, gate, up and down
+    target = 32 * layer + 2 * 4096 * 128_256
+    head = layer + 2 * 4096 * (4096 + 2 * 1024) + 2 * 4096 * 32_000  # with two states in; fewer tokens
+    counted = json.loads((BENCH / "launches.json").read_text())["eagle-3, a vocabulary of its own"]
+    others = counted["first pass"][2] + 4 * (counted["level"][2] - counted["draw of a level"][2])
+    expected = {
+        "target: reading weights": target / 3.0e12, "target: between products": 129 * 5.2e-6,
+        "target: attention": 32 * 7e-6, "target: other kernels": (4 * 32 + 2) * 2.3e-6,
+        "draft: reading weights": 5 * head / 3.0e12, "draft: between products": 25 * 5.2e-6,
+        "draft: attention": 5 * 7e-6, "draft: other kernels": others * 2.3e-6,
+        "draft: taps": 3 * 2 * 4096**2 / 3.0e12 + 5.2e-6 + counted["taps"][2] * 2.3e-6,
+        "beside: launches": (4 * counted["draw of a level"][2] + counted["last draw and verification"][2]) * 2.3e-6,
+        "beside: drawing": 25e-6, "beside: deciding": 12e-6,
+    }  # fmt: skip
+    assert parts == pytest.approx(expected, rel=1e-9)
+
+
+def test_counted_products_are_those_that_are_predicted():
+    """As many as the models' shapes give, in the passes that were counted."""
+    for pair in predict_step.PAIRS.values():
+        counted = predict_step.COUNTED[pair.kind]
+        assert counted["level"].products == len(pair.draft.products())
+        assert counted["first pass"].products == len(pair.draft.products())
+        assert counted["taps"].products == len(pair.draft.features)
+
+
+@pytest.mark.parametrize("figure", [each for each in FIGURES if each["file"] == "kernel_attention"], ids=str)
+def test_no_attention_is_predicted_above_what_its_loop_can_do(figure):
+    """450 TFLOP/s of the tensor cores, and a copy's bandwidth."""
+    numbers = re.match(r"verification N=(\d+) L=(\d+) heads=(\d+)/(\d+)", figure["where"]["case"])
+    assert numbers
+    nodes, prefix, heads, kv_heads = map(int, numbers.groups())
+    for gpu, bandwidth in (("H100", 3.0e12), ("H200", 4.3e12)):
+        microseconds = figure["predicted"][gpu]
+        operations = 4 * heads * nodes * 128 * prefix
+        assert operations / 450e12 < 1e-6 * microseconds
+        assert 2 * 2 * kv_heads * 128 * prefix / bandwidth < 1e-6 * microseconds
+        shape = predict_attention.Shape(nodes, prefix, heads, kv_heads)
+        own = predict_attention.seconds(shape, predict_step.BANDWIDTH[gpu], LIKELY)
+        assert microseconds == pytest.approx(1e6 * own, rel=0.01)
+
+
+@pytest.mark.parametrize(("field", "column"), [("step_ms", "step_ms"), ("over_limit", "over_limit")])
+def test_the_predicted_step_is_that_of_its_parts(field, column):
+    rows = {row["gpu"]: row for row in predict_step.rows() if row["kernels"] == "7B + 68M, now"}
+    found = [each for each in FIGURES if each.get("field") == field and each["where"]["method"] == "sequoia"]
+    assert found
+    for each in found:
+        for gpu, row in rows.items():
+            assert each["predicted"][gpu] == pytest.approx(row[column], rel=0.01)
