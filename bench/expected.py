@@ -31,11 +31,11 @@ from heavypath.speculative.costs.measured import CostsByBatch
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.demo import DemoPair, demo_prompts
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
+from heavypath.speculative.gains import jobs_of, measure_gains
 from heavypath.speculative.methods import measured_row
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MeasuredAcceptance, Profile
 from heavypath.speculative.trees.ranks import steps_of
-from heavypath.speculative.visits import jobs_of, measure_gains
 from heavypath.speculative.walking import Extent, Way, measure_ways
 
 METHODS, LEVEL = ("chain", "sequoia", "dyspec"), 0.02

@@ -23,6 +23,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, describe, draft_parameter_count, parameter_count
+from heavypath.speculative.gains import jobs_of, measure_gains
 from heavypath.speculative.methods import METHODS, measured_row, row_of
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import check_alone, forward_of
@@ -34,8 +35,6 @@ from heavypath.speculative.visits import (
     Visits,
     costs_by_batch,
     default_batch_sizes,
-    jobs_of,
-    measure_gains,
 )
 from heavypath.speculative.walking import (
     ACCEPTANCE_SHARE,

@@ -1,21 +1,12 @@
-"""Measurements in real decoding, for `calibrate`: the time of steps, and what methods accept compared to counts.
+"""The time of steps in real decoding, for `calibrate`.
 
 A visit decodes a few steps with one tree and times the phases of its steps. Trees are visited in turn, for several
 rounds; `costs.timing` computes the costs from that. A single sequence is timed first. Larger batches never need larger
 trees, so only sizes that were worth timing for the batch before are timed for them.
-
-Acceptance is counted for rejection and static trees (`walking`). Held siblings and traversal accept more, by an amount
-that depends on the whole tree; what a grown tree accepts differs, too. Both are measured by decoding with the method's
-own plan. If only the verifier differs, each step is also verified by rejection with the same random numbers. Then both
-verify the same trees, and their ratio is accurate after few steps. With m accepted drafted tokens per step
-
-    factor = m / m by rejection        or, for trees that grow,        m / m by the counted ranks for the static tree
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -24,10 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Nodes, Verified, VerifyInputs
-from heavypath.kernels.noise import Noise
-from heavypath.kernels.step_kernels import step_kernels
 from heavypath.speculative.costs.measured import CostsByBatch
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
@@ -37,9 +24,8 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts.kinds import AnyDraft
-from heavypath.speculative.methods import LOSSLESS_METHODS, VERIFIERS
 from heavypath.speculative.options import NOTHING
-from heavypath.speculative.profile import MeasuredAcceptance, MethodGain, Profile
+from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.growth import DEFAULT_ACCEPTANCE
 from heavypath.speculative.trees.planning import greedy_tree, select_tree
 from heavypath.speculative.trees.tree import ROOT, TokenTree
@@ -53,8 +39,6 @@ ALONE_SHARE = 0.5  # share of the time for costs that is spent on a single seque
 STREAMED_TOKENS = 2  # tokens of a visit of a streamed target, whose passes mostly wait for weights
 STREAMED_PACE = Pace(rounds=2, least=2)
 BESIDE = ("prefill", "host", "trace")  # phases that are not part of a step
-SEQUENCES, TOKENS = 16, 32  # number and default length of the sequences of a visit that measures a gain
-ROUNDS_OF_GAINS, SURE = 32, 0.01  # a gain is measured until this many visits, or until its error is at most this
 
 
 class Visits:
@@ -119,7 +103,7 @@ class Visits:
     def _batch_of(self, round_: int) -> tuple[Tensor, Tensor]:
         """The prompts of a round, left-padded, and their mask; LongTensors [B, T]."""
         chosen = [self.prompts[(round_ + place) % len(self.prompts)][-VISIT_PROMPT:] for place in range(self.batch)]
-        return _together(chosen)
+        return together(chosen)
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
         if size not in self._decoders:
@@ -339,147 +323,7 @@ def _clock_of_gpu() -> float:
     return time.perf_counter()
 
 
-class Both:
-    """A `Verifier` that verifies each tree by a verification and also by rejection, and records what each accepts.
-
-    The step gets the verification's result.
-
-    draw, verification: as `Method.at` returns them
-    accepted: for each step fp64 [2, B], the drafted tokens accepted by the verification, and by rejection
-    """
-
-    def __init__(self, draw: str, verification: str):
-        self._draw, self._verification = draw, verification
-        self.accepted: list[Tensor] = []  # for each step fp64 [2, B]: accepted by the verification, and by rejection
-
-    def __call__(
-        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
-        target_filters: Filters, draft_filters: Filters, noise: Noise,
-    ) -> Verified:  # fmt: skip
-        """Verify a step's trees by the verification, as `Verifier` describes."""
-        replacement = self._draw == "with_replacement"
-        given = VerifyInputs(
-            nodes, target_logits, draft_logits, self._verification, replacement, max_depth, target_filters,
-            draft_filters, noise,
-        )  # fmt: skip
-        verify = step_kernels(nodes.tokens.device).verify
-        found, other = verify(given), verify(given._replace(method=self._draw))
-        self.accepted.append(torch.stack([found.length, other.length]).double().cpu())
-        return found
-
-
-@dataclass
-class GainJob:
-    """What is needed to measure a method's gain: how many more tokens it accepts than counts of acceptance predict.
-
-    filters: how the target is sampled
-    decoder: decodes with the method's planned tree
-    nodes: of this tree
-    counted: expected tokens per step by the counts
-    tokens: number of new tokens of each sequence
-    both: the verifier that also counts rejection; None for trees that grow
-    """
-
-    method: str
-    filters: Filters
-    decoder: SpeculativeDecoder
-    nodes: int
-    counted: float
-    tokens: int
-    both: Both | None
-
-    def visit(self, prompts: Tensor, mask: Tensor, seed: int, positions: int) -> Tensor | None:
-        """Decode a batch once. Returns accepted drafted tokens, and those to compare with, fp64 [2, n].
-
-        With `both` n is the number of steps, and the others are those that rejection accepts; otherwise n is the number
-        of sequences, and the others are those that counts predict. None if prompts are too long.
-
-        prompts, mask: LongTensors [B, T], left-padded; positions: how many the models have
-        """
-        tree = self.decoder.tree
-        assert tree is not None
-        tokens = min(self.tokens, positions - prompts.shape[1] - tree.depth - 1)
-        if tokens < 1:
-            return None
-        end = MaxLengthCriteria(prompts.shape[1] + tokens)
-        given = {name: value for name, value in self.filters._asdict().items() if value is not None}
-        out = self.decoder.generate(
-            prompts, tokens + tree.depth + 1, **NOTHING | given, seed=seed, attention_mask=mask,
-            stopping_criteria=[end], pad_token_id=0,
-        )  # fmt: skip
-        if self.both is not None:
-            steps, self.both.accepted = torch.cat(self.both.accepted, 1), []
-            return steps
-        steps_of = out.stats.steps_of.double().cpu()
-        kept = out.stats.tokens_of.double().cpu() - steps_of
-        whole = float(out.stats.accepted.sum()) / max(1.0, float(kept.sum()))  # the last step's tokens may be cut off
-        return torch.stack([whole * kept, (self.counted - 1) * steps_of])
-
-
-def measure_gains(
-    jobs: Sequence[GainJob], prompts: Sequence[Tensor], *, positions: int, until: float, seed: int,
-    report: Callable[[str], object],
-) -> tuple[MethodGain, ...]:  # fmt: skip
-    """Measure the gains of jobs, in turn, until each is certain enough or time is over. Jobs without data are left out.
-
-    prompts: LongTensors [T]
-    positions: how many positions the models have
-    until: the value of time.perf_counter() after which no visit begins. After the first, none begins either that would
-        end later, if it takes as long as the longest one so far
-    report: called with lines of text about the progress
-    """
-    longest = 0.0
-    gains: dict[int, MethodGain] = {}
-    found: dict[int, list[Tensor]] = {number: [] for number in range(len(jobs))}
-    for round_ in range(ROUNDS_OF_GAINS):
-        padded, mask = _together([prompts[(round_ * SEQUENCES + place) % len(prompts)] for place in range(SEQUENCES)])
-        for number, job in enumerate(jobs):
-            sure = number in gains and gains[number].error <= SURE
-            fresh = SEQUENCES if job.filters.temperature else max(0, len(prompts) - round_ * SEQUENCES)
-            begin = time.perf_counter()
-            if begin + longest >= until or sure or not fresh:  # greedy decoding repeats itself on the same prompt
-                continue
-            report(f"decoding with {job.method} at temperature {job.filters.temperature:g}, round {round_ + 1}")
-            seen = job.visit(padded[:fresh], mask[:fresh], seed + round_, positions)
-            longest = max(longest, time.perf_counter() - begin)
-            if seen is None:
-                continue
-            found[number].append(seen)
-            own, counted = torch.cat(found[number], 1)
-            if counted.sum() > 0:
-                factor = float(own.sum() / counted.sum())
-                error = math.sqrt(float((own - factor * counted).square().sum())) / float(counted.sum())
-                gains[number] = MethodGain(job.method, job.filters, job.nodes, factor, error)
-    return tuple(gains.values())
-
-
-def jobs_of(
-    target: PreTrainedModel, draft: AnyDraft, profile: Profile, methods: Sequence[str] = LOSSLESS_METHODS
-) -> Iterator[GainJob]:
-    """Make a job for each sampling whose acceptance was counted, and each method that may accept more than counted."""
-    for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
-        for method in methods:
-            row = profile.row(method)
-            counted = any(
-                entry.filters == filters and entry.is_of(row, filters.temperature) for entry in profile.acceptance
-            )
-            if method == "autoregressive" or not counted:
-                continue
-            draw, verification = row.at(filters.temperature)
-            (planned, entry, _), tree = profile.plan(method, filters), profile.tree_for(method, filters)
-            as_counted = verification not in VERIFIERS
-            if len(tree) == 1 or (as_counted and not tree.grows):
-                continue
-            both = None if tree.grows else Both(draw, verification)
-            word = profile.verifier if profile.verifier in row.verifiers else None
-            options: dict[str, Any] = {"verifier": both or word} if row.verifiers else {}
-            decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)
-            decoder.tree, decoder.profile = tree, profile  # the profile for its drawing temperatures
-            tokens = max((len(text) for text in entry.counts.texts), default=TOKENS)
-            yield GainJob(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)
-
-
-def _together(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def together(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Left-padded prompts and their mask; LongTensors [B, T]."""
     longest = max(map(len, prompts))
     padded = torch.stack([torch.cat([prompt.new_zeros(longest - len(prompt)), prompt]) for prompt in prompts])

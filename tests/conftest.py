@@ -198,13 +198,13 @@ def tried_anew(monkeypatch):
 @pytest.fixture
 def any_noise(monkeypatch):
     """Real timings count, however busy the machine is. What noise does is tested with made-up ones in test_costs."""
-    from heavypath.speculative import visits
+    from heavypath.speculative import gains
     from heavypath.speculative.costs import timing
 
     monkeypatch.setattr(timing, "MOST", math.inf)
     monkeypatch.setattr(timing, "MOST_MOVED", math.inf)
     monkeypatch.setattr(timing, "MOST_ROUNDS", 5)
-    monkeypatch.setattr(visits, "ROUNDS_OF_GAINS", 1)
+    monkeypatch.setattr(gains, "ROUNDS_OF_GAINS", 1)
 
 
 @pytest.fixture(scope="session")

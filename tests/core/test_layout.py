@@ -107,7 +107,7 @@ OPTIONS = re.compile(
     r"drafts\.(?!draft$|kinds$|changes$|model$|own$|__init__$)|ranks\.(?!parts$|peers$|__init__$)|models\.recurrent\.|"
     r"models\.prompt_inputs$|output\.(?!generation$|__init__$)|decoding\.(graphs|growing|processing|typical|verifiers)$|"
     r"(processors|streaming|serving|suite|http|cli|training|demo|losslessness|files|reference)\.|costs\.streamed$|"
-    r"(adapting|tree_by_profile|profile|calibration|visits|walking|ways|comparison|custom_generate|distillation|"
+    r"(adapting|tree_by_profile|profile|calibration|visits|gains|walking|ways|comparison|custom_generate|distillation|"
     r"layer_choice|loading|__main__)$"
 )
 

@@ -13,11 +13,11 @@ from tiny_models import tiny_llama
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, visits
 from heavypath.speculative.drafts.kinds import as_draft
+from heavypath.speculative.gains import jobs_of, measure_gains
 from heavypath.speculative.methods import LARGE
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MethodGain, Profile
 from heavypath.speculative.trees.tails import DEPTH
-from heavypath.speculative.visits import jobs_of, measure_gains
 from heavypath.speculative.walking import NODES, Extent, as_measured, walk
 
 # Chen et al. 2024, appendix E: Llama-3-70B-Instruct drafted for by Llama-3-8B-Instruct, CNN daily news.
