@@ -111,7 +111,9 @@ def _check_kernel_takes(caches: Sequence[Tensor], path: Tensor) -> None:
 
 
 def _check_rows(path: Tensor, length: Tensor, prefix_length: Tensor, rows: int) -> None:
-    node, last, prefix = path.numpy(), length.numpy()[:, None], prefix_length.numpy()[:, None]
+    node = path.numpy()
+    last = length.numpy()[:, None]
+    prefix = prefix_length.numpy()[:, None]
     if last.min() < 0 or last.max() >= node.shape[1]:
         raise ValueError(f"length must be in 0 .. {node.shape[1] - 1} for path {[*node.shape]}, got {length.tolist()}")
     used = (prefix + node)[np.arange(node.shape[1]) <= last]
@@ -127,7 +129,8 @@ def reference(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_len
     sequence, position = moves.nonzero()
     if not len(sequence):
         return
-    source, destination = prefix[sequence] + node[sequence, position], prefix[sequence] + position
+    source = prefix[sequence] + node[sequence, position]
+    destination = prefix[sequence] + position
     sequence, source, destination = (
         torch.from_numpy(index).to(path.device) for index in (sequence, source, destination)
     )
@@ -140,12 +143,14 @@ def _compact_kernel(
     table_ptr,  # [caches, 5]: address; strides of sequences, heads and rows in units; rows S
     path_ptr,  # [B, P]
     length_ptr,  # [B], as prefix_ptr
-    prefix_ptr, P,
+    prefix_ptr,
+    P,
     UNIT: tl.constexpr,  # the integer that bits travel in
     VECTOR: tl.constexpr,  # addresses and strides are multiples of this many units; one access moves 2 of 8 bytes
     ROW: tl.constexpr,  # units of a row
-    BLOCK_P: tl.constexpr, BLOCK_ROW: tl.constexpr,
-):  # fmt: skip
+    BLOCK_P: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+):
     """A program for each (head, block of columns), sequence and cache."""
     blocks = tl.cdiv(ROW, BLOCK_ROW)
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -165,7 +170,8 @@ def _compact_kernel(
     row_stride = tl.multiple_of(tl.load(table_ptr + 3), VECTOR)
     rows = tl.load(table_ptr + 4)
 
-    source, destination = prefix + node, prefix + place
+    source = prefix + node
+    destination = prefix + place
     moves = (place > 0) & (place < P) & (place <= length) & (node != place)
     moves = moves & (tl.minimum(source, destination) >= 0) & (tl.maximum(source, destination) < rows)
     if tl.max(moves.to(tl.int32)) == 0:
@@ -217,8 +223,16 @@ def launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length
         block_places = triton.next_power_of_2(places)
         block_row = min(triton.next_power_of_2(row), _TILE // block_places)
         _compact_kernel[(heads * triton.cdiv(row, block_row), batch, len(caches))](
-            table_ptr=table, path_ptr=path.contiguous(), length_ptr=length.contiguous(),
-            prefix_ptr=prefix_length.contiguous(), P=places,
-            UNIT=_UNITS[unit], VECTOR=alignment // unit, ROW=row, BLOCK_P=block_places, BLOCK_ROW=block_row,
-            num_warps=min(16, max(1, block_places * block_row // 128)), enable_fp_fusion=False,
-        )  # fmt: skip
+            table_ptr=table,
+            path_ptr=path.contiguous(),
+            length_ptr=length.contiguous(),
+            prefix_ptr=prefix_length.contiguous(),
+            P=places,
+            UNIT=_UNITS[unit],
+            VECTOR=alignment // unit,
+            ROW=row,
+            BLOCK_P=block_places,
+            BLOCK_ROW=block_row,
+            num_warps=min(16, max(1, block_places * block_row // 128)),
+            enable_fp_fusion=False,
+        )

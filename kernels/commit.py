@@ -98,7 +98,8 @@ def reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, br
     token, parents, ranks, depth = (field.numpy() for field in (nodes.tokens, nodes.parents, nodes.ranks, depths))
     path, length, after = (field.numpy() for field in verified)
     produced, left, member = (numbers[field] for field in (StateField.PRODUCED, StateField.LEFT, StateField.MEMBER))
-    every, place = np.arange(len(path))[:, None], np.arange(path.shape[1])
+    every = np.arange(len(path))[:, None]
+    place = np.arange(path.shape[1])
     active = left > 0
 
     emitted = np.empty_like(path)  # [b, P]; undefined after a sequence's last token
@@ -115,7 +116,9 @@ def reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, br
         seen[slot, emitted[slot, column]] = True
 
     if token.shape[1] > 1:
-        parent, rank, child = parents[..., 1:], ranks[..., 1:], np.arange(1, token.shape[1])
+        parent = parents[..., 1:]
+        rank = ranks[..., 1:]
+        child = np.arange(1, token.shape[1])
         above = np.maximum(depth[..., 1:] - 1, 0)  # an absent node may have depth 0
         offered = (path[every, above] == parent) & (token[:, 1:] >= 0) & active[:, None]
         accepted = offered & (path[every, above + 1] == child)
@@ -141,11 +144,30 @@ def _add(number_ptr, more):
 
 @triton.jit(do_not_specialize=["N", "P", "STOPS", "branching", "slots", "columns", "vocabulary", "count_slots"])
 def _commit_kernel(
-    numbers_ptr, output_ptr, stops_ptr, seen_ptr, counts_ptr,
-    tokens_ptr, parents_ptr, ranks_ptr, depths_ptr, path_ptr, length_ptr, after_ptr,
-    slots, columns, vocabulary, count_slots, N, P, STOPS, branching,
-    PER_SEQUENCE: tl.constexpr, HAS_SEEN: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    numbers_ptr,
+    output_ptr,
+    stops_ptr,
+    seen_ptr,
+    counts_ptr,
+    tokens_ptr,
+    parents_ptr,
+    ranks_ptr,
+    depths_ptr,
+    path_ptr,
+    length_ptr,
+    after_ptr,
+    slots,
+    columns,
+    vocabulary,
+    count_slots,
+    N,
+    P,
+    STOPS,
+    branching,
+    PER_SEQUENCE: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """Each program does one sequence, in one warp: a second warp could read numbers that the first has changed already.
 
     slots, columns, vocabulary, count_slots: strides between the rows of numbers, output, seen and counts.
@@ -158,8 +180,10 @@ def _commit_kernel(
         parents_ptr += slot * N
         depths_ptr += slot * N
         ranks_ptr += slot * N
-    length, after = tl.load(length_ptr + slot), tl.load(after_ptr + slot)
-    left, produced = tl.load(numbers_ptr + _LEFT * slots), tl.load(numbers_ptr + _PRODUCED * slots)
+    length = tl.load(length_ptr + slot)
+    after = tl.load(after_ptr + slot)
+    left = tl.load(numbers_ptr + _LEFT * slots)
+    produced = tl.load(numbers_ptr + _PRODUCED * slots)
     active = left > 0
 
     place = tl.arange(0, BLOCK_P)
@@ -215,11 +239,29 @@ def launch(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branc
     path, length, after = (field.contiguous() for field in verified)
     with torch.cuda.device_of(tokens):
         _commit_kernel[(len(tokens),)](
-            numbers_ptr=numbers, output_ptr=output, stops_ptr=stops, seen_ptr=seen.view(torch.int8), counts_ptr=counts,
-            tokens_ptr=tokens.contiguous(), parents_ptr=parents, ranks_ptr=ranks, depths_ptr=depths,
-            path_ptr=path, length_ptr=length, after_ptr=after,
-            slots=numbers.stride(0), columns=output.stride(0), vocabulary=seen.stride(0), count_slots=counts.stride(0),
-            N=tokens.shape[1], P=path.shape[1], STOPS=len(stops), branching=branching,
-            PER_SEQUENCE=per_sequence, HAS_SEEN=seen.shape[1] > 0,
-            BLOCK_P=triton.next_power_of_2(path.shape[1]), num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            numbers_ptr=numbers,
+            output_ptr=output,
+            stops_ptr=stops,
+            seen_ptr=seen.view(torch.int8),
+            counts_ptr=counts,
+            tokens_ptr=tokens.contiguous(),
+            parents_ptr=parents,
+            ranks_ptr=ranks,
+            depths_ptr=depths,
+            path_ptr=path,
+            length_ptr=length,
+            after_ptr=after,
+            slots=numbers.stride(0),
+            columns=output.stride(0),
+            vocabulary=seen.stride(0),
+            count_slots=counts.stride(0),
+            N=tokens.shape[1],
+            P=path.shape[1],
+            STOPS=len(stops),
+            branching=branching,
+            PER_SEQUENCE=per_sequence,
+            HAS_SEEN=seen.shape[1] > 0,
+            BLOCK_P=triton.next_power_of_2(path.shape[1]),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )

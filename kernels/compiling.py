@@ -27,7 +27,8 @@ def uncompiled_launches() -> Iterator[list[Compilation]]:
 
     The list is filled at the end of the block, once for each kernel. No code in the block may need results of launches.
     """
-    thread, noted = threading.get_ident(), {}
+    thread = threading.get_ident()
+    noted = {}
 
     def note(**told: Any) -> bool | None:
         """Triton's hook before it compiles; returning True skips the launch."""

@@ -52,7 +52,8 @@ from heavypath.kernels.tickets import is_last, tickets
 LANES = tl.constexpr(128)  # threads of a program; each holds eight adjacent tokens of a tile
 TILES = tl.constexpr(4)
 CHUNK = tl.constexpr(4 * 8 * 128)  # tokens
-THRESHOLDS, PASS = tl.constexpr(8), tl.constexpr(12)  # of a pass; and fp32 numbers stored for it, in whole vectors
+THRESHOLDS = tl.constexpr(8)  # of a pass; and fp32 numbers stored for it, in whole vectors
+PASS = tl.constexpr(12)
 _BRANCHES = tl.constexpr(256)  # of the search for min-p's cut, which reads no logits
 
 
@@ -125,7 +126,8 @@ def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
         largest = tl.load(passes_ptr, cache_modifier=".cg")
         scale = tl.load(passes_ptr + 1, cache_modifier=".cg")
         least = tl.load(passes_ptr + 2, cache_modifier=".cg")  # after the first pass few chunks reach it
-        tiles, highest = (), tl.full([LANES, 8], float("-inf"), tl.float32)
+        tiles = ()
+        highest = tl.full([LANES, 8], float("-inf"), tl.float32)
         for tile in tl.static_range(TILES):
             tiles += (_tile(row_ptr, chunk * CHUNK + tile * LANES * 8, V),)
             highest = tl.maximum(highest, tiles[tile])
@@ -186,7 +188,8 @@ def _search(
     """
     place = tl.arange(0, THRESHOLDS)
     high = key_of(largest, HIDDEN) + 1  # no token reaches it
-    above, reached = tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
+    above = tl.full([], 0.0, tl.float32)
+    reached = tl.full([], float("inf"), tl.float32)
     enough = tl.full([], 0.0, tl.float32)
     even = tl.maximum(place - 1, 0).to(tl.float32) / (THRESHOLDS - 2)
     keys = tl.where(place == 0, low, key_of(guess * (1 - even) + largest * even, HIDDEN))
@@ -246,7 +249,8 @@ def _least_score(largest, temperature, log_min_p):
 @triton.jit
 def _settings(settings_ptr, V):
     """Load a sequence's temperature, top_k, top_p and log(min_p), as in a launch with one setting for all."""
-    top_k, min_p = tl.load(settings_ptr + 1), tl.load(settings_ptr + 3)
+    top_k = tl.load(settings_ptr + 1)
+    min_p = tl.load(settings_ptr + 3)
     return (
         tl.load(settings_ptr).to(tl.float32),
         tl.where((top_k < 1) | (top_k > V), V, top_k).to(tl.int32),
@@ -257,10 +261,21 @@ def _settings(settings_ptr, V):
 
 @triton.jit
 def _lead(
-    memory, row, row_ptr, parts_ptr, V, temperature, top_k, top_p, log_min_p,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_GREEDY: tl.constexpr, HIDDEN: tl.constexpr,
+    memory,
+    row,
+    row_ptr,
+    parts_ptr,
+    V,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    HAS_GREEDY: tl.constexpr,
+    HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
-):  # fmt: skip
+):
     """Return the cut, the end and the largest logit of a row, after all programs have stored their parts."""
     scale = softmax_scale(tl.maximum(temperature, LEAST))
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
@@ -269,7 +284,8 @@ def _lead(
     totals = tl.load(part_ptr + CHUNKS, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
     largest = tl.max(parts)
     total = sum_of_products(totals, tl.exp2((parts - largest) * scale))
-    cut, end = tl.full([], float("nan"), tl.float32), V + tl.full([], 0, tl.int32)
+    cut = tl.full([], float("nan"), tl.float32)
+    end = V + tl.full([], 0, tl.int32)
     if total > 0:  # false for a row of only -inf, and for one with NaN or +inf
         cut = tl.full([], LOWEST, tl.float32)
         low = key_of(tl.full([], LOWEST, tl.float32), HIDDEN)
@@ -295,7 +311,8 @@ def _lead(
                 needed = needed_ties(tl.exp2((cut - largest) * scale), above, reached, enough)
             if HAS_GREEDY:
                 is_greedy = temperature == 0
-                low, cut = tl.where(is_greedy, key_of(largest, HIDDEN), low), tl.where(is_greedy, largest, cut)
+                low = tl.where(is_greedy, key_of(largest, HIDDEN), low)
+                cut = tl.where(is_greedy, largest, cut)
                 needed = tl.where(is_greedy, 1.0, needed)
             if needed > 0:
                 end = end_of_ties(memory, row, row_ptr, V, low, needed, largest, CHUNKS, HIDDEN)
@@ -317,22 +334,38 @@ def _cuts_kernel(
     passes_ptr,
     sums_ptr,
     tickets_ptr,  # [B, N], followed by the counters of `sharing`
-    N, V, batch_stride, row_stride, settings_stride, temperature, top_k, top_p, log_min_p, helping,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, BY_SEQUENCE: tl.constexpr, HIDDEN: tl.constexpr,
+    N,
+    V,
+    batch_stride,
+    row_stride,
+    settings_stride,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    helping,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,
+    HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
-):  # fmt: skip
+):
     rows = (tl.num_programs(0) - helping) // CHUNKS
     memory = (tickets_ptr + rows, rows, passes_ptr, sums_ptr)
     program = tl.program_id(0)
     if program < rows * CHUNKS:
-        row, chunk = program // CHUNKS, program % CHUNKS
+        row = program // CHUNKS
+        chunk = program % CHUNKS
         row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
         if BY_SEQUENCE:
             temperature, top_k, top_p, log_min_p = _settings(settings_ptr + row // N * settings_stride, V)
             if temperature == 0:  # only the largest logit
-                top_k, top_p, log_min_p = V, tl.full([], 1.0, tl.float32), tl.full([], float("-inf"), tl.float32)
+                top_k = V
+                top_p = tl.full([], 1.0, tl.float32)
+                log_min_p = tl.full([], float("-inf"), tl.float32)
         scale = softmax_scale(tl.maximum(temperature, LEAST))
-        largest, total = tl.full([LANES], LOWEST, tl.float32), tl.zeros([LANES], tl.float32)
+        largest = tl.full([LANES], LOWEST, tl.float32)
+        total = tl.zeros([LANES], tl.float32)
         for tile in tl.static_range(TILES):
             x = _tile(row_ptr, chunk * CHUNK + tile * LANES * 8, V)
             higher = tl.maximum(largest, tl.max(x, 1))
@@ -344,9 +377,21 @@ def _cuts_kernel(
         tl.store(part_ptr + CHUNKS, sum_of_products(total, tl.exp2((largest - highest) * scale)))
         if is_last(tickets_ptr + row, CHUNKS):
             cut, end, largest_of_row = _lead(
-                memory, row, row_ptr, parts_ptr, V, temperature, top_k, top_p, log_min_p,
-                HAS_TOP_K, HAS_TOP_P, BY_SEQUENCE, HIDDEN, CHUNKS,
-            )  # fmt: skip
+                memory,
+                row,
+                row_ptr,
+                parts_ptr,
+                V,
+                temperature,
+                top_k,
+                top_p,
+                log_min_p,
+                HAS_TOP_K,
+                HAS_TOP_P,
+                BY_SEQUENCE,
+                HIDDEN,
+                CHUNKS,
+            )
             tl.store(cut_ptr + row, cut)
             tl.store(end_ptr + row, end)
             if BY_SEQUENCE:
@@ -388,25 +433,47 @@ def _launched(
 ) -> tuple[Cuts, Tensor]:
     """Launch the kernel: cuts and largest logits of all rows; settings, if given, replace the four numbers."""
     batch, count, vocab_size = logits.shape
-    logits, rows = logits if logits.stride(2) == 1 else logits.contiguous(), batch * count
-    device, chunks = logits.device, triton.cdiv(vocab_size, CHUNK.value)
+    logits = logits if logits.stride(2) == 1 else logits.contiguous()
+    rows = batch * count
+    device = logits.device
+    chunks = triton.cdiv(vocab_size, CHUNK.value)
     cuts = Cuts(*(torch.empty(rows, dtype=kind, device=device) for kind in (torch.float32, torch.int32)))
     largest = cuts.cut if settings is None else torch.empty_like(cuts.cut)
     if rows == 0:
         return cuts, largest
     sizes = [rows * chunks * THRESHOLDS.value, rows * PASS.value, rows * 2 * chunks]  # each begins at a whole vector
     sums, passes, parts = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
-    by_k, by_p = settings is not None or top_k < vocab_size, settings is not None or top_p < 1
+    by_k = settings is not None or top_k < vocab_size
+    by_p = settings is not None or top_p < 1
     helping = min(4 * helpers(device), rows * chunks) if by_k or by_p else 0  # min-p's cut needs no pass
     with torch.cuda.device_of(logits):
         _cuts_kernel[(rows * chunks + helping,)](
-            logits_ptr=logits, cut_ptr=cuts.cut, end_ptr=cuts.end, largest_ptr=largest, settings_ptr=settings,
-            parts_ptr=parts, passes_ptr=passes, sums_ptr=sums,
-            tickets_ptr=tickets(rows + counters(rows), device), N=count, V=vocab_size,
-            batch_stride=logits.stride(0), row_stride=logits.stride(1),
+            logits_ptr=logits,
+            cut_ptr=cuts.cut,
+            end_ptr=cuts.end,
+            largest_ptr=largest,
+            settings_ptr=settings,
+            parts_ptr=parts,
+            passes_ptr=passes,
+            sums_ptr=sums,
+            tickets_ptr=tickets(rows + counters(rows), device),
+            N=count,
+            V=vocab_size,
+            batch_stride=logits.stride(0),
+            row_stride=logits.stride(1),
             settings_stride=0 if settings is None else settings.stride(0),
-            temperature=temperature, top_k=top_k, top_p=top_p, log_min_p=log_min_p, helping=helping,
-            HAS_TOP_K=by_k, HAS_TOP_P=by_p, BY_SEQUENCE=settings is not None, HIDDEN=HIDDEN_BITS[logits.dtype],
-            CHUNKS=chunks, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
-        )  # fmt: skip
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            log_min_p=log_min_p,
+            helping=helping,
+            HAS_TOP_K=by_k,
+            HAS_TOP_P=by_p,
+            BY_SEQUENCE=settings is not None,
+            HIDDEN=HIDDEN_BITS[logits.dtype],
+            CHUNKS=chunks,
+            num_warps=LANES.value // 32,
+            enable_fp_fusion=True,
+            maxnreg=255,
+        )
     return cuts, largest

@@ -207,7 +207,8 @@ def check_draft_logits(draft_logits: Tensor, target_logits: Tensor) -> None:
 
 def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Tensor | None, vocab_size: int) -> None:
     """Raise ValueError unless nodes [B, N], on a CPU, are trees."""
-    token, parent = tokens.numpy(), parents.numpy()
+    token = tokens.numpy()
+    parent = parents.numpy()
     if token.min(initial=0) < -1 or token.max(initial=0) >= vocab_size:
         raise ValueError(f"tokens must be in [-1, {vocab_size}), got {token.min()} .. {token.max()}")
     index = np.arange(parent.shape[1])
@@ -236,7 +237,8 @@ def depth_of(parents: Tensor, max_depth: int | None) -> int:
         if max_depth < 0:
             raise ValueError(f"max_depth must be at least 0, got {max_depth}")
         return max_depth
-    depth, node = 0, torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    depth = 0
+    node = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     while (node := parents.gather(1, node.clamp(min=0)).where(node >= 0, -1)).ge(0).any():
         depth += 1
     return depth

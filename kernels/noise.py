@@ -56,11 +56,17 @@ class Noise(NamedTuple):
 def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
     """Return ten rounds of Philox-4x32, uint32 [..., 4], of the low 32 bits of four counters that broadcast."""
     c0, c1, c2, c3 = (np.asarray(counter).astype(np.uint64) & _MASK for counter in (c0, c1, c2, c3))
-    low, high = seed & _MASK, seed >> 32 & _MASK
+    low = seed & _MASK
+    high = seed >> 32 & _MASK
     for _ in range(10):
-        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = odd >> 32 ^ c1 ^ low, odd & _MASK, even >> 32 ^ c3 ^ high, even & _MASK
-        low, high = low + 0x9E3779B9 & _MASK, high + 0xBB67AE85 & _MASK
+        even = c0 * 0xD2511F53
+        odd = c2 * 0xCD9E8D57
+        c0 = odd >> 32 ^ c1 ^ low
+        c1 = odd & _MASK
+        c2 = even >> 32 ^ c3 ^ high
+        c3 = even & _MASK
+        low = low + 0x9E3779B9 & _MASK
+        high = high + 0xBB67AE85 & _MASK
     return np.stack(np.broadcast_arrays(c0, c1, c2, c3), -1).astype(np.uint32)
 
 
@@ -116,7 +122,8 @@ def seed_arguments(seed: int | Tensor) -> dict[str, Tensor | int | None]:
     """Return a kernel's arguments for a seed: a pointer, or the two halves of the value as signed 32-bit integers."""
     if isinstance(seed, Tensor):
         return {"seed_ptr": seed, "seed_low": 0, "seed_high": 0}
-    low, high = seed & _MASK, (seed >> 32) & _MASK
+    low = seed & _MASK
+    high = (seed >> 32) & _MASK
     return {"seed_ptr": None, "seed_low": low - (low >> 31 << 32), "seed_high": high - (high >> 31 << 32)}
 
 
@@ -125,19 +132,23 @@ def seed_words(seed_ptr, seed_low, seed_high):
     """Return the two halves of a seed as int32, from the three arguments of `seed_arguments`."""
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-        seed_low, seed_high = seed.to(tl.int32), (seed >> 32).to(tl.int32)
+        seed_low = seed.to(tl.int32)
+        seed_high = (seed >> 32).to(tl.int32)
     return seed_low, seed_high
 
 
 @triton.jit
 def philox_words(seed_low, seed_high, c0, c1, c2, c3):
     """`philox` in a kernel: return four tensors of words, from uint32 counters and the seed's halves as int32."""
-    k0, k1 = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    k0 = seed_low.to(tl.uint32, bitcast=True)
+    k1 = seed_high.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(10):
-        even, odd = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        even = c0.to(tl.uint64) * 0xD2511F53
+        odd = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0
         c2 = (even >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1, c3 = odd.to(tl.uint32), even.to(tl.uint32)
+        c1 = odd.to(tl.uint32)
+        c3 = even.to(tl.uint32)
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     return c0, c1, c2, c3
@@ -153,8 +164,10 @@ def gumbel_of(bits):
 @triton.jit
 def octet_bits(seed_low, seed_high, octet, row, stream):
     """Return the words [A, 8] of tokens 8 * octet + 0 .. 7, for octets [A], one noise row and one stream."""
-    low, high = row.to(tl.uint32), (row >> 32).to(tl.uint32)
-    even, stream = (2 * octet).to(tl.uint32), stream.to(tl.uint32)
+    low = row.to(tl.uint32)
+    high = (row >> 32).to(tl.uint32)
+    even = (2 * octet).to(tl.uint32)
+    stream = stream.to(tl.uint32)
     a0, a1, a2, a3 = philox_words(seed_low, seed_high, even, low, high, stream)
     b0, b1, b2, b3 = philox_words(seed_low, seed_high, even + 1, low, high, stream)
     # Each join adds an axis of size 2, one bit of a token's index in its octet; the innermost join is the highest bit.

@@ -57,9 +57,19 @@ _NO_KEY = tl.constexpr(-(2**62))
 
 @triton.jit
 def _search(
-    best, memory, row, row_ptr, V, K, largest, scale, top_p,
-    PASS_CHUNKS: tl.constexpr, HIDDEN: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
+    best,
+    memory,
+    row,
+    row_ptr,
+    V,
+    K,
+    largest,
+    scale,
+    top_p,
+    PASS_CHUNKS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    PLACES: tl.constexpr,
+):
     """Search the cut as `filter_cuts` does, first among the candidates' keys, until the draw is decided.
 
     best: the candidates, packed, largest first
@@ -67,16 +77,21 @@ def _search(
     Returns the draw, packed in the same way; whether it is decided; the key of the cut, if the draw is not decided or
     has fewer than K tokens; and how many tokens at the cut are kept, 0 for all.
     """
-    place, threshold = tl.arange(0, PLACES), tl.arange(0, THRESHOLDS)
+    place = tl.arange(0, PLACES)
+    threshold = tl.arange(0, THRESHOLDS)
     there = best > NEVER
     _, token = unpack(best)
     x = tl.load(row_ptr + token, mask=there, other=float("-inf")).to(tl.float32)
     key = tl.where(there, key_of(x, HIDDEN), _NO_KEY)
     weight = tl.exp2(tl.maximum((x - largest) * scale, -1000.0))
-    low, high = key_of(tl.full([], LOWEST, tl.float32), HIDDEN), key_of(largest, HIDDEN) + 1
-    reached, above = tl.full([], float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    low = key_of(tl.full([], LOWEST, tl.float32), HIDDEN)
+    high = key_of(largest, HIDDEN) + 1
+    reached = tl.full([], float("inf"), tl.float32)
+    above = tl.full([], 0.0, tl.float32)
     enough = tl.full([], 0.0, tl.float32)
-    drawn, decided, first = best, low > high, low < high
+    drawn = best
+    decided = low > high
+    first = low < high
     while first | ((high - low > 1) & (decided == 0)):
         # The least threshold is the window's lower end. The others are candidates in the window, evenly spaced by rank.
         inside = tl.where((key > low) & (key < high), key, _NO_KEY)
@@ -125,7 +140,15 @@ def _nucleus_kernel(
     passes_ptr,  # of `filter_cuts`, as sums_ptr
     sums_ptr,
     tickets_ptr,  # [R], followed by the counters of `sharing`
-    V, row_stride, K, seed_ptr, seed_low, seed_high, temperature, top_p, helping,
+    V,
+    row_stride,
+    K,
+    seed_ptr,
+    seed_low,
+    seed_high,
+    temperature,
+    top_p,
+    helping,
     STREAM: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     FILL: tl.constexpr,
@@ -135,7 +158,7 @@ def _nucleus_kernel(
     PLACES: tl.constexpr,  # candidates
     OPENED: tl.constexpr,  # groups that are opened in one iteration
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     rows = (tl.num_programs(0) - helping) // CHUNKS
     memory = (tickets_ptr + rows, rows, passes_ptr, sums_ptr)
     program = tl.program_id(0)
@@ -143,7 +166,8 @@ def _nucleus_kernel(
         help_rows(memory, program - rows * CHUNKS, logits_ptr, rows, 0, row_stride, V, PASS_CHUNKS)
         leave(tickets_ptr + rows, rows, helping)
         return
-    row, chunk = program // CHUNKS, program % CHUNKS
+    row = program // CHUNKS
+    chunk = program % CHUNKS
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     noise_row = row.to(tl.int64)
     if HAS_ROWS:
@@ -151,20 +175,53 @@ def _nucleus_kernel(
     stream = STREAM + tl.full([], 0, tl.int32)
     seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
     scale = softmax_scale(temperature)
-    cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
+    cut = tl.full([], float("-inf"), tl.float32)
+    end = V + tl.full([], 0, tl.int32)
     scan_chunk(
-        row_ptr, noise_row, stream, row, chunk, bounds_ptr, parts_ptr, V, seed_low, seed_high, scale, cut, end,
-        True, False, CHUNKS, INTERPRETED,
-    )  # fmt: skip
+        row_ptr,
+        noise_row,
+        stream,
+        row,
+        chunk,
+        bounds_ptr,
+        parts_ptr,
+        V,
+        seed_low,
+        seed_high,
+        scale,
+        cut,
+        end,
+        True,
+        False,
+        CHUNKS,
+        INTERPRETED,
+    )
     if is_last(tickets_ptr + row, CHUNKS):
         largest, total = sum_of_parts(parts_ptr, row, scale, CHUNKS)
         best = tl.full([PLACES], NEVER, tl.int64)
         turn = tl.full([], 0, tl.int32)
         while turn < 2:  # turn 0 with all tokens; turn 1, if that does not decide, with the tokens that the cut keeps
             best = open_groups(
-                row_ptr, noise_row, stream, row, bounds_ptr, largest, total, V, tl.where(turn == 0, PLACES, K),
-                seed_low, seed_high, temperature, cut, end, True, True, CHUNKS, PLACES, OPENED,
-            )  # fmt: skip
+                row_ptr,
+                noise_row,
+                stream,
+                row,
+                bounds_ptr,
+                largest,
+                total,
+                V,
+                tl.where(turn == 0, PLACES, K),
+                seed_low,
+                seed_high,
+                temperature,
+                cut,
+                end,
+                True,
+                True,
+                CHUNKS,
+                PLACES,
+                OPENED,
+            )
             turn += tl.where(total > 0, 1, 2)
             if turn == 1:
                 drawn, decided, low, needed = _search(
@@ -172,13 +229,31 @@ def _nucleus_kernel(
                 )
                 cut = number_of(low, HIDDEN)
                 if decided:
-                    best, turn = drawn, tl.full([], 2, tl.int32)
+                    best = drawn
+                    turn = tl.full([], 2, tl.int32)
                 elif needed > 0:
                     end = end_of_ties(memory, row, row_ptr, V, low, needed, largest, PASS_CHUNKS, HIDDEN)
         store_draws(
-            best, row_ptr, noise_row, row, tokens_ptr, keys_ptr, logprobs_ptr, largest, total, V, K, seed_low,
-            seed_high, temperature, cut, end, True, FILL, PLACES,
-        )  # fmt: skip
+            best,
+            row_ptr,
+            noise_row,
+            row,
+            tokens_ptr,
+            keys_ptr,
+            logprobs_ptr,
+            largest,
+            total,
+            V,
+            K,
+            seed_low,
+            seed_high,
+            temperature,
+            cut,
+            end,
+            True,
+            FILL,
+            PLACES,
+        )
         leave(tickets_ptr + rows, rows, helping)
 
 
@@ -186,7 +261,8 @@ def launch_tokens(
     logits: Tensor, k: int, filters: Filters, *, noise: Noise, stream: Stream, uniform_fill: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw tokens as `launch_topk`; keys and log-probabilities may be those before top-p, so use only the tokens."""
-    (count, vocab_size), device = logits.shape, logits.device
+    (count, vocab_size) = logits.shape
+    device = logits.device
     by_p_alone = Filters(top_p=filters.top_p).drop(vocab_size) and not filters._replace(top_p=None).drop(vocab_size)
     aligned = vocab_size % ALIGNED == 0 and logits.stride() == (logits.stride(0) // ALIGNED * ALIGNED, 1)
     if not (by_p_alone and aligned) or filters.temperature == 0 or k > MOST or count == 0:
@@ -201,14 +277,36 @@ def launch_tokens(
     helping = min(4 * helpers(device), count * in_pass)
     with torch.cuda.device_of(logits):
         _nucleus_kernel[(count * chunks + helping,)](
-            logits, None if noise.rows is None else noise.rows.contiguous(), tokens, keys, logprobs,
-            bounds, parts, passes, sums,
-            tickets(count + counters(count), device), vocab_size, logits.stride(0), k, **seed_arguments(noise.seed),
-            temperature=raised(filters.temperature), top_p=float(filters.top_p or 1.0), helping=helping,
-            STREAM=int(stream), HAS_ROWS=noise.rows is not None, FILL=uniform_fill, HIDDEN=HIDDEN_BITS[logits.dtype],
-            CHUNKS=chunks, PASS_CHUNKS=in_pass, PLACES=places, OPENED=min(16, places),
-            INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
-        )  # fmt: skip
+            logits,
+            None if noise.rows is None else noise.rows.contiguous(),
+            tokens,
+            keys,
+            logprobs,
+            bounds,
+            parts,
+            passes,
+            sums,
+            tickets(count + counters(count), device),
+            vocab_size,
+            logits.stride(0),
+            k,
+            **seed_arguments(noise.seed),
+            temperature=raised(filters.temperature),
+            top_p=float(filters.top_p or 1.0),
+            helping=helping,
+            STREAM=int(stream),
+            HAS_ROWS=noise.rows is not None,
+            FILL=uniform_fill,
+            HIDDEN=HIDDEN_BITS[logits.dtype],
+            CHUNKS=chunks,
+            PASS_CHUNKS=in_pass,
+            PLACES=places,
+            OPENED=min(16, places),
+            INTERPRETED=not logits.is_cuda,
+            num_warps=4,
+            enable_fp_fusion=True,
+            maxnreg=255,
+        )
     return tokens, keys, logprobs
 
 

@@ -75,7 +75,8 @@ def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str 
 
 
 def _check_values(parents: Tensor, ranks: Tensor | None) -> None:
-    parent, nodes = parents.numpy(), parents.shape[1]
+    parent = parents.numpy()
+    nodes = parents.shape[1]
     index = np.arange(nodes)
     if (parent[:, 0] != -1).any() or ((parent < -1) | (parent >= index)).any():
         raise ValueError(f"parents must hold -1 at node 0 and -1 <= parents[i] < i elsewhere, got {parents.tolist()}")
@@ -101,12 +102,14 @@ def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:
 def _visited(parent: list[int], rank: list[int]) -> tuple[list[int], ...]:
     """Visit one tree; return the fields of its `Ordering`."""
     nodes = range(len(parent))
-    size, children = [1] * len(parent), [[] for _ in nodes]
+    size = [1] * len(parent)
+    children = [[] for _ in nodes]
     for node in reversed(nodes):
         if parent[node] >= 0:
             size[parent[node]] += size[node]
             children[parent[node]].insert(0, node)
-    order, waiting = [], [node for node in reversed(nodes) if parent[node] < 0]
+    order = []
+    waiting = [node for node in reversed(nodes) if parent[node] < 0]
     while waiting:
         order.append(waiting.pop())
         waiting += sorted(children[order[-1]], key=lambda child: (-size[child], rank[child]))[::-1]
@@ -147,9 +150,13 @@ def _heavy_path_kernel(
     parents_ptr,  # [B, N]
     ranks_ptr,  # [B, N] if HAS_RANKS
     permutation_ptr,  # [B, N], as all below; scratch memory until the end, and so is end_ptr
-    new_parents_ptr, new_ranks_ptr, end_ptr, N,
-    HAS_RANKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    new_parents_ptr,
+    new_ranks_ptr,
+    end_ptr,
+    N,
+    HAS_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Each program does one tree. Its threads exchange values through memory, with barriers in between."""
     row = tl.program_id(0).to(tl.int64) * N
     permutation_ptr += row
@@ -213,9 +220,16 @@ def launch_order(parents: Tensor, ranks: Tensor | None) -> Ordering:
     warps = max(1, min(block // 128, 16 if ranks is not None else 8))  # with 16 the sort that finds ranks would spill
     with torch.cuda.device_of(parents):
         _heavy_path_kernel[(batch,)](
-            parents_ptr=parents.contiguous(), ranks_ptr=ranks, permutation_ptr=order.permutation,
-            new_parents_ptr=order.parents, new_ranks_ptr=order.ranks, end_ptr=order.subtree_end,
-            N=nodes, HAS_RANKS=ranks is not None, BLOCK=block,
-            num_warps=warps, enable_fp_fusion=False,  # Triton 3.9 warns if this is not given
-        )  # fmt: skip
+            parents_ptr=parents.contiguous(),
+            ranks_ptr=ranks,
+            permutation_ptr=order.permutation,
+            new_parents_ptr=order.parents,
+            new_ranks_ptr=order.ranks,
+            end_ptr=order.subtree_end,
+            N=nodes,
+            HAS_RANKS=ranks is not None,
+            BLOCK=block,
+            num_warps=warps,
+            enable_fp_fusion=False,  # Triton 3.9 warns if this is not given
+        )
     return order

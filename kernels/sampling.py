@@ -81,7 +81,8 @@ def gumbel_topk(
         raise ValueError(f"logits must be floating point [..., R, V] with V >= 1, got {logits.dtype} {[*logits.shape]}")
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    lead, vocab_size = logits.shape[:-1], logits.shape[-1]
+    lead = logits.shape[:-1]
+    vocab_size = logits.shape[-1]
     if rows is not None:
         if not isinstance(rows, Tensor) or rows.shape != lead or rows.dtype != torch.long:
             given = f"{rows.dtype} {[*rows.shape]}" if isinstance(rows, Tensor) else repr(rows)
@@ -100,9 +101,13 @@ def gumbel_topk(
 
         draw = partial(launch_topk, stream=Stream.DRAFT)  # whose keys and logprobs are those after top-p
     fields = draw(
-        logits.reshape(-1, vocab_size), k, filters,
-        noise=Noise(seed, rows), replacement=replacement, uniform_fill=uniform_fill,
-    )  # fmt: skip
+        logits.reshape(-1, vocab_size),
+        k,
+        filters,
+        noise=Noise(seed, rows),
+        replacement=replacement,
+        uniform_fill=uniform_fill,
+    )
     return TopK(*(field.view(*lead, k) for field in fields))
 
 
@@ -117,14 +122,17 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw from logits [R, V] with noise.rows LongTensor[R]: tokens, keys and logprobs [R, k]."""
     values = logits.detach().float().cpu().numpy()
-    vocab_size, seed, noisy = values.shape[1], int(noise.seed), filters.temperature > 0
+    vocab_size = values.shape[1]
+    seed = int(noise.seed)
+    noisy = filters.temperature > 0
     noise_rows = np.arange(len(values)) if noise.rows is None else noise.rows.cpu().numpy()
     largest = values.max(-1, keepdims=True)
     scores = filtered_scores(values, largest, filters if noisy else Filters())  # [R, V]
     normalizer = np.log(np.exp(scores).sum(-1, keepdims=True, dtype=np.float64))
     if noisy and replacement:
         independent = scores[:, None] + gumbels(seed, Stream.DRAFT, noise_rows, vocab_size, draws=k)  # [R, k, V]
-        tokens, ranked = independent.argmax(-1), independent.max(-1)
+        tokens = independent.argmax(-1)
+        ranked = independent.max(-1)
     else:
         keys = scores + gumbels(seed, Stream.DRAFT, noise_rows, vocab_size) if noisy else values
         keys = np.pad(keys, ((0, 0), (0, max(0, k - vocab_size))), constant_values=-np.inf)
@@ -135,12 +143,14 @@ def reference(
     undefined = largest - np.inf  # -inf, but NaN in a row with NaN or +inf in it
     defined = ranked > undefined
     tokens = np.where(defined, tokens, -1)
-    keys, logprobs = np.where(defined, keys, undefined), np.where(defined, logprobs, undefined)
+    keys = np.where(defined, keys, undefined)
+    logprobs = np.where(defined, logprobs, undefined)
     if uniform_fill and noisy and not replacement:
         # Tokens outside the support follow in the order of their words of noise, which is uniformly random.
         words = noise_bits(seed, Stream.FILL, noise_rows, vocab_size)
         for row in np.flatnonzero(~np.isnan(undefined[:, 0])):
-            drawn, outside = int(defined[row].sum()), np.flatnonzero(~(scores[row] > -np.inf))
+            drawn = int(defined[row].sum())
+            outside = np.flatnonzero(~(scores[row] > -np.inf))
             filler = outside[words[row, outside].argsort(kind="stable")][: k - drawn]
             tokens[row, drawn : drawn + len(filler)] = filler
     fields = tokens, keys.astype(np.float32), logprobs.astype(np.float32)
@@ -208,15 +218,23 @@ def stochastic_beam(
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
     drawn = gumbel_topk(
-        logits, min(width, logits.shape[-1]), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        seed=seed, rows=rows, impl=impl,
-    )  # fmt: skip
+        logits,
+        min(width, logits.shape[-1]),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        rows=rows,
+        impl=impl,
+    )
     return conditioned(drawn, parent_logprob, parent_key, width, noisy=temperature > 0)
 
 
 def conditioned(drawn: TopK, parent_logprob: Tensor, parent_key: Tensor, width: int, *, noisy: bool) -> Beam:
     """The step of `stochastic_beam` after the draws; noisy: whether these were made at a temperature above 0."""
-    phi, u = parent_logprob.double()[..., None], parent_key.double()[..., None]
+    phi = parent_logprob.double()[..., None]
+    u = parent_key.double()[..., None]
     logprobs = phi + drawn.logprobs
     if not noisy:
         keys = logprobs

@@ -61,9 +61,24 @@ def _merge(top, packed, K, PLACES: tl.constexpr):
 
 @triton.jit
 def scan_chunk(
-    row_ptr, noise_row, stream, draw, chunk, bounds_ptr, parts_ptr, V, seed_low, seed_high, scale, cut, end_of_ties,
-    NOISY: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    noise_row,
+    stream,
+    draw,
+    chunk,
+    bounds_ptr,
+    parts_ptr,
+    V,
+    seed_low,
+    seed_high,
+    scale,
+    cut,
+    end_of_ties,
+    NOISY: tl.constexpr,
+    FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Store the largest bound of each group of a chunk, and the chunk's largest logit and sum of exponentials."""
     lane = tl.arange(0, LANES)
     largest = tl.full([LANES], LOWEST, tl.float32)
@@ -74,7 +89,8 @@ def scan_chunk(
     end = tl.minimum(V, (chunk + 1) * CHUNK)
     ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
     for _ in range(tl.minimum(TILES, tl.cdiv(V - chunk * CHUNK, LANES * 8))):
-        x, here = ahead.to(tl.float32), token
+        x = ahead.to(tl.float32)
+        here = token
         token += LANES * 8
         ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
         wanted = True
@@ -114,10 +130,26 @@ def sum_of_parts(parts_ptr, draw, scale, CHUNKS: tl.constexpr):
 
 @triton.jit
 def open_groups(
-    row_ptr, noise_row, stream, draw, bounds_ptr, largest, total, V, K, seed_low, seed_high, temperature, cut,
-    end_of_ties, NOISY: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr,
+    row_ptr,
+    noise_row,
+    stream,
+    draw,
+    bounds_ptr,
+    largest,
+    total,
+    V,
+    K,
+    seed_low,
+    seed_high,
+    temperature,
+    cut,
+    end_of_ties,
+    NOISY: tl.constexpr,
+    FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PLACES: tl.constexpr,
     OPENED: tl.constexpr,
-):  # fmt: skip
+):
     """Return the K best keys of a row, packed, largest first, after all programs have stored parts and bounds."""
     scale = softmax_scale(temperature)
     # Make bounds relative to the largest logit, and raise them a little for the rounding of products with the scale.
@@ -165,9 +197,26 @@ def open_groups(
 
 @triton.jit
 def store_draws(
-    best, row_ptr, noise_row, draw, tokens_ptr, keys_ptr, logprobs_ptr, largest, total, V, K, seed_low, seed_high,
-    temperature, cut, end_of_ties, NOISY: tl.constexpr, FILL: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
+    best,
+    row_ptr,
+    noise_row,
+    draw,
+    tokens_ptr,
+    keys_ptr,
+    logprobs_ptr,
+    largest,
+    total,
+    V,
+    K,
+    seed_low,
+    seed_high,
+    temperature,
+    cut,
+    end_of_ties,
+    NOISY: tl.constexpr,
+    FILL: tl.constexpr,
+    PLACES: tl.constexpr,
+):
     """Store the first K of the best keys as tokens, keys and log-probabilities."""
     place = tl.arange(0, PLACES)
     undefined = tl.where(total == total, float("-inf"), float("nan"))
@@ -210,14 +259,24 @@ def _gumbel_topk_kernel(
     bounds_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest bound of each group
     parts_ptr,  # [R * DRAWS, 2, CHUNKS], each chunk's largest logit and sum of exponentials
     tickets_ptr,  # [R * DRAWS]
-    V, row_stride, K, seed_ptr, seed_low, seed_high, temperature,
-    STREAM: tl.constexpr, HAS_ROWS: tl.constexpr,
+    V,
+    row_stride,
+    K,
+    seed_ptr,
+    seed_low,
+    seed_high,
+    temperature,
+    STREAM: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     DRAWS: tl.constexpr,  # independent draws from each row, of K tokens each
-    NOISY: tl.constexpr, FILTERED: tl.constexpr, FILL: tl.constexpr, CHUNKS: tl.constexpr,
+    NOISY: tl.constexpr,
+    FILTERED: tl.constexpr,
+    FILL: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PLACES: tl.constexpr,  # K, rounded up to a power of two
     OPENED: tl.constexpr,  # groups that are opened in one iteration
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     chunk = tl.program_id(0) % CHUNKS
     draw = tl.program_id(0) // CHUNKS
     row_ptr = logits_ptr + (draw // DRAWS).to(tl.int64) * row_stride
@@ -227,23 +286,74 @@ def _gumbel_topk_kernel(
     stream = STREAM + 256 * (draw % DRAWS)
     seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
     scale = softmax_scale(temperature)
-    cut, end_of_ties = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
+    cut = tl.full([], float("-inf"), tl.float32)
+    end_of_ties = V + tl.full([], 0, tl.int32)
     if FILTERED:
-        cut, end_of_ties = tl.load(cut_ptr + draw // DRAWS), tl.load(end_ptr + draw // DRAWS)
+        cut = tl.load(cut_ptr + draw // DRAWS)
+        end_of_ties = tl.load(end_ptr + draw // DRAWS)
     scan_chunk(
-        row_ptr, noise_row, stream, draw, chunk, bounds_ptr, parts_ptr, V, seed_low, seed_high, scale, cut, end_of_ties,
-        NOISY, FILTERED, CHUNKS, INTERPRETED,
-    )  # fmt: skip
+        row_ptr,
+        noise_row,
+        stream,
+        draw,
+        chunk,
+        bounds_ptr,
+        parts_ptr,
+        V,
+        seed_low,
+        seed_high,
+        scale,
+        cut,
+        end_of_ties,
+        NOISY,
+        FILTERED,
+        CHUNKS,
+        INTERPRETED,
+    )
     if is_last(tickets_ptr + draw, CHUNKS):
         largest, total = sum_of_parts(parts_ptr, draw, scale, CHUNKS)
         best = open_groups(
-            row_ptr, noise_row, stream, draw, bounds_ptr, largest, total, V, K, seed_low, seed_high, temperature, cut,
-            end_of_ties, NOISY, FILTERED, CHUNKS, PLACES, OPENED,
-        )  # fmt: skip
+            row_ptr,
+            noise_row,
+            stream,
+            draw,
+            bounds_ptr,
+            largest,
+            total,
+            V,
+            K,
+            seed_low,
+            seed_high,
+            temperature,
+            cut,
+            end_of_ties,
+            NOISY,
+            FILTERED,
+            CHUNKS,
+            PLACES,
+            OPENED,
+        )
         store_draws(
-            best, row_ptr, noise_row, draw, tokens_ptr, keys_ptr, logprobs_ptr, largest, total, V, K, seed_low,
-            seed_high, temperature, cut, end_of_ties, NOISY, FILL, PLACES,
-        )  # fmt: skip
+            best,
+            row_ptr,
+            noise_row,
+            draw,
+            tokens_ptr,
+            keys_ptr,
+            logprobs_ptr,
+            largest,
+            total,
+            V,
+            K,
+            seed_low,
+            seed_high,
+            temperature,
+            cut,
+            end_of_ties,
+            NOISY,
+            FILL,
+            PLACES,
+        )
 
 
 @triton.jit
@@ -278,9 +388,11 @@ def launch_topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw as `gumbel_topk` from logits [R, V]: tokens, keys and logprobs [R, k]. noise.rows: LongTensor[R]."""
     count, vocab_size = logits.shape
-    device, noisy = logits.device, filters.temperature > 0
+    device = logits.device
+    noisy = filters.temperature > 0
     draws = k if replacement and noisy else 1
-    programs, places = count * draws, k // draws
+    programs = count * draws
+    places = k // draws
     tokens = torch.empty(count, k, dtype=torch.long, device=device)
     keys, logprobs = (torch.empty(count, k, dtype=torch.float32, device=device) for _ in range(2))
     if programs == 0:
@@ -293,14 +405,33 @@ def launch_topk(
     block = triton.next_power_of_2(places)
     with torch.cuda.device_of(logits):
         _gumbel_topk_kernel[(programs * chunks,)](
-            logits_ptr=logits, rows_ptr=None if noise.rows is None else noise.rows.contiguous(),
-            cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
-            tokens_ptr=tokens, keys_ptr=keys, logprobs_ptr=logprobs,
-            bounds_ptr=bounds, parts_ptr=parts, tickets_ptr=tickets(programs, device),
-            V=vocab_size, row_stride=logits.stride(0), K=places, **seed_arguments(noise.seed),
+            logits_ptr=logits,
+            rows_ptr=None if noise.rows is None else noise.rows.contiguous(),
+            cut_ptr=None if cuts is None else cuts.cut,
+            end_ptr=None if cuts is None else cuts.end,
+            tokens_ptr=tokens,
+            keys_ptr=keys,
+            logprobs_ptr=logprobs,
+            bounds_ptr=bounds,
+            parts_ptr=parts,
+            tickets_ptr=tickets(programs, device),
+            V=vocab_size,
+            row_stride=logits.stride(0),
+            K=places,
+            **seed_arguments(noise.seed),
             temperature=raised(filters.temperature) if noisy else 1.0,
-            STREAM=int(stream), HAS_ROWS=noise.rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cuts is not None,
-            FILL=uniform_fill and noisy and not replacement, CHUNKS=chunks, PLACES=block, OPENED=min(16, max(4, block)),
-            INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
-        )  # fmt: skip
+            STREAM=int(stream),
+            HAS_ROWS=noise.rows is not None,
+            DRAWS=draws,
+            NOISY=noisy,
+            FILTERED=cuts is not None,
+            FILL=uniform_fill and noisy and not replacement,
+            CHUNKS=chunks,
+            PLACES=block,
+            OPENED=min(16, max(4, block)),
+            INTERPRETED=not logits.is_cuda,
+            num_warps=4,
+            enable_fp_fusion=True,
+            maxnreg=255,
+        )
     return tokens, keys, logprobs

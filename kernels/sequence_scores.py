@@ -112,8 +112,18 @@ def launch(logits: Tensor, settings: Tensor) -> Tensor:
     cuts, largest = cuts_by_sequence(logits, settings)
     with torch.cuda.device_of(logits):
         _scores_kernel[(batch * count, triton.cdiv(vocab_size, BLOCK.value))](
-            logits_ptr=logits, scores_ptr=scores, cut_ptr=cuts.cut, end_ptr=cuts.end, largest_ptr=largest,
-            settings_ptr=settings, N=count, V=vocab_size, batch_stride=logits.stride(0), row_stride=logits.stride(1),
-            settings_stride=settings.stride(0), num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            logits_ptr=logits,
+            scores_ptr=scores,
+            cut_ptr=cuts.cut,
+            end_ptr=cuts.end,
+            largest_ptr=largest,
+            settings_ptr=settings,
+            N=count,
+            V=vocab_size,
+            batch_stride=logits.stride(0),
+            row_stride=logits.stride(1),
+            settings_stride=settings.stride(0),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return scores

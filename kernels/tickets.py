@@ -38,7 +38,8 @@ def counters_for(counters: Tensor | tuple[()]) -> Iterator[None]:
 
     They must live as long as the graph. A launch that needs more counters allocates them.
     """
-    before, _given.counters = getattr(_given, "counters", None), counters
+    before = getattr(_given, "counters", None)
+    _given.counters = counters
     try:
         yield
     finally:

@@ -95,7 +95,8 @@ def tree_attention(
         if packed_for is not None and packed_for != window:
             raise ValueError(f"ancestor_mask was packed for a window of {packed_for}, got window {window}")
     else:
-        ancestors, nodes = ancestor_mask, query.shape[-2] if ancestor_mask is None else ancestor_mask.shape[-1]
+        ancestors = ancestor_mask
+        nodes = query.shape[-2] if ancestor_mask is None else ancestor_mask.shape[-1]
     visible = Visible(length, lengths, subtree_end, ancestors, nodes, first_row, window, counts)
     return _routed(query, key, value, visible, softcap, scale, impl).transpose(1, 2)
 
@@ -156,11 +157,22 @@ def visible_attention(
         given = (lengths, subtree_end, ancestors, first_row, counts)
         masks = tuple([None if mask is None else _layout(mask) for mask in given])
     layouts = (
-        query.shape, query.stride(), query.dtype, query.device,
-        key.shape, key.stride(), key.dtype, key.device,
-        value.shape, value.stride(), value.dtype, value.device, masks,
-    )  # fmt: skip
-    plan, on_gpu = None, query.is_cuda
+        query.shape,
+        query.stride(),
+        query.dtype,
+        query.device,
+        key.shape,
+        key.stride(),
+        key.dtype,
+        key.device,
+        value.shape,
+        value.stride(),
+        value.dtype,
+        value.device,
+        masks,
+    )
+    plan = None
+    on_gpu = query.is_cuda
     if impl == "torch" or query.numel() == 0:
         check_layouts(_named(layouts), nodes)
     else:
@@ -168,7 +180,8 @@ def visible_attention(
     rows = layouts[4][2]
     shortest = longest = length
     if not on_gpu and lengths is not None and lengths.device.type == "cpu" and lengths.numel():
-        shortest, longest = int(lengths.min()), int(lengths.max())
+        shortest = int(lengths.min())
+        longest = int(lengths.max())
     if shortest < 0 or longest + nodes > rows:
         got = length if lengths is None else lengths.tolist()
         raise ValueError(f"prefix_length + {nodes} nodes must lie in 0 .. {rows}, got prefix_length {got}")
@@ -214,7 +227,8 @@ def _reference(
         visible = visible._replace(subtree_end=chain)
     length, lengths, end, _, nodes, first_row, window, _ = visible
     used = nodes + (length if lengths is None else int(lengths.max()))
-    key, value = key[:, :, :used], value[:, :, :used]
+    key = key[:, :, :used]
+    value = value[:, :, :used]
     narrowed = first_row is not None or window is not None or softcap is not None or lengths is not None
     if not narrowed and nodes == 1 and end is not None:  # the only node sees all rows
         return _by_node(attend(query, key, value, None, scale))
@@ -234,7 +248,8 @@ def _reference(
         bias = bias.masked_fill((row < first_row[:, None])[:, None, None], -torch.inf)
     if lengths is not None or first_row is not None:
         hidden = hidden[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+        key = key.masked_fill(hidden, 0)
+        value = value.masked_fill(hidden, 0)
     blind = None
     if end is None or first_row is not None:  # otherwise every node sees at least itself
         blind = (bias == -torch.inf).all(-1, keepdim=True)
@@ -263,7 +278,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
     if query.device.type != "cpu" or query.dtype != torch.float32 or queries > _FEW_QUERIES:
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
     factor = head_dim**-0.5 if scale is None else scale
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)  # [B * Hkv, S, D]
+    keys = key.flatten(0, 1)  # [B * Hkv, S, D]
+    values = value.flatten(0, 1)
     scores = torch.bmm(query.reshape(len(keys), -1, head_dim), keys.transpose(1, 2)).view(batch, heads, queries, -1)
     scores = scores * factor if bias is None else torch.add(bias, scores, alpha=factor)
     weights = scores.softmax(-1).view(len(keys), -1, keys.shape[1])

@@ -149,10 +149,16 @@ def verify_tree(
     if batch == 0:
         return nothing_verified(tokens, depth)
     inputs = VerifyInputs(
-        nodes=Nodes(tokens, parents, ranks), target_logits=target_logits, draft_logits=draft_logits, method=method,
-        replacement=replacement, max_depth=depth, target_filters=target_filters, draft_filters=draft_filters,
+        nodes=Nodes(tokens, parents, ranks),
+        target_logits=target_logits,
+        draft_logits=draft_logits,
+        method=method,
+        replacement=replacement,
+        max_depth=depth,
+        target_filters=target_filters,
+        draft_filters=draft_filters,
         noise=Noise(seed, rows),
-    )  # fmt: skip
+    )
     return kernels_by(impl).verify(inputs)
 
 
@@ -160,7 +166,8 @@ def verify_tree(
 def reference(inputs: VerifyInputs) -> Verified:
     """Verify one tree after the other, by the formulas."""
     inputs = inputs._replace(nodes=inputs.nodes.per_sequence())
-    (tokens, parents, ranks), noise = inputs.nodes, inputs.noise
+    (tokens, parents, ranks) = inputs.nodes
+    noise = inputs.noise
     rows = torch.arange(tokens.numel(), device="cpu").view_as(tokens) if noise.rows is None else noise.rows.cpu()
     ranks = sibling_order(parents) if ranks is None else ranks
     tossed = coins(int(noise.seed), rows.gather(1, parents.cpu().clamp(min=0)).numpy(), ranks.cpu().numpy())
@@ -178,7 +185,11 @@ class _Sequence:
     """One sequence of what is verified: its tree, the coins of its nodes, and what is read of its rows."""
 
     def __init__(self, inputs: VerifyInputs, number: int, tree: PlainTree, tossed: list[float], rows: np.ndarray):
-        self.inputs, self.number, self.tree, self.coins, self.rows = inputs, number, tree, tossed, rows
+        self.inputs = inputs
+        self.number = number
+        self.tree = tree
+        self.coins = tossed
+        self.rows = rows
 
     def log_target(self, node: int) -> np.ndarray:
         """log2 of the target's distribution after a node, up to a constant."""
@@ -186,7 +197,8 @@ class _Sequence:
 
     def log_draft(self, row: int) -> np.ndarray | None:
         """The same of a row of the draft's; None for point masses."""
-        filters, draft = self.inputs.draft_filters, self.inputs.draft_logits
+        filters = self.inputs.draft_filters
+        draft = self.inputs.draft_logits
         if draft is None or filters.temperature == 0:
             return None
         return log_weights(used_row(draft, "draft", self.number, row), filters)
@@ -198,7 +210,8 @@ class _Sequence:
 
     def chosen(self, node: int) -> int:
         """The token that the target chooses after a node, where it does so before it looks at the children."""
-        row, method = used_row(self.inputs.target_logits, "target", self.number, node), self.inputs.method
+        row = used_row(self.inputs.target_logits, "target", self.number, node)
+        method = self.inputs.method
         keys = row - row.max()  # NaN in a row with NaN or +inf in it
         if method != "greedy":
             stream = Stream.DRAFT if method == "race" else Stream.TARGET
@@ -209,19 +222,27 @@ class _Sequence:
 
 def _traverse(sequence: _Sequence) -> tuple[list[int], np.ndarray]:
     """The path by traversal, and the weights of the tokens after it."""
-    inputs, tree = sequence.inputs, sequence.tree
+    inputs = sequence.inputs
+    tree = sequence.tree
     visits = in_post_order(
-        tree, sequence.log_target, sequence.log_draft, inputs.max_depth,
-        held=inputs.method == "held_traversal", independent=inputs.independent,
-    )  # fmt: skip
+        tree,
+        sequence.log_target,
+        sequence.log_draft,
+        inputs.max_depth,
+        held=inputs.method == "held_traversal",
+        independent=inputs.independent,
+    )
     node, _, left = next(visit for visit in visits if visit.node == 0 or sequence.coins[visit.node] < visit.ending)
     return sequence.end(node, left)
 
 
 def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
     """The path, decided node by node from the root down, and the weights of the tokens after it, or the token."""
-    inputs, tree = sequence.inputs, sequence.tree
-    node, depth, reached = 0, 0, [0]  # the last accepted node, its depth, and it with its siblings of equal token
+    inputs = sequence.inputs
+    tree = sequence.tree
+    node = 0  # the last accepted node, its depth, and it with its siblings of equal token
+    depth = 0
+    reached = [0]
     while True:
         children = tree.below(reached) if depth < inputs.max_depth else []
         if inputs.method in DRAFT_AWARE:
@@ -233,12 +254,16 @@ def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
             child = next(iter(tree.alike(children, token)), None)
             if child is None:
                 return tree.path(node), token
-        node, depth, reached = child, depth + 1, tree.alike(children, tree.tokens[child])
+        node = child
+        depth = depth + 1
+        reached = tree.alike(children, tree.tokens[child])
 
 
 def _accepted(sequence: _Sequence, node: int, children: list[int]) -> tuple[int | None, np.ndarray | None]:
     """The child that is accepted, or None and what the recovered token is drawn by."""
-    inputs, tokens, tossed = sequence.inputs, sequence.tree.tokens, sequence.coins
+    inputs = sequence.inputs
+    tokens = sequence.tree.tokens
+    tossed = sequence.coins
     if not children:
         return None, None
     log_target = sequence.log_target(node)

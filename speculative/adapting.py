@@ -50,7 +50,8 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 logger = logging.getLogger(__name__)
 
 # Losses are in steps of plain decoding.
-MOST, FIRST = 8.0, 4.0  # the loss above which drafting pauses; the loss that a decoder's first generation starts with
+MOST = 8.0  # the loss above which drafting pauses; the loss that a decoder's first generation starts with
+FIRST = 4.0
 TRY = 2.0  # what a trial may lose
 LOOK = 0.25  # what a trial may lose, for a draft without weights
 LOSS = 0.02  # share of the time that unsuccessful trials may cost
@@ -69,7 +70,9 @@ class Adapting(Watcher):
     """
 
     def __init__(self, choose: Choose, rest: "Rest | None" = None, *, counts: bool = False):
-        self._choose, self._rest, self._counts = choose, rest, counts
+        self._choose = choose
+        self._rest = rest
+        self._counts = counts
         self._before: dict[int, tuple[int, int, int]] = {}
         self._tokens: float | None = None
 
@@ -79,12 +82,15 @@ class Adapting(Watcher):
 
     def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
         """Called after each step: note its average number of new tokens of a sequence, if any sequence drafted."""
-        tokens, drafted = 0, False
+        tokens = 0
+        drafted = False
         for row in rows:
-            now, before = (row.produced, row.steps, row.nodes), self._before.get(row.member, (0, 0, 0))
+            now = (row.produced, row.steps, row.nodes)
+            before = self._before.get(row.member, (0, 0, 0))
             produced, steps, nodes = (new - old for new, old in zip(now, before, strict=True))
             self._before[row.member] = now
-            tokens, drafted = tokens + produced, drafted or nodes > steps
+            tokens = tokens + produced
+            drafted = drafted or nodes > steps
         self._tokens = tokens / len(rows) if drafted else None
 
     def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
@@ -111,11 +117,17 @@ class Rest:
         """cost: returns the cost of a step, given tree and number of sequences, in steps of plain decoding
         expected: returns the expected tokens of a step, given the tree
         """
-        self._target, self._draft, self._cost, self._expected = target, draft, cost, expected
+        self._target = target
+        self._draft = draft
+        self._cost = cost
+        self._expected = expected
         self._looks = not draft.models
         self._trial, self._longer = (LOOK, 0) if self._looks else (TRY, LONGER)
-        self.loss, self.pause, self._vain = MOST - LOOK if self._looks else FIRST, 0, -1
-        self._said, self._is_new = False, True
+        self.loss = MOST - LOOK if self._looks else FIRST
+        self.pause = 0
+        self._vain = -1
+        self._said = False
+        self._is_new = True
 
     def never_drafts(self, tree: TokenTree | Growth, running: int) -> bool:
         """Whether a tree, for `running` sequences, would not pay even if a node of every level was accepted."""
@@ -170,7 +182,8 @@ class Rest:
         share = self._share_of_trials if self._share_of_trials > 0 else LOSS
         self._vain = min(self._vain + 1, self._longer)
         lost = max(self._trial, self.loss - MOST + self._trial)
-        self.pause, self.loss = math.ceil(2**self._vain * lost / share), MOST - self._trial
+        self.pause = math.ceil(2**self._vain * lost / share)
+        self.loss = MOST - self._trial
         self._say("it does not pay; it is tried again at times")
 
     @cached_property

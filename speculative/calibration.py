@@ -50,7 +50,8 @@ from heavypath.speculative.walking import (
 )
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
-TIMED_LEVELS, TIMED_CHILDREN = 8, 8  # limits for the trees that are timed
+TIMED_LEVELS = 8  # limits for the trees that are timed
+TIMED_CHILDREN = 8
 SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # for SpecInfer and SpecTr: acceptance depends on the number of sequences
 LIMIT = 45.0  # default time limit in seconds: with loading less than a minute
 GAINS_SHARE = 0.2  # share of the limit for measuring gains in real decoding
@@ -134,9 +135,12 @@ def calibrate(
     so busy that the measured costs are noise.
     """
     begin = time.perf_counter()
-    tokens, sequences, seed = whole("tokens", tokens), whole("sequences", sequences), whole("seed", seed)
+    tokens = whole("tokens", tokens)
+    sequences = whole("sequences", sequences)
+    seed = whole("seed", seed)
     limit = None if limit is None else real("limit", limit)
-    sizes, batch_sizes = _numbers("sizes", sizes), _numbers("batch_sizes", batch_sizes)
+    sizes = _numbers("sizes", sizes)
+    batch_sizes = _numbers("batch_sizes", batch_sizes)
     if isinstance(temperatures, str) or not isinstance(temperatures, Sequence):
         raise TypeError(f"temperatures must be a list of numbers, got {temperatures!r}")
     for temperature in temperatures:
@@ -175,7 +179,8 @@ def calibrate(
 
     samplings = [Filters(each, top_k, top_p, min_p) if each > 0 else Filters(0.0) for each in temperatures]
     kind = target.device.type
-    share, now = ACCEPTANCE_SHARE * limit, time.perf_counter()
+    share = ACCEPTANCE_SHARE * limit
+    now = time.perf_counter()
     extent = Extent(tokens, sequences, seconds=DRAWING_SHARE * share)
     drawn_at = drawing_temperatures(forward, source, prompts, samplings, extent, seed, report)
     wanted = [

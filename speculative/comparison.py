@@ -33,7 +33,8 @@ from heavypath.speculative.ways import (
     timed_runs,
 )
 
-GRAY, BLUE = "#9aa1ab", "#2b6cb8"  # colours of the plot
+GRAY = "#9aa1ab"  # colours of the plot
+BLUE = "#2b6cb8"
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,10 @@ def compare(
     no prompts, for repeats < 1, for a name given twice, for a verifier that no method accepts, and for a decoder of
     another target.
     """
-    repeats, seed = whole("repeats", repeats), whole("seed", seed)
-    max_new_tokens, temperature = whole("max_new_tokens", max_new_tokens), real("temperature", temperature)
+    repeats = whole("repeats", repeats)
+    seed = whole("seed", seed)
+    max_new_tokens = whole("max_new_tokens", max_new_tokens)
+    temperature = real("temperature", temperature)
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     Filters(temperature, top_k, top_p, min_p).check()

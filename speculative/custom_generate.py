@@ -76,7 +76,9 @@ class _OneByOne:
     """
 
     def __init__(self, streamer: Streamer, has_prompt: bool):
-        self._streamer, self._has_prompt, self._began = streamer, has_prompt, False
+        self._streamer = streamer
+        self._has_prompt = has_prompt
+        self._began = False
 
     def put(self, value: Tensor) -> None:
         if self._began:
@@ -139,7 +141,8 @@ class GenerateCall:
             raise ValueError(
                 f"custom_generate: the decoder's target is another model than this {type(self.model).__name__}"
             )
-        config, attention_mask = self._config, self.model_kwargs.get("attention_mask")
+        config = self._config
+        attention_mask = self.model_kwargs.get("attention_mask")
         inputs = given_inputs({name: value for name, value in self.model_kwargs.items() if name not in _SERVED})
         if inputs and self.model_kwargs.get("position_ids") is not None:
             inputs["position_ids"] = self.model_kwargs["position_ids"]
@@ -149,9 +152,11 @@ class GenerateCall:
             raise _unsupported("assistant_model", "the decoder has a draft of its own")
         if caller.get("synced_gpus") and peers.is_alone:
             raise _unsupported("synced_gpus", "one process decodes")
-        streamer, has_prompt = self.streamer, False
+        streamer = self.streamer
+        has_prompt = False
         if streamer is None and caller.get("streamer") is not None:
-            streamer, has_prompt = caller["streamer"], True
+            streamer = caller["streamer"]
+            has_prompt = True
 
         width = self.input_ids.shape[1]
         options = NOTHING | _from_criteria(self.stopping_criteria or [], width)
@@ -237,7 +242,8 @@ def _check_settings(
     if is_foreign and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
         why = f"it takes the {CACHE_NAME} that it returned, with return_dict_in_generate=True"
         raise _unsupported(f"{CACHE_NAME} of type {type(cache).__name__}", why)
-    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    positions = model_kwargs.get("position_ids")
+    mask = model_kwargs.get("attention_mask")
     for given in (positions, mask):
         if isinstance(cache, TextCache) and given is not None and given.shape[-1] != input_ids.shape[1]:
             why = "give the whole text as input_ids; what the cache has of it is found and not computed again"
@@ -290,13 +296,15 @@ def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> i
 
 def _own_last(processors: list[Any]) -> int:
     """The index from which on all processors are filters that the decoder implements, in the decoder's order."""
-    place, before = len(processors), len(_FILTERS)
+    place = len(processors)
+    before = len(_FILTERS)
     for processor in reversed(processors):
         order = _FILTERS.get(type(processor), before)
         as_usual = getattr(processor, "filter_value", -torch.inf) == -torch.inf
         if order >= before or not as_usual or getattr(processor, "min_tokens_to_keep", 1) != 1:
             break
-        place, before = place - 1, order
+        place = place - 1
+        before = order
     return place
 
 

@@ -70,13 +70,21 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self, target: PreTrainedModel, draft: AnyDraft | None = None, method: str = "sequoia",
+        self,
+        target: PreTrainedModel,
+        draft: AnyDraft | None = None,
+        method: str = "sequoia",
         **options: Unpack[DecoderOptions],
-    ):  # fmt: skip
+    ):
         given: Any = checked_options("SpeculativeDecoder", options, DecoderOptions)
-        self.method, self.target, self._given_draft, self.verifier = method, target, draft, given.get("verifier")
-        self.clock, self._warned = time.perf_counter, set[str]()
-        self._options, self._row = given, asked_row(method, given)
+        self.method = method
+        self.target = target
+        self._given_draft = draft
+        self.verifier = given.get("verifier")
+        self.clock = time.perf_counter
+        self._warned = set[str]()
+        self._options = given
+        self._row = asked_row(method, given)
         self.profile: Profile | None = None
         if given.get("profile") is not None or given.get("replan"):
             self.profile = load("profile_of")(method, self._row, given)
@@ -276,14 +284,16 @@ class SpeculativeDecoder:
         """What stays fixed during all steps of a request. Raises ValueError if the method cannot sample that way."""
         batch = len(request.prompt)
         trees = self._trees_of(request)
-        tree, candidates = trees.tree(request.filters, batch), trees.candidates(request.filters, batch)
+        tree = trees.tree(request.filters, batch)
+        candidates = trees.candidates(request.filters, batch)
         sizes = [len(each) for each in candidates]
         drafts = max(sizes) > 1
         if drafts:
             self._notice_changes_of_draft()
         if drafts and self._draft is NO_DRAFT:
             raise ValueError(f"without a draft a tree must be the root alone, got one of {max(sizes)} nodes")
-        levels, most = max(each.depth for each in candidates), self._draft.levels
+        levels = max(each.depth for each in candidates)
+        most = self._draft.levels
         if most is not None and drafts and levels > most:
             raise ValueError(f"the draft can draft {most} levels of a tree, got one of {levels} levels")
         if drafts and not self._draft.can_rest and min(sizes) == 1:
@@ -332,10 +342,16 @@ class SpeculativeDecoder:
             logger.warning(message)
 
     def __call__(
-        self, model: PreTrainedModel, input_ids: Tensor, *, seed: int | None = None,
-        stop_strings: str | Sequence[str] | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
-        trace: str | Path | None = None, **call: Any,
-    ) -> "Tensor | SpeculativeOutput":  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        seed: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        trace: str | Path | None = None,
+        **call: Any,
+    ) -> "Tensor | SpeculativeOutput":
         """Answer `model.generate(**inputs, custom_generate=decoder, ...)`; see `custom_generate`."""
         made = load("GenerateCall").of(model, input_ids, seed, call)
         arguments = made.arguments(self._target.model, self._peers)

@@ -148,7 +148,8 @@ def _train(
     size = settings.rows_per_step
     config: Any = student.module.config
     schedule = schedule_of(settings, len(rows.train), config.hidden_size)
-    optimization, loss = Optimization(student.module, schedule), LOSSES[settings.loss]
+    optimization = Optimization(student.module, schedule)
+    loss = LOSSES[settings.loss]
     depths = settings.depths or 1
     states, target_logits = _states(student, teacher, rows.train, settings, checkpoint.parent, say)
     weights = [(settings.decay or 1.0) ** depth for depth in range(depths)]

@@ -46,21 +46,37 @@ class Both:
     """
 
     def __init__(self, draw: str, verification: str):
-        self._draw, self._verification = draw, verification
+        self._draw = draw
+        self._verification = verification
         self.accepted: list[Tensor] = []  # for each step fp64 [2, B]: accepted by the verification, and by rejection
 
     def __call__(
-        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
-        target_filters: Filters, draft_filters: Filters, noise: Noise,
-    ) -> Verified:  # fmt: skip
+        self,
+        nodes: Nodes,
+        target_logits: Tensor,
+        draft_logits: Tensor | None,
+        *,
+        max_depth: int,
+        target_filters: Filters,
+        draft_filters: Filters,
+        noise: Noise,
+    ) -> Verified:
         """Verify a step's trees by the verification, as `Verifier` describes."""
         replacement = self._draw == "with_replacement"
         given = VerifyInputs(
-            nodes, target_logits, draft_logits, self._verification, replacement, max_depth, target_filters,
-            draft_filters, noise,
-        )  # fmt: skip
+            nodes,
+            target_logits,
+            draft_logits,
+            self._verification,
+            replacement,
+            max_depth,
+            target_filters,
+            draft_filters,
+            noise,
+        )
         verify = step_kernels(nodes.tokens.device).verify
-        found, other = verify(given), verify(given._replace(method=self._draw))
+        found = verify(given)
+        other = verify(given._replace(method=self._draw))
         self.accepted.append(torch.stack([found.length, other.length]).double().cpu())
         return found
 
@@ -101,11 +117,17 @@ class GainJob:
         end = MaxLengthCriteria(prompts.shape[1] + tokens)
         given = {name: value for name, value in self.filters._asdict().items() if value is not None}
         out = self.decoder.generate(
-            prompts, tokens + tree.depth + 1, **NOTHING | given, seed=seed, attention_mask=mask,
-            stopping_criteria=[end], pad_token_id=0,
-        )  # fmt: skip
+            prompts,
+            tokens + tree.depth + 1,
+            **NOTHING | given,
+            seed=seed,
+            attention_mask=mask,
+            stopping_criteria=[end],
+            pad_token_id=0,
+        )
         if self.both is not None:
-            steps, self.both.accepted = torch.cat(self.both.accepted, 1), []
+            steps = torch.cat(self.both.accepted, 1)
+            self.both.accepted = []
             return steps
         steps_of = out.stats.steps_of.double().cpu()
         kept = out.stats.tokens_of.double().cpu() - steps_of
@@ -114,9 +136,14 @@ class GainJob:
 
 
 def measure_gains(
-    jobs: Sequence[GainJob], prompts: Sequence[Tensor], *, positions: int, until: float, seed: int,
+    jobs: Sequence[GainJob],
+    prompts: Sequence[Tensor],
+    *,
+    positions: int,
+    until: float,
+    seed: int,
     report: Callable[[str], object],
-) -> tuple[MethodGain, ...]:  # fmt: skip
+) -> tuple[MethodGain, ...]:
     """Measure the gains of jobs, in turn, until each is certain enough or time is over. Jobs without data are left out.
 
     prompts: LongTensors [T]
@@ -163,7 +190,8 @@ def jobs_of(
             if method == "autoregressive" or not counted:
                 continue
             draw, verification = row.at(filters.temperature)
-            (planned, entry, _), tree = profile.plan(method, filters), profile.tree_for(method, filters)
+            (planned, entry, _) = profile.plan(method, filters)
+            tree = profile.tree_for(method, filters)
             as_counted = verification not in VERIFIERS
             if len(tree) == 1 or (as_counted and not tree.grows):
                 continue
@@ -171,6 +199,7 @@ def jobs_of(
             word = profile.verifier if profile.verifier in row.verifiers else None
             options: dict[str, Any] = {"verifier": both or word} if row.verifiers else {}
             decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)
-            decoder.tree, decoder.profile = tree, profile  # the profile for its drawing temperatures
+            decoder.tree = tree  # the profile for its drawing temperatures
+            decoder.profile = profile
             tokens = max((len(text) for text in entry.counts.texts), default=TOKENS)
             yield GainJob(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)

@@ -91,7 +91,8 @@ def choose_layers(
         share = draft_parameter_count(EarlyExit(layers), target) / parameter_count(target)
         return LayerChoice(layers, overlap, share, *_best_chain(overlap, share))
 
-    kept, best = every, list[LayerChoice]()
+    kept = every
+    best = list[LayerChoice]()
     while len(kept) > 1:
         report(f"which of {len(kept)} layers is missed least")
         one_less = [choice(tuple(layer for layer in kept if layer != left_out)) for left_out in kept]

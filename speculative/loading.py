@@ -425,7 +425,8 @@ def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
 def _check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase | None) -> None:
     if draft is None:
         return
-    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    target_vocab = target.get_vocab()
+    draft_vocab = draft.get_vocab()
     if target_vocab == draft_vocab:
         return
     target_tokens, draft_tokens = ({index: text for text, index in v.items()} for v in (target_vocab, draft_vocab))

@@ -185,11 +185,13 @@ def _planned(size: int, acceptance: "Acceptance | None" = None, max_depth: int |
     levels = usual if max_depth is None else min(max_depth, size - 1)
     given = DEFAULT_ACCEPTANCE if acceptance is None else acceptance
     Rates.of(given)  # checks the values
-    plan, rates = sequoia_tree, torch.as_tensor(given, device="cpu")
+    plan = sequoia_tree
+    rates = torch.as_tensor(given, device="cpu")
     if acceptance is None and size > LARGE:
         from heavypath.speculative.trees.tails import of_any_pair
 
-        plan, rates = greedy_tree, torch.from_numpy(of_any_pair(size // 8))
+        plan = greedy_tree
+        rates = torch.from_numpy(of_any_pair(size // 8))
     children = rates.shape[-1]
     possible = 1
     for depth in range(1, (levels if rates.dim() == 1 else min(levels, len(rates))) + 1):
@@ -223,9 +225,13 @@ def _by_levels(
 
 def _k_ary(size: int, width: int) -> TokenTree:
     """The deepest tree of at most `size` nodes in which every node above the leaves has `width` children."""
-    nodes, level, depth = 1, width, 0
+    nodes = 1
+    level = width
+    depth = 0
     while nodes + level <= size:
-        nodes, level, depth = nodes + level, level * width, depth + 1
+        nodes = nodes + level
+        level = level * width
+        depth = depth + 1
     return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
 
 
@@ -267,7 +273,8 @@ def _grown(
     """A `Growth`. By default a level may have half of the nodes: wider levels are rare and cost draft time."""
     depth = _default_depth(size) if max_depth is None else min(max_depth, size - 1)
     if width is None:
-        half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (MAX_SLOTS - 1) // max(1, depth)
+        half = max(-(-size // 2), -(-(size - 1) // max(1, depth)))
+        fits = (MAX_SLOTS - 1) // max(1, depth)
         width = min(half, fits)
     return Growth(by, min(size, 1 + width * depth), width, depth, threshold, confidence)
 
@@ -410,11 +417,16 @@ def draft_filters_of(options: Mapping[str, Any], target: Filters) -> Filters:
 
 
 def rules_of(
-    method: str, row: Method, options: Mapping[str, Any], request: "Request", draft: Draft,
+    method: str,
+    row: Method,
+    options: Mapping[str, Any],
+    request: "Request",
+    draft: Draft,
     profile: "Profile | None",
-) -> Rules:  # fmt: skip
+) -> Rules:
     """The sampling and verification rules of a request. Raises ValueError if the method cannot sample that way."""
-    filters, draft_filters = request.filters, draft_filters_of(options, request.filters)
+    filters = request.filters
+    draft_filters = draft_filters_of(options, request.filters)
     draw, verification = row.at(filters.temperature, draft_filters.temperature)
     if draft_filters.temperature == 0:
         check_independent(method, verification)

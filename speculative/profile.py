@@ -50,7 +50,8 @@ STREAMED = "streamed_megabytes"  # key of the environment: what a pass reads if 
 _RANK = re.compile(r"-[12]|[0-9]{1,3}")
 ALIKE = 0.25  # largest relative difference of STREAMED at which measured costs are still used
 MATTERS = 1.05  # a cost counts as the limit if decoding without it would be at least this many times as fast
-SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take in a valid profile
+SHORTEST = 1e-9  # seconds that a step may take in a valid profile
+LONGEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,8 @@ class Profile:
             sizes = {*costs.step, *costs.step_error}
             if 1 not in costs.step or not 1 <= min(sizes) <= max(sizes) <= MAX_NODES:
                 raise ValueError(f"costs of {batch} sequences must be of trees of 1 to {MAX_NODES} nodes, 1 among them")
-            steps, others = [*costs.step.values()], [*costs.step_error.values(), costs.level, costs.level_error]
+            steps = [*costs.step.values()]
+            others = [*costs.step_error.values(), costs.level, costs.level_error]
             if min(steps) < SHORTEST or min(others) < 0 or max(steps + others) > LONGEST:
                 raise ValueError(f"costs of {batch} sequences must be seconds, a step {SHORTEST} to {LONGEST}")
         if "device_type" not in self.environment or type(self.environment.get(STREAMED, 0)) is not int:
@@ -365,7 +367,8 @@ class Profile:
         measured, the expected drafted tokens are multiplied by it.
         """
         known = self.costs.at(batch)
-        costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
+        costs = known.steps_of(range(1, max(known.step) + 1))
+        level = known.level / known.step[1]
         plans = []
         for entry in self.measured(method, filters):
             plan = best_plan(method, entry.rates(), costs, level, entry.sequence_count)
@@ -379,10 +382,13 @@ class Profile:
 
     def limit(self, method: str, planned: Planned, batch: int = 1) -> Limit:
         """What limits the speed of a method's plan, for `batch` sequences decoded together."""
-        known, entry = self.costs.at(batch), planned.acceptance
-        costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
+        known = self.costs.at(batch)
+        entry = planned.acceptance
+        costs = known.steps_of(range(1, max(known.step) + 1))
+        level = known.level / known.step[1]
         free = max(size for size, cost in costs.items() if cost <= 1.1)
-        rates, count = entry.rates(), entry.sequence_count
+        rates = entry.rates()
+        count = entry.sequence_count
         found = {
             "compute": best_plan(method, rates, dict.fromkeys(costs, 1.0), level, count).speedup,
             "drafting": best_plan(method, rates, costs, 0.0, count).speedup,

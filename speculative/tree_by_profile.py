@@ -69,7 +69,9 @@ def profile_of(method: str, row: Method, options: Mapping[str, Any]) -> "Profile
     Raises ValueError if the method or other options do not allow a profile, or if `replan` lacks one, and TypeError for
     another kind of object.
     """
-    given, replan, others = options.get("profile"), options.get("replan", False), given_trees(options)
+    given = options.get("profile")
+    replan = options.get("replan", False)
+    others = given_trees(options)
     if given is not None and row.verification == OWN:
         raise ValueError(
             "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
@@ -127,7 +129,8 @@ class Shapes(NamedTuple):
         found: dict[TokenTree, None] = {}
         for batch in reversed(batches):
             known = profile.costs.at(batch)
-            steps, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
+            steps = known.steps_of(range(1, max(known.step) + 1))
+            level = known.level / known.step[1]
             for scale in (1.0, *SCALES):
                 rates = _rates((scale * _shares(entry.rates())).clamp(max=1))
                 planned = best_plan(method, rates, steps, level, entry.sequence_count).tree
@@ -165,8 +168,12 @@ class TreeByProfile(TreePolicy):
     def __init__(
         self, profile: Profile, method: str, row: Method, target: Forward, draft: Draft, *, replan: bool = False
     ):
-        self._profile, self._method, self._row = profile, method, row
-        self._target, self._draft, self._replan = target, draft, replan
+        self._profile = profile
+        self._method = method
+        self._row = row
+        self._target = target
+        self._draft = draft
+        self._replan = replan
         self._trees: dict[tuple[Filters, int], TokenTree | Growth] = {}
         self._shapes: dict[tuple[Filters, int], Shapes] = {}
         self._rests: dict[Filters, Rest] = {}
@@ -183,7 +190,8 @@ class TreeByProfile(TreePolicy):
         """The tree for `running` sequences; with `replan`, that of the first step."""
         if not self._replan:
             return self.by_batch(filters, running).of(running)
-        tree, rest = self.shapes(filters, running).trees[0], self._rest(filters)
+        tree = self.shapes(filters, running).trees[0]
+        rest = self._rest(filters)
         return tree if rest is None else rest.first(tree, running)
 
     def candidates(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, ...]:
@@ -211,7 +219,8 @@ class TreeByProfile(TreePolicy):
         if not self._replan:
             trees = self.by_batch(filters, batch)
             return Adapting(lambda running, *_: trees.of(running))
-        shapes, rest = self.shapes(filters, batch), self._rest(filters)
+        shapes = self.shapes(filters, batch)
+        rest = self._rest(filters)
         if rest is not None:
             rest.begin(plan.tree, rests=plan.tree != shapes.trees[0])
         return Adapting(BestShape(plan, shapes), rest, counts=True)
@@ -234,7 +243,8 @@ class TreeByProfile(TreePolicy):
         if not self._draft.can_rest:
             return None
         if filters not in self._rests:
-            cost, expected = partial(_cost, self._profile), partial(_expected_tokens, self._shapes, filters)
+            cost = partial(_cost, self._profile)
+            expected = partial(_expected_tokens, self._shapes, filters)
             self._rests[filters] = Rest(self._target, self._draft, cost, expected)
         return self._rests[filters]
 
@@ -250,8 +260,9 @@ class TreeByProfile(TreePolicy):
             if len(tree) == 1 and batch == 1:
                 logger.warning(
                     "by the profile no tree of %r pays at temperature %g: decoding without the draft",
-                    self._method, filters.temperature,
-                )  # fmt: skip
+                    self._method,
+                    filters.temperature,
+                )
         return self._trees[filters, batch]
 
 

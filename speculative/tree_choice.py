@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SEQUENCES = 3  # default number of independent sequences
-TOY_BYTES, TOY_SIZE = 1e6, 5  # a model with fewer bytes of weights is a toy; nodes of its trees, in any batch
+TOY_BYTES = 1e6  # a model with fewer bytes of weights is a toy; nodes of its trees, in any batch
+TOY_SIZE = 5
 SURE = 1.2  # batches draft only if the estimated gain is at least this, because measured ones are up to 0.15 lower
 
 
@@ -190,7 +191,8 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
     """
     from heavypath.speculative.trees.checks import check_given, check_numbers
 
-    options, tree = dict(given), given.get("tree")
+    options = dict(given)
+    tree = given.get("tree")
     if tree is None:
         nodes = options.pop("tree_size", size)
         nodes = whole("tree_size", nodes)

@@ -181,7 +181,9 @@ class StepCosts:
 
     def __init__(self, target: Forward, draft: Draft, length: int = 0):
         """length: of the sequences, see `estimates`."""
-        self._target, self._draft, self._length = target, draft, length
+        self._target = target
+        self._draft = draft
+        self._length = length
         self._by_batch: dict[int, Costs] = {}
 
     def __call__(self, tree: Shape, running: int) -> float:
@@ -201,7 +203,10 @@ class TreeByCosts(TreePolicy):
         self.alone, self.chosen_by = chosen_tree(method, {}, target, draft, length)
         self._length = length
         self._by_length: dict[int, TreeByCosts] = {}  # without itself, so that it ends with its decoder
-        self._method, self._row, self._target, self._draft = method, row, target, draft
+        self._method = method
+        self._row = row
+        self._target = target
+        self._draft = draft
         self._is_fixed = self._draft.why_not_measured != ""  # without a usual acceptance: one tree for all batches
         self._can_rest = draft.can_rest
         self._found: dict[tuple[int, bool], TokenTree | Growth] = {}
@@ -252,7 +257,8 @@ class TreeByCosts(TreePolicy):
 
     def watcher(self, plan: StepPlan, filters: Filters, batch: int) -> Watcher:
         """The watcher that follows the number of running sequences, and lets the draft rest."""
-        trees, rest = self.by_batch(filters, batch), None
+        trees = self.by_batch(filters, batch)
+        rest = None
         if self._may_rest(filters):
             rest = self.rest
             rest.begin(plan.tree, rests=plan.tree != trees.of(batch))

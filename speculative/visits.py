@@ -54,12 +54,21 @@ class Visits:
     graphs: bool | None = False  # whether steps on a GPU are CUDA graphs, whose phases cannot be timed
 
     def __init__(
-        self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int,
-        verifier: str | None = None, batch: int = 1,
-    ):  # fmt: skip
+        self,
+        target: PreTrainedModel,
+        draft: AnyDraft,
+        prompts: Sequence[Tensor],
+        levels: int,
+        verifier: str | None = None,
+        batch: int = 1,
+    ):
         """verifier: as in `SpeculativeDecoder`; batch: number of sequences decoded together"""
-        self.target, self.draft, self.prompts, self.levels = target, draft, prompts, levels
-        self.verifier, self.batch = verifier, batch
+        self.target = target
+        self.draft = draft
+        self.prompts = prompts
+        self.levels = levels
+        self.verifier = verifier
+        self.batch = batch
         self._decoders: dict[int, SpeculativeDecoder] = {}
         self._tokens = 0
 
@@ -85,7 +94,8 @@ class Visits:
         decoder = self._decoder(size)
         assert decoder.tree is not None
         stats = self._decoded(decoder, round_, tokens)
-        seconds, steps = stats.seconds, int(stats.steps_of.max())
+        seconds = stats.seconds
+        steps = int(stats.steps_of.max())
         step = sum(seconds[phase] for phase in ("target", "verification", "compaction")) / steps
         level = (seconds["draft"] + seconds["sampling"]) / steps / decoder.tree.depth if size > 1 else None
         return Timed(step, level)
@@ -93,12 +103,19 @@ class Visits:
     def _decoded(self, decoder: SpeculativeDecoder, round_: int, tokens: int) -> Statistics:
         """The statistics of decoding `tokens` new tokens for each prompt of a round."""
         assert isinstance(decoder.tree, TokenTree)
-        depth, (prompts, mask) = decoder.tree.depth, self._batch_of(round_)
+        depth = decoder.tree.depth
+        (prompts, mask) = self._batch_of(round_)
         end = MaxLengthCriteria(prompts.shape[1] + tokens)
         return decoder.generate(
-            prompts, tokens + depth + 1, temperature=1.0, seed=round_, attention_mask=mask, stopping_criteria=[end],
-            pad_token_id=0, **NOTHING,
-        ).stats  # fmt: skip
+            prompts,
+            tokens + depth + 1,
+            temperature=1.0,
+            seed=round_,
+            attention_mask=mask,
+            stopping_criteria=[end],
+            pad_token_id=0,
+            **NOTHING,
+        ).stats
 
     def _batch_of(self, round_: int) -> tuple[Tensor, Tensor]:
         """The prompts of a round, left-padded, and their mask; LongTensors [B, T]."""
@@ -159,9 +176,14 @@ class GraphVisits(Visits):
     graphs = None
 
     def __init__(
-        self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int,
-        verifier: str | None = None, batch: int = 1,
-    ):  # fmt: skip
+        self,
+        target: PreTrainedModel,
+        draft: AnyDraft,
+        prompts: Sequence[Tensor],
+        levels: int,
+        verifier: str | None = None,
+        batch: int = 1,
+    ):
         super().__init__(target, draft, prompts, levels, verifier, batch)
         self._captured: set[TokenTree] = set()
         self._level: dict[int, float] = {}  # by round
@@ -172,7 +194,8 @@ class GraphVisits(Visits):
         if tree.depth == 0:
             return Timed(seconds)
         if round_ not in self._level:
-            few, nodes = self.levels // 4, self.levels + 1
+            few = self.levels // 4
+            nodes = self.levels + 1
             flat = greedy_tree(DEFAULT_ACCEPTANCE, nodes, few) if few else ROOT
             deep, shallow = (self._seconds(one, round_, tokens) for one in (TokenTree.chain(self.levels), flat))
             self._level[round_] = (deep - shallow) / (self.levels - few)
@@ -240,13 +263,20 @@ def costs_by_batch(
 
     Raises ValueError as `time_costs` does, and torch.OutOfMemoryError if not even a single sequence fits into memory.
     """
-    begin, larger = time.perf_counter(), sorted({*batches} - {1})
+    begin = time.perf_counter()
+    larger = sorted({*batches} - {1})
     worth = partial(sizes_worth_timing, measured, sizes)
     alone = time_costs(
-        visits, sizes, worth, limit=limit * (ALONE_SHARE if larger else 1), clock=time.perf_counter, report=report,
+        visits,
+        sizes,
+        worth,
+        limit=limit * (ALONE_SHARE if larger else 1),
+        clock=time.perf_counter,
+        report=report,
         pace=visits.pace,
-    )  # fmt: skip
-    found, few = {1: alone}, [size for size in sizes if size <= max({1, *worth(alone)})]
+    )
+    found = {1: alone}
+    few = [size for size in sizes if size <= max({1, *worth(alone)})]
     for place, batch in enumerate(larger):
         left = limit - (time.perf_counter() - begin)
         try:
@@ -302,7 +332,8 @@ def _planned(
     measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs, more: float = 1.0
 ) -> Iterator[int]:
     """The size of the best tree for each acceptance, times `more`. sizes: in rising order, 1 among them"""
-    timed, level = max(costs.step), costs.level / costs.step[1]
+    timed = max(costs.step)
+    level = costs.level / costs.step[1]
     known = costs.steps_of([size for size in sizes if size <= timed])
     known |= {size: known[timed] for size in sizes if size > timed}
     for entry in measured:

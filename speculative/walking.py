@@ -151,14 +151,16 @@ def measure_ways(
     Raises ValueError if even sequences of `LEAST_TOKENS` tokens would take more than twice the time.
     """
     begin = time.perf_counter()
-    every, wanted = wanted, list(dict.fromkeys((way.counted, filters) for way, filters in wanted))
+    every = wanted
+    wanted = list(dict.fromkeys((way.counted, filters) for way, filters in wanted))
     counted: dict[tuple[Way, Filters], Counts] = {}
     parts = list(_parts(extent.sequences))
     for number, (first, count) in enumerate(parts):
         chosen = [prompts[(first + place) % len(prompts)] for place in range(count)]
         read = ReadPrompts(target, draft, chosen, extent._replace(sequences=count))
         for index, (way, filters) in enumerate(wanted):
-            done, spent = number * len(wanted) + index, time.perf_counter() - begin
+            done = number * len(wanted) + index
+            spent = time.perf_counter() - begin
             left = min(spent / done * (len(wanted) * len(parts) - done), seconds - spent) if done else seconds
             report(
                 f"acceptance, pass {number + 1} of {len(parts)}, {index + 1} of {len(wanted)}: temperature "
@@ -224,7 +226,8 @@ class ReadPrompts:
 
     def __init__(self, target: Forward, draft: Draft, prompts: Sequence[Tensor], extent: Extent):
         """prompts: LongTensors [T], reused until there are `extent.sequences` of them"""
-        self.target, self.draft = target, draft
+        self.target = target
+        self.draft = draft
         chosen = [prompts[place % len(prompts)] for place in range(extent.sequences)]
         self.lengths = torch.tensor([len(prompt) for prompt in chosen], device=target.device)
         self.tokens = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
@@ -294,8 +297,12 @@ def _along(
         LongTensor[S], is the depth of the next token. `observer.go_on` is called for each token with the logits of the
         draft [S, V] and of the target [S, 1, V], and appends the next token
     """
-    tokens, sequences, depth = extent.tokens, extent.sequences, extent.depth
-    target, draft, every = read.target, read.draft, sequences * len(wanted)
+    tokens = extent.tokens
+    sequences = extent.sequences
+    depth = extent.depth
+    target = read.target
+    draft = read.draft
+    every = sequences * len(wanted)
     target_cache, draft_cache = read.copies(len(wanted))
     taps = draft.taps(draft_cache)
     state = Sequences.room_for(every, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
@@ -309,7 +316,8 @@ def _along(
     )
     parts = state.numbers.split(sequences, 1)
     walked = [each(replace(state, numbers=numbers)) for each, numbers in zip(wanted, parts, strict=True)]
-    begin, one = time.perf_counter(), torch.ones(1, dtype=torch.long, device=target.device)
+    begin = time.perf_counter()
+    one = torch.ones(1, dtype=torch.long, device=target.device)
     root = torch.zeros_like(state.root)[:, None]
     for number in range(tokens):
         spent = time.perf_counter() - begin
@@ -318,7 +326,8 @@ def _along(
         if number:
             left = min(spent / number * (tokens - number), max(0.0, extent.seconds - spent))
             report(f"acceptance, token {number + 1} of up to {tokens}, about {left:.0f} s left for acceptance")
-        here, longest = state.lengths[:, None], int(state.lengths.max())
+        here = state.lengths[:, None]
+        longest = int(state.lengths.max())
         at = torch.cat([each.at for each in walked])
         feed = replace(root_feed(state, Reach(longest, depth + 1), 2, depth), drafted=at.where(at < depth, 0))
         after = draft(feed, draft_cache)[:, -1]
@@ -336,9 +345,13 @@ class _Walked:
     """Observes the sequences of one way: offers children, verifies them, and counts which are accepted."""
 
     def __init__(self, way: Way, filters: Filters, extent: Extent, vocab_size: int, seed: int, state: Sequences):
-        self._way, self._rules = way, Rules(way.draw, way.verification, filters, filters)
-        self._depth, self._state, self._seed = extent.depth, state, seed
-        self._children, device = min(way.sequence_count or extent.children, vocab_size), state.root.device
+        self._way = way
+        self._rules = Rules(way.draw, way.verification, filters, filters)
+        self._depth = extent.depth
+        self._state = state
+        self._seed = seed
+        self._children = min(way.sequence_count or extent.children, vocab_size)
+        device = state.root.device
         self._table = None if extent.tree is None or way.sequence_count else children_of(extent.tree, device)
         self._node = torch.zeros_like(state.lengths)  # the current node of the tree that is walked along
         self._star = torch.tensor([-1] + [0] * self._children, device=device)
@@ -352,7 +365,8 @@ class _Walked:
         self._place = torch.arange(self._children, device=device)
         self._alive = torch.full_like(state.lengths, self._children)  # how many children are offered
         self._ranks: list[Tensor] = []
-        host, rows = device.type == "cpu", (len(state.root), self._children + 1, vocab_size)
+        host = device.type == "cpu"
+        rows = (len(state.root), self._children + 1, vocab_size)
         self._rows = tuple(torch.zeros(rows, device=device) if host else None for _ in range(2))
 
     def go_on(self, after: Tensor, logits: Tensor) -> None:
@@ -360,8 +374,14 @@ class _Walked:
 
         after: the draft's logits [S, V]; logits: the target's [S, 1, V]
         """
-        state, way, depth, children, at = self._state, self._way, self._depth, self._children, self.at
-        rules, noise, independent = self._rules, root_rows(state.noise, state.lengths), way.sequence_count is not None
+        state = self._state
+        way = self._way
+        depth = self._depth
+        children = self._children
+        at = self.at
+        rules = self._rules
+        noise = root_rows(state.noise, state.lengths)
+        independent = way.sequence_count is not None
         after = after * self._sharper[at][:, None] if way.temperatures else after
         drawn = gumbel_topk(
             after, children, **rules.drawing_filters._asdict(), seed=self._seed, rows=noise,
@@ -440,10 +460,12 @@ def drawing_temperatures(
 
     samplings: filters of the target; report: called with lines of text about the progress
     """
-    drawn, levels = [each for each in samplings if each.temperature > 0], draft.levels
+    drawn = [each for each in samplings if each.temperature > 0]
+    levels = draft.levels
     if not (drawn and levels and draft.forward is not None and draft.forward.drafts_at_once):
         return {}
-    begin, levels = time.perf_counter(), min(levels, extent.tokens)
+    begin = time.perf_counter()
+    levels = min(levels, extent.tokens)
     found: list[list[Tensor]] = [[] for _ in drawn]
     for number, (first, count) in enumerate(_parts(extent.sequences)):
         left = extent.seconds - (time.perf_counter() - begin)
@@ -470,15 +492,21 @@ class _Common:
     """
 
     def __init__(self, filters: Filters, depths: int, seed: int, state: Sequences):
-        self._filters, self._depths, self._seed, self._state = filters, depths, seed, state
+        self._filters = filters
+        self._depths = depths
+        self._seed = seed
+        self._state = state
         self.at = torch.zeros_like(state.lengths)
         self.common: list[Tensor] = []  # for each token, see `fitted`
 
     def go_on(self, after: Tensor, logits: Tensor) -> None:
-        state, filters, logits = self._state, self._filters, logits[:, 0].float()
+        state = self._state
+        filters = self._filters
+        logits = logits[:, 0].float()
         noise = root_rows(state.noise, state.lengths)
         token = gumbel_topk(logits, 1, **filters._asdict(), seed=self._seed, rows=noise).tokens
-        of_target, found = filtered_logprobs(logits, filters), []
+        of_target = filtered_logprobs(logits, filters)
+        found = []
         for each in TEMPERATURES:
             drawn = filters._replace(temperature=each * filters.temperature)
             of_draft = filtered_logprobs(after.float(), drawn).nan_to_num(-torch.inf)

@@ -26,7 +26,9 @@ from heavypath.speculative.options import NOTHING
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.tree import TokenTree
 
-PLAIN, ASSISTED, LOOKUP = "transformers generate", "transformers assisted", "transformers prompt lookup"
+PLAIN = "transformers generate"
+ASSISTED = "transformers assisted"
+LOOKUP = "transformers prompt lookup"
 TIE = 1e-4  # two tokens whose target logits differ by less are equally correct
 WARM_UP_TOKENS = 8
 

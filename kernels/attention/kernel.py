@@ -36,9 +36,17 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _cut(
-    batch, length, lengths, lengths_stride, first_row, nodes, window,
-    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    batch,
+    length,
+    lengths,
+    lengths_stride,
+    first_row,
+    nodes,
+    window,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Return a sequence's length and first row, and the split of its prefix: `parts` of `size` rows from `begin` on.
 
     The tree belongs to the last part.
@@ -59,9 +67,22 @@ def _cut(
 
 @triton.jit
 def _attend(
-    query, query_rows, query_mask, key_rows, value_rows, visible, readable, acc, peak, total, scale, softcap,
-    columns, HEAD_DIM: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_rows,
+    query_mask,
+    key_rows,
+    value_rows,
+    visible,
+    readable,
+    acc,
+    peak,
+    total,
+    scale,
+    softcap,
+    columns,
+    HEAD_DIM: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """Add one block of keys to the online softmax.
 
     visible [BLOCK_M, BLOCK_N]: which keys count; readable [BLOCK_N]: which may be loaded; None means all.
@@ -118,33 +139,74 @@ _MASKS = ["lengths", "first_row", "ends", "words", "counts"]
     do_not_specialize=["length", "window", *_SIZES, *_MASK_STRIDES, *_STRIDES], do_not_specialize_on_alignment=_MASKS
 )
 def tree_attention_kernel(
-    query, key, value, out, partial, tickets, length, lengths, first_row, ends, words, counts, scale, softcap, window,
-    queries, nodes, kv_heads, lengths_stride, ends_stride, words_stride, counts_stride, word_count,
-    query_b, query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, MERGED: tl.constexpr,
-    BLOCK_M: tl.constexpr, TOUCHED: tl.constexpr, TREE_BLOCKS: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    out,
+    partial,
+    tickets,
+    length,
+    lengths,
+    first_row,
+    ends,
+    words,
+    counts,
+    scale,
+    softcap,
+    window,
+    queries,
+    nodes,
+    kv_heads,
+    lengths_stride,
+    ends_stride,
+    words_stride,
+    counts_stride,
+    word_count,
+    query_b,
+    query_h,
+    query_n,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MERGED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TOUCHED: tl.constexpr,
+    TREE_BLOCKS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """One program for each tile of (node, head of the group) rows, part of the keys, and (sequence, key head).
 
     Without ends and words the tree is a chain. Strides of query, key and value count units of 8 elements; out is
     [B, Q, Hq, D]. With a window, words are narrowed to it, and counts say how many nodes a query sees; with ends, how
     many it would see without the window; a chain needs no counts.
     """
-    tile, part = tl.program_id(0), tl.program_id(1)
-    batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    batch = tl.program_id(2) // kv_heads
+    kv_head = tl.program_id(2) % kv_heads
     length, first, begin, size, parts = _cut(
         batch, length, lengths, lengths_stride, first_row, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N
-    )  # fmt: skip
+    )
     if part >= parts:
         return
     start = begin + part * size
     stop = tl.maximum(tl.minimum(start + size, length), start)
 
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    node, head = row // GROUP, kv_head * GROUP + row % GROUP
+    node = row // GROUP
+    head = kv_head * GROUP + row % GROUP
     asks = row < queries * GROUP
-    columns, offsets = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_D)
+    offsets = tl.arange(0, BLOCK_N)
     query_rows = batch.to(tl.int64) * query_b + head.to(tl.int64) * query_h + node.to(tl.int64) * query_n
     query_rows = query + query_rows[:, None] * 8 + columns[None, :]
     query_mask = asks[:, None] & (columns[None, :] < HEAD_DIM)
@@ -158,7 +220,8 @@ def tree_attention_kernel(
     value += batch * (value_b * eight) + kv_head * (value_h * eight)
     key_offsets = offsets[:, None] * (key_s * 8) + columns[None, :]  # 32 bits suffice within a block
     value_offsets = offsets[:, None] * (value_s * 8) + columns[None, :]
-    key_s, value_s = key_s * eight, value_s * eight
+    key_s = key_s * eight
+    value_s = value_s * eight
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -172,7 +235,8 @@ def tree_attention_kernel(
         if counts is not None:
             count = tl.load(counts + batch * counts_stride + node, mask=asks, other=0)
         sees = tl.maximum(sees, length + count - window)
-    whole_start, whole_stop = start, start + (stop - start) // BLOCK_N * BLOCK_N
+    whole_start = start
+    whole_stop = start + (stop - start) // BLOCK_N * BLOCK_N
     if (first_row is not None) or (window is not None):
         all_see = first  # from this row on, every query sees the prefix
         if window is not None:  # a path is no longer than the number of its last node; a maximum here would spill
@@ -181,19 +245,42 @@ def tree_attention_kernel(
         whole_start = tl.maximum(start, tl.minimum(tl.cdiv(all_see, BLOCK_N) * BLOCK_N, whole_stop))
     for block in tl.range(whole_start, whole_stop, BLOCK_N):
         acc, peak, total = _attend(
-            query_tile, query_rows, query_mask,
-            key + block * key_s + key_offsets, value + block * value_s + value_offsets,
-            None, None, acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
-        )  # fmt: skip
+            query_tile,
+            query_rows,
+            query_mask,
+            key + block * key_s + key_offsets,
+            value + block * value_s + value_offsets,
+            None,
+            None,
+            acc,
+            peak,
+            total,
+            scale,
+            softcap,
+            columns,
+            HEAD_DIM,
+            UPCAST,
+        )
     for masked in tl.range(start, stop - (whole_stop - whole_start), BLOCK_N, num_stages=1):
         block = masked + tl.where(masked < whole_start, 0, whole_stop - whole_start)
         at = block + offsets
         acc, peak, total = _attend(
-            query_tile, query_rows, query_mask,
-            key + block * key_s + key_offsets, value + block * value_s + value_offsets,
-            (at[None, :] >= sees[:, None]) & (at < stop)[None, :], (at >= first) & (at < stop),
-            acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
-        )  # fmt: skip
+            query_tile,
+            query_rows,
+            query_mask,
+            key + block * key_s + key_offsets,
+            value + block * value_s + value_offsets,
+            (at[None, :] >= sees[:, None]) & (at < stop)[None, :],
+            (at >= first) & (at < stop),
+            acc,
+            peak,
+            total,
+            scale,
+            softcap,
+            columns,
+            HEAD_DIM,
+            UPCAST,
+        )
 
     if part == parts - 1:
         # The tree: find the blocks that this tile sees, one bit for each, then visit only these.
@@ -214,8 +301,9 @@ def tree_attention_kernel(
             word = tl.arange(0, TREE_BLOCKS * BLOCK_N // 32)
             table = tl.load(
                 words + batch * words_stride + touched[:, None] * word_count + word[None, :],
-                mask=(touched <= last_node)[:, None] & (word < word_count)[None, :], other=0,
-            )  # fmt: skip
+                mask=(touched <= last_node)[:, None] & (word < word_count)[None, :],
+                other=0,
+            )
             nonzero = tl.max((table != 0).to(tl.int32), 0)
             ones = tl.min(((table == -1) | (touched > last_node)[:, None]).to(tl.int32), 0)
             occupied = tl.max(tl.reshape(nonzero, [TREE_BLOCKS, BLOCK_N // 32]), 1) != 0
@@ -228,10 +316,22 @@ def tree_attention_kernel(
                 block = _lowest_bit(full_bits) * BLOCK_N
                 full_bits = full_bits & (full_bits - 1)
                 acc, peak, total = _attend(
-                    query_tile, query_rows, query_mask,
-                    key + block * key_s + key_offsets, value + block * value_s + value_offsets,
-                    None, None, acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
-                )  # fmt: skip
+                    query_tile,
+                    query_rows,
+                    query_mask,
+                    key + block * key_s + key_offsets,
+                    value + block * value_s + value_offsets,
+                    None,
+                    None,
+                    acc,
+                    peak,
+                    total,
+                    scale,
+                    softcap,
+                    columns,
+                    HEAD_DIM,
+                    UPCAST,
+                )
             occupied = occupied & (full == 0)
         bits = tl.sum(tl.where(occupied, bit, 0), 0)
         for _ in tl.range(0, tl.sum(occupied.to(tl.int32), 0)):
@@ -262,10 +362,22 @@ def tree_attention_kernel(
                 readable = readable & (length + at >= first)
                 visible = visible & readable[None, :]
             acc, peak, total = _attend(
-                query_tile, query_rows, query_mask,
-                key + block * key_s + key_offsets, value + block * value_s + value_offsets,
-                visible, readable, acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
-            )  # fmt: skip
+                query_tile,
+                query_rows,
+                query_mask,
+                key + block * key_s + key_offsets,
+                value + block * value_s + value_offsets,
+                visible,
+                readable,
+                acc,
+                peak,
+                total,
+                scale,
+                softcap,
+                columns,
+                HEAD_DIM,
+                UPCAST,
+            )
 
     out += batch.to(tl.int64) * (queries * kv_heads * GROUP * HEAD_DIM)
     if parts == 1:
@@ -283,26 +395,52 @@ def tree_attention_kernel(
         if is_last(tickets + tl.program_id(2) * tl.num_programs(0) + tile, parts):
             for some in tl.range(tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, rows), MERGED):
                 _merge(
-                    out, partial, some + tl.arange(0, MERGED), first_slot, slots, parts, kv_head, kv_heads, rows,
-                    GROUP, HEAD_DIM, BLOCK_D, SPLITS,
-                )  # fmt: skip
+                    out,
+                    partial,
+                    some + tl.arange(0, MERGED),
+                    first_slot,
+                    slots,
+                    parts,
+                    kv_head,
+                    kv_heads,
+                    rows,
+                    GROUP,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    SPLITS,
+                )
 
 
 @triton.jit
 def _merge(
-    out, partial, row, first_slot, slots, parts, kv_head, kv_heads, rows,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    out,
+    partial,
+    row,
+    first_slot,
+    slots,
+    parts,
+    kv_head,
+    kv_heads,
+    rows,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """Merge the parts of some rows from `partial`: outputs [slots, D], then peaks [slots] and totals [slots]."""
-    part, columns, asks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D), row < rows
+    part = tl.arange(0, SPLITS)
+    columns = tl.arange(0, BLOCK_D)
+    asks = row < rows
     slot = first_slot + part[:, None] * rows + row[None, :]
     there = (part < parts)[:, None] & asks[None, :]
     peaks = tl.load(partial + slots * HEAD_DIM + slot, mask=there, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(partial + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0, cache_modifier=".cg")
     outs = tl.load(
         partial + slot[:, :, None] * HEAD_DIM + columns[None, None, :],
-        mask=there[:, :, None] & (columns < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-    )  # fmt: skip
+        mask=there[:, :, None] & (columns < HEAD_DIM)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
     peak = tl.max(peaks, 0)
     weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
     # tl.where keeps products and sums from being fused: then two threads that add each other's product would differ.
@@ -311,6 +449,7 @@ def _merge(
     merged = merged / tl.where(total == 0, 1.0, total)[:, None]
     out_row = row // GROUP * (kv_heads * GROUP) + kv_head * GROUP + row % GROUP
     tl.store(
-        out + (out_row[:, None] * HEAD_DIM + columns[None, :]), merged,
+        out + (out_row[:, None] * HEAD_DIM + columns[None, :]),
+        merged,
         mask=asks[:, None] & (columns < HEAD_DIM)[None, :],
-    )  # fmt: skip
+    )

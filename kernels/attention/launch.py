@@ -71,7 +71,8 @@ class LaunchPlan(NamedTuple):
         self, query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float
     ) -> Tensor:
         """Launch the kernel of `tree_attention` with checked arguments; returns [B, N, Hq, D]."""
-        stream, on_gpu = None, query.is_cuda
+        stream = None
+        on_gpu = query.is_cuda
         if on_gpu:
             device = query.get_device()
             if device != torch.cuda.current_device():
@@ -82,7 +83,8 @@ class LaunchPlan(NamedTuple):
         words = counts = None
         if visible.ancestors is not None:
             packed = visible.packed()
-            words, counts = packed.words.contiguous(), None if packed.counts is None else packed.counts.contiguous()
+            words = packed.words.contiguous()
+            counts = None if packed.counts is None else packed.counts.contiguous()
         elif ends is not None:
             ends = ends.contiguous()
             counts = None if window is None else visible.path_lengths()
@@ -94,11 +96,28 @@ class LaunchPlan(NamedTuple):
             out = out.float()  # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong
         parts = counters = None
         if self.parts:
-            parts, counters = query.new_empty(self.parts, dtype=torch.float32), tickets(self.tiles, query.device)
-        self.attend(stream, (
-            query, key, value, out, parts, counters, length, lengths, first_row, ends, words, counts, scale, softcap,
-            window,
-        ))  # fmt: skip
+            parts = query.new_empty(self.parts, dtype=torch.float32)
+            counters = tickets(self.tiles, query.device)
+        self.attend(
+            stream,
+            (
+                query,
+                key,
+                value,
+                out,
+                parts,
+                counters,
+                length,
+                lengths,
+                first_row,
+                ends,
+                words,
+                counts,
+                scale,
+                softcap,
+                window,
+            ),
+        )
         return out if on_gpu else out.to(query.dtype)
 
 
@@ -121,9 +140,11 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     rows = queries * group
     if on_gpu:
         gpu = torch.cuda.get_device_properties(query.device)
-        processors, generation = gpu.multi_processor_count, gpu.major
+        processors = gpu.multi_processor_count
+        generation = gpu.major
     else:
-        processors, generation = 16, 9
+        processors = 16
+        generation = 9
     block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, capped, generation)
     tiles = _blocks(rows, block_m)
     # As many programs as can run at the same time (two of 4 warps share a multiprocessor), whatever the batch size.
@@ -140,27 +161,41 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     own_ends = nodes if subtree_end is not None and len(subtree_end.shape) == 2 else 0
     own_words = queries if ancestors is not None and len(ancestors.shape) == 3 else 0
     sizes = {
-        "queries": queries, "nodes": nodes, "kv_heads": kv_heads,
+        "queries": queries,
+        "nodes": nodes,
+        "kv_heads": kv_heads,
         "lengths_stride": lengths.stride[0] if lengths is not None and lengths.shape else 0,
-    }  # fmt: skip
+    }
     strides = {
-        "ends_stride": own_ends, "words_stride": own_words * words, "counts_stride": own_ends or own_words,
+        "ends_stride": own_ends,
+        "words_stride": own_words * words,
+        "counts_stride": own_ends or own_words,
         "word_count": words,
-        "query_b": query.stride[0] // 8, "query_h": query.stride[1] // 8, "query_n": query.stride[2] // 8,
-        "key_b": key.stride[0] // 8, "key_h": key.stride[1] // 8, "key_s": key.stride[2] // 8,
-        "value_b": value.stride[0] // 8, "value_h": value.stride[1] // 8, "value_s": value.stride[2] // 8,
-    }  # fmt: skip
+        "query_b": query.stride[0] // 8,
+        "query_h": query.stride[1] // 8,
+        "query_n": query.stride[2] // 8,
+        "key_b": key.stride[0] // 8,
+        "key_h": key.stride[1] // 8,
+        "key_s": key.stride[2] // 8,
+        "value_b": value.stride[0] // 8,
+        "value_h": value.stride[1] // 8,
+        "value_s": value.stride[2] // 8,
+    }
     constants = {
-        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n,
-        "SPLITS": splits, "MIN_SPLIT": MIN_SPLIT,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_N": block_n,
+        "SPLITS": splits,
+        "MIN_SPLIT": MIN_SPLIT,
         "MERGED": min(block_m, max(1, 8192 // (splits * block_d))),  # rows merged at a time: 8192 numbers in all parts
-    }  # fmt: skip
+    }
     tiling = {
         "BLOCK_M": block_m,
         "TOUCHED": _power(block_m // group if block_m % group == 0 else (block_m - 2) // group + 2),
         "TREE_BLOCKS": _power(_blocks(nodes, block_n)),
         "UPCAST": not on_gpu,
-    }  # fmt: skip
+    }
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
     wide = max(key.shape[2], *sizes.values(), *strides.values()) >= 1 << 31
     dtypes = tuple(None if layout is None else layout.dtype for layout in layouts)

@@ -70,7 +70,8 @@ def check_layouts(layouts: Layouts, nodes: int) -> None:
         _check_mask("subtree_end", subtree_end, (torch.int32, torch.long), ((nodes,), (batch, nodes)))
     if ancestors is not None:
         columns = nodes if ancestors.dtype == torch.bool else 2 * -(-nodes // 64)
-        dtypes, shape = (torch.bool, torch.int32), (queries, columns)
+        dtypes = (torch.bool, torch.int32)
+        shape = (queries, columns)
         _check_mask("ancestor_mask", ancestors, dtypes, (shape, (batch, *shape)))
     if nodes < queries:
         raise ValueError(f"got {queries} queries of a tree of {nodes} nodes")
@@ -82,7 +83,8 @@ def check_layouts(layouts: Layouts, nodes: int) -> None:
 
 def check_kernel_takes(query: TensorLayout, nodes: int, kv_heads: int) -> None:
     """Raise ValueError for layouts that only impl "torch" takes."""
-    head_dim, most = query.shape[-1], MOST_HEADS // kv_heads
+    head_dim = query.shape[-1]
+    most = MOST_HEADS // kv_heads
     if head_dim % 8 or not 16 <= head_dim <= 256:
         raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
     if nodes > MAX_NODES or query.shape[0] > most:
@@ -93,9 +95,12 @@ def check_kernel_takes(query: TensorLayout, nodes: int, kv_heads: int) -> None:
 
 
 def _check_mask(
-    name: str, layout: TensorLayout, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...],
+    name: str,
+    layout: TensorLayout,
+    dtypes: tuple[torch.dtype, ...],
+    shapes: tuple[tuple[int, ...], ...],
     otherwise: str = "",
-) -> None:  # fmt: skip
+) -> None:
     if layout.dtype not in dtypes or layout.shape not in shapes:
         wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
         raise ValueError(

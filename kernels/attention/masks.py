@@ -107,16 +107,22 @@ def pack_row(mask_ptr, words_ptr, nodes):
 
 def _launch_pack(mask: Tensor, window: int | None) -> PackedAncestors:
     """Launch the kernel of `pack_ancestors` on a contiguous mask."""
-    queries, nodes = mask.shape[:-1], mask.shape[-1]
+    queries = mask.shape[:-1]
+    nodes = mask.shape[-1]
     words = mask.new_empty((*queries, 2 * triton.cdiv(nodes, 64)), dtype=torch.int32)
     counts = None if window is None else torch.empty(queries, dtype=torch.int32, device=mask.device)
     if words.numel():
         with torch.cuda.device_of(mask):
             _pack_kernel[(queries.numel(),)](
-                mask_ptr=mask.view(torch.int8), words_ptr=words, counts_ptr=counts, nodes=nodes,
-                window=0 if window is None else window, HAS_WINDOW=window is not None, num_warps=1,
+                mask_ptr=mask.view(torch.int8),
+                words_ptr=words,
+                counts_ptr=counts,
+                nodes=nodes,
+                window=0 if window is None else window,
+                HAS_WINDOW=window is not None,
+                num_warps=1,
                 enable_fp_fusion=False,
-            )  # fmt: skip
+            )
     return PackedAncestors(words, nodes, window, counts)
 
 

@@ -33,7 +33,8 @@ def prepared_attention(
     impl = choose_impl("prepared_attention", impl, prefix_length)
     if ancestor_mask is None and (impl == "torch" or window is not None):
         assert subtree_end is not None
-        ancestor_mask, subtree_end = interval_mask(subtree_end), None
+        ancestor_mask = interval_mask(subtree_end)
+        subtree_end = None
     if impl == "triton":
         packed = ancestor_mask
         if isinstance(packed, Tensor):

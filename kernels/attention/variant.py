@@ -59,7 +59,8 @@ class Launch:
 
         stream: the result of `current_stream`
         """
-        variant, compiled = self._variant, self._variant.compiled
+        variant = self._variant
+        compiled = self._variant.compiled
         if compiled is None:
             compiled = variant.kernel[self._grid](*chain(varying, self._fixed), **variant.options)
             if isinstance(compiled, CompiledKernel):
@@ -75,7 +76,8 @@ class Launch:
 
 def current_stream(device: int) -> int | None:
     """Return the stream of this device, which must be the current one; None if a profiler has set launch hooks."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter = knobs.runtime.launch_enter_hook
+    leave = knobs.runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return None
     active: Any = driver.active

@@ -132,7 +132,8 @@ def end_entries(
     """
     if choose_impl("end_entries", impl, hidden) == "triton":
         return _launch_end(hidden, added, norm, outputs, rows, keeps_normed)
-    total, normed = hidden + added, None
+    total = hidden + added
+    normed = None
     if norm is not None:
         total, normed = add_rms_norm(hidden, added, norm, impl="torch")
     normed = total if normed is None else normed
@@ -190,7 +191,8 @@ def _begin_kernel(
 ):
     """Each program does an entry."""
     entry = tl.program_id(0).to(tl.int64)
-    sequence, parent = entry // nodes, entry % nodes
+    sequence = entry // nodes
+    parent = entry % nodes
     column = tl.arange(0, BLOCK)
     if PLACED:
         shift = tl.minimum(tl.load(lengths + sequence), 1)
@@ -219,13 +221,28 @@ def _begin_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "rows_b", "rows_n"])
 def _end_kernel(
-    hidden, added, weight, outputs, rows, normed, nodes, rows_b, rows_n, output_b, output_s, epsilon,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KEEPS_NORMED: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    added,
+    weight,
+    outputs,
+    rows,
+    normed,
+    nodes,
+    rows_b,
+    rows_n,
+    output_b,
+    output_s,
+    epsilon,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEEPS_NORMED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Each program does an entry."""
     entry = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside, at = column < COLUMNS, entry * COLUMNS + column
+    inside = column < COLUMNS
+    at = entry * COLUMNS + column
     row = tl.load(rows + (entry // nodes) * rows_b + (entry % nodes) * rows_n)
     x = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
     x = rounded(x + tl.load(added + at, mask=inside, other=0.0).to(tl.float32), normed, INTERPRETED)
@@ -240,10 +257,13 @@ def _launch_begin(
 ) -> tuple[Inputs, NodeEntries | None]:
     """Launch the kernel of `entry_inputs`; with nodes that of `node_entries`, and return rows and masks, too."""
     batch, count = features.shape[:2] if nodes is None else nodes.tokens.shape
-    width, columns = table.shape[-1], features.shape[-1]
+    width = table.shape[-1]
+    columns = features.shape[-1]
     _check(features, table, *(each and each.weight for each in (norms.embedded, norms.features)))
-    features, table = in_rows(features), in_rows(table)
-    states, joined = features.new_empty(batch * count, columns), features.new_empty(batch * count, width + columns)
+    features = in_rows(features)
+    table = in_rows(table)
+    states = features.new_empty(batch * count, columns)
+    joined = features.new_empty(batch * count, width + columns)
     (embedded_weight, embedded_epsilon), (feature_weight, feature_epsilon) = (
         each or (None, 0.0) for each in (norms.embedded, norms.features)
     )
@@ -251,26 +271,46 @@ def _launch_begin(
     if nodes is not None:
         nodes = EntryNodes._make(each.contiguous() for each in nodes)
         rows, positions = (torch.empty_like(nodes.tokens) for _ in range(2))
-        before, mask = torch.empty_like(nodes.lengths), nodes.mask
+        before = torch.empty_like(nodes.lengths)
+        mask = nodes.mask
         words = mask.new_empty((*mask.shape[:-1], 2 * triton.cdiv(mask.shape[-1], 64)), dtype=torch.int32)
     block = triton.next_power_of_2(max(width, columns))
     if batch * count:
         with torch.cuda.device_of(features):
             _begin_kernel[(batch * count,)](
-                features, None if tokens is None else tokens.contiguous(), table, embedded_weight, feature_weight,
-                embedded_epsilon, feature_epsilon,
+                features,
+                None if tokens is None else tokens.contiguous(),
+                table,
+                embedded_weight,
+                feature_weight,
+                embedded_epsilon,
+                feature_epsilon,
                 None if nodes is None else nodes.parents,
                 None if nodes is None else nodes.rows,
                 None if nodes is None else nodes.positions,
                 None if nodes is None else nodes.lengths,
-                None if mask is None else mask.view(torch.int8), rows, positions, before, words, states, joined,
-                count, 0 if mask is None else mask.shape[-1],
+                None if mask is None else mask.view(torch.int8),
+                rows,
+                positions,
+                before,
+                words,
+                states,
+                joined,
+                count,
+                0 if mask is None else mask.shape[-1],
                 mask.stride(0) if mask is not None and mask.dim() == 3 else 0,
-                features.stride(0), features.stride(1), table.stride(0),
-                EMBEDDED=width, FEATURES=columns, BLOCK=block, KEEPS_NORMED=norms.keeps_normed,
-                PLACED=nodes is not None, INTERPRETED=not features.is_cuda,
-                num_warps=min(32, max(4, block // 512)), enable_fp_fusion=False,
-            )  # fmt: skip
+                features.stride(0),
+                features.stride(1),
+                table.stride(0),
+                EMBEDDED=width,
+                FEATURES=columns,
+                BLOCK=block,
+                KEEPS_NORMED=norms.keeps_normed,
+                PLACED=nodes is not None,
+                INTERPRETED=not features.is_cuda,
+                num_warps=min(32, max(4, block // 512)),
+                enable_fp_fusion=False,
+            )
     inputs = Inputs(states, joined)
     if rows is None or positions is None or before is None or words is None or mask is None:
         return inputs, None
@@ -286,16 +326,30 @@ def _launch_end(
     if outputs.stride(-1) != 1 or added.shape != hidden.shape or rows.numel() != count:
         got = f"{[*hidden.shape]}, {[*added.shape]}, {[*rows.shape]}, outputs of strides {[*outputs.stride()]}"
         raise ValueError(f"hidden and added must be [B * n, H], rows [B, n], outputs of contiguous columns; got {got}")
-    normed, block = torch.empty_like(hidden, memory_format=torch.contiguous_format), triton.next_power_of_2(columns)
+    normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    block = triton.next_power_of_2(columns)
     if count:
         with torch.cuda.device_of(hidden):
             _end_kernel[(count,)](
-                hidden.contiguous(), added.contiguous(), None if norm is None else norm.weight, outputs, rows, normed,
-                rows.shape[1], rows.stride(0), rows.stride(1), outputs.stride(0), outputs.stride(1),
+                hidden.contiguous(),
+                added.contiguous(),
+                None if norm is None else norm.weight,
+                outputs,
+                rows,
+                normed,
+                rows.shape[1],
+                rows.stride(0),
+                rows.stride(1),
+                outputs.stride(0),
+                outputs.stride(1),
                 0.0 if norm is None else norm.epsilon,
-                COLUMNS=columns, BLOCK=block, KEEPS_NORMED=keeps_normed, INTERPRETED=not hidden.is_cuda,
-                num_warps=min(32, max(4, block // 512)), enable_fp_fusion=False,
-            )  # fmt: skip
+                COLUMNS=columns,
+                BLOCK=block,
+                KEEPS_NORMED=keeps_normed,
+                INTERPRETED=not hidden.is_cuda,
+                num_warps=min(32, max(4, block // 512)),
+                enable_fp_fusion=False,
+            )
     return normed
 
 

@@ -29,10 +29,14 @@ from heavypath.kernels.layers.measured import is_faster
 from heavypath.kernels.layers.rounding import rounded
 from heavypath.kernels.tickets import is_last, tickets
 
-MOST_ROWS, FEWER, FP8 = 128, 64, torch.float8_e4m3fn  # FEWER: rows, with a gate or a scale
-BLOCK_N, BLOCK_K = 64, 128
+MOST_ROWS = 128  # FEWER: rows, with a gate or a scale
+FEWER = 64
+FP8 = torch.float8_e4m3fn
+BLOCK_N = 64
+BLOCK_K = 128
 PROGRAMS = 264  # that run at the same time: two for each multiprocessor of an H100
-MOST_PARTS, LEAST_BLOCKS = 8, 4  # most parts of a weight's columns, and least blocks of columns in a part
+MOST_PARTS = 8  # most parts of a weight's columns, and least blocks of columns in a part
+LEAST_BLOCKS = 4
 
 
 @operator
@@ -110,21 +114,27 @@ def _few_rows_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """Each program computes BLOCK_N outputs of all rows, from one part of the columns."""
-    tile, part = tl.program_id(0), tl.program_id(1)
-    row, output = tl.arange(0, ROWS), tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    there, end = (output < OUTPUTS)[:, None], tl.minimum((part + 1) * PART, COLUMNS)
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = (output < OUTPUTS)[:, None]
+    end = tl.minimum((part + 1) * PART, COLUMNS)
     x += row.to(tl.int64)[None, :] * COLUMNS
     weight += output.to(tl.int64)[:, None] * COLUMNS
-    sums, ups = tl.zeros([BLOCK_N, ROWS], tl.float32), tl.zeros([BLOCK_N, ROWS], tl.float32)
+    sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    ups = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in range(part * PART, end, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
-        of_weight, of_x = there & (column < end)[None, :], (row < rows)[None, :] & (column < end)[:, None]
+        of_weight = there & (column < end)[None, :]
+        of_x = (row < rows)[None, :] & (column < end)[:, None]
         w = tl.load(weight + column[None, :], mask=of_weight, other=0.0)
         given = tl.load(x + column[:, None], mask=of_x, other=0.0)
         if scale is not None:
             w = w.to(tl.float32).to(x.dtype.element_ty)  # by way of fp32: directly it goes through a slow unit
         if INTERPRETED:  # the interpreter's bfloat16 products are wrong
-            w, given = w.to(tl.float32), given.to(tl.float32)
+            w = w.to(tl.float32)
+            given = given.to(tl.float32)
         sums = tl.dot(w, given, sums)
         if GATED:
             w = tl.load(weight + OUTPUTS * COLUMNS + column[None, :], mask=of_weight, other=0.0)
@@ -155,7 +165,8 @@ def parts_of(outputs: int, columns: int) -> tuple[int, int]:
 
     It is the count of the least cost, see `cost_of_parts`; of equal ones the smaller.
     """
-    tiles, blocks = -(-outputs // BLOCK_N), -(-columns // BLOCK_K)
+    tiles = -(-outputs // BLOCK_N)
+    blocks = -(-columns // BLOCK_K)
     most = max(1, min(MOST_PARTS, blocks // LEAST_BLOCKS))
     parts = min(range(1, most + 1), key=lambda parts: cost_of_parts(parts, tiles, blocks))
     each = -(-blocks // parts)
@@ -170,7 +181,8 @@ def cost_of_parts(parts: int, tiles: int, blocks: int) -> float:
     A program reads its blocks of the weight and of x, and stores its partial sums. Programs run in waves, and the last
     program of a tile reads the partial sums of all its parts.
     """
-    block, partial = 2 * BLOCK_K * (BLOCK_N + FEWER), 4 * BLOCK_N * FEWER if parts > 1 else 0
+    block = 2 * BLOCK_K * (BLOCK_N + FEWER)
+    partial = 4 * BLOCK_N * FEWER if parts > 1 else 0
     waves = -(-tiles * parts // PROGRAMS)
     return waves * (-(-blocks // parts) * block + partial) + parts * partial
 
@@ -193,19 +205,36 @@ def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, gated: bool) -> Ten
             "weight [N, K] of one dtype, float16 or bfloat16, with K a multiple of 8, or of float8_e4m3fn, with a "
             f"scale [N] of float32 and K a multiple of 16; got {got}"
         )
-    x, scale = x.contiguous(), None if scale is None else scale.contiguous()
+    x = x.contiguous()
+    scale = None if scale is None else scale.contiguous()
     out = x.new_empty(rows, outputs)
     parts, part = parts_of(outputs, columns)
     # With fewer rows an fp8 weight would be loaded only 8 bytes at a time.
-    tiles, padded = triton.cdiv(outputs, BLOCK_N), max(16 if scale is None else FEWER, triton.next_power_of_2(rows))
+    tiles = triton.cdiv(outputs, BLOCK_N)
+    padded = max(16 if scale is None else FEWER, triton.next_power_of_2(rows))
     stored = x.new_empty(parts * len(weight) * padded, dtype=torch.float32) if parts > 1 else None
     if rows == 0:
         return out
     with torch.cuda.device_of(x):
         _few_rows_kernel[(tiles, parts)](
-            x, weight, scale, out, stored, tickets(tiles, x.device) if parts > 1 else None, rows,
-            OUTPUTS=outputs, COLUMNS=columns, PARTS=parts, PART=part, GATED=gated, ROWS=padded,
-            BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, INTERPRETED=not x.is_cuda,
-            num_warps=8 if padded > 64 else 4, num_stages=3, enable_fp_fusion=False,
-        )  # fmt: skip
+            x,
+            weight,
+            scale,
+            out,
+            stored,
+            tickets(tiles, x.device) if parts > 1 else None,
+            rows,
+            OUTPUTS=outputs,
+            COLUMNS=columns,
+            PARTS=parts,
+            PART=part,
+            GATED=gated,
+            ROWS=padded,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K,
+            INTERPRETED=not x.is_cuda,
+            num_warps=8 if padded > 64 else 4,
+            num_stages=3,
+            enable_fp_fusion=False,
+        )
     return out

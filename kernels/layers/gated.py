@@ -34,9 +34,17 @@ def silu_product(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
-    gate, up, out, rows, gate_row, up_row,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+    gate,
+    up,
+    out,
+    rows,
+    gate_row,
+    up_row,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Each program computes BLOCK columns of ROWS rows."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -64,8 +72,17 @@ def _launch(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     with torch.cuda.device_of(gate):
         _gated_kernel[(triton.cdiv(rows, at_once), triton.cdiv(columns, block))](
-            gate, up, out, rows, gate.stride(0), up.stride(0),
-            COLUMNS=columns, ROWS=at_once, BLOCK=block, INTERPRETED=not gate.is_cuda,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            gate,
+            up,
+            out,
+            rows,
+            gate.stride(0),
+            up.stride(0),
+            COLUMNS=columns,
+            ROWS=at_once,
+            BLOCK=block,
+            INTERPRETED=not gate.is_cuda,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return out

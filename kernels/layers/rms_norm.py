@@ -69,9 +69,19 @@ def _scalar(value: float) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
-    hidden, added, weight, total, normed, rows, epsilon,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    added,
+    weight,
+    total,
+    normed,
+    rows,
+    epsilon,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Each program computes ROWS whole rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -100,15 +110,27 @@ def _launch(hidden: Tensor, added: Tensor | None, norm: Norm, centred: bool) -> 
             f"impl 'triton' takes hidden and added [R, K] of one dtype, float32, float16 or bfloat16, with K up to "
             f"{MAX_COLUMNS}, and a weight [K]; got {got}"
         )
-    hidden, added = hidden.contiguous(), None if added is None else added.contiguous()
+    hidden = hidden.contiguous()
+    added = None if added is None else added.contiguous()
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
     block = triton.next_power_of_2(columns)
     at_once = max(1, 512 // block)
     with torch.cuda.device_of(hidden):
         _rms_norm_kernel[(triton.cdiv(rows, at_once),)](
-            hidden, added, norm.weight.contiguous(), total, normed, rows, norm.epsilon,
-            COLUMNS=columns, ROWS=at_once, BLOCK=block, CENTRED=centred, INTERPRETED=not hidden.is_cuda,
-            num_warps=min(32, max(4, block // 512)), enable_fp_fusion=False,
-        )  # fmt: skip
+            hidden,
+            added,
+            norm.weight.contiguous(),
+            total,
+            normed,
+            rows,
+            norm.epsilon,
+            COLUMNS=columns,
+            ROWS=at_once,
+            BLOCK=block,
+            CENTRED=centred,
+            INTERPRETED=not hidden.is_cuda,
+            num_warps=min(32, max(4, block // 512)),
+            enable_fp_fusion=False,
+        )
     return total, normed

@@ -85,11 +85,13 @@ def rotate_and_store(
         return _launch(projected, turns, keys, values, cache_rows, norms)
     query, key, value = projected
     if norms is not None:
-        query, key = normalized(query, norms.query), normalized(key, norms.key)
+        query = normalized(query, norms.query)
+        key = normalized(key, norms.key)
     heads = query.shape[2]
     states = torch.cat([query, key], 2)
     # rotate_half is a roll by half of the columns and a change of signs. The sine already has the signs.
-    cos, sin = turns.cos, turns.sin
+    cos = turns.cos
+    sin = turns.sin
     if turns.positions is not None:
         cos, sin = (each[turns.positions][:, :, None] for each in (cos, sin))
     turned = torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
@@ -143,32 +145,60 @@ def _place(positions, token, tokens):
 
 @triton.jit(do_not_specialize=["tokens", "nodes", "rows_b", "rows_n"])
 def _rotary_kernel(
-    query, key, value, cos, sin, positions, keys, values, out, rows, query_weight, key_weight,
-    query_epsilon, key_epsilon,
-    tokens, nodes, query_row, key_row, value_row, turn_row, cache_b, cache_h, cache_s, rows_b, rows_n,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    positions,
+    keys,
+    values,
+    out,
+    rows,
+    query_weight,
+    key_weight,
+    query_epsilon,
+    key_epsilon,
+    tokens,
+    nodes,
+    query_row,
+    key_row,
+    value_row,
+    turn_row,
+    cache_b,
+    cache_h,
+    cache_s,
+    rows_b,
+    rows_n,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Each program does HEADS heads, of one token or several: first those of queries, then of keys and values."""
     block = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     query_blocks = tl.cdiv(tokens * QUERY_HEADS, HEADS)
     if block < query_blocks:
         index = block * HEADS + tl.arange(0, HEADS)
-        token, head = index // QUERY_HEADS, index % QUERY_HEADS
+        token = index // QUERY_HEADS
+        head = index % QUERY_HEADS
         there = (token < tokens)[:, None] & (column < HALF)[None, :]
         token = token.to(tl.int64)
         at = (token * query_row + head * (2 * HALF))[:, None] + column[None, :]
         turn = (_place(positions, token, tokens) * turn_row)[:, None] + column[None, :]
         low, high = _turned(
             query + at, there, query_weight, query_epsilon, cos, sin, turn, column, out, HALF, INTERPRETED
-        )  # fmt: skip
+        )
         to = (index.to(tl.int64) * (2 * HALF))[:, None] + column[None, :]
         tl.store(out + to, low, mask=there)
         tl.store(out + to + HALF, high, mask=there)
     else:
         index = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
-        token, head = index // KEY_HEADS, index % KEY_HEADS
+        token = index // KEY_HEADS
+        head = index % KEY_HEADS
         exists = token < tokens
         there = exists[:, None] & (column < HALF)[None, :]
         batch = (token // nodes).to(tl.int64)
@@ -196,8 +226,10 @@ def _launch(
     query, key, value = map(_by_token, projected)
     cos, sin, positions = turns
     if positions is None:
-        cos, sin = _by_token(cos), _by_token(sin)
-    kv_heads, nodes = keys.shape[1], cache_rows.shape[1]
+        cos = _by_token(cos)
+        sin = _by_token(sin)
+    kv_heads = keys.shape[1]
+    nodes = cache_rows.shape[1]
     tokens, heads, head_dim = query.shape
     out = query.new_empty(*projected.query.shape)
     block = max(8, triton.next_power_of_2(head_dim // 2))
@@ -205,13 +237,40 @@ def _launch(
     (query_weight, query_epsilon), (key_weight, key_epsilon) = ((None, 0.0), (None, 0.0)) if norms is None else norms
     with torch.cuda.device_of(query):
         _rotary_kernel[(triton.cdiv(tokens * heads, at_once) + triton.cdiv(tokens * kv_heads, at_once),)](
-            query, key, value, cos, sin, None if positions is None else positions.contiguous(), keys, values, out,
-            cache_rows, query_weight, key_weight, query_epsilon, key_epsilon,
-            tokens, nodes, query.stride(0), key.stride(0), value.stride(0), cos.stride(0),
-            keys.stride(0), keys.stride(1), keys.stride(2), cache_rows.stride(0), cache_rows.stride(1),
-            QUERY_HEADS=heads, KEY_HEADS=kv_heads, HALF=head_dim // 2, HEADS=at_once, BLOCK=block,
-            INTERPRETED=not query.is_cuda, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            cos,
+            sin,
+            None if positions is None else positions.contiguous(),
+            keys,
+            values,
+            out,
+            cache_rows,
+            query_weight,
+            key_weight,
+            query_epsilon,
+            key_epsilon,
+            tokens,
+            nodes,
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+            cos.stride(0),
+            keys.stride(0),
+            keys.stride(1),
+            keys.stride(2),
+            cache_rows.stride(0),
+            cache_rows.stride(1),
+            QUERY_HEADS=heads,
+            KEY_HEADS=kv_heads,
+            HALF=head_dim // 2,
+            HEADS=at_once,
+            BLOCK=block,
+            INTERPRETED=not query.is_cuda,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return out
 
 
@@ -219,7 +278,8 @@ def _check(projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cac
     query, key, value = projected
     batch, nodes, _, head_dim = query.shape
     kv_heads = key.shape[2]
-    by_token, of_cache = (batch, nodes, kv_heads, head_dim), (batch, kv_heads, keys.shape[2], head_dim)
+    by_token = (batch, nodes, kv_heads, head_dim)
+    of_cache = (batch, kv_heads, keys.shape[2], head_dim)
     given = {"key": (key, by_token), "value": (value, by_token), "keys": (keys, of_cache), "values": (values, of_cache)}
     turned = (batch, nodes, 1, head_dim) if turns.positions is None else (len(turns.cos), head_dim)
     given |= {"cos": (turns.cos, turned), "sin": (turns.sin, turned)}

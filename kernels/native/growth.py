@@ -49,26 +49,62 @@ def grow(
     drawn, drawn_keys, drawn_logprobs = (each.contiguous() for each in draws)
     root_tokens, lengths, noise_rows, left = (each.contiguous() for each in roots)
     call = _Grow(
-        batch, above.first, parents, most, count, slots.tokens.shape[1], above.depth + 1,
-        _BY[policy.by], policy.noisy, thread_count(), policy.temperature, policy.threshold,
-        drawn, drawn_keys, drawn_logprobs, lines=lines, line_step=0 if lines is None else lines.shape[1],
-        roots=root_tokens, lengths=lengths, noise_rows=noise_rows, left=left,
-        slot_parents=slots.parents, **{name: getattr(slots, name) for name in Slots._fields[1:]},
-        above=mask_above, above_batch=mask_above.stride(0), above_row=mask_above.stride(1), mask=mask, fed=inputs,
+        batch,
+        above.first,
+        parents,
+        most,
+        count,
+        slots.tokens.shape[1],
+        above.depth + 1,
+        _BY[policy.by],
+        policy.noisy,
+        thread_count(),
+        policy.temperature,
+        policy.threshold,
+        drawn,
+        drawn_keys,
+        drawn_logprobs,
+        lines=lines,
+        line_step=0 if lines is None else lines.shape[1],
+        roots=root_tokens,
+        lengths=lengths,
+        noise_rows=noise_rows,
+        left=left,
+        slot_parents=slots.parents,
+        **{name: getattr(slots, name) for name in Slots._fields[1:]},
+        above=mask_above,
+        above_batch=mask_above.stride(0),
+        above_row=mask_above.stride(1),
+        mask=mask,
+        fed=inputs,
         **rows,
-    )  # fmt: skip
+    )
     launch("grow", call)
     return Level(end, count, above.depth + 1, mask), NodeInputs(*inputs.unbind())
 
 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     """Make trees of at most `nodes` nodes from the drafted slots, as `trees.assembly.assemble` does."""
-    (batch, stride), nodes = slots.tokens.shape, min(nodes, last.end)
+    (batch, stride) = slots.tokens.shape
+    nodes = min(nodes, last.end)
     out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long, device="cpu")
     call = _Assembly(
-        batch, stride, last.end, last.first, trims, nodes, 0, slots.parents, slots.ranks, slots.depths, slots.tokens,
-        slots.values, roots.lengths.contiguous(), roots.noise_rows.contiguous(), out,
-    )  # fmt: skip
+        batch,
+        stride,
+        last.end,
+        last.first,
+        trims,
+        nodes,
+        0,
+        slots.parents,
+        slots.ranks,
+        slots.depths,
+        slots.tokens,
+        slots.values,
+        roots.lengths.contiguous(),
+        roots.noise_rows.contiguous(),
+        out,
+    )
     launch("assemble", call)
     if trims:
         out = out[: _ASSEMBLED * batch * ask(lambda: call.nodes)]  # absent nodes come last

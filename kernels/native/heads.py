@@ -80,20 +80,38 @@ def root_entries(root: Tensor, lengths: Tensor, drafted: Tensor | None, most: in
     lengths: tokens before the roots; most: entries of a sequence, at most; `kept.known` is changed in place
     """
     features, outputs, text, known = kept
-    batch, size = len(root), features.element_size()
+    batch = len(root)
+    size = features.element_size()
     tokens, rows = torch.empty(2, batch * most, dtype=torch.long, device="cpu").unbind()
-    prefix, present = tokens.new_empty(batch), tokens.new_empty(1)
-    mask, given = (
-        tokens.new_empty(batch, most, most, dtype=torch.bool),
-        features.new_empty(batch, most, features.shape[2]),
-    )
+    prefix = tokens.new_empty(batch)
+    present = tokens.new_empty(1)
+    mask = tokens.new_empty(batch, most, most, dtype=torch.bool)
+    given = features.new_empty(batch, most, features.shape[2])
     call = _RootEntries(
-        batch, most, features.shape[1], size * features.shape[2], root.contiguous(), lengths.contiguous(),
-        None if drafted is None else drafted.contiguous(), known, text, features, outputs,
-        text.stride(0), size * features.stride(0), size * outputs.stride(0), present, tokens, rows, prefix, mask, given,
-    )  # fmt: skip
+        batch,
+        most,
+        features.shape[1],
+        size * features.shape[2],
+        root.contiguous(),
+        lengths.contiguous(),
+        None if drafted is None else drafted.contiguous(),
+        known,
+        text,
+        features,
+        outputs,
+        text.stride(0),
+        size * features.stride(0),
+        size * outputs.stride(0),
+        present,
+        tokens,
+        rows,
+        prefix,
+        mask,
+        given,
+    )
     launch("root_entries", call)
-    tokens, rows = tokens.view(batch, most), rows.view(batch, most)
+    tokens = tokens.view(batch, most)
+    rows = rows.view(batch, most)
     return Entries(tokens, rows, rows, prefix, mask, given, present)
 
 
@@ -104,13 +122,26 @@ def node_entries(nodes: tuple[Tensor, Tensor, Tensor], lengths: Tensor, outputs:
     outputs: [B, rows, H]
     """
     positions, cache_rows, parent_rows = (each.contiguous() for each in nodes)
-    (batch, count), size = positions.shape, outputs.element_size()
+    (batch, count) = positions.shape
+    size = outputs.element_size()
     rows, places = torch.empty(2, batch, count, dtype=torch.long, device="cpu").unbind()
-    prefix, given = rows.new_empty(batch), outputs.new_empty(batch, count, outputs.shape[2])
+    prefix = rows.new_empty(batch)
+    given = outputs.new_empty(batch, count, outputs.shape[2])
     call = _NodeEntries(
-        batch, count, size * outputs.shape[2], lengths.contiguous(), cache_rows, positions, parent_rows, outputs,
-        size * outputs.stride(0), prefix, rows, places, given,
-    )  # fmt: skip
+        batch,
+        count,
+        size * outputs.shape[2],
+        lengths.contiguous(),
+        cache_rows,
+        positions,
+        parent_rows,
+        outputs,
+        size * outputs.stride(0),
+        prefix,
+        rows,
+        places,
+        given,
+    )
     launch("node_entries", call)
     return places, rows, prefix, given
 
@@ -131,16 +162,27 @@ def keep(
     """
     (features, text), (each, joined), taps = to, norms, [each.contiguous() for each in taps]
     batch, nodes, width = taps[0].shape
-    places, structures = (c_void_p * len(taps))(*(tap.data_ptr() for tap in taps)), (NormStruct * len(taps))()
+    places = (c_void_p * len(taps))(*(tap.data_ptr() for tap in taps))
+    structures = (NormStruct * len(taps))()
     for own, norm in zip(structures, each, strict=True):
         own.take(norm)
     call = _Keep(
-        batch, nodes, len(taps), width, features.shape[2], addressof(places), addressof(structures),
-        tokens=tokens.contiguous(), cache_rows=cache_rows.contiguous(), features=features,
-        features_step=features.stride(0), text=text, text_step=0 if text is None else text.stride(0),
+        batch,
+        nodes,
+        len(taps),
+        width,
+        features.shape[2],
+        addressof(places),
+        addressof(structures),
+        tokens=tokens.contiguous(),
+        cache_rows=cache_rows.contiguous(),
+        features=features,
+        features_step=features.stride(0),
+        text=text,
+        text_step=0 if text is None else text.stride(0),
         scratch=torch.empty(batch * nodes * len(taps) * width, dtype=torch.float32, device="cpu"),
         threads=thread_count(0 if fc is None else fc.weight.nbytes),
-    )  # fmt: skip
+    )
     call.joined.take(joined)
     if fc is not None:
         call.fc = fc.struct
@@ -160,17 +202,30 @@ def medusa(weights: MedusaWeights, states: Tensor, lengths: Tensor, heads: int, 
 
     states: [B, rows, H]; each sequence's row lengths - 1 is read, or zeros if its length is 0
     """
-    layers, (batch, _, width), vocab = weights.layers, states.shape, logits.shape[2]
+    layers = weights.layers
+    (batch, _, width) = states.shape
+    vocab = logits.shape[2]
     every = [blocks for layer in layers for blocks in layer]
     structures = (WeightStruct * len(every))(*(blocks.struct for blocks in every))
     lm_heads = (WeightStruct * len(weights.lm_heads))(*(blocks.struct for blocks in weights.lm_heads))
     read = sum(blocks.weight.nbytes for layer in layers for blocks in layer[:heads])
     call = _Medusa(
-        batch, heads, len(layers), width, vocab, addressof(structures), len(layers[0]) if layers else 0,
-        addressof(lm_heads), int(len(lm_heads) > 1), lengths.contiguous(), states, states.stride(0), logits,
+        batch,
+        heads,
+        len(layers),
+        width,
+        vocab,
+        addressof(structures),
+        len(layers[0]) if layers else 0,
+        addressof(lm_heads),
+        int(len(lm_heads) > 1),
+        lengths.contiguous(),
+        states,
+        states.stride(0),
+        logits,
         logits.stride(0),
         torch.empty(2 * heads * batch * width, dtype=torch.float32, device="cpu"),
         thread_count(read + weights.lm_heads[0].weight.nbytes),
-    )  # fmt: skip
+    )
     call.kept += weights, structures, lm_heads
     launch(f"medusa_{TYPES[states.dtype]}", call)

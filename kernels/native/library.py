@@ -139,9 +139,14 @@ def cache_folder() -> Path:
 def _run(arguments: list[str], seconds: float | None = None) -> str:
     """Run a program and return its standard output."""
     done = subprocess.run(
-        arguments, check=True, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
+        arguments,
+        check=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
         timeout=seconds,
-    )  # fmt: skip
+    )
     return done.stdout
 
 
@@ -245,8 +250,9 @@ def _in_memory(code: bytes, reason: Exception) -> int:
     """Put the library into a memory file of this process, and return its descriptor."""
     logger.warning(
         "the kernels are compiled for this process alone, which takes some seconds, since they cannot be kept: %s; "
-        "set XDG_CACHE_HOME to a folder of yours that nobody else may write to", reason,
-    )  # fmt: skip
+        "set XDG_CACHE_HOME to a folder of yours that nobody else may write to",
+        reason,
+    )
     file = os.memfd_create("heavypath-native")
     with open(file, "wb", closefd=False) as opened:
         opened.write(code)

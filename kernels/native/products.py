@@ -62,7 +62,8 @@ class Blocks(NamedTuple):
             bias = _in_blocks([each[:, None] for each in present], paired).flatten()
         else:
             bias = None
-        blocks, outputs = _in_blocks(weights, paired), sum(map(len, weights))
+        blocks = _in_blocks(weights, paired)
+        outputs = sum(map(len, weights))
         struct = WeightStruct(blocks.data_ptr(), None if bias is None else bias.data_ptr(), outputs, blocks.shape[1])
         return cls(blocks, bias, struct)
 
@@ -91,13 +92,15 @@ class _HugePages:
         """Return uint8[nbytes], aligned to 64 bytes."""
         with self._lock:
             if len(self._free) < nbytes:
-                size, flags = max(nbytes, REGION) + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                size = max(nbytes, REGION) + HUGE_PAGE
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 memory = mmap.mmap(-1, size, flags)
                 with suppress(OSError):  # a system without huge pages gives small ones
                     memory.madvise(mmap.MADV_HUGEPAGE)
                 whole = torch.frombuffer(memory, dtype=torch.uint8)
                 self._free = whole[-whole.data_ptr() % HUGE_PAGE :]
-            room, self._free = self._free[:nbytes], self._free[-(-nbytes // 64) * 64 :]
+            room = self._free[:nbytes]
+            self._free = self._free[-(-nbytes // 64) * 64 :]
         return room
 
 
@@ -110,10 +113,12 @@ def product(hidden: Tensor, blocks: Blocks) -> Tensor:
     if (hidden.dtype, hidden.shape[-1]) != (weight.dtype, weight.shape[1]):
         given = f"{hidden.dtype} {[*hidden.shape]}"
         raise ValueError(f"product needs rows [..., {weight.shape[1]}] of {weight.dtype}, got {given}")
-    rows, struct = hidden.reshape(-1, hidden.shape[-1]).float().contiguous(), blocks.struct
+    rows = hidden.reshape(-1, hidden.shape[-1]).float().contiguous()
+    struct = blocks.struct
     result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
     multiply = getattr(compiled(), f"product_{TYPES[hidden.dtype]}")
-    count, threads = c_int64(len(rows)), c_int64(thread_count(weight.nbytes))
+    count = c_int64(len(rows))
+    threads = c_int64(thread_count(weight.nbytes))
     addresses = c_void_p(rows.data_ptr()), c_void_p(result.data_ptr())
     do(partial(multiply, byref(struct), addresses[0], count, addresses[1], threads), (blocks, rows, result))
     return result

@@ -102,7 +102,9 @@ def _addition(result: Tensor, one: Tensor, other: Tensor | int, alpha: int = 1) 
     A step adds noise rows right after the target's pass, which leaves no other code in the processor's caches. There
     PyTorch's addition of a few numbers takes several times as long as NumPy's.
     """
-    to, first, second = result.numpy(), one.numpy(), other.numpy() if isinstance(other, Tensor) else other
+    to = result.numpy()
+    first = one.numpy()
+    second = other.numpy() if isinstance(other, Tensor) else other
     if alpha == 1:
         return partial(np.add, first, second, out=to)
     return lambda: np.add(first, np.multiply(second, alpha), out=to)

@@ -23,17 +23,38 @@ def tree_rule(
     inputs: query, key, value and gate, and for a delta rule beta, shaped as in `recurrent.delta`; state: fp32
     """
     query, key, value, gate, *rest = (each.float().contiguous() for each in inputs)
-    (batch, nodes, heads, columns), before, gates = value.shape, paths.before, gate[0, 0, 0].numel()
+    (batch, nodes, heads, columns) = value.shape
+    before = paths.before
+    gates = gate[0, 0, 0].numel()
     totals = torch.empty(batch, before + nodes, *gate.shape[2:], dtype=torch.float64, device="cpu")
     if above is not None:
         totals[:, :before] = above.totals
     earlier = (None, None) if above is None else (above.keys.float().contiguous(), above.values.contiguous())
     out, update = torch.empty(2, batch, nodes, heads, columns, dtype=torch.float32, device="cpu").unbind()
     call = _TreeRule(
-        batch, nodes, before, heads, key.shape[2], key.shape[3], columns, gates, bool(rest), query, key, earlier[0],
-        value, earlier[1], rest[0] if rest else None, gate, totals, paths.mask.contiguous(), state.contiguous(), out,
-        update, thread_count(state.nbytes),
-    )  # fmt: skip
+        batch,
+        nodes,
+        before,
+        heads,
+        key.shape[2],
+        key.shape[3],
+        columns,
+        gates,
+        bool(rest),
+        query,
+        key,
+        earlier[0],
+        value,
+        earlier[1],
+        rest[0] if rest else None,
+        gate,
+        totals,
+        paths.mask.contiguous(),
+        state.contiguous(),
+        out,
+        update,
+        thread_count(state.nbytes),
+    )
     launch("tree_rule", call)
     if above is None:
         return out, KeptNodes(inputs[1], update, totals)

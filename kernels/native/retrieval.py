@@ -61,7 +61,8 @@ def look_up(sought: Sought, shortest: int, *, vocab_size: int, after_last: bool)
     """Return logits of `LookupDraft`, fp32 [B, n, V], and write the nodes' rows; after_last: only the last node's."""
     written, asked = _asked(sought, _HALVINGS, vocab_size, after_last)
     call = _Lookup(**asked, shortest=shortest)
-    places, logits = written.places.numpy(), written.out.view(-1).numpy()
+    places = written.places.numpy()
+    logits = written.out.view(-1).numpy()
 
     def run() -> None:
         count = compiled().look_up(byref(call))
@@ -87,12 +88,15 @@ def retrieve(sought: Sought, known: HasCorpus, *, renews: bool, vocab_size: int,
     rows, longest = sought.keys.shape[2:]
     written, asked = _asked(sought, rows + longest * _MOST, vocab_size, after_last)
     call = _Retrieval(**asked, renews=renews)
-    places, logits, weights = written.places.numpy(), written.out.view(-1).numpy(), written.weights.numpy()
+    places = written.places.numpy()
+    logits = written.out.view(-1).numpy()
+    weights = written.weights.numpy()
 
     def run() -> None:
         corpus = known.corpus  # read in each replay, since it may have been replaced
         call.size = len(corpus.steps)
-        call.followers, call.steps = corpus.followers.data_ptr(), corpus.steps.data_ptr()
+        call.followers = corpus.followers.data_ptr()
+        call.steps = corpus.steps.data_ptr()
         count = compiled().retrieve(byref(call))
         logits[places[:count]] = np.log(weights[:count])
 
@@ -110,7 +114,8 @@ class _Proposed(NamedTuple):
 
 def _asked(sought: Sought, most: int, vocab_size: int, after_last: bool) -> tuple[_Proposed, dict[str, Any]]:
     """Allocate outputs and fill the fields that both structures share; most: tokens proposed after a node, at most."""
-    (batch, nodes), longest = sought.tokens.shape, sought.keys.shape[3]
+    (batch, nodes) = sought.tokens.shape
+    longest = sought.keys.shape[3]
     first = nodes - 1 if after_last else 0
     out = torch.empty(batch, nodes - first, vocab_size, dtype=torch.float32, device="cpu")
     room = batch * (nodes - first) * min(most, vocab_size)
@@ -121,8 +126,24 @@ def _asked(sought: Sought, most: int, vocab_size: int, after_last: bool) -> tupl
     tokens, cache_rows, parent_rows, lengths = (each.contiguous() for each in sought[:4])
     known, latest, earlier = sought.known_rows
     return _Proposed(out, places, weights), {
-        "batch": batch, "nodes": nodes, "first": first, "longest": longest, "vocab": vocab_size,
-        "rows": sought.keys.shape[2], "step": step, "head": head, "tokens": tokens, "cache_rows": cache_rows,
-        "parent_rows": parent_rows, "lengths": lengths, "keys": sought.keys, "values": sought.values, "known": known,
-        "latest": latest, "earlier": earlier, "out": out, "places": places, "weights": weights,
-    }  # fmt: skip
+        "batch": batch,
+        "nodes": nodes,
+        "first": first,
+        "longest": longest,
+        "vocab": vocab_size,
+        "rows": sought.keys.shape[2],
+        "step": step,
+        "head": head,
+        "tokens": tokens,
+        "cache_rows": cache_rows,
+        "parent_rows": parent_rows,
+        "lengths": lengths,
+        "keys": sought.keys,
+        "values": sought.values,
+        "known": known,
+        "latest": latest,
+        "earlier": earlier,
+        "out": out,
+        "places": places,
+        "weights": weights,
+    }

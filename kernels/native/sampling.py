@@ -56,10 +56,21 @@ def draw(
     tokens = torch.empty(rows, k, dtype=torch.long, device="cpu")
     keys, logprobs = torch.empty(2, rows, k, dtype=torch.float32, device="cpu").unbind()
     call = _Draw(
-        logits, logits.stride(0), rows, vocab, k, FiltersStruct.of(filters), seed_tensor(noise.seed),
-        None if noise.rows is None else noise.rows.contiguous(), replacement, uniform_fill, tokens, keys, logprobs,
+        logits,
+        logits.stride(0),
+        rows,
+        vocab,
+        k,
+        FiltersStruct.of(filters),
+        seed_tensor(noise.seed),
+        None if noise.rows is None else noise.rows.contiguous(),
+        replacement,
+        uniform_fill,
+        tokens,
+        keys,
+        logprobs,
         thread_count(),
-    )  # fmt: skip
+    )
     launch("draw", call)
     return tokens, keys, logprobs
 

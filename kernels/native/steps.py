@@ -66,17 +66,34 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) ->
     out = torch.empty(5, batch, node.shape[0], dtype=torch.long, device="cpu")
     noise_rows = noise_rows if noise_rows.stride(1) == 1 else noise_rows.contiguous()
     call = _Place(
-        batch, nodes, node.shape[0], 0 if child is None else child.shape[0],
-        0 if drawn_tokens is None else drawn_tokens.shape[1], whole, tokens, noise_rows, noise_rows.stride(0), roots,
-        lengths, left, drawn_tokens, child, draw, node, parent, depth, out,
-    )  # fmt: skip
+        batch,
+        nodes,
+        node.shape[0],
+        0 if child is None else child.shape[0],
+        0 if drawn_tokens is None else drawn_tokens.shape[1],
+        whole,
+        tokens,
+        noise_rows,
+        noise_rows.stride(0),
+        roots,
+        lengths,
+        left,
+        drawn_tokens,
+        child,
+        draw,
+        node,
+        parent,
+        depth,
+        out,
+    )
     launch("place", call)
     return NodeInputs(*out.unbind())
 
 
 def alike(trees: Trees, given: CommonNodes) -> Tensor:
     """For each node of a level, return the first node with the same path of tokens, LongTensor[B, n]."""
-    (tokens, *_, texts), (node, parent, _) = trees, given
+    (tokens, *_, texts) = trees
+    (node, parent, _) = given
     first = torch.empty(len(tokens), node.shape[0], dtype=torch.long, device="cpu")
     launch("alike", _Alike(*tokens.shape, node.shape[0], tokens, texts, node, parent, first))
     return first
@@ -89,7 +106,8 @@ def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
 
     Raises ValueError for tensors that do not fit: other memory would be overwritten.
     """
-    size, (batch, count, vocab) = rows.element_size(), rows.shape
+    size = rows.element_size()
+    (batch, count, vocab) = rows.shape
     fits = to.dtype == rows.dtype and (to.shape[0], to.shape[2], places.shape[0]) == (batch, vocab, count)
     if not (fits and rows.stride(2) == to.stride(2) == 1):
         given = [f"{each.dtype} {[*each.shape]} with strides {each.stride()}" for each in (rows, to)]
@@ -98,9 +116,17 @@ def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
             f"got {' and '.join(given)}, and {places.shape[0]} places"
         )
     call = _RowCopies(
-        batch, count, vocab * size, rows.stride(0) * size, rows.stride(1) * size,
-        to.stride(0) * size, to.stride(1) * size, rows, to, places,
-    )  # fmt: skip
+        batch,
+        count,
+        vocab * size,
+        rows.stride(0) * size,
+        rows.stride(1) * size,
+        to.stride(0) * size,
+        to.stride(1) * size,
+        rows,
+        to,
+        places,
+    )
     launch("copy_rows", call)
 
 
@@ -110,9 +136,14 @@ def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
         caches = [numbers[..., None] for cache in caches for numbers in cache.unbind(3)]
     rows = (_Rows * len(caches))()
     for own, cache in zip(rows, caches, strict=True):
-        size, (batch_stride, head_stride, row_stride, _) = cache.element_size(), cache.stride()
-        own.first, own.heads, own.row_bytes = cache.data_ptr(), cache.shape[1], cache.shape[3] * size
-        own.batch_stride, own.head_stride, own.row_stride = size * batch_stride, size * head_stride, size * row_stride
+        size = cache.element_size()
+        (batch_stride, head_stride, row_stride, _) = cache.stride()
+        own.first = cache.data_ptr()
+        own.heads = cache.shape[1]
+        own.row_bytes = cache.shape[3] * size
+        own.batch_stride = size * batch_stride
+        own.head_stride = size * head_stride
+        own.row_stride = size * row_stride
     call = _Compaction(
         *path.shape, len(caches), path.contiguous(), length.contiguous(), prefix_length.contiguous(), addressof(rows)
     )
@@ -138,8 +169,28 @@ def commit(
     parents, ranks, depths = shapes
     path, length, after = (each.contiguous() for each in verified)
     call = _Commit(
-        batch, count, path.shape[1], stops.shape[0], branching, seen.shape[1], counts.shape[1],
-        numbers, numbers.stride(0), output, output.stride(0), stops, seen, seen.stride(0), counts, nodes.tokens,
-        parents, ranks, depths, 0 if one_shape else count, path, length, after,
-    )  # fmt: skip
+        batch,
+        count,
+        path.shape[1],
+        stops.shape[0],
+        branching,
+        seen.shape[1],
+        counts.shape[1],
+        numbers,
+        numbers.stride(0),
+        output,
+        output.stride(0),
+        stops,
+        seen,
+        seen.stride(0),
+        counts,
+        nodes.tokens,
+        parents,
+        ranks,
+        depths,
+        0 if one_shape else count,
+        path,
+        length,
+        after,
+    )
     launch("commit", call)

@@ -28,7 +28,8 @@ def verify(inputs: VerifyInputs) -> Verified:
 
     Raises ValueError if a row of logits that is used has no finite maximum.
     """
-    (tokens, parents, ranks), noise = inputs.nodes, inputs.noise
+    (tokens, parents, ranks) = inputs.nodes
+    noise = inputs.noise
     batch, count = tokens.shape
     if ranks is None:
         ranks = sibling_order(parents.expand_as(tokens))
@@ -36,16 +37,38 @@ def verify(inputs: VerifyInputs) -> Verified:
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
     parents, ranks = ((each if one_shape else each.expand(batch, -1)).contiguous() for each in shaped)
     rows = torch.arange(batch * count, device="cpu") if noise.rows is None else noise.rows.contiguous()
-    target, draft, rule = _readable(inputs.target_logits), inputs.draft_logits, VERIFICATION_RULES[inputs.method]
+    target = _readable(inputs.target_logits)
+    draft = inputs.draft_logits
+    rule = VERIFICATION_RULES[inputs.method]
     draft = _readable(draft) if draft is not None and rule.draft_aware else None
-    path, length = tokens.new_empty(batch, inputs.max_depth + 1), tokens.new_empty(batch)
-    next_token, bad = torch.empty_like(length), (c_int64 * 3)()
+    path = tokens.new_empty(batch, inputs.max_depth + 1)
+    length = tokens.new_empty(batch)
+    next_token = torch.empty_like(length)
+    bad = (c_int64 * 3)()
     call = _Verification(
-        batch, count, target.shape[-1], inputs.max_depth, rule.number, inputs.independent,
-        tokens.contiguous(), parents, ranks, rows, 0 if one_shape else count, target, draft, target.stride(0),
-        0 if draft is None else draft.stride(0), FiltersStruct.of(inputs.target_filters),
-        FiltersStruct.of(inputs.draft_filters), seed_tensor(noise.seed), path, length, next_token, addressof(bad),
-    )  # fmt: skip
+        batch,
+        count,
+        target.shape[-1],
+        inputs.max_depth,
+        rule.number,
+        inputs.independent,
+        tokens.contiguous(),
+        parents,
+        ranks,
+        rows,
+        0 if one_shape else count,
+        target,
+        draft,
+        target.stride(0),
+        0 if draft is None else draft.stride(0),
+        FiltersStruct.of(inputs.target_filters),
+        FiltersStruct.of(inputs.draft_filters),
+        seed_tensor(noise.seed),
+        path,
+        length,
+        next_token,
+        addressof(bad),
+    )
     kernel = compiled().verify
 
     def run() -> None:

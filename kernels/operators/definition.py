@@ -27,8 +27,13 @@ from heavypath.kernels.tickets import counters_for
 
 LIBRARY = torch.library.Library("heavypath", "FRAGMENT")
 _SCHEMAS = {
-    Tensor: "Tensor", Sequence[Tensor]: "Tensor[]", int: "SymInt", float: "float", bool: "bool", str: "str",
-}  # fmt: skip
+    Tensor: "Tensor",
+    Sequence[Tensor]: "Tensor[]",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str: "str",
+}
 
 
 class Leaf(NamedTuple):
@@ -107,7 +112,8 @@ def maker(part: Leaf | Record | Either, places: Iterator[int]) -> Callable[[Sequ
 
     if isinstance(part, Either):
         return first
-    kind, optional = part.kind, part.optional
+    kind = part.kind
+    optional = part.optional
 
     def record(leaves: Sequence[Any]) -> Any:
         return None if optional and first(leaves) is None else kind(*[make(leaves) for make in makers])
@@ -136,7 +142,8 @@ class Operator:
     ) -> None:
         direct = inspect.unwrap(function)
         name = name or direct.__name__
-        hints, given = get_type_hints(direct), inspect.signature(direct).parameters
+        hints = get_type_hints(direct)
+        given = inspect.signature(direct).parameters
         self._names = [*given]
         self._defaults = {name: each.default for name, each in given.items() if each.default is not each.empty}
         self._given = [parted(name, hints[name]) for name in given]

@@ -36,7 +36,8 @@ def accept_state(
     plain = all(size >= 16 and size & (size - 1) == 0 for size in columns)
     if (impl != "auto" or plain) and choose_impl("accept_state", impl, state) == "triton":
         return _launch(state, kept, path, count, normalised)
-    wide, batch = state.dtype, torch.arange(len(path), device=path.device)
+    wide = state.dtype
+    batch = torch.arange(len(path), device=path.device)
     keys, values, totals = (field[batch[:, None], path] for field in kept)
     keys = (unit(keys) if normalised else keys).to(wide).repeat_interleave(values.shape[2] // keys.shape[2], 2)
     end = totals[batch, (count - 1).clamp(min=0)]  # [B, H] or [B, H, Dk]
@@ -60,12 +61,24 @@ def _accept_kernel(
     state_ptr,  # fp32 [B, HEADS, DK, DV]
     path_ptr,  # [B, P]
     count_ptr,  # [B]
-    N, P, key_batch, key_node,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GATES: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, NORMALISED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    N,
+    P,
+    key_batch,
+    key_node,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    GATES: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """Each program does BV value columns of a head of a sequence. GATES is 1, or DK if each key column has a gate."""
-    head, tile, batch = tl.program_id(0) // (DV // BV), tl.program_id(0) % (DV // BV), tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) // (DV // BV)
+    tile = tl.program_id(0) % (DV // BV)
+    batch = tl.program_id(1).to(tl.int64)
     count = tl.load(count_ptr + batch).to(tl.int32)
     if count > 0:
         key_ptr += batch * key_batch + head // (HEADS // KEY_HEADS) * DK
@@ -73,7 +86,9 @@ def _accept_kernel(
         path_ptr += batch * P
         own = batch * N * HEADS + head
         last = own + tl.load(path_ptr + count - 1) * HEADS
-        place, values, columns = tl.arange(0, _BLOCK), tile * BV + tl.arange(0, BV), tl.arange(0, BK)
+        place = tl.arange(0, _BLOCK)
+        values = tile * BV + tl.arange(0, BV)
+        columns = tl.arange(0, BK)
         for start in range(0, count, _BLOCK):
             there = start + place < count
             node = tl.load(path_ptr + start + place, mask=there, other=0)
@@ -125,19 +140,39 @@ def _launch(state: Tensor, kept: KeptNodes, path: Tensor, count: Tensor, normali
     nodes = update.shape[1]
     gates = (heads, key_columns) if totals.dim() == 4 else (heads,)
     for name, each, shape in (
-        ("keys", key, (batch, nodes, key.shape[2], key_columns)), ("values", update, (batch, nodes, heads, columns)),
-        ("totals", totals, (batch, nodes, *gates)), ("path", path, (batch, path.shape[1])), ("count", count, (batch,)),
-    ):  # fmt: skip
+        ("keys", key, (batch, nodes, key.shape[2], key_columns)),
+        ("values", update, (batch, nodes, heads, columns)),
+        ("totals", totals, (batch, nodes, *gates)),
+        ("path", path, (batch, path.shape[1])),
+        ("count", count, (batch,)),
+    ):
         if each.shape != shape or (name == "keys" and heads % shape[2]):
             raise ValueError(f"{name} must be {[*shape]} beside a state {[*state.shape]}, got {[*each.shape]}")
     if key.stride(3) != 1 or key.stride(2) != key_columns:
         key = key.contiguous()
-    exact, wide = key.dtype == torch.float32, min(32, columns)
+    exact = key.dtype == torch.float32
+    wide = min(32, columns)
     with torch.cuda.device_of(state):
         _accept_kernel[(heads * (columns // wide), batch)](
-            key, update.contiguous(), totals.contiguous(), state, path.contiguous(), count.contiguous(),
-            update.shape[1], path.shape[1], key.stride(0), key.stride(1),
-            HEADS=heads, KEY_HEADS=key.shape[2], DK=key_columns, DV=columns,
-            GATES=1 if totals.dim() == 3 else key_columns, BK=min(key_columns, 32), BV=wide, NORMALISED=normalised,
-            EXACT=exact, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            key,
+            update.contiguous(),
+            totals.contiguous(),
+            state,
+            path.contiguous(),
+            count.contiguous(),
+            update.shape[1],
+            path.shape[1],
+            key.stride(0),
+            key.stride(1),
+            HEADS=heads,
+            KEY_HEADS=key.shape[2],
+            DK=key_columns,
+            DV=columns,
+            GATES=1 if totals.dim() == 3 else key_columns,
+            BK=min(key_columns, 32),
+            BV=wide,
+            NORMALISED=normalised,
+            EXACT=exact,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

@@ -74,15 +74,34 @@ def _blocks_kernel(
     count_ptr,  # int32 [B, blocks], the number of these nodes
     update_ptr,  # fp32 [B, N, HEADS, DV]
     out_ptr,  # [B, N, HEADS, DV]
-    N, query_batch, query_node, key_batch, key_node, value_batch, value_node,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SCALE: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr, MERGES: tl.constexpr,
-    PAIRS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+    N,
+    query_batch,
+    query_node,
+    key_batch,
+    key_node,
+    value_batch,
+    value_node,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SCALE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    EXACT: tl.constexpr,
+    MERGES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Each program does BV value columns of a head of a sequence."""
-    head, tile, batch = tl.program_id(0) // (DV // BV), tl.program_id(0) % (DV // BV), tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) // (DV // BV)
+    tile = tl.program_id(0) % (DV // BV)
+    batch = tl.program_id(1).to(tl.int64)
     key_head = head // (HEADS // KEY_HEADS)
-    place, columns, values = tl.arange(0, _BLOCK), tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    place = tl.arange(0, _BLOCK)
+    columns = tl.arange(0, BK)
+    values = tile * BV + tl.arange(0, BV)
     query_ptr += batch * query_batch + key_head * DK
     key_ptr += batch * key_batch + key_head * DK
     value_ptr += batch * value_batch + head * DV
@@ -98,10 +117,14 @@ def _blocks_kernel(
         if not PAIRS:
             total = tl.load(totals_ptr + own + at * HEADS, mask=real, other=0.0)
             lead = tl.exp(total.to(tl.float32))
-        out, read = tl.zeros([_BLOCK, BV], tl.float32), tl.zeros([_BLOCK, BV], tl.float32)
-        within, system = tl.zeros([_BLOCK, _BLOCK], tl.float32), tl.zeros([_BLOCK, _BLOCK], tl.float32)
-        query_norm, key_norm = tl.full([_BLOCK], 1.0, tl.float32), tl.full([_BLOCK], 1.0, tl.float32)
-        query_square, key_square = tl.zeros([_BLOCK], tl.float32), tl.zeros([_BLOCK], tl.float32)
+        out = tl.zeros([_BLOCK, BV], tl.float32)
+        read = tl.zeros([_BLOCK, BV], tl.float32)
+        within = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+        system = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+        query_norm = tl.full([_BLOCK], 1.0, tl.float32)
+        key_norm = tl.full([_BLOCK], 1.0, tl.float32)
+        query_square = tl.zeros([_BLOCK], tl.float32)
+        key_square = tl.zeros([_BLOCK], tl.float32)
         for first in range(0, DK, BK):
             column = first + columns
             query = _rows(query_ptr + at[:, None] * query_node + column[None, :], real[:, None], INTERPRETED)
@@ -122,7 +145,8 @@ def _blocks_kernel(
                 query_square += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
                 key_square += tl.sum(key.to(tl.float32) * key.to(tl.float32), 1)
         if DELTA:
-            query_norm, key_norm = SCALE / tl.sqrt(query_square + 1e-6), 1.0 / tl.sqrt(key_square + 1e-6)
+            query_norm = SCALE / tl.sqrt(query_square + 1e-6)
+            key_norm = 1.0 / tl.sqrt(key_square + 1e-6)
             read *= key_norm[:, None]
         out *= query_norm[:, None]
         if not PAIRS:
@@ -140,7 +164,8 @@ def _blocks_kernel(
                 far = tl.load(of_queries_ptr + pairs + pair, mask=seen, other=0.0)
                 far_system = tl.load(of_keys_ptr + pairs + pair, mask=seen, other=0.0)
             else:
-                far, far_system = tl.zeros([_BLOCK, _BLOCK], tl.float32), tl.zeros([_BLOCK, _BLOCK], tl.float32)
+                far = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+                far_system = tl.zeros([_BLOCK, _BLOCK], tl.float32)
                 square = tl.zeros([_BLOCK], tl.float32)
                 for first in range(0, DK, BK):
                     column = first + columns
@@ -199,8 +224,14 @@ def _blocks_kernel(
 
 
 def launch_blocks(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor | None, total: Tensor, state: Tensor, paths: Paths,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    total: Tensor,
+    state: Tensor,
+    paths: Paths,
+) -> tuple[Tensor, Tensor]:
     """Return outputs [B, N, H, Dv] and u fp32 [B, N, H, Dv] of all nodes of trees that come in one pass.
 
     beta: None for `tree_ssd`, whose values are u; total: fp64 [B, N, H], or [B, N, H, Dk] for `tree_kda`
@@ -225,21 +256,51 @@ def launch_blocks(
     )
     exact = torch.float32 in (query.dtype, key.dtype)
     if exact:
-        query, key = query.float(), key.float()
+        query = query.float()
+        key = key.float()
     update = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     out = torch.empty(value.shape, dtype=torch.float32 if beta is None else query.dtype, device=value.device)
     above, count = paths.outside
-    wide, has_pairs = min(_COLUMNS, columns), total.dim() == 4
+    wide = min(_COLUMNS, columns)
+    has_pairs = total.dim() == 4
     total = total.contiguous()
     of_keys, of_queries = launch_pairs(query, key, total, paths) if has_pairs else (None, None)
     with torch.cuda.device_of(value):
         _blocks_kernel[(heads * (columns // wide), batch)](
-            query, key, value, None if beta is None else beta.contiguous(), total, of_keys, of_queries,
-            state, paths.mask.contiguous().view(torch.int8), above, count, update, out, nodes,
-            query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            HEADS=heads, KEY_HEADS=key_heads, DK=key_columns, DV=columns, SCALE=key_columns**-0.5,
-            BK=min(key_columns, 16 if exact else 64), BV=wide, DELTA=beta is not None, EXACT=exact,
-            MERGES=BLOCK.bit_length() - 1, PAIRS=has_pairs, INTERPRETED=not query.is_cuda,
-            num_warps=4, num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            None if beta is None else beta.contiguous(),
+            total,
+            of_keys,
+            of_queries,
+            state,
+            paths.mask.contiguous().view(torch.int8),
+            above,
+            count,
+            update,
+            out,
+            nodes,
+            query.stride(0),
+            query.stride(1),
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            HEADS=heads,
+            KEY_HEADS=key_heads,
+            DK=key_columns,
+            DV=columns,
+            SCALE=key_columns**-0.5,
+            BK=min(key_columns, 16 if exact else 64),
+            BV=wide,
+            DELTA=beta is not None,
+            EXACT=exact,
+            MERGES=BLOCK.bit_length() - 1,
+            PAIRS=has_pairs,
+            INTERPRETED=not query.is_cuda,
+            num_warps=4,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
     return out, update

@@ -11,9 +11,14 @@ from heavypath.kernels.recurrent.totals import GateWeights, path_totals, totals_
 
 
 def by_kernel(
-    function: str, impl: str, inputs: tuple[Tensor, ...], state: Tensor, paths: Paths, above: KeptNodes | None,
+    function: str,
+    impl: str,
+    inputs: tuple[Tensor, ...],
+    state: Tensor,
+    paths: Paths,
+    above: KeptNodes | None,
     weights: GateWeights | None = None,
-) -> tuple[Tensor, KeptNodes] | None:  # fmt: skip
+) -> tuple[Tensor, KeptNodes] | None:
     """Return the results of `function`, a rule such as `tree_delta`; None if the caller must run its reference.
 
     inputs: query, key, value, gate, and for a delta rule beta; with weights, the inputs of gate and beta instead
@@ -35,7 +40,8 @@ def by_kernel(
         out, kept = tree_rule((query, key, value, *gates), state, paths, above)
         return out.to(query.dtype if rest else torch.float32), kept
     if weights is None:
-        total, beta = path_totals(gate, paths, above, impl="triton"), rest[0] if rest else None
+        total = path_totals(gate, paths, above, impl="triton")
+        beta = rest[0] if rest else None
     else:
         total, beta = totals_of_projected(gate, rest[0], weights, paths)
     out, update = launch_blocks(query, key, value, beta, total, state, paths)
@@ -52,15 +58,24 @@ def _check_shapes(
     by_column = named["gate"].dim() == 4  # then a key head serves one value head
     if key_heads == 0 or heads % key_heads or (by_column and key_heads != heads):
         raise ValueError(f"key must be [B, Q, Hk, Dk], for a state of {heads} heads, got {[*named['key'].shape]}")
-    of_key, of_value = (key_heads, key_columns), (heads, columns)
+    of_key = (key_heads, key_columns)
+    of_value = (heads, columns)
     of_gate = (heads, key_columns) if by_column else (heads,)
-    new, before = (batch, paths.new), (batch, 0 if above is None else above.keys.shape[1])
+    new = (batch, paths.new)
+    before = (batch, 0 if above is None else above.keys.shape[1])
     expected = {
-        "query": (*new, *of_key), "key": (*new, *of_key), "value": (*new, *of_value), "gate": (*new, *of_gate),
-        "beta": (*new, heads), "mask": (*new, before[1] + paths.new), "above.keys": (*before, *of_key),
-        "above.values": (*before, *of_value), "above.totals": (*before, *of_gate),
-        "weights.log_rate": (heads,), "weights.bias": (heads,),
-    }  # fmt: skip
+        "query": (*new, *of_key),
+        "key": (*new, *of_key),
+        "value": (*new, *of_value),
+        "gate": (*new, *of_gate),
+        "beta": (*new, heads),
+        "mask": (*new, before[1] + paths.new),
+        "above.keys": (*before, *of_key),
+        "above.values": (*before, *of_value),
+        "above.totals": (*before, *of_gate),
+        "weights.log_rate": (heads,),
+        "weights.bias": (heads,),
+    }
     named["mask"] = paths.mask
     for whole, parts in (("above", above), ("weights", weights)):
         named |= {} if parts is None else {f"{whole}.{name}": part for name, part in parts._asdict().items()}

@@ -15,7 +15,8 @@ from torch import Tensor
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 
-_NODES, _CHANNELS = tl.constexpr(16), tl.constexpr(64)  # nodes and channels of a program
+_NODES = tl.constexpr(16)  # nodes and channels of a program
+_CHANNELS = tl.constexpr(64)
 
 
 @operator
@@ -58,28 +59,36 @@ def _convolution_kernel(
     bias_ptr,  # [C], or None
     window_ptr,  # [B, queries, TAPS]
     out_ptr,  # [B, queries, C]
-    queries, nodes, channels, batch_stride, node_stride,
+    queries,
+    nodes,
+    channels,
+    batch_stride,
+    node_stride,
     TAPS: tl.constexpr,
-):  # fmt: skip
+):
     """Each program does 64 channels of 16 nodes of a sequence."""
     batch = tl.program_id(2).to(tl.int64)
     query = tl.program_id(1) * _NODES + tl.arange(0, _NODES)
     channel = tl.program_id(0) * _CHANNELS + tl.arange(0, _CHANNELS)
-    real, there = (query < queries)[:, None], (channel < channels)[None, :]
+    real = (query < queries)[:, None]
+    there = (channel < channels)[None, :]
     total = tl.zeros([_NODES, _CHANNELS], tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
     for tap in range(TAPS):
         column = tl.load(window_ptr + (batch * queries + query) * TAPS + tap, mask=query < queries, other=0)[:, None]
-        old, new = column, column - (TAPS - 1)
+        old = column
+        new = column - (TAPS - 1)
         from_state = tl.load(
             state_ptr + (batch * (TAPS - 1) + old) * channels + channel[None, :],
-            mask=real & there & (new < 0), other=0.0,
-        ).to(tl.float32)  # fmt: skip
+            mask=real & there & (new < 0),
+            other=0.0,
+        ).to(tl.float32)
         from_nodes = tl.load(
             inputs_ptr + batch * batch_stride + new * node_stride + channel[None, :],
-            mask=real & there & (new >= 0), other=0.0,
-        ).to(tl.float32)  # fmt: skip
+            mask=real & there & (new >= 0),
+            other=0.0,
+        ).to(tl.float32)
         weight = tl.load(weight_ptr + channel * TAPS + tap, mask=channel < channels, other=0.0).to(tl.float32)
         total += (from_state + from_nodes) * weight[None, :]
     at = (batch * queries + query)[:, None] * channels + channel[None, :]
@@ -88,7 +97,8 @@ def _convolution_kernel(
 
 def _launch(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor) -> Tensor:
     """Check the arguments and launch the kernel of `tree_conv`."""
-    (batch, queries, taps), channels = window.shape, inputs.shape[2]
+    (batch, queries, taps) = window.shape
+    channels = inputs.shape[2]
     expected = {"state": (state, (batch, taps - 1, channels)), "weight": (weight, (channels, taps))}
     expected |= {"inputs": (inputs, (batch, inputs.shape[1], channels))}
     expected |= {} if bias is None else {"bias": (bias, (channels,))}
@@ -99,9 +109,19 @@ def _launch(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, 
     out = torch.empty(batch, queries, channels, dtype=weight.dtype, device=inputs.device)
     with torch.cuda.device_of(inputs):
         _convolution_kernel[(triton.cdiv(channels, _CHANNELS), triton.cdiv(queries, _NODES), batch)](
-            inputs, state.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(),
-            window.contiguous(), out,
-            queries, inputs.shape[1], channels, inputs.stride(0), inputs.stride(1),
-            TAPS=taps, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            inputs,
+            state.contiguous(),
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            window.contiguous(),
+            out,
+            queries,
+            inputs.shape[1],
+            channels,
+            inputs.stride(0),
+            inputs.stride(1),
+            TAPS=taps,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return out

@@ -50,14 +50,16 @@ def tree_delta(
         return found
     if weights is not None:
         gate, beta = weights.opened(gate, beta)
-    heads, wide = value.shape[2] // key.shape[2], state.dtype
+    heads = value.shape[2] // key.shape[2]
+    wide = state.dtype
     total = path_totals(gate, paths, above, impl=impl)
     scaled = unit(query).to(wide) * query.shape[-1] ** -0.5
     queries, keys = (x.repeat_interleave(heads, 2).transpose(1, 2) for x in (scaled, unit(key).to(wide)))
     lead = total.to(wide).exp().transpose(1, 2)[..., None]  # [B, H, Q, 1]
     strength = beta.to(wide).transpose(1, 2)[..., None]
     out, read = (lead * (x @ state) for x in (queries, keys))
-    mask, before = paths.mask, paths.before
+    mask = paths.mask
+    before = paths.before
     if above is not None:
         earlier = unit(above.keys).to(wide).repeat_interleave(heads, 2).transpose(1, 2)
         fade = fades(total, above.totals, mask[..., :before], wide)

@@ -32,11 +32,15 @@ def tree_kda(
     found = by_kernel("tree_kda", impl, (query, key, value, gate, beta), state, paths, above)
     if found is not None:
         return found
-    wide, mask, before = state.dtype, paths.mask, paths.before
+    wide = state.dtype
+    mask = paths.mask
+    before = paths.before
     total = path_totals(gate, paths, above, impl=impl)
     every = KeptNodes(key, value, total).joined(above)
-    queries, keys = unit(query).to(wide) * query.shape[-1] ** -0.5, unit(key).to(wide)
-    unit_keys, parts = unit(every.keys).to(wide), []
+    queries = unit(query).to(wide) * query.shape[-1] ** -0.5
+    keys = unit(key).to(wide)
+    unit_keys = unit(every.keys).to(wide)
+    parts = []
     for begin in range(0, paths.new, BLOCK):  # in blocks, to bound the memory
         rows = slice(begin, begin + BLOCK)
         gap = total[:, rows, None] - every.totals[:, None]
@@ -48,7 +52,8 @@ def tree_kda(
     out, read = ((rows * lead).transpose(1, 2) @ state for rows in (queries, keys))
     if above is not None:
         values = above.values.to(wide).transpose(1, 2)
-        out, read = out + within[..., :before] @ values, read + system[..., :before] @ values
+        out = out + within[..., :before] @ values
+        read = read + system[..., :before] @ values
     strength = beta.to(wide).transpose(1, 2)[..., None]
     right = strength * (value.to(wide).transpose(1, 2) - read)
     update = torch.linalg.solve_triangular(strength * system[..., before:], right, upper=False, unitriangular=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 from heavypath.kernels.language import tl, triton
 from heavypath.kernels.recurrent.paths import BLOCK, Paths
 
-_BLOCK, _COLUMNS = tl.constexpr(BLOCK), 16
+_BLOCK = tl.constexpr(BLOCK)
+_COLUMNS = 16
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -28,12 +29,21 @@ def _pairs_kernel(
     count_ptr,  # int32 [B, blocks]
     of_keys_ptr,  # fp32 [B, HEADS, N, N]: A, written where a node sees the other
     of_queries_ptr,  # fp32 [B, HEADS, N, N]: P
-    N, query_batch, query_node, key_batch, key_node,
-    HEADS: tl.constexpr, DK: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    N,
+    query_batch,
+    query_node,
+    key_batch,
+    key_node,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Each program does the pairs of 16 nodes in a head of a sequence."""
-    head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    place, columns = tl.arange(0, _BLOCK), tl.arange(0, BK)
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    place = tl.arange(0, _BLOCK)
+    columns = tl.arange(0, BK)
     node = (block * _BLOCK + place).to(tl.int64)
     real = node < N
     query_ptr += batch * query_batch + head * DK
@@ -52,15 +62,19 @@ def _pairs_kernel(
         other = tl.where(which >= rounded, node, other)
         at = node[:, None] * N + other[None, :]
         seen = tl.load(mask_ptr + at, mask=real[:, None] & there[None, :], other=0) != 0
-        of_keys, of_queries = tl.zeros([_BLOCK, _BLOCK], tl.float32), tl.zeros([_BLOCK, _BLOCK], tl.float32)
-        query_square, key_square = tl.zeros([_BLOCK], tl.float32), tl.zeros([_BLOCK], tl.float32)
+        of_keys = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+        of_queries = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+        query_square = tl.zeros([_BLOCK], tl.float32)
+        key_square = tl.zeros([_BLOCK], tl.float32)
         square = tl.zeros([_BLOCK], tl.float32)
         for first in range(0, DK, BK):
             column = (first + columns)[None, :]
             query = tl.load(query_ptr + node[:, None] * query_node + column, mask=real[:, None], other=0.0)
             key = tl.load(key_ptr + node[:, None] * key_node + column, mask=real[:, None], other=0.0)
             their = tl.load(key_ptr + other[:, None] * key_node + column, mask=there[:, None], other=0.0)
-            query, key, their = query.to(tl.float32), key.to(tl.float32), their.to(tl.float32)
+            query = query.to(tl.float32)
+            key = key.to(tl.float32)
+            their = their.to(tl.float32)
             total = tl.load(totals_ptr + node[:, None] * (HEADS * DK) + column, mask=real[:, None], other=0.0)
             theirs = tl.load(totals_ptr + other[:, None] * (HEADS * DK) + column, mask=there[:, None], other=0.0)
             gap = (total[:, None, :] - theirs[None, :, :]).to(tl.float32)
@@ -87,8 +101,23 @@ def launch_pairs(query: Tensor, key: Tensor, total: Tensor, paths: Paths) -> tup
     above, count = paths.outside
     with torch.cuda.device_of(key):
         _pairs_kernel[(heads, above.shape[1], batch)](
-            query, key, total, paths.mask.contiguous().view(torch.int8), above, count, of_keys, of_queries, nodes,
-            query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-            HEADS=heads, DK=columns, BK=min(columns, _COLUMNS), num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            query,
+            key,
+            total,
+            paths.mask.contiguous().view(torch.int8),
+            above,
+            count,
+            of_keys,
+            of_queries,
+            nodes,
+            query.stride(0),
+            query.stride(1),
+            key.stride(0),
+            key.stride(1),
+            HEADS=heads,
+            DK=columns,
+            BK=min(columns, _COLUMNS),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return of_keys, of_queries

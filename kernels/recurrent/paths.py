@@ -75,8 +75,11 @@ class Paths:
         int32 [B, blocks, N], rising, undefined after the last one; int32 [B, blocks], the number of these nodes
         """
         if not self._outside:
-            batch, nodes, device = len(self.mask), self.new, self.mask.device
-            blocks, number = -(-nodes // BLOCK), torch.arange(nodes, device=device)
+            batch = len(self.mask)
+            nodes = self.new
+            device = self.mask.device
+            blocks = -(-nodes // BLOCK)
+            number = torch.arange(nodes, device=device)
             seen = pad(self.mask, (0, 0, 0, blocks * BLOCK - nodes)).view(batch, blocks, BLOCK, nodes).any(2)
             seen &= number < BLOCK * torch.arange(blocks, device=device)[:, None]
             above = number.where(seen, nodes).sort(-1).values.clamp(max=nodes - 1)
@@ -90,7 +93,8 @@ class Paths:
         the newest inputs of the state.
         """
         if taps not in self._windows:
-            nodes, device = self.mask.shape[2], self.mask.device
+            nodes = self.mask.shape[2]
+            device = self.mask.device
             number = pad(torch.arange(nodes, device=device).where(self.mask, -1), (0, max(0, taps - nodes)), value=-1)
             nearest = number.topk(taps, -1).values  # itself, its parent, .., or -1
             above_root = torch.arange(taps, device=device) - self.mask.sum(-1, keepdim=True)

@@ -32,7 +32,8 @@ def tree_ssd(
     found = by_kernel("tree_ssd", impl, (query, key, update, gate), state, paths, above)
     if found is not None:
         return found
-    heads, wide = update.shape[2] // key.shape[2], state.dtype
+    heads = update.shape[2] // key.shape[2]
+    wide = state.dtype
     total = path_totals(gate, paths, above, impl=impl)
     kept = KeptNodes(key, update.to(wide), total).joined(above)
     queries, keys = (x.to(wide).repeat_interleave(heads, 2).transpose(1, 2) for x in (query, kept.keys))

@@ -27,7 +27,8 @@ from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rounding import rounded
 from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths
 
-_BLOCK, _COLUMNS = tl.constexpr(BLOCK), tl.constexpr(16)  # nodes and gates of a program
+_BLOCK = tl.constexpr(BLOCK)  # nodes and gates of a program
+_COLUMNS = tl.constexpr(16)
 
 
 class GateWeights(NamedTuple):
@@ -47,7 +48,8 @@ def path_totals(gates: Tensor, paths: Paths, above: KeptNodes | None, *, impl: s
 
     impl: see `implementation`; "triton" takes trees in one pass. For others "auto" is "torch"
     """
-    mask, before = paths.mask, paths.before
+    mask = paths.mask
+    before = paths.before
     if (impl != "auto" or not before) and choose_impl("path_totals", impl, gates) == "triton":
         return _launch(gates, paths)
     totals = torch.einsum("bij,bj...->bi...", mask[..., before:].double(), gates.double())
@@ -64,7 +66,8 @@ def totals_of_projected(decay: Tensor, strength: Tensor, weights: GateWeights, p
 
     decay, strength: [B, N, H], the projections a and b. `GateWeights.opened`, then `path_totals`, is the reference
     """
-    rows, beta = _in_rows(strength), torch.empty(strength.shape, dtype=strength.dtype, device=strength.device)
+    rows = _in_rows(strength)
+    beta = torch.empty(strength.shape, dtype=strength.dtype, device=strength.device)
     return _launch(decay, paths, rows, beta, weights), beta
 
 
@@ -89,13 +92,19 @@ def _totals_kernel(
     beta_ptr,  # [B, N, gates]
     log_rate_ptr,  # [gates]; None if there are no weights and no strength
     bias_ptr,  # [gates]
-    N, gates, gates_node, strength_node,
+    N,
+    gates,
+    gates_node,
+    strength_node,
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """Each program does 16 gates of 16 nodes of a sequence."""
-    block, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    place, gate = tl.arange(0, _BLOCK), tl.program_id(0) * _COLUMNS + tl.arange(0, _COLUMNS)
-    node, known = block * _BLOCK + place, gate < gates
+    block = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    place = tl.arange(0, _BLOCK)
+    gate = tl.program_id(0) * _COLUMNS + tl.arange(0, _COLUMNS)
+    node = block * _BLOCK + place
+    known = gate < gates
     real = node < N
     own = (batch * N + node)[:, None]
     mask_ptr += batch * N * N
@@ -116,13 +125,12 @@ def _totals_kernel(
         there = outside | ((which >= rounded_up) & real)
         other = tl.load(above_ptr + which, mask=outside, other=0)
         other = tl.where(which >= rounded_up, node, other)
-        seen = tl.load(
-            mask_ptr + node[:, None] * N + other[None, :], mask=real[:, None] & there[None, :], other=0
-        ) != 0  # fmt: skip
+        seen = tl.load(mask_ptr + node[:, None] * N + other[None, :], mask=real[:, None] & there[None, :], other=0) != 0
         their = tl.load(
             gates_ptr + (batch * N + other)[:, None] * gates_node + gate[None, :],
-            mask=there[:, None] & known[None, :], other=0.0,
-        )  # fmt: skip
+            mask=there[:, None] & known[None, :],
+            other=0.0,
+        )
         if log_rate_ptr is not None:
             their = -rate * _softplus(their.to(tl.float32) + bias)
         total += tl.sum(tl.where(seen[:, :, None], their.to(tl.float64)[None, :, :], 0.0), 1)
@@ -135,20 +143,37 @@ def _in_rows(each: Tensor) -> Tensor:
 
 
 def _launch(
-    gates: Tensor, paths: Paths, strength: Tensor | None = None, beta: Tensor | None = None,
+    gates: Tensor,
+    paths: Paths,
+    strength: Tensor | None = None,
+    beta: Tensor | None = None,
     weights: GateWeights | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Launch the kernel of `path_totals` and `totals_of_projected`, for trees in one pass."""
     if paths.before:
         raise ValueError("path_totals: impl 'triton' takes trees in one pass; take impl 'torch' for those that grow")
     batch, nodes = gates.shape[:2]
     totals = torch.empty(gates.shape, dtype=torch.float64, device=gates.device)
-    rows, (above, count) = _in_rows(gates), paths.outside
+    rows = _in_rows(gates)
+    (above, count) = paths.outside
     log_rate, bias = (None, None) if weights is None else weights
     with torch.cuda.device_of(gates):
         _totals_kernel[(triton.cdiv(rows.shape[1], _COLUMNS), above.shape[1], batch)](
-            rows, paths.mask.contiguous().view(torch.int8), above, count, totals, strength, beta, log_rate, bias,
-            nodes, rows.shape[1], rows.stride(0), 0 if strength is None else strength.stride(0),
-            INTERPRETED=not gates.is_cuda, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            rows,
+            paths.mask.contiguous().view(torch.int8),
+            above,
+            count,
+            totals,
+            strength,
+            beta,
+            log_rate,
+            bias,
+            nodes,
+            rows.shape[1],
+            rows.stride(0),
+            0 if strength is None else strength.stride(0),
+            INTERPRETED=not gates.is_cuda,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return totals

@@ -46,7 +46,8 @@ def sort_corpus(texts: Sequence[np.ndarray], longest: int) -> SortedCorpus:
     between = np.zeros(1, np.int32)
     ring = np.concatenate([part for text in texts for part in (between, text.astype(np.int32) + 1)])
     length = np.int64(len(ring))
-    rank, known = np.roll(ring, 1).astype(np.int64), 1  # of a position by the last `known` tokens before it
+    rank = np.roll(ring, 1).astype(np.int64)  # of a position by the last `known` tokens before it
+    known = 1
     while True:
         order = np.argsort(rank)
         if known >= longest:

@@ -70,15 +70,22 @@ def _reference(
     corpus: SortedCorpus, cache_rows: Tensor, prefix_lengths: Tensor, keys: Tensor, values: Tensor, vocab_size: int
 ) -> Tensor:
     """Compute node by node in NumPy, because calls of PyTorch for a few short rows cost more than they compute."""
-    followers, lows, highs = corpus.followers.numpy(), keys.numpy(), values.numpy()
+    followers = corpus.followers.numpy()
+    lows = keys.numpy()
+    highs = values.numpy()
     columns = 1 + vocab_size  # column 0 is for the separator between texts
     sums = np.zeros(cache_rows.numel() * columns, np.int64)
-    first, entered, counted = 0, [], []  # pieces of: indices into sums of the followers, and their weights
+    first = 0  # pieces of: indices into sums of the followers, and their weights
+    entered = []
+    counted = []
     for b, (rows, length) in enumerate(zip(cache_rows.tolist(), prefix_lengths.tolist(), strict=True)):
-        before, own = lows[b, 1, : length + 1], highs[b, 1, : length + 1, -1]
+        before = lows[b, 1, : length + 1]
+        own = highs[b, 1, : length + 1, -1]
         last = before[:, -1]
         for row in rows:
-            context, times, matched = highs[b, 1, row], _NEVER, None
+            context = highs[b, 1, row]
+            times = _NEVER
+            matched = None
             there = (last == context[-1]).nonzero()[0]  # where the last token occurred in the sequence
             if len(there):
                 alike = before[there] == context
@@ -117,7 +124,9 @@ class _Part(NamedTuple):
 
 def _weights(low: list[int], high: list[int], times: list[int]) -> tuple[list[int], list[_Part]]:
     """Return the weight of one occurrence of each suffix in the sequence, and a `_Part` of those in the corpus."""
-    in_text, parts, left = [0] * len(low), [], 1.0
+    in_text = [0] * len(low)
+    parts = []
+    left = 1.0
     for k in reversed(range(len(low))):
         if left < _LEAST.value:
             break
@@ -214,13 +223,26 @@ def _launch(
 ) -> Tensor:
     """Compute `_reference` by the kernel."""
     check_kernel_takes(keys, values)
-    (batch, count), longest = cache_rows.shape, keys.shape[-1]
+    (batch, count) = cache_rows.shape
+    longest = keys.shape[-1]
     sums = torch.zeros(batch, count, 1 + vocab_size, dtype=torch.int32, device=keys.device)
     with torch.cuda.device_of(keys):
         _followers_kernel[(count, batch)](
-            cache_rows.contiguous(), prefix_lengths.contiguous(), corpus.followers, keys, values, sums,
-            count, keys.stride(0), keys.stride(1), vocab_size,
-            M=longest, LANES=triton.next_power_of_2(longest), BLOCK=256, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            cache_rows.contiguous(),
+            prefix_lengths.contiguous(),
+            corpus.followers,
+            keys,
+            values,
+            sums,
+            count,
+            keys.stride(0),
+            keys.stride(1),
+            vocab_size,
+            M=longest,
+            LANES=triton.next_power_of_2(longest),
+            BLOCK=256,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     unit = torch.tensor(2.0**-30, dtype=torch.float32, device="cpu")  # a Python number would give torch's default dtype
     return (sums[..., 1:] * unit).log_()

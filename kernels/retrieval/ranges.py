@@ -47,7 +47,8 @@ def store_tokens(tokens: Tensor, keys: Tensor, values: Tensor, starts: Sequence[
 
     Returns the rows, LongTensor[B, T].
     """
-    (batch, width), longest = tokens.shape, keys.shape[-1]
+    (batch, width) = tokens.shape
+    longest = keys.shape[-1]
     first = torch.zeros(batch, 1, dtype=torch.long, device=tokens.device)
     if starts is not None:
         first = torch.tensor(starts, device=tokens.device)[:, None]
@@ -65,12 +66,15 @@ def store_texts(
 ) -> None:
     """Write the rows of tokens, as `store_tokens` does, and their ranges; keys, values: LongTensor[B, 2, rows, M]."""
     rows = store_tokens(tokens, keys[:, 1], values[:, 1], starts)
-    (batch, width), longest, size = tokens.shape, keys.shape[-1], len(corpus.steps)
+    (batch, width) = tokens.shape
+    longest = keys.shape[-1]
+    size = len(corpus.steps)
     sequence = torch.arange(batch, device=rows.device)
     before = rows[:, :1]  # the row before it has the ranges that the first token continues
     has_any = before > 0
     lows, highs = (field[sequence, 0, (before[:, 0] - 1).clamp(min=0)].where(has_any, 0) for field in (keys, values))
-    low, high = tokens.new_zeros(batch, width), tokens.new_full((batch, width), size)
+    low = tokens.new_zeros(batch, width)
+    high = tokens.new_full((batch, width), size)
     first = (tokens + 1) * size
     for k in range(longest):
         low, high = (torch.searchsorted(corpus.steps, first + bound) for bound in (low, high))
@@ -85,7 +89,9 @@ def renew_ranges(corpus: SortedCorpus, rows: Tensor, keys: Tensor, values: Tenso
 
     rows: LongTensor[B]; keys, values: LongTensor[B, 2, any, M]
     """
-    sequence, size, longest = torch.arange(len(rows), device=rows.device), len(corpus.steps), keys.shape[-1]
+    sequence = torch.arange(len(rows), device=rows.device)
+    size = len(corpus.steps)
+    longest = keys.shape[-1]
     tokens = values[sequence, 1, rows]  # [B, M]
     bounds = tokens.new_zeros(len(rows), longest, 2)  # of the last 1 .. M tokens; at first the whole corpus
     bounds[..., 1] = size
@@ -114,11 +120,17 @@ def append_tokens(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: T
 
 def _reference(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor) -> None:
     """Write node by node, so that a parent's row is written before its child's."""
-    steps, lows, highs = corpus.steps.numpy(), keys.numpy(), values.numpy()
-    size, longest = len(steps), keys.shape[-1]
+    steps = corpus.steps.numpy()
+    lows = keys.numpy()
+    highs = values.numpy()
+    size = len(steps)
+    longest = keys.shape[-1]
     bounds = np.empty(2 * longest, np.int64)
     for b, sequence in enumerate(zip(*(field.tolist() for field in nodes), strict=True)):
-        low, high, before, own = lows[b, 0], highs[b, 0], lows[b, 1], highs[b, 1]
+        low = lows[b, 0]
+        high = highs[b, 0]
+        before = lows[b, 1]
+        own = highs[b, 1]
         for token, row, parent in zip(*sequence, strict=True):
             first = (token + 1) * size
             bounds[0], bounds[longest] = first, first + size
@@ -220,6 +232,15 @@ def _launch(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor)
     with torch.cuda.device_of(keys):
         _append_kernel[(count, batch)](
             *(field.contiguous() for field in nodes),
-            corpus.steps, keys, values, count, len(corpus.steps), keys.stride(0), keys.stride(1),
-            M=longest, LANES=2 * triton.next_power_of_2(longest), num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            corpus.steps,
+            keys,
+            values,
+            count,
+            len(corpus.steps),
+            keys.stride(0),
+            keys.stride(1),
+            M=longest,
+            LANES=2 * triton.next_power_of_2(longest),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )

@@ -61,23 +61,28 @@ def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -
     each = np.arange(len(kept))[:, None]
     number = np.zeros_like(parents)
     number[each, kept] = np.arange(nodes)
-    parent, token = parents[each, kept], tokens[each, kept]
+    parent = parents[each, kept]
+    token = tokens[each, kept]
     parent = np.where((parent >= 0) & (token >= 0), number[each, np.maximum(parent, 0)], -1)
     rank = np.where(parent >= 0, ranks[each, kept], 0)
     order = heavy_path_order(torch.from_numpy(parent), torch.from_numpy(rank), impl="torch")
     own = kept[each, host(order.permutation)]
     if trims:
         nodes = int((token >= 0).sum(1).max())  # absent ones come last
-        order, own = Ordering(*(field[:, :nodes] for field in order)), own[:, :nodes]
-    token, index = tokens[each, own], np.arange(nodes)
+        order = Ordering(*(field[:, :nodes] for field in order))
+        own = own[:, :nodes]
+    token = tokens[each, own]
+    index = np.arange(nodes)
     above = host(order.parents)
     absent = (above < 0) & (index > 0)
-    above, depth = np.where(absent, index - 1, above), np.where(absent, 0, depths[each, own])
+    above = np.where(absent, index - 1, above)
+    depth = np.where(absent, 0, depths[each, own])
     inner = np.minimum(own, last.first - 1) + each * last.first
     token, above, depth, own, inner = (
         torch.from_numpy(field).to(slots.tokens.device) for field in (token, above, depth, own, inner)
     )
-    ranks, ends = order.ranks.to(token.device), order.subtree_end.to(token.device)
+    ranks = order.ranks.to(token.device)
+    ends = order.subtree_end.to(token.device)
     nodes_in_order = torch.arange(nodes, device=token.device)
     inputs = NodeInputs.of(roots.lengths, token, depth, nodes_in_order, above, roots.noise_rows[:, None] + own)
     return Assembled(token, above, ranks, depth, ends, own, inner, inputs)
@@ -174,32 +179,65 @@ def _number_kernel(
 
 def launch(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     """Make the trees as `assemble` does, in three launches without host synchronisation; trims must be False."""
-    (batch, stride), nodes = slots.tokens.shape, min(nodes, last.end)
+    (batch, stride) = slots.tokens.shape
+    nodes = min(nodes, last.end)
     if trims or nodes > MAX_NODES:
         raise ValueError(f"on a GPU trees have at most {MAX_NODES} nodes and are not trimmed, got {nodes}, {trims=}")
 
     def room() -> Tensor:
         return slots.tokens.new_empty(batch, nodes)
 
-    kept, kept_parents, kept_ranks = room(), room(), room()
-    tokens, parents, depths, own, inner = room(), room(), room(), room(), room()
+    kept = room()
+    kept_parents = room()
+    kept_ranks = room()
+    tokens = room()
+    parents = room()
+    depths = room()
+    own = room()
+    inner = room()
     inputs = NodeInputs(room(), room(), room(), room(), room())
-    block, small = max(32, triton.next_power_of_2(last.end)), 128
+    block = max(32, triton.next_power_of_2(last.end))
+    small = 128
     with torch.cuda.device_of(slots.tokens):
         _keep_kernel[(batch,)](
-            parents_ptr=slots.parents, ranks_ptr=slots.ranks, tokens_ptr=slots.tokens,
-            values_ptr=slots.values.view(torch.long), kept_ptr=kept, kept_parents_ptr=kept_parents,
-            kept_ranks_ptr=kept_ranks, S=stride, DRAFTED=last.end, N=nodes, BLOCK=block,
-            num_warps=max(1, min(16, block // 128)), enable_fp_fusion=False,
-        )  # fmt: skip
+            parents_ptr=slots.parents,
+            ranks_ptr=slots.ranks,
+            tokens_ptr=slots.tokens,
+            values_ptr=slots.values.view(torch.long),
+            kept_ptr=kept,
+            kept_parents_ptr=kept_parents,
+            kept_ranks_ptr=kept_ranks,
+            S=stride,
+            DRAFTED=last.end,
+            N=nodes,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 128)),
+            enable_fp_fusion=False,
+        )
         order = launch_order(kept_parents, kept_ranks)
         _number_kernel[(triton.cdiv(nodes, small), batch)](
-            slot_tokens_ptr=slots.tokens, slot_depths_ptr=slots.depths, kept_ptr=kept,
-            permutation_ptr=order.permutation, order_parents_ptr=order.parents,
-            lengths_ptr=roots.lengths, root_rows_ptr=roots.noise_rows,
-            tokens_ptr=tokens, parents_ptr=parents, depths_ptr=depths, slots_ptr=own, inner_ptr=inner,
-            fed_tokens_ptr=inputs.tokens, positions_ptr=inputs.positions, cache_rows_ptr=inputs.cache_rows,
-            parent_rows_ptr=inputs.parent_rows, noise_rows_ptr=inputs.noise_rows,
-            S=stride, INNER=last.first, N=nodes, BLOCK=small, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            slot_tokens_ptr=slots.tokens,
+            slot_depths_ptr=slots.depths,
+            kept_ptr=kept,
+            permutation_ptr=order.permutation,
+            order_parents_ptr=order.parents,
+            lengths_ptr=roots.lengths,
+            root_rows_ptr=roots.noise_rows,
+            tokens_ptr=tokens,
+            parents_ptr=parents,
+            depths_ptr=depths,
+            slots_ptr=own,
+            inner_ptr=inner,
+            fed_tokens_ptr=inputs.tokens,
+            positions_ptr=inputs.positions,
+            cache_rows_ptr=inputs.cache_rows,
+            parent_rows_ptr=inputs.parent_rows,
+            noise_rows_ptr=inputs.noise_rows,
+            S=stride,
+            INNER=last.first,
+            N=nodes,
+            BLOCK=small,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return Assembled(tokens, parents, order.ranks, depths, order.subtree_end, own, inner, inputs)

@@ -79,7 +79,8 @@ def grow(
     mask[..., above.end :] = np.eye(count, dtype=bool)
     token, parent, seen = (torch.from_numpy(each).to(logits.device) for each in (tokens, parents, mask))
     place = torch.from_numpy(places).to(logits.device)
-    depths, noise_rows = torch.full_like(place, depth), roots.noise_rows[:, None] + place
+    depths = torch.full_like(place, depth)
+    noise_rows = roots.noise_rows[:, None] + place
     inputs = NodeInputs.of(roots.lengths, token, depths, place, parent, noise_rows)
     return Level(above.end, count, depth, seen), inputs
 
@@ -127,7 +128,8 @@ def logprobs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:
     """Return the `count` best slots below the n nodes `above`; their parents are indices into these nodes."""
-    tokens, lines = host(draws.tokens), None if policy.lines is None else host(policy.lines)
+    tokens = host(draws.tokens)
+    lines = None if policy.lines is None else host(policy.lines)
     logprobs = draws.logprobs if policy.noisy else logprobs_at(logits, draws.tokens, policy.temperature)
     squares = None if lines is None else host(sum_of_squares(logits, policy.temperature))
     value, worth = values(np.exp(host(logprobs).astype(np.float64)), squares, lines)
@@ -148,7 +150,8 @@ def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count
 def _next_of_beam(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:
     """Return the `count` slots of largest keys. Siblings are in draw order; a rank counts the siblings before."""
     beam = conditioned(draws, above.worths, above.keys, count, noisy=policy.noisy)
-    parent, tokens = np.maximum(host(beam.parent), 0), host(beam.tokens)
+    parent = np.maximum(host(beam.parent), 0)
+    tokens = host(beam.tokens)
     rank = np.tril(parent[:, :, None] == parent[:, None, :], -1).sum(-1)
     there = (tokens >= 0).astype(np.float64)
     return SlotArrays(parent, rank, _one_deeper(above, parent), tokens, there, host(beam.logprobs), host(beam.keys))

@@ -34,7 +34,8 @@ def _sums_kernel(
     BLOCK: tl.constexpr,
 ):
     """Store each chunk's largest logit, and sums of exponentials and of their squares, relative to it."""
-    row, chunk = (tl.program_id(0) // CHUNKS).to(tl.int64), tl.program_id(0) % CHUNKS
+    row = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    chunk = tl.program_id(0) % CHUNKS
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row // nodes * batch_stride + row % nodes * row_stride
     x = tl.load(logits_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
@@ -52,7 +53,8 @@ def _row_of(sums_ptr, there, temperature, CHUNKS: tl.constexpr):
     largest = tl.where(there, LOWEST, 0.0).to(tl.float32)
     for chunk in range(CHUNKS):
         largest = tl.maximum(largest, tl.load(sums_ptr + chunk * _SUMS, mask=there, other=LOWEST))
-    total, squares = tl.zeros_like(largest).to(tl.float64), tl.zeros_like(largest).to(tl.float64)
+    total = tl.zeros_like(largest).to(tl.float64)
+    squares = tl.zeros_like(largest).to(tl.float64)
     for chunk in range(CHUNKS):
         part_ptr = sums_ptr + chunk * _SUMS
         factor = tl.exp2((tl.load(part_ptr, mask=there, other=LOWEST) - largest) * (LOG2E / temperature))
@@ -98,10 +100,11 @@ def _conditioned(gap, key, parent_key):
 @triton.jit
 def _offer_children(
     tokens_ptr, keys_ptr, logprobs_ptr, offers_ptr, worths_ptr, there, phi, parent_key, K, NOISY: tl.constexpr
-):  # fmt: skip
+):
     """Store keys and path log-probabilities of a beam's children. Pointers are to the first draw of each parent."""
     alive = there & (phi > float("-inf"))
-    phi, parent_key = tl.where(alive, phi, 0.0), tl.where(alive, parent_key, 0.0)
+    phi = tl.where(alive, phi, 0.0)
+    parent_key = tl.where(alive, parent_key, 0.0)
     alive &= tl.load(tokens_ptr, mask=alive, other=-1) >= 0
     largest = tl.load(keys_ptr, mask=alive, other=0.0)
     for k in range(K):
@@ -118,18 +121,35 @@ def _offer_children(
 
 @triton.jit
 def _offer_slots(
-    tokens_ptr, logprobs_ptr, logits_ptr, sums_ptr, lines_ptr, offers_ptr, worths_ptr, there, node, slot, K,
-    temperature, BY_NODE: tl.constexpr, FROM_LOGITS: tl.constexpr, HAS_LINES: tl.constexpr, LINES: tl.constexpr,
+    tokens_ptr,
+    logprobs_ptr,
+    logits_ptr,
+    sums_ptr,
+    lines_ptr,
+    offers_ptr,
+    worths_ptr,
+    there,
+    node,
+    slot,
+    K,
+    temperature,
+    BY_NODE: tl.constexpr,
+    FROM_LOGITS: tl.constexpr,
+    HAS_LINES: tl.constexpr,
+    LINES: tl.constexpr,
     CHUNKS: tl.constexpr,
-):  # fmt: skip
+):
     """Store each rank's slot value below each node, at most that of the rank before, and the child's worth.
 
     node, slot: worths of the nodes, values of their slots. Pointers are to the first draw, or the row, of each node.
     """
-    largest, total, squares = tl.zeros_like(node), tl.zeros_like(node), tl.zeros_like(node)
+    largest = tl.zeros_like(node)
+    total = tl.zeros_like(node)
+    squares = tl.zeros_like(node)
     if FROM_LOGITS or HAS_LINES:
         largest, total, squares = _row_of(sums_ptr, there, temperature, CHUNKS)
-    drawn, drawn_squares = tl.zeros_like(node), tl.zeros_like(node)  # of the siblings before
+    drawn = tl.zeros_like(node)  # of the siblings before
+    drawn_squares = tl.zeros_like(node)
     reached = tl.zeros_like(node) + 1.0
     least = slot
     for k in range(K):
@@ -143,7 +163,8 @@ def _offer_slots(
         prob = tl.where(present, tl.exp(tl.where(present, logprob, 0.0)), 0.0)
         remaining = tl.maximum(1.0 - drawn, 0.0)
         if HAS_LINES:
-            base, slope = tl.load(lines_ptr + k), tl.load(lines_ptr + LINES + k)
+            base = tl.load(lines_ptr + k)
+            slope = tl.load(lines_ptr + LINES + k)
             left = tl.where(remaining > 0, remaining, 1.0)
             share = tl.where(remaining > 0, tl.minimum(prob / left, 1.0), tl.where(prob > 0, 1.0, 0.0))
             accept = base + slope * share
@@ -239,8 +260,10 @@ def _grow_kernel(
 ):
     """Each program does one sequence. Its threads exchange values through memory, with barriers in between."""
     sequence = tl.program_id(0).to(tl.int64)
-    lane, place = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
-    there, end = lane < n, first + n
+    lane = tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK_W)
+    there = lane < n
+    end = first + n
     row = sequence * n + lane
     slot_of = sequence * S + first + lane
     if FIRST:
@@ -262,17 +285,39 @@ def _grow_kernel(
     at = row * K
     if BEAM:
         _offer_children(
-            drawn_tokens_ptr + at, drawn_keys_ptr + at, drawn_logprobs_ptr + at, offers_ptr + at,
-            offered_worths_ptr + at, there, node, parent_key, K, NOISY,
-        )  # fmt: skip
+            drawn_tokens_ptr + at,
+            drawn_keys_ptr + at,
+            drawn_logprobs_ptr + at,
+            offers_ptr + at,
+            offered_worths_ptr + at,
+            there,
+            node,
+            parent_key,
+            K,
+            NOISY,
+        )
     else:
         if FROM_LOGITS or HAS_LINES:
             sums_ptr += row * CHUNKS * _SUMS
         _offer_slots(
-            drawn_tokens_ptr + at, drawn_logprobs_ptr + at, logits_ptr + sequence * batch_stride + lane * row_stride,
-            sums_ptr, lines_ptr, offers_ptr + at, offered_worths_ptr + at, there, node, slot, K,
-            temperature, BY_NODE, FROM_LOGITS, HAS_LINES, LINES, CHUNKS,
-        )  # fmt: skip
+            drawn_tokens_ptr + at,
+            drawn_logprobs_ptr + at,
+            logits_ptr + sequence * batch_stride + lane * row_stride,
+            sums_ptr,
+            lines_ptr,
+            offers_ptr + at,
+            offered_worths_ptr + at,
+            there,
+            node,
+            slot,
+            K,
+            temperature,
+            BY_NODE,
+            FROM_LOGITS,
+            HAS_LINES,
+            LINES,
+            CHUNKS,
+        )
     tl.debug_barrier()
     own = sequence * n * K
     parent, rank, best = _best_heads(offers_ptr + own, there, n, K, W, lane, place, BEAM)
@@ -310,7 +355,8 @@ def _grow_kernel(
     for start in range(0, W * columns, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         exists = entry < W * columns
-        i, column = entry // columns, entry % columns
+        i = entry // columns
+        column = entry % columns
         inherits = exists & (column < end)
         of = tl.load(parents_ptr + sequence * S + end + i, mask=inherits, other=0, volatile=True) - first
         if FIRST:
@@ -326,10 +372,18 @@ def _sums(logits: Tensor, temperature: float) -> Tensor:
     chunks = triton.cdiv(vocab_size, _CHUNK.value)
     sums = torch.empty(batch * nodes, chunks, _SUMS.value, dtype=torch.float32, device=logits.device)
     _sums_kernel[(batch * nodes * chunks,)](
-        logits_ptr=logits, sums_ptr=sums, nodes=nodes, V=vocab_size,
-        batch_stride=logits.stride(0), row_stride=logits.stride(1), temperature=temperature,
-        CHUNKS=chunks, BLOCK=_CHUNK.value, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+        logits_ptr=logits,
+        sums_ptr=sums,
+        nodes=nodes,
+        V=vocab_size,
+        batch_stride=logits.stride(0),
+        row_stride=logits.stride(1),
+        temperature=temperature,
+        CHUNKS=chunks,
+        BLOCK=_CHUNK.value,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
     return sums
 
 
@@ -339,7 +393,8 @@ def grow(
     """Fill the next level, as `growing.grow` does."""
     batch, parents, most = draws.tokens.shape
     count = policy.slots_below(draws)
-    device, beam = logits.device, policy.by == "beam"
+    device = logits.device
+    beam = policy.by == "beam"
     from_logits = not beam and not policy.noisy
     lines = None if beam else policy.lines
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
@@ -350,20 +405,54 @@ def grow(
     with torch.cuda.device_of(logits):
         sums = _sums(logits, policy.temperature) if from_logits or lines is not None else None
         _grow_kernel[(batch,)](
-            drawn_tokens_ptr=draws.tokens, drawn_keys_ptr=draws.keys, drawn_logprobs_ptr=draws.logprobs,
-            logits_ptr=logits, sums_ptr=sums, lines_ptr=lines,
-            root_tokens_ptr=roots.tokens, lengths_ptr=roots.lengths, root_rows_ptr=roots.noise_rows,
-            left_ptr=roots.left, parents_ptr=slots.parents, ranks_ptr=slots.ranks, depths_ptr=slots.depths,
-            tokens_ptr=slots.tokens, values_ptr=slots.values, worths_ptr=slots.worths, keys_ptr=slots.keys,
-            mask_above_ptr=above.mask.view(torch.int8), offers_ptr=offers, offered_worths_ptr=worths,
-            mask_ptr=mask.view(torch.int8), fed_tokens_ptr=inputs.tokens, positions_ptr=inputs.positions,
-            cache_rows_ptr=inputs.cache_rows, parent_rows_ptr=inputs.parent_rows, noise_rows_ptr=inputs.noise_rows,
-            first=above.first, n=parents, K=most, W=count, S=slots.tokens.shape[1], depth=above.depth + 1,
-            batch_stride=logits.stride(0), row_stride=logits.stride(1), temperature=policy.temperature,
-            BEAM=beam, BY_NODE=policy.by == "node", NOISY=policy.noisy, FROM_LOGITS=from_logits,
-            HAS_LINES=lines is not None, LINES=0 if lines is None else lines.shape[1], FIRST=above.first == 0,
-            THRESHOLD=policy.threshold, CHUNKS=0 if sums is None else sums.shape[1],
-            BLOCK_N=triton.next_power_of_2(parents), BLOCK_W=triton.next_power_of_2(count), BLOCK=256 * warps,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            drawn_tokens_ptr=draws.tokens,
+            drawn_keys_ptr=draws.keys,
+            drawn_logprobs_ptr=draws.logprobs,
+            logits_ptr=logits,
+            sums_ptr=sums,
+            lines_ptr=lines,
+            root_tokens_ptr=roots.tokens,
+            lengths_ptr=roots.lengths,
+            root_rows_ptr=roots.noise_rows,
+            left_ptr=roots.left,
+            parents_ptr=slots.parents,
+            ranks_ptr=slots.ranks,
+            depths_ptr=slots.depths,
+            tokens_ptr=slots.tokens,
+            values_ptr=slots.values,
+            worths_ptr=slots.worths,
+            keys_ptr=slots.keys,
+            mask_above_ptr=above.mask.view(torch.int8),
+            offers_ptr=offers,
+            offered_worths_ptr=worths,
+            mask_ptr=mask.view(torch.int8),
+            fed_tokens_ptr=inputs.tokens,
+            positions_ptr=inputs.positions,
+            cache_rows_ptr=inputs.cache_rows,
+            parent_rows_ptr=inputs.parent_rows,
+            noise_rows_ptr=inputs.noise_rows,
+            first=above.first,
+            n=parents,
+            K=most,
+            W=count,
+            S=slots.tokens.shape[1],
+            depth=above.depth + 1,
+            batch_stride=logits.stride(0),
+            row_stride=logits.stride(1),
+            temperature=policy.temperature,
+            BEAM=beam,
+            BY_NODE=policy.by == "node",
+            NOISY=policy.noisy,
+            FROM_LOGITS=from_logits,
+            HAS_LINES=lines is not None,
+            LINES=0 if lines is None else lines.shape[1],
+            FIRST=above.first == 0,
+            THRESHOLD=policy.threshold,
+            CHUNKS=0 if sums is None else sums.shape[1],
+            BLOCK_N=triton.next_power_of_2(parents),
+            BLOCK_W=triton.next_power_of_2(count),
+            BLOCK=256 * warps,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
     return Level(above.end, count, above.depth + 1, mask), inputs

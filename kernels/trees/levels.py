@@ -146,7 +146,8 @@ def alike(trees: Trees, given: CommonNodes) -> Tensor:
     Extends trees.texts to the level, in place.
     """
     assert trees.texts is not None
-    above, token = trees.texts.index_select(1, given.parents), trees.tokens.index_select(1, given.nodes)
+    above = trees.texts.index_select(1, given.parents)
+    token = trees.tokens.index_select(1, given.nodes)
     same = (above[:, :, None] == above[:, None]) & (token[:, :, None] == token[:, None])  # [B, n, n]
     first = same.int().argmax(-1)
     trees.texts.index_copy_(1, given.nodes, given.nodes[first])
@@ -161,22 +162,26 @@ def place_by_torch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole:
         tokens.index_copy_(1, drawn.children, drawn.tokens.index_select(1, drawn.draws))
     if whole:
         absent = given.depths > (trees.left[:, None] - 1).clamp(min=0)
-        here, noise_rows = tokens.masked_fill_(absent, -1), trees.noise_rows
+        here = tokens.masked_fill_(absent, -1)
+        noise_rows = trees.noise_rows
     else:
-        here, noise_rows = tokens.index_select(1, given.nodes), trees.noise_rows.index_select(1, given.nodes)
+        here = tokens.index_select(1, given.nodes)
+        noise_rows = trees.noise_rows.index_select(1, given.nodes)
     return NodeInputs.of(trees.lengths, here, given.depths, given.nodes, given.parents, noise_rows)
 
 
 @triton.jit(do_not_specialize=["NODES"])
 def _first_kernel(
     previous_ptr,  # [B], as the next two
-    root_ptr, lengths_ptr,
+    root_ptr,
+    lengths_ptr,
     tokens_ptr,  # [B, 2], as the next two
-    cache_rows_ptr, parent_rows_ptr,
+    cache_rows_ptr,
+    parent_rows_ptr,
     mask_ptr,  # [B, 2, NODES], bytes
     NODES,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Each program does one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + sequence)
@@ -199,16 +204,27 @@ def _place_kernel(
     tokens_ptr,  # [B, N], in place
     noise_ptr,  # [B, N]
     roots_ptr,  # [B], as the next two
-    lengths_ptr, left_ptr,
+    lengths_ptr,
+    left_ptr,
     drawn_ptr,  # [B, DRAWS]; None if CHILDREN is 0
     children_ptr,  # [CHILDREN], as draws_ptr
     draws_ptr,
     nodes_ptr,  # [GIVEN], as parents_ptr and depths_ptr
-    parents_ptr, depths_ptr,
+    parents_ptr,
+    depths_ptr,
     fed_tokens_ptr,  # [B, GIVEN], as all below
-    positions_ptr, cache_rows_ptr, parent_rows_ptr, noise_rows_ptr, N, DRAWS, CHILDREN, GIVEN,
-    HAS_DRAWN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    positions_ptr,
+    cache_rows_ptr,
+    parent_rows_ptr,
+    noise_rows_ptr,
+    N,
+    DRAWS,
+    CHILDREN,
+    GIVEN,
+    HAS_DRAWN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Each program does one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     tokens_ptr += sequence * N
@@ -248,9 +264,10 @@ def _alike_kernel(
     nodes_ptr,  # [GIVEN], as parents_ptr
     parents_ptr,
     first_ptr,  # [B, GIVEN]
-    N, GIVEN,
+    N,
+    GIVEN,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Each program does a block of a level's nodes of one sequence. Of texts it reads only the level above."""
     sequence = tl.program_id(1).to(tl.int64)
     tokens_ptr += sequence * N
@@ -272,36 +289,61 @@ def _alike_kernel(
 
 def launch_first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
     """Compute `first_nodes` by the kernel."""
-    batch, device = len(root), root.device
+    batch = len(root)
+    device = root.device
     tokens, cache_rows, parent_rows = (torch.empty(batch, 2, dtype=torch.long, device=device) for _ in range(3))
     mask = torch.empty(batch, 2, nodes, dtype=torch.bool, device=device)
     with torch.cuda.device_of(root):
         _first_kernel[(batch,)](
-            previous_ptr=previous, root_ptr=root, lengths_ptr=lengths,
-            tokens_ptr=tokens, cache_rows_ptr=cache_rows, parent_rows_ptr=parent_rows, mask_ptr=mask.view(torch.int8),
-            NODES=nodes, BLOCK=_BLOCK.value, num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            previous_ptr=previous,
+            root_ptr=root,
+            lengths_ptr=lengths,
+            tokens_ptr=tokens,
+            cache_rows_ptr=cache_rows,
+            parent_rows_ptr=parent_rows,
+            mask_ptr=mask.view(torch.int8),
+            NODES=nodes,
+            BLOCK=_BLOCK.value,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
     return First(tokens, cache_rows, parent_rows, mask)
 
 
 def launch_place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> NodeInputs:
     """Compute `place_by_torch` by the kernel."""
     batch, nodes = trees.tokens.shape
-    count, device = len(given.nodes), trees.tokens.device
+    count = len(given.nodes)
+    device = trees.tokens.device
     inputs = NodeInputs(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in NodeInputs._fields))
     with torch.cuda.device_of(trees.tokens):
         _place_kernel[(batch,)](
-            tokens_ptr=trees.tokens, noise_ptr=trees.noise_rows.contiguous(), roots_ptr=trees.roots,
-            lengths_ptr=trees.lengths, left_ptr=trees.left,
+            tokens_ptr=trees.tokens,
+            noise_ptr=trees.noise_rows.contiguous(),
+            roots_ptr=trees.roots,
+            lengths_ptr=trees.lengths,
+            left_ptr=trees.left,
             drawn_ptr=None if drawn is None else drawn.tokens.contiguous(),
-            children_ptr=None if drawn is None else drawn.children, draws_ptr=None if drawn is None else drawn.draws,
-            nodes_ptr=given.nodes, parents_ptr=given.parents, depths_ptr=given.depths,
-            fed_tokens_ptr=inputs.tokens, positions_ptr=inputs.positions, cache_rows_ptr=inputs.cache_rows,
-            parent_rows_ptr=inputs.parent_rows, noise_rows_ptr=inputs.noise_rows,
-            N=nodes, DRAWS=0 if drawn is None else drawn.tokens.shape[1],
-            CHILDREN=0 if drawn is None else len(drawn.children), GIVEN=count,
-            HAS_DRAWN=drawn is not None, WHOLE=whole, BLOCK=_BLOCK.value, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            children_ptr=None if drawn is None else drawn.children,
+            draws_ptr=None if drawn is None else drawn.draws,
+            nodes_ptr=given.nodes,
+            parents_ptr=given.parents,
+            depths_ptr=given.depths,
+            fed_tokens_ptr=inputs.tokens,
+            positions_ptr=inputs.positions,
+            cache_rows_ptr=inputs.cache_rows,
+            parent_rows_ptr=inputs.parent_rows,
+            noise_rows_ptr=inputs.noise_rows,
+            N=nodes,
+            DRAWS=0 if drawn is None else drawn.tokens.shape[1],
+            CHILDREN=0 if drawn is None else len(drawn.children),
+            GIVEN=count,
+            HAS_DRAWN=drawn is not None,
+            WHOLE=whole,
+            BLOCK=_BLOCK.value,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return inputs
 
 
@@ -312,7 +354,15 @@ def launch_alike(trees: Trees, given: CommonNodes) -> Tensor:
     first = torch.empty(batch, count, dtype=torch.long, device=trees.tokens.device)
     with torch.cuda.device_of(trees.tokens):
         _alike_kernel[(triton.cdiv(count, _BLOCK.value), batch)](
-            tokens_ptr=trees.tokens, texts_ptr=trees.texts, nodes_ptr=given.nodes, parents_ptr=given.parents,
-            first_ptr=first, N=nodes, GIVEN=count, BLOCK=_BLOCK.value, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            tokens_ptr=trees.tokens,
+            texts_ptr=trees.texts,
+            nodes_ptr=given.nodes,
+            parents_ptr=given.parents,
+            first_ptr=first,
+            N=nodes,
+            GIVEN=count,
+            BLOCK=_BLOCK.value,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return first

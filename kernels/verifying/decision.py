@@ -58,33 +58,69 @@ from heavypath.kernels.verifying.residual import try_rejection
 
 @triton.jit
 def help_at(
-    counters_ptr, all_nodes, place, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr,
-    marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride,
-    temperature, draft_temperature, index, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+    counters_ptr,
+    all_nodes,
+    place,
+    piece,
+    tokens_ptr,
+    parents_ptr,
+    target_ptr,
+    draft_ptr,
+    left_out_ptr,
+    facts_ptr,
+    marks_ptr,
+    sums_ptr,
+    N,
+    V,
+    parents_stride,
+    target_batch_stride,
+    target_stride,
+    draft_batch_stride,
+    draft_stride,
+    temperature,
+    draft_temperature,
+    index,
+    LEAVES_OUT: tl.constexpr,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     """Take part in the pass of node `place` (its index in [B * N]), beginning with the piece that was taken."""
-    batch, node = (place // N).to(tl.int64), place % N
+    batch = (place // N).to(tl.int64)
+    node = place % N
     facts_ptr += place * FACTS
     target, draft = load_distributions(
-        facts_ptr, marks_ptr + place * FACTS,
+        facts_ptr,
+        marks_ptr + place * FACTS,
         target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride,
-        draft_ptr + batch * draft_batch_stride, draft_stride,
-        temperature, draft_temperature,
-    )  # fmt: skip
+        draft_ptr + batch * draft_batch_stride,
+        draft_stride,
+        temperature,
+        draft_temperature,
+    )
     log_multiple = tl.load(facts_ptr + FACT_LOG_MULTIPLE, cache_modifier=".cg")
     log_p_mass = tl.load(facts_ptr + FACT_LOG_P_MASS, cache_modifier=".cg")
-    uniform_log_q, token, left_out = 1.0, index, index < 0
+    uniform_log_q = 1.0
+    token = index
+    left_out = index < 0
     if LEAVES_OUT:
         uniform_log_q = tl.load(facts_ptr + FACT_UNIFORM_LOG_Q, cache_modifier=".cg")
         parent, token, drafted = nodes_of(tokens_ptr + batch * N, parents_ptr + batch * parents_stride, index, N, V)
         out_ptr = left_out_ptr + batch * N + index
         left_out = tl.load(out_ptr, mask=drafted & (parent == node), other=0, cache_modifier=".cg") > 0
     sum_pieces(
-        SharedPass(counters_ptr, all_nodes, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
-        restricted(target, log_p_mass), draft, log_multiple, uniform_log_q, V, token, left_out,
-        FILTERED, DRAFT_FILTERED,
-    )  # fmt: skip
+        SharedPass(counters_ptr, all_nodes, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES),
+        piece,
+        restricted(target, log_p_mass),
+        draft,
+        log_multiple,
+        uniform_log_q,
+        V,
+        token,
+        left_out,
+        FILTERED,
+        DRAFT_FILTERED,
+    )
 
 
 @triton.jit(do_not_specialize=["seed_ptr", "seed_low", "seed_high", "temperature", "draft_temperature"])
@@ -106,14 +142,33 @@ def _decide_kernel(
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
     sums_ptr,  # fp32 [B, N, PIECES]
     tickets_ptr,  # [B, N], followed by the counters of `sharing`
-    N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, seed_ptr,
-    seed_low, seed_high, temperature, draft_temperature,
-    REPLACEMENT: tl.constexpr, HELD: tl.constexpr, K_SEQ: tl.constexpr, POINT_MASSES: tl.constexpr,
-    HAS_DRAFT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_NOISE_ROWS: tl.constexpr, FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr, CHUNKS: tl.constexpr, PIECES: tl.constexpr,
+    N,
+    V,
+    parents_stride,
+    ranks_stride,
+    target_batch_stride,
+    target_stride,
+    draft_batch_stride,
+    draft_stride,
+    seed_ptr,
+    seed_low,
+    seed_high,
+    temperature,
+    draft_temperature,
+    REPLACEMENT: tl.constexpr,
+    HELD: tl.constexpr,
+    K_SEQ: tl.constexpr,
+    POINT_MASSES: tl.constexpr,
+    HAS_DRAFT: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    HAS_NOISE_ROWS: tl.constexpr,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PIECES: tl.constexpr,
     HELPERS: tl.constexpr,  # programs that only take part in others' passes; 0 if there are no passes
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
-):  # fmt: skip
+):
     all_nodes = (tl.num_programs(0) - HELPERS) // CHUNKS  # B * N
     counters_ptr = tickets_ptr + all_nodes
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
@@ -127,12 +182,33 @@ def _decide_kernel(
                 piece = take_chunk(counters_ptr, opened)
                 if piece >= 0:
                     help_at(
-                        counters_ptr, all_nodes, opened, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr,
-                        left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride,
-                        target_batch_stride, target_stride, draft_batch_stride, draft_stride,
-                        temperature, draft_temperature, index,
-                        leaves_out, FILTERED, DRAFT_FILTERED, PIECES,
-                    )  # fmt: skip
+                        counters_ptr,
+                        all_nodes,
+                        opened,
+                        piece,
+                        tokens_ptr,
+                        parents_ptr,
+                        target_ptr,
+                        draft_ptr,
+                        left_out_ptr,
+                        facts_ptr,
+                        marks_ptr,
+                        sums_ptr,
+                        N,
+                        V,
+                        parents_stride,
+                        target_batch_stride,
+                        target_stride,
+                        draft_batch_stride,
+                        draft_stride,
+                        temperature,
+                        draft_temperature,
+                        index,
+                        leaves_out,
+                        FILTERED,
+                        DRAFT_FILTERED,
+                        PIECES,
+                    )
         leave(counters_ptr, all_nodes, HELPERS)
         return
 
@@ -197,21 +273,65 @@ def _decide_kernel(
                 log_q = log_prob(draft, y, token, DRAFT_FILTERED)
             if K_SEQ:
                 choice, log_multiple, share = try_k_seq(
-                    passes, target, draft, V, token, order, coin, log_p, log_q, choice,
-                    FILTERED, DRAFT_FILTERED, PIECES,
-                )  # fmt: skip
+                    passes,
+                    target,
+                    draft,
+                    V,
+                    token,
+                    order,
+                    coin,
+                    log_p,
+                    log_q,
+                    choice,
+                    FILTERED,
+                    DRAFT_FILTERED,
+                    PIECES,
+                )
             elif HELD:
                 choice, log_multiple, log_p_mass, uniform_log_q, rejected = try_held(
-                    passes, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
-                    token, index, order, coin, log_p, log_q, choice,
-                    REPLACEMENT, FILTERED, DRAFT_FILTERED, PIECES,
-                )  # fmt: skip
+                    passes,
+                    left_out_ptr + batch.to(tl.int64) * N,
+                    target,
+                    draft,
+                    target_outside,
+                    draft_outside,
+                    V,
+                    N,
+                    token,
+                    index,
+                    order,
+                    coin,
+                    log_p,
+                    log_q,
+                    choice,
+                    REPLACEMENT,
+                    FILTERED,
+                    DRAFT_FILTERED,
+                    PIECES,
+                )
             else:
                 choice, log_multiple, log_p_mass, uniform_log_q, rejected = try_rejection(
-                    passes, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
-                    token, index, order, coin, log_p, log_q, choice,
-                    REPLACEMENT, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
-                )  # fmt: skip
+                    passes,
+                    left_out_ptr + batch.to(tl.int64) * N,
+                    target,
+                    draft,
+                    target_outside,
+                    draft_outside,
+                    V,
+                    N,
+                    token,
+                    index,
+                    order,
+                    coin,
+                    log_p,
+                    log_q,
+                    choice,
+                    REPLACEMENT,
+                    POINT_MASSES,
+                    FILTERED,
+                    DRAFT_FILTERED,
+                    PIECES,
+                )
 
         tl.store(choice_ptr + place, choice)
         if leaves_out:
@@ -244,13 +364,17 @@ def decide(inputs: VerifyInputs) -> Decided:
 
     inputs: from `laid_out`
     """
-    (tokens, _, _), draft, method = inputs.nodes, inputs.draft_logits, inputs.method
+    (tokens, _, _) = inputs.nodes
+    draft = inputs.draft_logits
+    method = inputs.method
     batch, count = tokens.shape
-    device, vocab_size = tokens.device, inputs.target_logits.shape[-1]
+    device = tokens.device
+    vocab_size = inputs.target_logits.shape[-1]
     if count == 1:  # no children; and Triton 3.6 crashes on loads in a loop that never runs for a constant node 0
         draft = None
     point_masses = inputs.draft_filters.temperature == 0
-    chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
+    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    pieces = triton.cdiv(vocab_size, PIECE.value)
     passes = draft is not None and not point_masses
     helping = helpers(device) if passes else 0
     ints = torch.empty(batch * count * (2 + FACTS.value), dtype=torch.int32, device=device)
@@ -261,11 +385,24 @@ def decide(inputs: VerifyInputs) -> Decided:
     shared = tree_arguments(inputs) | cut_arguments(inputs, both=passes)
     with torch.cuda.device_of(tokens):
         launch(
-            _decide_kernel, batch * count * chunks + helping, shared,
-            choice_ptr=choice, left_out_ptr=left_out, facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, sums_ptr=sums,
+            _decide_kernel,
+            batch * count * chunks + helping,
+            shared,
+            choice_ptr=choice,
+            left_out_ptr=left_out,
+            facts_ptr=facts,
+            marks_ptr=marks,
+            parts_ptr=parts,
+            sums_ptr=sums,
             tickets_ptr=tickets(batch * count + counters(batch * count), device),
-            REPLACEMENT=inputs.independent, HELD=method == "held" and not point_masses, K_SEQ=method == "kseq",
-            POINT_MASSES=point_masses, HAS_DRAFT=draft is not None, CHUNKS=chunks, PIECES=pieces, HELPERS=helping,
-        )  # fmt: skip
+            REPLACEMENT=inputs.independent,
+            HELD=method == "held" and not point_masses,
+            K_SEQ=method == "kseq",
+            POINT_MASSES=point_masses,
+            HAS_DRAFT=draft is not None,
+            CHUNKS=chunks,
+            PIECES=pieces,
+            HELPERS=helping,
+        )
     leaves_out = point_masses or not inputs.independent
     return Decided(choice, left_out if leaves_out else None, facts, marks)

@@ -53,7 +53,8 @@ def best_tokens(keys: np.ndarray) -> np.ndarray:
 
 def verified_by_draws(inputs: VerifyInputs, ends: list[tuple[list[int], np.ndarray]]) -> Verified:
     """Draw the token after each sequence's path; ends: per sequence a path, and the weights [V] of the next token."""
-    (seed, rows), count = inputs.noise, inputs.nodes.tokens.shape[1]
+    (seed, rows) = inputs.noise
+    count = inputs.nodes.tokens.shape[1]
     last = torch.tensor([path[-1] for path, _ in ends], device="cpu")[:, None]
     row = last + count * torch.arange(len(ends), device="cpu")[:, None] if rows is None else rows.cpu().gather(1, last)
     keys = np.log(np.stack([weights for _, weights in ends]).astype(np.float64))
@@ -76,14 +77,18 @@ NONE = tl.constexpr(2**31 - 1)  # above every child's index in draw order: there
 # P. After a restart uniform_log_q is log2 Q of each token left, and log_p_mass is log2 of the sum of P over these
 # tokens. Without a restart uniform_log_q is 1, which no such logarithm can be: Q is the draft's, and log_p_mass is 0.
 FACTS = tl.constexpr(8)
-FACT_TARGET_LARGEST, FACT_TARGET_LOG_TOTAL = tl.constexpr(0), tl.constexpr(1)
-FACT_DRAFT_LARGEST, FACT_DRAFT_LOG_TOTAL = tl.constexpr(2), tl.constexpr(3)
+FACT_TARGET_LARGEST = tl.constexpr(0)
+FACT_TARGET_LOG_TOTAL = tl.constexpr(1)
+FACT_DRAFT_LARGEST = tl.constexpr(2)
+FACT_DRAFT_LOG_TOTAL = tl.constexpr(3)
 FACT_LOG_MULTIPLE = tl.constexpr(4)  # log2 l
 FACT_UNIFORM_LOG_Q = tl.constexpr(5)
 FACT_SHARE = tl.constexpr(6)
 FACT_LOG_P_MASS = tl.constexpr(7)
-MARK_TARGET_CUT, MARK_TARGET_END = tl.constexpr(0), tl.constexpr(1)  # the cuts' bits
-MARK_DRAFT_CUT, MARK_DRAFT_END = tl.constexpr(2), tl.constexpr(3)
+MARK_TARGET_CUT = tl.constexpr(0)  # the cuts' bits
+MARK_TARGET_END = tl.constexpr(1)
+MARK_DRAFT_CUT = tl.constexpr(2)
+MARK_DRAFT_END = tl.constexpr(3)
 MARK_DRAFT_NODE = tl.constexpr(4)  # the node whose draft row is Q
 
 
@@ -108,9 +113,11 @@ class Distribution(NamedTuple):
 @triton.jit
 def unread(row_ptr, temperature, cut_ptr, end_ptr, place, V, FILTERED: tl.constexpr):
     """Return the distribution of a row before its logits are read. place: the row's index in cut_ptr and end_ptr."""
-    cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
+    cut = tl.full([], float("-inf"), tl.float32)
+    end = V + tl.full([], 0, tl.int32)
     if FILTERED:
-        cut, end = tl.load(cut_ptr + place), tl.load(end_ptr + place)
+        cut = tl.load(cut_ptr + place)
+        end = tl.load(end_ptr + place)
     return Distribution(row_ptr, 0.0, 0.0, temperature, cut, end)
 
 
@@ -157,7 +164,8 @@ def normalized(
     totals = tl.load(part_ptr + CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
     outside_largest = tl.max(parts)
     outside = sum_of_products(totals, tl.exp2((parts - outside_largest) * scale))
-    largest, total = outside_largest, outside
+    largest = outside_largest
+    total = outside
     if LEAVES_OUT:
         x = tl.load(unnormalized.row_ptr + token, mask=left_out, other=float("-inf")).to(tl.float32)
         if FILTERED:
@@ -198,9 +206,19 @@ def without(values, token, start, end, child_token, left_out, V):
 
 @triton.jit
 def overlap(
-    target, draft, log_multiple, uniform_log_q, token, start, end, V, child_token, left_out,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
-):  # fmt: skip
+    target,
+    draft,
+    log_multiple,
+    uniform_log_q,
+    token,
+    start,
+    end,
+    V,
+    child_token,
+    left_out,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+):
     """Return P and min(P, l Q) of tokens start <= token < end.
 
     log_multiple is log2 l; uniform_log_q is as stored, see above.
@@ -296,17 +314,36 @@ class SharedPass(NamedTuple):
 
 @triton.jit
 def sum_pieces(
-    passes, piece, target, draft, log_multiple, uniform_log_q, V, child_token, left_out,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
-):  # fmt: skip
+    passes,
+    piece,
+    target,
+    draft,
+    log_multiple,
+    uniform_log_q,
+    V,
+    child_token,
+    left_out,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+):
     """Store F(l) over this piece of the rows, and over each further piece that no program has taken yet."""
     count = tl.full([], 0, tl.int32)
     while piece >= 0:
         start = piece * PIECE
         p, covered = overlap(
-            target, draft, log_multiple, uniform_log_q, start + tl.arange(0, PIECE), start,
-            tl.minimum(start + PIECE, V), V, child_token, left_out, FILTERED, DRAFT_FILTERED,
-        )  # fmt: skip
+            target,
+            draft,
+            log_multiple,
+            uniform_log_q,
+            start + tl.arange(0, PIECE),
+            start,
+            tl.minimum(start + PIECE, V),
+            V,
+            child_token,
+            left_out,
+            FILTERED,
+            DRAFT_FILTERED,
+        )
         tl.store(passes.sums_ptr + piece, tl.sum(p - covered))
         count += 1
         piece = take_chunk(passes.counters_ptr, passes.place)
@@ -315,18 +352,37 @@ def sum_pieces(
 
 @triton.jit
 def shared_sum(
-    passes, target, draft, log_multiple, uniform_log_q, log_p_mass, V, child_token, left_out,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+    passes,
+    target,
+    draft,
+    log_multiple,
+    uniform_log_q,
+    log_p_mass,
+    V,
+    child_token,
+    left_out,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     """Return F(l) = sum max(P - l Q, 0) of a node whose distributions and left_out children are stored."""
     store_residual(passes.facts_ptr, log_multiple, uniform_log_q, log_p_mass)
     open_pass(passes.counters_ptr, passes.place, PIECES)
     piece = take_chunk(passes.counters_ptr, passes.place)
     if piece >= 0:
         sum_pieces(
-            passes, piece, restricted(target, log_p_mass), draft, log_multiple, uniform_log_q, V, child_token, left_out,
-            FILTERED, DRAFT_FILTERED,
-        )  # fmt: skip
+            passes,
+            piece,
+            restricted(target, log_p_mass),
+            draft,
+            log_multiple,
+            uniform_log_q,
+            V,
+            child_token,
+            left_out,
+            FILTERED,
+            DRAFT_FILTERED,
+        )
     wait_for_all(passes.counters_ptr, passes.nodes, passes.place, PIECES)
     pieces = tl.arange(0, triton.next_power_of_2(PIECES))
     return tl.sum(tl.load(passes.sums_ptr + pieces, mask=pieces < PIECES, other=0.0, cache_modifier=".cg"))

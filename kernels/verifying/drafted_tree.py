@@ -54,7 +54,9 @@ def equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
 @triton.jit
 def coins_of(rank, noise_row, seed_ptr, seed_low, seed_high):
     """Return each child's coin, a uniform random number from its rank and its parent's noise row."""
-    c0, c1, c2 = (rank // 4).to(tl.uint32), noise_row.to(tl.uint32), (noise_row >> 32).to(tl.uint32)
+    c0 = (rank // 4).to(tl.uint32)
+    c1 = noise_row.to(tl.uint32)
+    c2 = (noise_row >> 32).to(tl.uint32)
     seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
     w0, w1, w2, w3 = philox_words(seed_low, seed_high, c0, c1, c2, tl.full([], _ACCEPT, tl.uint32))
     word = rank % 4
@@ -67,7 +69,8 @@ def store_path(path_ptr, length_ptr, parents_ptr, last, length, max_depth, PATH:
     """Store the path of `length` edges to node `last`, and the length. PATH: max_depth + 1, up to a power of two."""
     place = tl.arange(0, PATH)
     path = tl.where(place == 0, 0, -1)
-    node, position = last, length
+    node = last
+    position = length
     while position > 0:
         path = tl.where(place == position, node, path)
         node = tl.load(parents_ptr + node).to(tl.int32)
@@ -81,7 +84,9 @@ def laid_out(inputs: VerifyInputs) -> VerifyInputs:
 
     Tokens and noise.rows are then contiguous LongTensors [B, N]; all others are contiguous in the last axis.
     """
-    (tokens, parents, ranks), (seed, rows), draft = inputs.nodes.per_sequence(), inputs.noise, inputs.draft_logits
+    (tokens, parents, ranks) = inputs.nodes.per_sequence()
+    (seed, rows) = inputs.noise
+    draft = inputs.draft_logits
     return inputs._replace(
         nodes=Nodes(tokens.contiguous(), in_rows(parents), None if ranks is None else in_rows(ranks)),
         target_logits=in_rows(inputs.target_logits),
@@ -92,20 +97,35 @@ def laid_out(inputs: VerifyInputs) -> VerifyInputs:
 
 def tree_arguments(inputs: VerifyInputs) -> dict[str, Any]:
     """Return the kernels' arguments for inputs from `laid_out`, by parameter name."""
-    (tokens, parents, ranks), (seed, rows), target = inputs.nodes, inputs.noise, inputs.target_logits
+    (tokens, parents, ranks) = inputs.nodes
+    (seed, rows) = inputs.noise
+    target = inputs.target_logits
     draft = target if inputs.draft_logits is None else inputs.draft_logits
     return {
-        "tokens_ptr": tokens, "parents_ptr": parents, "ranks_ptr": ranks, "noise_rows_ptr": rows,
-        "target_ptr": target, "draft_ptr": draft, "N": tokens.shape[1], "V": target.shape[-1],
-        "parents_stride": parents.stride(0), "ranks_stride": 0 if ranks is None else ranks.stride(0),
-        "target_batch_stride": target.stride(0), "target_stride": target.stride(1),
-        "draft_batch_stride": draft.stride(0), "draft_stride": draft.stride(1), **seed_arguments(seed),
+        "tokens_ptr": tokens,
+        "parents_ptr": parents,
+        "ranks_ptr": ranks,
+        "noise_rows_ptr": rows,
+        "target_ptr": target,
+        "draft_ptr": draft,
+        "N": tokens.shape[1],
+        "V": target.shape[-1],
+        "parents_stride": parents.stride(0),
+        "ranks_stride": 0 if ranks is None else ranks.stride(0),
+        "target_batch_stride": target.stride(0),
+        "target_stride": target.stride(1),
+        "draft_batch_stride": draft.stride(0),
+        "draft_stride": draft.stride(1),
+        **seed_arguments(seed),
         "temperature": raised(inputs.target_filters.temperature),
         "draft_temperature": raised(inputs.draft_filters.temperature),
-        "HAS_RANKS": ranks is not None, "HAS_NOISE_ROWS": rows is not None,
+        "HAS_RANKS": ranks is not None,
+        "HAS_NOISE_ROWS": rows is not None,
         "BLOCK": max(16, triton.next_power_of_2(tokens.shape[1])),
-        "num_warps": LANES.value // 32, "enable_fp_fusion": True, "maxnreg": 255,  # without maxnreg ptxas spills
-    }  # fmt: skip
+        "num_warps": LANES.value // 32,
+        "enable_fp_fusion": True,
+        "maxnreg": 255,  # without maxnreg ptxas spills
+    }
 
 
 def cut_arguments(inputs: VerifyInputs, both: bool = True) -> dict[str, Any]:
@@ -114,11 +134,13 @@ def cut_arguments(inputs: VerifyInputs, both: bool = True) -> dict[str, Any]:
     cuts = filter_cuts(inputs.target_logits, inputs.target_filters)
     draft_cuts = filter_cuts(draft, inputs.draft_filters) if both and draft is not None else None
     return {
-        "cut_ptr": None if cuts is None else cuts.cut, "end_ptr": None if cuts is None else cuts.end,
+        "cut_ptr": None if cuts is None else cuts.cut,
+        "end_ptr": None if cuts is None else cuts.end,
         "draft_cut_ptr": None if draft_cuts is None else draft_cuts.cut,
         "draft_end_ptr": None if draft_cuts is None else draft_cuts.end,
-        "FILTERED": cuts is not None, "DRAFT_FILTERED": draft_cuts is not None,
-    }  # fmt: skip
+        "FILTERED": cuts is not None,
+        "DRAFT_FILTERED": draft_cuts is not None,
+    }
 
 
 def launch(kernel: Any, programs: int, shared: Mapping[str, Any], **own: Any) -> None:

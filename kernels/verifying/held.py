@@ -85,24 +85,57 @@ def held_child_at_node(weights, order, coin, choice, N):
 
 @triton.jit
 def try_held(
-    passes, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
-    choice, REPLACEMENT: tl.constexpr, FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+    passes,
+    left_out_ptr,
+    target,
+    draft,
+    target_outside,
+    draft_outside,
+    V,
+    N,
+    token,
+    index,
+    order,
+    coin,
+    log_p,
+    log_q,
+    choice,
+    REPLACEMENT: tl.constexpr,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     """Held siblings at one node. Arguments and results are those of `try_rejection`."""
     log_multiple = tl.full([], float("-inf"), tl.float32)
     log_p_mass = tl.full([], 0.0, tl.float32)
     uniform_log_q = tl.full([], 1.0, tl.float32)
     inverse_c = tl.full([], 1.0, tl.float32)
     emitted = tl.full([], 1.0, tl.float32)  # c F(l), the mass that is still to be emitted
-    weights, held = tl.zeros_like(coin), tl.full([], 0.0, tl.float32)
-    passed, left_out = tl.zeros_like(index), tl.zeros_like(index)
+    weights = tl.zeros_like(coin)
+    held = tl.full([], 0.0, tl.float32)
+    passed = tl.zeros_like(index)
+    left_out = tl.zeros_like(index)
     tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
         is_child, drawable, ratio, log_q_mass, restarts, log_p_mass, rest = offer_at_node(
-            next_order, left_out_ptr, target_outside, draft_outside, V, N, token, index, order, log_p, log_q, passed,
-            log_p_mass, (log_multiple, uniform_log_q, tokens_at_restart, left_out), REPLACEMENT, False,
-        )  # fmt: skip
+            next_order,
+            left_out_ptr,
+            target_outside,
+            draft_outside,
+            V,
+            N,
+            token,
+            index,
+            order,
+            log_p,
+            log_q,
+            passed,
+            log_p_mass,
+            (log_multiple, uniform_log_q, tokens_at_restart, left_out),
+            REPLACEMENT,
+            False,
+        )
         log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
         inverse_c = tl.where(restarts, 1 / emitted, inverse_c)
         chance = ratio / inverse_c
@@ -116,10 +149,23 @@ def try_held(
             weights = tl.where(is_child, chance, weights)
             log_multiple = add_logs(log_multiple, tl.log2(inverse_c) - log_q_mass)
             if (next_order < NONE) | (held > 0):
-                kept = shared_sum(
-                    passes, target, draft, log_multiple, uniform_log_q, log_p_mass, V, token, left_out > 0,
-                    FILTERED, DRAFT_FILTERED, PIECES,
-                ) / inverse_c  # fmt: skip
+                kept = (
+                    shared_sum(
+                        passes,
+                        target,
+                        draft,
+                        log_multiple,
+                        uniform_log_q,
+                        log_p_mass,
+                        V,
+                        token,
+                        left_out > 0,
+                        FILTERED,
+                        DRAFT_FILTERED,
+                        PIECES,
+                    )
+                    / inverse_c
+                )
                 weights, held, scale = hold_at_node(weights, held, is_child, chance, kept)
                 emitted = scale * kept
                 inverse_c /= scale

@@ -45,7 +45,8 @@ def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tu
     A threshold is None for a child that the draft could not have drawn.
     """
     log_target, log_draft = (logs - np.log2(np.exp2(logs).sum()) for logs in (log_target, log_draft))
-    target, draft = np.exp2(log_target), np.exp2(log_draft)
+    target = np.exp2(log_target)
+    draft = np.exp2(log_draft)
     children = sum(log_draft[token] > -np.inf for token in drawn)
 
     def measured(g: float) -> tuple[float, float]:
@@ -58,20 +59,26 @@ def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tu
         return refusing - uncovered
 
     # Regula falsi with the Illinois rule: the least g is in [low, high], and high always has R >= F.
-    low, before = 1.0, None
+    low = 1.0
+    before = None
     root = measured(low)[0] ** (1 / max(children, 1))
     high = sum((root**power for power in range(1, children)), 1.0)
-    low_gap, high_gap = gap_at(low), gap_at(high)
+    low_gap = gap_at(low)
+    high_gap = gap_at(high)
     for _ in range(SEARCH_STEPS.value if high > low else 0):
         slope = high_gap - low_gap
         middle = min(max(high - high_gap * (high - low) / (slope or 1.0), low), high)
         gap = gap_at(middle)
         if gap >= 0:
             low_gap = low_gap / 2 if before == "enough" else low_gap
-            high, high_gap, before = middle, gap, "enough"
+            high = middle
+            high_gap = gap
+            before = "enough"
         else:
             high_gap = high_gap / 2 if before == "too little" else high_gap
-            low, low_gap, before = middle, gap, "too little"
+            low = middle
+            low_gap = gap
+            before = "too little"
     uncovered, refusing = measured(high)
     share = min((1 - refusing) / max(1 - uncovered, np.finfo(np.float64).tiny), 1.0)
     ratios = (np.exp2(float(log_target[token]) - float(log_draft[token])) / high for token in drawn)
@@ -89,10 +96,20 @@ def _refusing(g, uncovered, children):
 
 @triton.jit
 def try_k_seq(
-    passes, target, draft, V, token, order, coin, log_p, log_q, choice,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
+    passes,
+    target,
+    draft,
+    V,
+    token,
+    order,
+    coin,
+    log_p,
+    log_q,
+    choice,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
-):  # fmt: skip
+):
     """K-SEQ at one node: return the accepted child (`choice` if there is none), log2 g, and (1 - R) / (1 - F).
 
     passes: the node's `SharedPass`
@@ -102,7 +119,8 @@ def try_k_seq(
     children = count.to(tl.float64)
     low = tl.full([], 1.0, tl.float64)
     high = tl.maximum(children, 1.0)
-    low_gap, high_gap = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    low_gap = tl.full([], 0.0, tl.float64)
+    high_gap = tl.full([], 0.0, tl.float64)
     missing = tl.full([], 0.0, tl.float32)  # F(high); with a single child only (1 - R) / (1 - F) = 1 is used
     before = tl.full([], -1, tl.int32)
     step = tl.full([], 0, tl.int32)
@@ -112,9 +130,19 @@ def try_k_seq(
         middle = tl.minimum(tl.maximum(middle, low), high)
         middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))  # the first two steps are the two ends
         uncovered = shared_sum(
-            passes, target, draft, tl.log2(middle.to(tl.float32)), 1.0, 0.0, V, token, order < 0,
-            FILTERED, DRAFT_FILTERED, PIECES,
-        )  # fmt: skip
+            passes,
+            target,
+            draft,
+            tl.log2(middle.to(tl.float32)),
+            1.0,
+            0.0,
+            V,
+            token,
+            order < 0,
+            FILTERED,
+            DRAFT_FILTERED,
+            PIECES,
+        )
         uncovered = tl.minimum(uncovered, 1.0)
         gap = _refusing(middle, uncovered, children) - uncovered.to(tl.float64)
         enough = gap >= 0
@@ -128,10 +156,14 @@ def try_k_seq(
             high_gap = gap
         elif enough:
             low_gap = tl.where(before == 1, low_gap / 2, low_gap)
-            high, high_gap, before = middle, gap, tl.full([], 1, tl.int32)
+            high = middle
+            high_gap = gap
+            before = tl.full([], 1, tl.int32)
         else:
             high_gap = tl.where(before == 0, high_gap / 2, high_gap)
-            low, low_gap, before = middle, gap, tl.full([], 0, tl.int32)
+            low = middle
+            low_gap = gap
+            before = tl.full([], 0, tl.int32)
         missing = tl.where(enough | (step <= 1), uncovered, missing)
         step += 1
     g = high.to(tl.float32)

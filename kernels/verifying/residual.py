@@ -52,7 +52,8 @@ class Offers:
         child in turn. weight: of the node. independent: whether the children are independent draws."""
         self.left = np.exp2(log_target)
         self.factor = weight / float(self.left.sum())  # c, for the weights in `left`
-        self.ending, self.leaving = weight, 1 - weight
+        self.ending = weight
+        self.leaving = 1 - weight
         self.held: list[float] = []
         self.undrawn = None if independent and log_draft is not None else np.ones(len(log_target), dtype=bool)
         self.log_draft = log_draft
@@ -61,7 +62,8 @@ class Offers:
 
     def draw_from(self, log_draft: np.ndarray) -> None:
         """Set the distribution from which the next children are drawn; log_draft: log2 Q up to a constant, [V]."""
-        self.log_draft, self.largest = log_draft, float(np.float32(log_draft.max()))
+        self.log_draft = log_draft
+        self.largest = float(np.float32(log_draft.max()))
         self.draft = np.exp2(log_draft - np.float32(self.largest))  # Q up to a factor, whose log2 is `largest`
         self.mass = float(self.draft.sum())  # R
 
@@ -113,7 +115,9 @@ class Offers:
                 continue
             offered.append(child)
             if taken == 1:  # nothing is left for the others
-                self.ending, self.leaving, self.held = 0.0, 0.0, [*(0.0 for _ in self.held), 1.0]
+                self.ending = 0.0
+                self.leaving = 0.0
+                self.held = [*(0.0 for _ in self.held), 1.0]
                 break
             self.pass_over(tokens[child], 1 - taken)
             self.held.append(taken)
@@ -167,9 +171,23 @@ def undrawn(left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, P
 
 @triton.jit
 def offer_at_node(
-    next_order, left_out_ptr, target_outside, draft_outside, V, N, token, index, order, log_p, log_q, passed,
-    log_p_mass, rest, REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr,
-):  # fmt: skip
+    next_order,
+    left_out_ptr,
+    target_outside,
+    draft_outside,
+    V,
+    N,
+    token,
+    index,
+    order,
+    log_p,
+    log_q,
+    passed,
+    log_p_mass,
+    rest,
+    REPLACEMENT: tl.constexpr,
+    POINT_MASSES: tl.constexpr,
+):
     """Offer the child at `next_order`, after the children `passed`; log_p_mass is as in `distributions`.
 
     rest: as in `undrawn`, which also says what is stored at left_out_ptr. Returns where the child is, whether the draft
@@ -203,10 +221,27 @@ def offer_at_node(
 
 @triton.jit
 def try_rejection(
-    passes, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
-    choice, REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr, FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+    passes,
+    left_out_ptr,
+    target,
+    draft,
+    target_outside,
+    draft_outside,
+    V,
+    N,
+    token,
+    index,
+    order,
+    coin,
+    log_p,
+    log_q,
+    choice,
+    REPLACEMENT: tl.constexpr,
+    POINT_MASSES: tl.constexpr,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     """Recursive rejection at one node.
 
     passes: the node's `SharedPass`. Returns the accepted child (`choice` if there is none); log2 l, log_p_mass and
@@ -217,14 +252,29 @@ def try_rejection(
     log_p_mass = tl.full([], 0.0, tl.float32)
     uniform_log_q = tl.full([], 1.0, tl.float32)
     uncovered = tl.full([], 1.0, tl.float32)  # F(l)
-    rejected, left_out = tl.zeros_like(index), tl.zeros_like(index)
+    rejected = tl.zeros_like(index)
+    left_out = tl.zeros_like(index)
     tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
         is_child, drawable, ratio, log_q_mass, restarts, log_p_mass, rest = offer_at_node(
-            next_order, left_out_ptr, target_outside, draft_outside, V, N, token, index, order, log_p, log_q, rejected,
-            log_p_mass, (log_multiple, uniform_log_q, tokens_at_restart, left_out), REPLACEMENT, POINT_MASSES,
-        )  # fmt: skip
+            next_order,
+            left_out_ptr,
+            target_outside,
+            draft_outside,
+            V,
+            N,
+            token,
+            index,
+            order,
+            log_p,
+            log_q,
+            rejected,
+            log_p_mass,
+            (log_multiple, uniform_log_q, tokens_at_restart, left_out),
+            REPLACEMENT,
+            POINT_MASSES,
+        )
         log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
         uncovered = tl.where(restarts, 1.0, uncovered)
         accepted = drawable & (tl.sum(tl.where(is_child, coin, 0.0)) < ratio / uncovered)
@@ -241,7 +291,17 @@ def try_rejection(
                 log_multiple = add_logs(log_multiple, tl.log2(uncovered) - log_q_mass)
                 if next_order < NONE:
                     uncovered = shared_sum(
-                        passes, target, draft, log_multiple, uniform_log_q, log_p_mass, V, token, left_out > 0,
-                        FILTERED, DRAFT_FILTERED, PIECES,
-                    )  # fmt: skip
+                        passes,
+                        target,
+                        draft,
+                        log_multiple,
+                        uniform_log_q,
+                        log_p_mass,
+                        V,
+                        token,
+                        left_out > 0,
+                        FILTERED,
+                        DRAFT_FILTERED,
+                        PIECES,
+                    )
     return choice, log_multiple, log_p_mass, uniform_log_q, left_out

@@ -61,7 +61,9 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
         draft_filters: Filters,
         noise: Noise,
     ) -> Verified:
-        greedy, logits, filters = target_filters.temperature == 0, target_logits, target_filters
+        greedy = target_filters.temperature == 0
+        logits = target_logits
+        filters = target_filters
         if not greedy and draft_logits is not None:
             if draft_filters.temperature == 0:
                 raise ValueError(
@@ -73,12 +75,20 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
             law = rule(log_target, _log_probs(draft_logits, draft_filters), children)
             inner = (children >= 0).any(-1, keepdim=True)
             _check(name, law, inner, log_target.shape)
-            logits, filters = law.log().where(inner, log_target).float(), Filters()
+            logits = law.log().where(inner, log_target).float()
+            filters = Filters()
         method = "greedy" if greedy else "target_sample"
         inputs = VerifyInputs(
-            nodes=nodes, target_logits=logits, draft_logits=None, method=method, replacement=False, max_depth=max_depth,
-            target_filters=filters, draft_filters=draft_filters, noise=noise,
-        )  # fmt: skip
+            nodes=nodes,
+            target_logits=logits,
+            draft_logits=None,
+            method=method,
+            replacement=False,
+            max_depth=max_depth,
+            target_filters=filters,
+            draft_filters=draft_filters,
+            noise=noise,
+        )
         return step_kernels(nodes.tokens.device).verify(inputs)
 
     verify.__name__ = name

@@ -20,12 +20,14 @@ from heavypath.kernels.verifying.residual import add_logs, log_sum, undrawn
 STATES = tl.constexpr(4)
 STATE_WEIGHT = tl.constexpr(0)  # 0 if no weight reaches the node
 STATE_ENDING = tl.constexpr(1)  # the chance that the walk ends at the node
-STATE_TARGET_OUTSIDE, STATE_DRAFT_OUTSIDE = tl.constexpr(2), tl.constexpr(3)  # log2 of the mass outside its children
+STATE_TARGET_OUTSIDE = tl.constexpr(2)  # log2 of the mass outside its children
+STATE_DRAFT_OUTSIDE = tl.constexpr(3)
 TRAITS = tl.constexpr(4)
 TRAIT_STAGE = tl.constexpr(0)  # of the node's chain: TO_BEGIN or BEGUN; 0 for a node without one
 TRAIT_CONTEXT = tl.constexpr(1)  # the first node whose path has the same tokens; unset if children are distinct
 TRAIT_DRAFT_USABLE = tl.constexpr(2)  # whether the draft's row is a distribution
-TO_BEGIN, BEGUN = tl.constexpr(1), tl.constexpr(2)
+TO_BEGIN = tl.constexpr(1)
+BEGUN = tl.constexpr(2)
 
 
 class Below(NamedTuple):
@@ -47,11 +49,29 @@ def _reach(below, child, weight, has_chain):
 
 @triton.jit
 def weigh_children(
-    passes, below, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, chained,
-    log_p, log_q, weight, REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
+    passes,
+    below,
+    left_out_ptr,
+    target,
+    draft,
+    target_outside,
+    draft_outside,
+    V,
+    N,
+    token,
+    index,
+    order,
+    chained,
+    log_p,
+    log_q,
+    weight,
+    REPLACEMENT: tl.constexpr,
+    HELD: tl.constexpr,
+    POINT_MASSES: tl.constexpr,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
-):  # fmt: skip
+):
     """Offer all children of a node of this weight.
 
     passes: the node's `SharedPass`; chained: whether a child has a chain. The children's weights are stored as soon as
@@ -61,9 +81,13 @@ def weigh_children(
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
     uniform_log_q = tl.full([], 1.0, tl.float32)
-    factor, ending, leaving = weight, weight, 1 - weight  # c, n, and 1 - n minus the held weights
-    weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # of held children, and their sum
-    passed, left_out = tl.zeros_like(index), tl.zeros_like(index)
+    factor = weight  # c, n, and 1 - n minus the held weights
+    ending = weight
+    leaving = 1 - weight
+    weights = tl.zeros_like(log_p)  # of held children, and their sum
+    held = tl.full([], 0.0, tl.float32)
+    passed = tl.zeros_like(index)
+    left_out = tl.zeros_like(index)
     tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1
     next_order = tl.min(order)
     while next_order < NONE:
@@ -79,9 +103,16 @@ def weigh_children(
         here = this_q > float("-inf")
         if leaves_out:
             log_mass, _, rest = undrawn(
-                left_out_ptr, V, index, order, passed, log_q, draft_outside,
-                (log_multiple, uniform_log_q, tokens_at_restart, left_out), POINT_MASSES,
-            )  # fmt: skip
+                left_out_ptr,
+                V,
+                index,
+                order,
+                passed,
+                log_q,
+                draft_outside,
+                (log_multiple, uniform_log_q, tokens_at_restart, left_out),
+                POINT_MASSES,
+            )
             log_multiple, uniform_log_q, tokens_at_restart, left_out = rest
             if uniform_log_q <= 0:
                 this_q = uniform_log_q
@@ -95,7 +126,8 @@ def weigh_children(
                 _reach(below, this, taken, tl.max(tl.where(one, chained, 0)) > 0)
             if taken >= 1:
                 weights = tl.where(one, 1.0, 0.0)
-                ending, leaving = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+                ending = tl.full([], 0.0, tl.float32)
+                leaving = tl.full([], 0.0, tl.float32)
                 next_order = NONE
             else:
                 passed = tl.where(one, 1, passed)
@@ -109,9 +141,19 @@ def weigh_children(
                     log_multiple = add_logs(log_multiple, -tl.log2(factor) - log_mass)
                     if (next_order < NONE) | (leaving + held > 0):
                         emitted = factor * shared_sum(
-                            passes, target, draft, log_multiple, uniform_log_q, 0.0, V, token, left_out > 0,
-                            FILTERED, DRAFT_FILTERED, PIECES,
-                        )  # fmt: skip
+                            passes,
+                            target,
+                            draft,
+                            log_multiple,
+                            uniform_log_q,
+                            0.0,
+                            V,
+                            token,
+                            left_out > 0,
+                            FILTERED,
+                            DRAFT_FILTERED,
+                            PIECES,
+                        )
                 total = leaving + held + emitted
                 ending *= share  # where rounding has left nothing
                 if total > 0:

@@ -170,7 +170,8 @@ def _lead(
     """Lead the chain of a node whose weight is stored."""
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     place = opened.to(tl.int64)
-    batch, node = place // N, opened % N
+    batch = place // N
+    node = opened % N
     root = batch * N
     tl.debug_barrier()  # after all threads have read that the chain had not begun
     tl.store(traits_ptr + place * TRAITS + TRAIT_STAGE, BEGUN)
@@ -185,7 +186,8 @@ def _lead(
     origin = root + source
     target_row = target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride
     draft_rows = draft_ptr + batch * draft_batch_stride
-    own_facts_ptr, own_marks_ptr = facts_ptr + place * FACTS, marks_ptr + place * FACTS
+    own_facts_ptr = facts_ptr + place * FACTS
+    own_marks_ptr = marks_ptr + place * FACTS
     target, _ = load_distributions(
         own_facts_ptr, own_marks_ptr, target_row, draft_rows, draft_stride, temperature, draft_temperature
     )
@@ -316,7 +318,8 @@ def _choose_kernel(
         reached |= drafted & (tl.gather(below, context, 0) > 0)
         level += 1
     order = rank * N + index
-    node, here = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    node = tl.full([], 0, tl.int32)
+    here = tl.full([], 0, tl.int32)
     going = max_depth > 0
     while going:
         next_order = tl.min(tl.where(reached & (above == here), order, NONE))
@@ -334,9 +337,12 @@ def launch_traversal(inputs: VerifyInputs) -> Verified:
     """
     tokens = inputs.nodes.tokens
     batch, count = tokens.shape
-    device, vocab_size, places = tokens.device, inputs.target_logits.shape[-1], batch * count
+    device = tokens.device
+    vocab_size = inputs.target_logits.shape[-1]
+    places = batch * count
     point_masses = inputs.draft_filters.temperature == 0
-    chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
+    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    pieces = triton.cdiv(vocab_size, PIECE.value)
     leaves_out = point_masses or not inputs.independent
     sizes = [places, places, places * FACTS.value, places * TRAITS.value]
     choice, left_out, marks, traits = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)

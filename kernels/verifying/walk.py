@@ -47,10 +47,23 @@ _LOG_2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _best(
-    target, draft, log_multiple, uniform_log_q, share, begin, end, V, token, left_out, noise_row, seed_low, seed_high,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
+    target,
+    draft,
+    log_multiple,
+    uniform_log_q,
+    share,
+    begin,
+    end,
+    V,
+    token,
+    left_out,
+    noise_row,
+    seed_low,
+    seed_high,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """Return the best key of the tokens begin .. end - 1 and its token, packed: a draw by P - share * min(P, l Q).
 
     log_multiple is log2 l, or -inf to draw by P; uniform_log_q is as in `distributions`.
@@ -62,9 +75,19 @@ def _best(
         here = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
         if log_multiple > float("-inf"):
             p, covered = overlap(
-                target, draft, log_multiple, uniform_log_q, here, start, end, V, token, left_out,
-                FILTERED, DRAFT_FILTERED,
-            )  # fmt: skip
+                target,
+                draft,
+                log_multiple,
+                uniform_log_q,
+                here,
+                start,
+                end,
+                V,
+                token,
+                left_out,
+                FILTERED,
+                DRAFT_FILTERED,
+            )
             weight = p - share * covered
         else:
             x = tl.load(target.row_ptr + here, mask=here < end, other=float("-inf")).to(tl.float32)
@@ -88,20 +111,40 @@ def _walk_kernel(
     noise_rows_ptr,  # [B, N] if HAS_NOISE_ROWS
     decision_ptr,  # [B, N]: the accepted child if DRAFT_AWARE, else the target's token; less than 0 for none
     target_ptr,  # [B, N, V]; this and all pointers down to tickets_ptr are None unless DRAFT_AWARE
-    draft_ptr, left_out_ptr, facts_ptr, marks_ptr,
+    draft_ptr,
+    left_out_ptr,
+    facts_ptr,
+    marks_ptr,
     best_ptr,  # int64 [B, CHUNKS]
     tickets_ptr,  # [B]
     path_ptr,  # [B, max_depth + 1]
     length_ptr,  # [B]
     next_token_ptr,  # [B]
-    N, V, parents_stride, ranks_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, max_depth,
-    seed_ptr, seed_low, seed_high, temperature, draft_temperature,
-    DRAFT_AWARE: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_RANKS: tl.constexpr, HAS_NOISE_ROWS: tl.constexpr,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, CHUNKS: tl.constexpr,
+    N,
+    V,
+    parents_stride,
+    ranks_stride,
+    target_batch_stride,
+    target_stride,
+    draft_batch_stride,
+    draft_stride,
+    max_depth,
+    seed_ptr,
+    seed_low,
+    seed_high,
+    temperature,
+    draft_temperature,
+    DRAFT_AWARE: tl.constexpr,
+    LEAVES_OUT: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    HAS_NOISE_ROWS: tl.constexpr,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
     PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     chunk = tl.program_id(0) % CHUNKS
     batch = (tl.program_id(0) // CHUNKS).to(tl.int64)
     tokens_ptr += batch * N
@@ -144,12 +187,18 @@ def _walk_kernel(
         facts_ptr += (batch * N + last) * FACTS
         marks_ptr += (batch * N + last) * FACTS
         target, draft = load_distributions(
-            facts_ptr, marks_ptr, target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
-            draft_ptr + batch * draft_batch_stride, draft_stride,
-            temperature, draft_temperature,
-        )  # fmt: skip
-        log_multiple, uniform_log_q = tl.load(facts_ptr + FACT_LOG_MULTIPLE), tl.load(facts_ptr + FACT_UNIFORM_LOG_Q)
-        share, log_p_mass = tl.load(facts_ptr + FACT_SHARE), tl.load(facts_ptr + FACT_LOG_P_MASS)
+            facts_ptr,
+            marks_ptr,
+            target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
+            draft_ptr + batch * draft_batch_stride,
+            draft_stride,
+            temperature,
+            draft_temperature,
+        )
+        log_multiple = tl.load(facts_ptr + FACT_LOG_MULTIPLE)
+        uniform_log_q = tl.load(facts_ptr + FACT_UNIFORM_LOG_Q)
+        share = tl.load(facts_ptr + FACT_SHARE)
+        log_p_mass = tl.load(facts_ptr + FACT_LOG_P_MASS)
         seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
         noise_row = batch * N + last
         if HAS_NOISE_ROWS:
@@ -164,10 +213,23 @@ def _walk_kernel(
             left_out = index < 0
         begin = chunk * CHUNK
         best = _best(
-            restricted(target, log_p_mass), draft, log_multiple, uniform_log_q, share, begin,
-            tl.minimum(begin + CHUNK, V), V, token, left_out, noise_row, seed_low, seed_high,
-            FILTERED, DRAFT_FILTERED, INTERPRETED,
-        )  # fmt: skip
+            restricted(target, log_p_mass),
+            draft,
+            log_multiple,
+            uniform_log_q,
+            share,
+            begin,
+            tl.minimum(begin + CHUNK, V),
+            V,
+            token,
+            left_out,
+            noise_row,
+            seed_low,
+            seed_high,
+            FILTERED,
+            DRAFT_FILTERED,
+            INTERPRETED,
+        )
         tl.store(best_ptr + batch * CHUNKS + chunk, best)
         if is_last(tickets_ptr + batch, CHUNKS):
             every = tl.arange(0, triton.next_power_of_2(CHUNKS))
@@ -177,9 +239,23 @@ def _walk_kernel(
             best = tl.max(all_best)
             if (best == NEVER) & (decision != -2):  # the residual is 0 by rounding: draw by P
                 best = _best(
-                    target, draft, float("-inf"), 1.0, 1.0, 0, V, V, token, index < 0,
-                    noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, INTERPRETED,
-                )  # fmt: skip
+                    target,
+                    draft,
+                    float("-inf"),
+                    1.0,
+                    1.0,
+                    0,
+                    V,
+                    V,
+                    token,
+                    index < 0,
+                    noise_row,
+                    seed_low,
+                    seed_high,
+                    FILTERED,
+                    DRAFT_FILTERED,
+                    INTERPRETED,
+                )
             _, next_token = unpack(best)
             tl.store(next_token_ptr + batch, tl.where((best == NEVER) | (decision == -2), -1, next_token))
 
@@ -189,23 +265,39 @@ def launch_walk(inputs: VerifyInputs, decided: Decided) -> Verified:
 
     draft_logits may hold anything if no node has children.
     """
-    tokens, max_depth = inputs.nodes.tokens, inputs.max_depth
-    device, vocab_size, batch = tokens.device, inputs.target_logits.shape[-1], len(tokens)
+    tokens = inputs.nodes.tokens
+    max_depth = inputs.max_depth
+    device = tokens.device
+    vocab_size = inputs.target_logits.shape[-1]
+    batch = len(tokens)
     draft_aware = decided.facts is not None
     chunks = triton.cdiv(vocab_size, CHUNK.value) if draft_aware else 1
     best = torch.empty(batch, chunks, dtype=torch.long, device=device) if draft_aware else None
     path = torch.empty(batch, max_depth + 1, dtype=torch.long, device=device)
-    length, next_token = torch.empty(batch, dtype=torch.long, device=device), torch.empty_like(tokens[:, 0])
+    length = torch.empty(batch, dtype=torch.long, device=device)
+    next_token = torch.empty_like(tokens[:, 0])
     without_rows = {} if draft_aware else {"target_ptr": None, "draft_ptr": None}
     with torch.cuda.device_of(tokens):
         launch(
-            _walk_kernel, batch * chunks, tree_arguments(inputs) | without_rows, decision_ptr=decided.choice,
-            left_out_ptr=decided.left_out, facts_ptr=decided.facts, marks_ptr=decided.marks,
-            best_ptr=best, tickets_ptr=tickets(batch, device) if draft_aware else None,
-            path_ptr=path, length_ptr=length, next_token_ptr=next_token, max_depth=max_depth,
-            DRAFT_AWARE=draft_aware, LEAVES_OUT=decided.left_out is not None,
-            FILTERED=inputs.target_filters.drop(vocab_size), DRAFT_FILTERED=inputs.draft_filters.drop(vocab_size),
+            _walk_kernel,
+            batch * chunks,
+            tree_arguments(inputs) | without_rows,
+            decision_ptr=decided.choice,
+            left_out_ptr=decided.left_out,
+            facts_ptr=decided.facts,
+            marks_ptr=decided.marks,
+            best_ptr=best,
+            tickets_ptr=tickets(batch, device) if draft_aware else None,
+            path_ptr=path,
+            length_ptr=length,
+            next_token_ptr=next_token,
+            max_depth=max_depth,
+            DRAFT_AWARE=draft_aware,
+            LEAVES_OUT=decided.left_out is not None,
+            FILTERED=inputs.target_filters.drop(vocab_size),
+            DRAFT_FILTERED=inputs.draft_filters.drop(vocab_size),
             CHUNKS=chunks,
-            PATH=triton.next_power_of_2(max_depth + 1), INTERPRETED=not tokens.is_cuda,
-        )  # fmt: skip
+            PATH=triton.next_power_of_2(max_depth + 1),
+            INTERPRETED=not tokens.is_cuda,
+        )
     return Verified(path, length, next_token)

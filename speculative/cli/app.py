@@ -43,9 +43,19 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    demo.demo, generate.generate, chat.chat, serve.serve, batches.batch, compare.compare, info.info, planning.calibrate,
-    planning.plan, distil.distil, layers.layers, trace.trace,
-):  # fmt: skip
+    demo.demo,
+    generate.generate,
+    chat.chat,
+    serve.serve,
+    batches.batch,
+    compare.compare,
+    info.info,
+    planning.calibrate,
+    planning.plan,
+    distil.distil,
+    layers.layers,
+    trace.trace,
+):
     app.command()(command)
 
 

@@ -89,7 +89,8 @@ def compare(
     as_json: options.AsJson = False,
 ) -> None:
     """Compare methods and drafts with transformers' own generate, on your prompts or by kind of work."""
-    names, drafts = method or [*(SUITE_METHODS if suite else options.LOSSLESS_METHODS)], draft or []
+    names = method or [*(SUITE_METHODS if suite else options.LOSSLESS_METHODS)]
+    drafts = draft or []
     temperatures = temperature or [0.0]
     for name in names:
         options.check_word("--method", name, options.METHODS)

@@ -29,7 +29,10 @@ class Conversation:
     ):
         self.decoder = decoder
         self.last: Generation | None = None
-        self._pair, self._template, self._system, self._options = pair, template, system, options
+        self._pair = pair
+        self._template = template
+        self._system = system
+        self._options = options
         self._past: TextCache | None = None  # kept alive here, since the decoder only keeps its latest caches
         self._prompt_end = ""
         self.reset()
@@ -72,7 +75,8 @@ class Conversation:
         return message | {"reasoning_content": thought} if thought else message
 
     def _generate(self, stream: TextStream) -> Generation:
-        tokenizer, target = self._pair.tokenizer, self._pair.target
+        tokenizer = self._pair.tokenizer
+        target = self._pair.target
         try:
             tokens: Any = tokenizer.apply_chat_template(
                 self._messages, chat_template=self._template, add_generation_prompt=True, return_dict=False

@@ -102,10 +102,16 @@ def distil(
         checkpoint_steps=checkpoint_steps,
         seed=seed,
     )
-    kind = _kind({
-        "--layers": layers, "--config": config, "--draft-vocab-size": draft_vocab_size, "--depths": depths,
-        "--term": term,
-    }, kind)  # fmt: skip
+    kind = _kind(
+        {
+            "--layers": layers,
+            "--config": config,
+            "--draft-vocab-size": draft_vocab_size,
+            "--depths": depths,
+            "--term": term,
+        },
+        kind,
+    )
     chosen = None if layers is None else _numbers(layers)
     for path in data:
         if not path.expanduser().exists():

@@ -87,9 +87,13 @@ def generate(
     ids = encode(pair, text, chat=chat)
     grammar = grammar_of(schema, regex, pair)
     sampling: SamplingOptions = {
-        "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
-        "eos_token_id": pair.eos_token_ids, "stop_strings": stop or None,
-    }  # fmt: skip
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "eos_token_id": pair.eos_token_ids,
+        "stop_strings": stop or None,
+    }
     pieces: list[str] = []
     before = [f"{text}\n" if chat else text] if on_terminal and not as_json else []
     with reading(pair.target, ids.shape[1]) as end_status:

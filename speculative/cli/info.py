@@ -36,13 +36,26 @@ DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")))  # of GPUs, on systems without DRIVER
 IN_C = ("gumbel_topk", "verify_tree", "commit")  # in C++ on a CPU, if there is a compiler
 KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
-COMPILED, COMPILES, SLOW = "compiled", "compiled at the first start", "PyTorch's operations"
+COMPILED = "compiled"
+COMPILES = "compiled at the first start"
+SLOW = "PyTorch's operations"
 PROCESSOR = Path("/proc/cpuinfo")
 # Environment variables that affect decoding. Only these are shown, since users may publish the output.
 VARIABLES = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY",
-    "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", SWITCH, MARCH, "CXX", "XDG_CACHE_HOME",
-)  # fmt: skip
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+    "LD_PRELOAD",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+    SWITCH,
+    MARCH,
+    "CXX",
+    "XDG_CACHE_HOME",
+)
 OPENMP = {"libgomp": "GNU", "libiomp5": "Intel", "libomp": "LLVM"}
 
 
@@ -54,7 +67,8 @@ def info(as_json: AsJson = False, verbose: Verbose = False) -> None:
     if whole := as_json or verbose or DRIVER.exists() or any(device.exists() for device in DEVICES):
         facts, load = _of_pytorch()
     else:
-        facts, load = _installed(), Load(running(), usable_cores(), default_threads())
+        facts = _installed()
+        load = Load(running(), usable_cores(), default_threads())
     facts |= machine(load)
     advice = advice_of(facts, load)
     if as_json:
@@ -181,7 +195,8 @@ def _version_of(package: str) -> str:
 
 def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
     """Return sentences with advice on faster decoding here, from the facts that `info` shows."""
-    advice, gpus = [], facts.get("gpus")
+    advice = []
+    gpus = facts.get("gpus")
     if not gpus and facts["nvidia_driver"]:
         found = "built for CUDA " + facts["torch_cuda"] if facts["torch_cuda"] else "without CUDA"
         advice.append(
@@ -231,8 +246,10 @@ class _Kept(logging.Handler):
 
 def _native() -> tuple[str, str | None]:
     """Return which CPU kernels run, in words, and why they are not compiled; None if they are, or if it is unknown."""
-    logger, kept = logging.getLogger("heavypath.kernels.native.library"), _Kept()
-    level, propagates = logger.level, logger.propagate
+    logger = logging.getLogger("heavypath.kernels.native.library")
+    kept = _Kept()
+    level = logger.level
+    propagates = logger.propagate
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     logger.propagate = False

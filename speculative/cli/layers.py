@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from heavypath.speculative.layer_choice import LayerChoice
 
-OWN_PROMPTS, OWN_LENGTH = 8, 32
+OWN_PROMPTS = 8
+OWN_LENGTH = 32
 
 
 def layers(

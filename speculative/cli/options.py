@@ -18,9 +18,20 @@ from typing import Annotated
 import typer
 
 LOSSLESS_METHODS = (
-    "autoregressive", "chain", "specinfer", "spectr", "sequoia", "dyspec", "rsd-c", "rsd-s", "ersd", "eagle-2", "top-k",
-    "naive", "naive-distinct",
-)  # fmt: skip
+    "autoregressive",
+    "chain",
+    "specinfer",
+    "spectr",
+    "sequoia",
+    "dyspec",
+    "rsd-c",
+    "rsd-s",
+    "ersd",
+    "eagle-2",
+    "top-k",
+    "naive",
+    "naive-distinct",
+)
 METHODS = (*LOSSLESS_METHODS, "typical-lossy")
 VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
 MAX_NODES = 2048  # in a tree
@@ -37,7 +48,8 @@ class Precision(StrEnum):
 def _show_log_lines(context: typer.Context, verbose: bool) -> bool:
     """For --verbose: write the package's log lines to standard error until the command ends. Returns `verbose`."""
     if verbose:
-        logger, handler = logging.getLogger("heavypath"), logging.StreamHandler(sys.stderr)
+        logger = logging.getLogger("heavypath")
+        handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
         before = logger.level

@@ -28,7 +28,8 @@ def warnings_of(profile: Profile) -> list[str]:
         if len(planned.plan.tree) > 1:
             continue
         costs = profile.costs.at(1)
-        unit, smallest = costs.step[1], min(size for size in costs.step if size > 1)
+        unit = costs.step[1]
+        smallest = min(size for size in costs.step if size > 1)
         error = costs.step_error.get(smallest, 0.0) / unit
         lines.append(
             f"{sampling_in_words(filters._asdict())}: this draft does not pay here, and --profile will decode without "
@@ -75,7 +76,8 @@ def limit_in_words(facts: dict) -> str:
 def row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict:
     """Return the figures of a method's best tree, by name, for `batch` sequences; filters: as in `limit`."""
     found = profile.plan(method, filters, batch)
-    planned, tree = found.plan, found.plan.tree
+    planned = found.plan
+    tree = found.plan.tree
     return {
         "temperature": filters.temperature,
         "method": method,

@@ -83,9 +83,19 @@ def calibrate(
     prompts = [] if content is None else pieces(pair, content)
     with progress("calibrating") as report:
         profile = measure(
-            pair.target, pair.draft, prompts=prompts, temperatures=temperatures, top_k=top_k, top_p=top_p, min_p=min_p,
-            batch_sizes=batches, seed=seed, on_progress=report, limit=limit, verifier=verifier,
-        )  # fmt: skip
+            pair.target,
+            pair.draft,
+            prompts=prompts,
+            temperatures=temperatures,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            batch_sizes=batches,
+            seed=seed,
+            on_progress=report,
+            limit=limit,
+            verifier=verifier,
+        )
     profile.save(out)
     for line in drawing_in_words(profile) + warnings_of(profile):
         typer.echo(f"heavypath: {line}", err=True)

@@ -13,7 +13,8 @@ from heavypath.speculative.cli.ranks import this_rank
 if TYPE_CHECKING:
     from torch import nn
 
-FIRST, EVERY = 1.0, 5.0  # without a terminal, seconds until the first line, and between lines
+FIRST = 1.0  # without a terminal, seconds until the first line, and between lines
+EVERY = 5.0
 PATIENCE = 10.0  # seconds until the first line for importing and loading, which mostly take less
 
 
@@ -48,14 +49,17 @@ def _lines(text: str, first: float) -> Iterator[Callable[[str], object]]:
 
     A thread writes them, because the code of the context may be inside a single long call.
     """
-    doing, ended = [text], threading.Event()
+    doing = [text]
+    ended = threading.Event()
 
     def write() -> None:
-        wait, written = first, ""
+        wait = first
+        written = ""
         while not ended.wait(wait):
             line = text if doing[0] == text else f"{text}: {doing[0]}"
             typer.echo(f"heavypath: {line}{' ...' if line != written else ', still'}", err=True)
-            wait, written = wait * 2 if line == written else EVERY, line
+            wait = wait * 2 if line == written else EVERY
+            written = line
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
@@ -76,7 +80,9 @@ def reading(model: "nn.Module", prompt_tokens: int) -> Iterator[Callable[[], Non
 
     from heavypath.speculative.models.layer_weights import stream_of
 
-    stream, console, begin = stream_of(model), Console(stderr=True), time.perf_counter()
+    stream = stream_of(model)
+    console = Console(stderr=True)
+    begin = time.perf_counter()
     if stream is None or not console.is_terminal:
         yield lambda: None
         return

@@ -63,7 +63,8 @@ def _facts(pair: Pair) -> dict[str, Any]:
 
 def command_of(arguments: Sequence[str]) -> str:
     """The command line that measures the same again: without the names of files to write."""
-    kept, rest = ["heavypath"], iter(arguments)
+    kept = ["heavypath"]
+    rest = iter(arguments)
     for argument in rest:
         if argument in ("--save", "--page"):
             next(rest, None)

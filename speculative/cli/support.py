@@ -119,7 +119,8 @@ def choose(
     """
     recalls = lacks_draft(target, draft, method)
     if recalls:
-        default, draft = WITHOUT_DRAFT, "recall"
+        default = WITHOUT_DRAFT
+        draft = "recall"
     method = method or default
     row_of(method, verifier)
     fetch(target, [] if draft is None else [draft], offline=offline)

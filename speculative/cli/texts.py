@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.output.text_stream import TextStream
 
-GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+GREEN = "\x1b[32m"
+PLAIN = "\x1b[0m"
 
 
 def show_dimmed(text: str, end: str = "") -> None:
@@ -26,7 +27,9 @@ class ColouredStream(TextStream):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
         super().__init__(tokenizer, self._coloured)
-        self._out, self._drafted, self._begun = write, False, False
+        self._out = write
+        self._drafted = False
+        self._begun = False
 
     def put(self, value: Tensor) -> None:
         """Take the prompt in the first call, then the tokens of a step."""

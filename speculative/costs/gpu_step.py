@@ -51,10 +51,12 @@ def estimated_costs(
     work = Work.of(target)
     logits = batch * target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read one node's logits
     states = batch * STATE_PASSES * target.state_bytes / device.bandwidth
-    once, level = 0.0, LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
+    once = 0.0
+    level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
     for model in drafting:
         of_step, of_level = (each.seconds(batch * LEVEL_NODES, device) for each in Work.split(model))
-        once, level = once + of_step, level + of_level
+        once = once + of_step
+        level = level + of_level
     fixed = STEP_KERNELS * SMALL_KERNEL + states
     step = {
         size: work.seconds(batch * size, device)
@@ -78,6 +80,7 @@ def attention_seconds(target: Forward, nodes: int, length: int, device: Device) 
     rows = length * whole + min([length, *windows]) * (sum("attention" in kind for kind in kinds) - whole)
     rows *= target.layers / len(kinds)  # of an early exit
     itemsize = target.dtype.itemsize
-    columns, peak = itemsize * head_dim, device.tensor_peak if itemsize <= 2 else device.plain_peak
+    columns = itemsize * head_dim
+    peak = device.tensor_peak if itemsize <= 2 else device.plain_peak
     reading = 2 * getattr(config, "num_key_value_heads", heads) * columns * rows / (ATTENTION_READ * device.bandwidth)
     return max(reading, 4 * heads * head_dim * rows * nodes / (ATTENTION_PEAK * peak))

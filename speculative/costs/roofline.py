@@ -29,7 +29,8 @@ SMALL_KERNEL = 2e-6  # seconds of a kernel that does little, after another one i
 LAYER_KERNELS = 6  # small kernels of a layer, besides the four products of its weights
 # Operations of a multiprocessor per cycle: in fp16 and bf16, by compute capability, and in fp32.
 TENSOR_CORES = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
-OTHER_TENSOR_CORES, PLAIN_CORES = 512, 256
+OTHER_TENSOR_CORES = 512
+PLAIN_CORES = 256
 # Names in transformers' configs. The value is a number, or a list with a number for each layer.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
@@ -92,11 +93,14 @@ class Work(NamedTuple):
         share = model.layers / config.num_hidden_layers  # of an early exit
         experts, chosen = experts_among(config, model.weights())
         return cls(
-            int(weight_bytes * share), int(weights * share), model.layers, model.dtype.itemsize,
+            int(weight_bytes * share),
+            int(weights * share),
+            model.layers,
+            model.dtype.itemsize,
             int(sum(weight.nbytes * part_owned(weight) for weight in experts)),
             int(sum(weight.numel() * part_owned(weight) for weight in experts)),
             chosen,
-        )  # fmt: skip
+        )
 
     @classmethod
     def split(cls, model: Drafting) -> "tuple[Work, Work]":

@@ -67,9 +67,8 @@ def streamed_costs(
     else:
         resident = host_costs(target, drafting, batch, sizes)
         drafted = {
-            size: [pass_seconds(Work.of(model), model.dtype, size, batch) for model in drafting]
-            for size in {1, *sizes}
-        }  # fmt: skip
+            size: [pass_seconds(Work.of(model), model.dtype, size, batch) for model in drafting] for size in {1, *sizes}
+        }
     step = {
         size: max(reading, seconds) + sum(drafted[size]) - sum(drafted[1]) for size, seconds in resident.step.items()
     }

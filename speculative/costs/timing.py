@@ -28,7 +28,8 @@ from heavypath.speculative.costs.table import Costs
 AGREE = 0.03  # relative standard error below which a size is not timed further
 MOST = 0.2  # relative standard error above which a figure is refused as noise
 MOST_MOVED = 1 / 3  # relative distance: a figure that was moved by more contradicts the others
-ROUNDS, LEAST_ROUNDS = 5, 3  # the defaults of `Pace`
+ROUNDS = 5  # the defaults of `Pace`
+LEAST_ROUNDS = 3
 MOST_ROUNDS = 60
 EXACT = 0.005  # the smallest relative error that is assumed for a ratio's weight
 BEGIN = 4  # number of sizes in the first rounds
@@ -108,7 +109,8 @@ class Timings:
         weights = [max(ratio.error, EXACT * ratio.value) ** -2 for ratio in ratios]
         rising = rising_fit([ratio.value for ratio in ratios], weights)
         unit = Ratio.of([found[1].step for found in self.rounds])
-        step, errors = {1: unit.value}, {1: unit.error}
+        step = {1: unit.value}
+        errors = {1: unit.error}
         for size, ratio, value in zip(sizes, ratios, rising, strict=True):
             step[size] = unit.value * value
             errors[size] = unit.value * math.hypot(ratio.error, ratio.value - value)
@@ -162,7 +164,10 @@ def time_costs(
     for size in candidates:
         if size >= 2 * doubling[-1] or size == candidates[-1] > doubling[-1]:
             doubling.append(size)
-    active, timings, begin, number = doubling[:BEGIN], Timings(), clock(), 0
+    active = doubling[:BEGIN]
+    timings = Timings()
+    begin = clock()
+    number = 0
     for size in active:
         visit(size, 0)
     left = ""
@@ -228,7 +233,8 @@ def _check(timings: Timings, costs: Costs, sizes: set[int], how: str) -> None:
     unit = costs.step[1]
 
     def share(size: int) -> float:
-        ratio, fitted = timings.of(size), costs.step[size] / unit
+        ratio = timings.of(size)
+        fitted = costs.step[size] / unit
         return max(ratio.error / MOST, abs(ratio.value - fitted) / MOST_MOVED) / fitted
 
     worst = max(sizes - {1}, key=share, default=None)

@@ -74,7 +74,8 @@ class Graph(Generic[Result]):
     """The CUDA graph of one function. `result` is None until it is captured; a replay overwrites its tensors."""
 
     def __init__(self, pool: Pool, device: torch.device):
-        self._pool, self._device = pool, device
+        self._pool = pool
+        self._device = device
         self._counters = new_counters(device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.is_warm = False  # whether the function has run once, which compiles kernels and fills tables
@@ -92,9 +93,11 @@ class Graph(Generic[Result]):
         Raises RuntimeError for a function that cannot be captured, such as one that synchronises with the host. Then
         nothing has run, and the current stream is restored.
         """
-        graph, self.fails = torch.cuda.CUDAGraph(), True
+        graph = torch.cuda.CUDAGraph()
+        self.fails = True
         with _capturing:
-            stream, pool = _stream_for(self._device), self._pool.handle()
+            stream = _stream_for(self._device)
+            pool = self._pool.handle()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), counters_for(self._counters):
                 if _pools.setdefault(self._device, pool) != pool:
@@ -106,7 +109,9 @@ class Graph(Generic[Result]):
                 finally:
                     self._end(graph, pool)
         self._pool.keeps(graph)
-        self._graph, self.result, self.fails = graph, result, False
+        self._graph = graph
+        self.result = result
+        self.fails = False
 
     def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a capture. Raises RuntimeError if CUDA invalidated it, and restores torch's state.
@@ -137,7 +142,8 @@ class Graphs(Generic[Result]):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, Pool()
+        self._device = device
+        self._pool = Pool()
         self._graphs: OrderedDict[object, Graph[Result]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -168,7 +174,8 @@ class CudaGraphs(Launcher):
 
     def __init__(self, device: torch.device, warned: set[str]):
         self.graphs = Graphs[Stepped](device)
-        self._device, self._warned = device, warned
+        self._device = device
+        self._warned = warned
         self._is_prepared = False
 
     def prepare(self, step: Step, launch: Launch) -> None:
@@ -209,7 +216,8 @@ class CudaGraphs(Launcher):
                 graph.replay()
             stepped = graph.result
         else:
-            stepped, graph.is_warm = launch(no_lap), True
+            stepped = launch(no_lap)
+            graph.is_warm = True
         assert stepped is not None
         lap("step")
         return stepped
@@ -222,8 +230,10 @@ class CudaGraphs(Launcher):
             reason = str(error.__context__ or error).strip().splitlines()[0]
             logger.warning(
                 "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
-                "slower: %s", " and ".join(names), reason,
-            )  # fmt: skip
+                "slower: %s",
+                " and ".join(names),
+                reason,
+            )
             self._warned.add(reason)
 
 
@@ -232,7 +242,8 @@ def warm_up(runner: Any, request: Request, plan: StepPlan, tree_of: Callable[[in
 
     runner: a `StepRunner`; tree_of: as in `warm_up_steps`
     """
-    batch, longest = len(request.prompt), request.prompt.shape[1] + request.max_new_tokens
+    batch = len(request.prompt)
+    longest = request.prompt.shape[1] + request.max_new_tokens
     with torch.inference_mode(), runner.workspace(request, plan) as workspace:
         if runner.cuda_graphs:
             _compile_prompts(request, plan, workspace)

@@ -37,7 +37,8 @@ class Processing(LogitChange):
         They are fp32 if there is a penalty, which is a product; else of the given dtype, since every dtype has -inf.
         """
         if self.repetition_penalty != 1:
-            path, logits = _paths(drafted), logits.float()
+            path = _paths(drafted)
+            logits = logits.float()
             found = self._penalised(logits.gather(-1, path))
             logits = self._penalised(logits).where(state.seen[:, None], logits)
             logits.scatter_(-1, path, found)  # a token that is on the path twice is penalised once

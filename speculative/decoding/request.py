@@ -112,7 +112,8 @@ class Request:
             past=options.get("past"),
             inputs=_inputs(input_ids, lengths, target, max_new_tokens, options),
         )
-        config, vocab_size = settings["processors"], target.vocab_size
+        config = settings["processors"]
+        vocab_size = target.vocab_size
         given = [options.get(name) for name in ("logits_processor", "prefix_allowed_tokens_fn")]
         penalties = penalties_as_processors and request.processing is not None
         if penalties or any(each is not None for each in (config, *given)):
@@ -159,7 +160,8 @@ def _inputs(
 
     input_ids: LongTensor[B, T], with left padding; lengths: LongTensor[B]; new: max_new_tokens
     """
-    given, past = options.get("model_inputs"), options.get("past")
+    given = options.get("model_inputs")
+    past = options.get("past")
     if given is None and (past is None or past.seen is None):
         return None
     return load("inputs_of")(given, input_ids, lengths, target, new, past)
@@ -219,7 +221,8 @@ def _check_tokens(input_ids: object, model_inputs: object, target: Forward) -> N
         raise ValueError(f"the prompt must have at least one token, {given}")
     if input_ids.device != target.device:
         raise ValueError(f"input_ids must be on {target.device} like the models, got {input_ids.device}")
-    least, largest = int(input_ids.min()), int(input_ids.max())
+    least = int(input_ids.min())
+    largest = int(input_ids.max())
     if least < 0 or largest >= target.vocab_size:
         raise ValueError(f"input_ids must be in 0 .. {target.vocab_size - 1}, got {least} .. {largest}")
 
@@ -252,7 +255,8 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 def _check_positions(target: Forward, drafting: Sequence[Drafting], lengths: Tensor, new: int) -> None:
     """Raise ValueError if a model lacks positions for `new` tokens after these prompts; the last one needs none."""
-    shortest, longest = int(lengths.min()), int(lengths.max())
+    shortest = int(lengths.min())
+    longest = int(lengths.max())
     target.check_positions(longest + new - 1, f"({longest} + {new} - 1: the last is not read)")
     for model in (target, *drafting):
         _check_rotary_lengths(model, shortest, longest, new)

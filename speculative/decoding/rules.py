@@ -106,15 +106,29 @@ class Rules:
 
         Arguments and result as in `Verifier`; the filters are those of the rules.
         """
-        of_target, of_draft = self.target_filters, self.draft_filters
+        of_target = self.target_filters
+        of_draft = self.draft_filters
         if self.verifier is None:
-            return step_kernels(nodes.tokens.device).verify(VerifyInputs(
-                nodes=nodes, target_logits=target_logits, draft_logits=draft_logits, method=self.verification,
-                replacement=self.replacement, max_depth=max_depth, target_filters=of_target, draft_filters=of_draft,
-                noise=noise,
-            ))  # fmt: skip
+            return step_kernels(nodes.tokens.device).verify(
+                VerifyInputs(
+                    nodes=nodes,
+                    target_logits=target_logits,
+                    draft_logits=draft_logits,
+                    method=self.verification,
+                    replacement=self.replacement,
+                    max_depth=max_depth,
+                    target_filters=of_target,
+                    draft_filters=of_draft,
+                    noise=noise,
+                )
+            )
         refuse("a verifier in Python")
         return self.verifier(
-            nodes, target_logits, draft_logits, max_depth=max_depth, target_filters=of_target, draft_filters=of_draft,
+            nodes,
+            target_logits,
+            draft_logits,
+            max_depth=max_depth,
+            target_filters=of_target,
+            draft_filters=of_draft,
             noise=noise,
-        )  # fmt: skip
+        )

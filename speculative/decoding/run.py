@@ -275,7 +275,9 @@ class Engine(Generic[Who]):
     """
 
     def __init__(self, runner: "StepRunner", workspace: Workspace, looked_at: Sequence[Tensor], *, waits: bool):
-        self.runner, self.workspace, numbers = runner, workspace, workspace.state.numbers
+        self.runner = runner
+        self.workspace = workspace
+        numbers = workspace.state.numbers
         self.on_host = host_can_read(numbers.device)
         self._snapshots = Snapshots[Sequence[Who]]([numbers, *looked_at], late=not waits and not self.on_host)
 
@@ -307,7 +309,8 @@ class Snapshots(Generic[What]):
     """
 
     def __init__(self, tensors: list[Tensor], late: bool):
-        self._tensors, self._late = tensors, late
+        self._tensors = tensors
+        self._late = late
         self.taken: list[tuple[list[Tensor], torch.cuda.Event, What]] = []  # copies that are not returned yet
         self._free = [[_on_host(tensor) for tensor in tensors] for _ in range(2 * late)]
 
@@ -318,7 +321,8 @@ class Snapshots(Generic[What]):
         """
         if not self._late:
             return [tensor.cpu() for tensor in self._tensors], what
-        copies, event = self._free.pop(), torch.cuda.Event()
+        copies = self._free.pop()
+        event = torch.cuda.Event()
         for copy, tensor in zip(copies, self._tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         event.record()
@@ -348,7 +352,8 @@ class StepRunner:
         self.cuda_graphs = cuda_graphs
         self.idle: Workspace | None = None  # kept for the next generation
         self._warned = set[str]()  # logged reasons why steps cannot be captured
-        self._of_thread, self._lock = threading.local(), threading.Lock()
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
         self.step = lru_cache(MOST_STEPS)(new_step)
 
     @property
@@ -364,13 +369,15 @@ class StepRunner:
 
         In it the target's GPU is the current device.
         """
-        size, device = Size.of(request, plan), plan.target.device
+        size = Size.of(request, plan)
+        device = plan.target.device
         with nullcontext() if host_can_read(device) else torch.cuda.device(device):
             if not self.cuda_graphs:
                 yield self.new_workspace(plan, size)
                 return
             with self._lock:
-                workspace, self.idle = self.idle, None
+                workspace = self.idle
+                self.idle = None
             if workspace is None or not workspace.fits(size, plan):
                 del workspace  # before memory is allocated for another one
                 workspace = self.new_workspace(plan, size.rounded())
@@ -411,9 +418,11 @@ class StepRunner:
         levels:  most levels of a tree that can still become output; on a CPU no more levels are drafted
         longest: an upper bound of the cache rows of the longest prefix
         """
-        depth, visible = plan.tree.depth, workspace.most_visible(plan)
+        depth = plan.tree.depth
+        visible = workspace.most_visible(plan)
         if host_can_read(plan.target.device):  # on a GPU the host does not know the lengths, and one step serves all
-            depth, visible = min(depth, levels), longest
+            depth = min(depth, levels)
+            visible = longest
         step = self.step(plan, depth)
         launch = partial(step, *workspace.first(slots), visible)
         if workspace.changes:  # they run on the host, so the step cannot be replayed
@@ -427,7 +436,8 @@ def has_graphs(given: bool | None, target: Forward) -> bool:
 
     Raises ValueError if True is given on a CPU, or with a target that the host reads from disk in each step.
     """
-    on_host, stream = host_can_read(target.device), target.stream
+    on_host = host_can_read(target.device)
+    stream = target.stream
     if given and on_host:
         raise ValueError(f"cuda_graphs needs models on a CUDA device, got {target.device}; leave it out")
     is_fixed = stream is None or stream.is_fixed

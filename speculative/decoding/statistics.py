@@ -15,8 +15,17 @@ LEAST_GAIN = 1.02  # a smaller gain is less than the tree's costs outside of dra
 LEAST_WAITING = 0.1  # of the time: if weight loading takes less, the tree is larger than what loading hides
 MOST_REPLANS = 5  # changes of the tree that the table shows
 PHASES = (
-    "prefill", "draft", "sampling", "target", "processing", "verification", "compaction", "step", "host", "trace",
-)  # fmt: skip
+    "prefill",
+    "draft",
+    "sampling",
+    "target",
+    "processing",
+    "verification",
+    "compaction",
+    "step",
+    "host",
+    "trace",
+)
 
 
 @dataclass
@@ -71,7 +80,8 @@ class Statistics:
     stream: InitVar[WeightStream | None] = None
 
     def __post_init__(self, stream: WeightStream | None) -> None:
-        self._stream, self.streaming = stream, None if stream is None else stream.counts()
+        self._stream = stream
+        self.streaming = None if stream is None else stream.counts()
         self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long, device="cpu")
         self.accepted = torch.zeros_like(self.offered)
         self._last = self.begin = self.clock() if self.begin is None else self.begin
@@ -154,8 +164,11 @@ class Statistics:
         tokens_of, steps_of: LongTensor[B] on the CPU, of each sequence; nodes: scored by the target, in all
         """
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
-        self.tokens_of, self.steps_of = tokens_of, steps_of
-        self.new_tokens, self.steps, self.nodes = int(tokens_of.sum()), int(steps_of.sum()), nodes
+        self.tokens_of = tokens_of
+        self.steps_of = steps_of
+        self.new_tokens = int(tokens_of.sum())
+        self.steps = int(steps_of.sum())
+        self.nodes = nodes
         if self._stream is not None and self.streaming is not None:
             self._stream, self.streaming = None, self._stream.counts().since(self.streaming)
         self.lap("host")
@@ -172,7 +185,8 @@ class Statistics:
         """Rows of the table on reading streamed weights; none if all weights are in memory."""
         if self.streaming is None:
             return []
-        read, rate = self.streaming.bytes_read / 1e9, self.streaming.bandwidth / 1e9
+        read = self.streaming.bytes_read / 1e9
+        rate = self.streaming.bandwidth / 1e9
         waited = f"{self.waiting_share:.0%} of the time"
         if self.streaming.untimed:
             waited = "not known with CUDA graphs"

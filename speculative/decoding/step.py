@@ -176,7 +176,8 @@ class Step:
 
 def new_step(plan: StepPlan, depth: int) -> Step:
     """Return the step of a plan that drafts the top `depth` levels of its tree, as near a sequence's end."""
-    tree, device = plan.tree if depth > 0 else ROOT, plan.target.device
+    tree = plan.tree if depth > 0 else ROOT
+    device = plan.target.device
     if tree.grows:
         drafter: Drafter = load("growing_drafter")(tree, depth, plan.rules, device)
     else:

@@ -54,9 +54,16 @@ class Typical(NamedTuple):
         return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
 
     def __call__(
-        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
-        target_filters: Filters, draft_filters: Filters, noise: Noise,
-    ) -> Verified:  # fmt: skip
+        self,
+        nodes: Nodes,
+        target_logits: Tensor,
+        draft_logits: Tensor | None,
+        *,
+        max_depth: int,
+        target_filters: Filters,
+        draft_filters: Filters,
+        noise: Noise,
+    ) -> Verified:
         """The accepted nodes and the next token; arguments and result as in `Verifier`.
 
         Draft logits and ranks are not read. A row of target logits without a distribution accepts no child.
@@ -82,16 +89,26 @@ class Typical(NamedTuple):
 
         ends = target_logits[slot, last]  # [B, 1, V]
         assert noise.rows is not None
-        drawn = step_kernels(tokens.device).verify(VerifyInputs(
-            Nodes(tokens.gather(1, last), parents[:, :1], None), ends, None, "target_sample", False, 0, target_filters,
-            target_filters, Noise(noise.seed, noise.rows.gather(1, last)),
-        ))  # fmt: skip
+        drawn = step_kernels(tokens.device).verify(
+            VerifyInputs(
+                Nodes(tokens.gather(1, last), parents[:, :1], None),
+                ends,
+                None,
+                "target_sample",
+                False,
+                0,
+                target_filters,
+                target_filters,
+                Noise(noise.seed, noise.rows.gather(1, last)),
+            )
+        )
         return Verified(_up_from(last, length, above, max_depth), length[:, 0], drawn.next_token)
 
 
 def _up_from(last: Tensor, length: Tensor, above: Tensor, max_depth: int) -> Tensor:
     """The paths from the root that end at the nodes `last` LongTensor[B, 1]: LongTensor[B, max_depth + 1], then -1."""
-    path, node = [], last
+    path = []
+    node = last
     for place in range(max_depth, -1, -1):
         there = length >= place
         path.insert(0, node.where(there, -1))

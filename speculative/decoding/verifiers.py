@@ -44,7 +44,9 @@ def checked_verifier(verifier: Verifier) -> Verifier:
                 f"verifier {name!r} must return Verified(path, length, next_token), got {type(answer).__name__}"
             )
         path, length, next_token = answer
-        verified, batch, device = Verified(path, length, next_token), len(nodes.tokens), nodes.tokens.device
+        verified = Verified(path, length, next_token)
+        batch = len(nodes.tokens)
+        device = nodes.tokens.device
         for field, value, shape in zip(
             Verified._fields, answer, ((batch, max_depth + 1), (batch,), (batch,)), strict=True
         ):
@@ -65,7 +67,8 @@ def checked_verifier(verifier: Verifier) -> Verifier:
 def _check_values(name: str, nodes: Nodes, verified: Verified, vocab_size: int) -> None:
     path, length, next_token = verified
     place = torch.arange(path.shape[1], device="cpu")
-    above, node = path[:, :-1], path[:, 1:].clamp(min=0)
+    above = path[:, :-1]
+    node = path[:, 1:].clamp(min=0)
     there = (node < nodes.tokens.shape[1]) & (length[:, None] >= place[1:])
     node = node.where(there, 0)
     drafted = (nodes.parents.gather(1, node) == above) & (nodes.tokens.gather(1, node) >= 0)

@@ -101,13 +101,16 @@ class Workspace:
     """
 
     def __init__(self, plan: StepPlan, size: Size, launcher: Launcher):
-        target, draft = plan.target, plan.draft
-        self.size, self.launcher = size, launcher
+        target = plan.target
+        draft = plan.draft
+        self.size = size
+        self.launcher = launcher
         self.changes: tuple[LogitChange, ...] = ()  # changes of logits that run on the host, of the current generation
         if launcher.outlives:
             self._home = torch.cuda.current_stream()
             self._left: Any = None  # the event at the end of the last generation
-        self._target, self._draft = target, draft
+        self._target = target
+        self._draft = draft
         self._behind = dict[int, int]()  # rows that a resting draft has read of each sequence, see `rest_or_catch_up`
         self.order: list[int] = []
         self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache]]()
@@ -176,7 +179,8 @@ class Workspace:
         batch = len(request.prompt)
         self.order = [*range(batch)] if order is None else order
         members = torch.tensor(self.order, device=request.prompt.device)
-        prompt, lengths = request.prompt[members], request.lengths[members]
+        prompt = request.prompt[members]
+        lengths = request.lengths[members]
         self.state.begin(
             prompt,
             lengths,
@@ -200,7 +204,8 @@ class Workspace:
         if width == 0 and request.inputs is None:
             yield [0] * batch
             return
-        past, ends = request.past, (lengths - 1).tolist()
+        past = request.past
+        ends = (lengths - 1).tolist()
         shared = None if past is None else past.shared(before_roots, ends)
 
         def copied(model: Drafting, cache: RowCache) -> list[int]:
@@ -269,13 +274,15 @@ class Workspace:
 
     def _catch_up(self, request: Request, plan: StepPlan, slots: int) -> None:
         """Let the draft read the tokens before the roots of the first slots that it has not read."""
-        (state, _, cache), draft = self.first(slots), cast(Any, plan.draft)
+        (state, _, cache) = self.first(slots)
+        draft = cast(Any, plan.draft)
         assert draft.can_rest
         numbers = state.numbers.cpu()
         members = numbers[StateField.MEMBER]
         lengths = self._text_lengths(request, numbers)
         cache.reads_to(lengths.to(state.root.device))
-        ends, texts = lengths.tolist(), self._texts(request)[members.to(request.prompt.device)]
+        ends = lengths.tolist()
+        texts = self._texts(request)[members.to(request.prompt.device)]
         have = [self._behind.pop(member) for member in members.tolist()]
         for tokens, starts in _pieces(texts, blocks_of(ends, have, rows_of_a_pass(plan)), None):
             draft.prefill(tokens, self.first(len(tokens))[2], starts)
@@ -375,7 +382,8 @@ def blocks_of(ends: list[int], cached: list[int], rows_of_pass: float) -> list[B
         best.append((cost, [*best[first][1], last]))
     blocks: list[Block] = []
     for first, last in pairwise(best[-1][1]):
-        width, count = places[last] - places[first], slots[first]
+        width = places[last] - places[first]
+        count = slots[first]
         both = zip(ends[:count], cached[:count], strict=True)
         blocks.append(Block(count, width, [max(0, min(have + places[first], end - width)) for end, have in both]))
     return blocks

@@ -111,7 +111,8 @@ class CompositeCache(RowCache):
         """A view of the first `slots` sequences."""
         view = copy(self)
         view.keys = view.values = self.keys[:slots]
-        view.known, view.parts = self.known[:slots], [part.first(slots) for part in self.parts]
+        view.known = self.known[:slots]
+        view.parts = [part.first(slots) for part in self.parts]
         return view
 
     def remembered(self) -> list[Tensor]:
@@ -138,7 +139,8 @@ class CompositeDraft(Draft):
     """
 
     def __init__(self, parts: list[Draft], device: torch.device):
-        self.drafts, self._device = parts, device
+        self.drafts = parts
+        self._device = device
         counts = {
             "trained head": sum(leaf.reads_target for leaf in self.leaves),
             "lookahead": sum(leaf.extra_nodes > 0 for leaf in self.leaves),

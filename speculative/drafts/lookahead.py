@@ -92,7 +92,8 @@ class LookaheadCache(NgramCache):
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
         view = super().first(slots)
-        view.window, view.pool = self.window[:slots], self.pool[:slots]
+        view.window = self.window[:slots]
+        view.pool = self.pool[:slots]
         return view
 
     def remembered(self) -> list[Tensor]:
@@ -113,7 +114,8 @@ class LookaheadDraft(LookupDraft):
     def __init__(self, options: Lookahead, vocab_size: int, device: torch.device):
         super().__init__(PromptLookup(options.ngram - 1), vocab_size, device)
         self._lookahead = options
-        columns, levels = options.window, options.ngram - 1
+        columns = options.window
+        levels = options.ngram - 1
         self.extra_nodes = columns * levels - 1
         self.columns = torch.arange(columns, device=device)
         self.depths = (self.columns[:, None] + torch.arange(levels, device=device)).flatten()
@@ -131,7 +133,8 @@ class LookaheadDraft(LookupDraft):
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
         """The tokens that can be proposed after a feed's nodes: n-grams of the pool, then tokens of the sequence."""
-        text, pool = super().occurrences(feed, cache), cache.pool
+        text = super().occurrences(feed, cache)
+        pool = cache.pool
         length = pool.shape[2] - 1
         keys = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]
         tokens = pool[..., 1:].flatten(1)
@@ -155,19 +158,23 @@ class _Window(LogitChange):
     """Adds a cache's window of guesses to each pass of the target, and the n-grams that they complete to its pool."""
 
     def __init__(self, draft: LookaheadDraft, cache: LookaheadCache):
-        self._draft, self._cache = draft, cache
+        self._draft = draft
+        self._cache = cache
 
     def before_scoring(self, inputs: Any, state: Any) -> Any:
         """The nodes for the target's pass: `inputs`, and after them the window as further subtrees of the root.
 
         A missing guess is replaced by a token of the sequence, a fixed number of positions before the guess.
         """
-        window, depths, lengths = self._cache.window, self._draft.depths, state.lengths[:, None]
+        window = self._cache.window
+        depths = self._draft.depths
+        lengths = state.lengths[:, None]
         back = window.shape[1] + window.shape[2] - 1  # so that the last guess gets the token before the root
         guesses = self._cache.values[:, 0, :, -1].gather(1, (lengths + depths - back).clamp(min=0)).view_as(window)
         window.copy_(window.where(window >= 0, guesses))
         window[:, 0, 0] = state.root
-        nodes, ends = inputs.subtree_end.shape[-1], inputs.subtree_end
+        nodes = inputs.subtree_end.shape[-1]
+        ends = inputs.subtree_end
         indices = torch.arange(nodes, nodes + len(depths) - 1, device=ends.device)
         window_ends = (self._draft.ends + nodes - 1).expand(*ends.shape[:-1], -1)  # for the root and the guesses
         return type(inputs)(
@@ -179,14 +186,17 @@ class _Window(LogitChange):
 
     def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
         """The logits after the tree's nodes, without the window's; from these the tokens that end n-grams are kept."""
-        nodes, levels = drafted.tokens.shape[1], self._cache.window.shape[2]
+        nodes = drafted.tokens.shape[1]
+        levels = self._cache.window.shape[2]
         newest = logits[:, nodes + levels - 2 :: levels].argmax(-1)  # [B, W]
         self._ngrams = torch.cat([self._cache.window, newest[..., None]], -1)  # [B, W, N]
         return logits[:, :nodes]
 
     def after_verifying(self, verified: Verified) -> None:
         """Add the n-grams to the pool, and move the window by the accepted tokens."""
-        window, pool, columns = self._cache.window, self._cache.pool, self._draft.columns
+        window = self._cache.window
+        pool = self._cache.pool
+        columns = self._draft.columns
         # Column 0 comes last, so it counts as the latest: most of the tokens before it are certain.
         pool.copy_(torch.cat([pool, self._ngrams.flip(1)], 1)[:, -pool.shape[1] :])
         source = verified.length[:, None] + columns  # [B, W]

@@ -55,7 +55,8 @@ class NgramCache(RowCache):
 class LookupDraft(Draft):
     """The `Draft` of `PromptLookup`: an attention over the sequence, in which a token's key is the tokens before it."""
 
-    name, can_rest = "prompt lookup", True
+    name = "prompt lookup"
+    can_rest = True
 
     def __init__(self, options: PromptLookup, vocab_size: int, device: torch.device):
         self._options = options
@@ -84,7 +85,8 @@ class LookupDraft(Draft):
         For a step's first feed, the compiled kernel returns only the logits after the root.
         """
         if isinstance(cache, IndexedCache):
-            nodes, shortest = cache.with_nodes(feed), self._options.min_ngram
+            nodes = cache.with_nodes(feed)
+            shortest = self._options.min_ngram
             return look_up(nodes, shortest, vocab_size=self._vocab_size, after_last=feed.news > 0)
         return self.in_plain(feed, cache)
 
@@ -92,7 +94,8 @@ class LookupDraft(Draft):
         """The logits after each node, fp32 [B, n, V], in plain PyTorch, which is the reference of the compiled form."""
         batch, nodes = feed.tokens.shape
         sequence = torch.arange(batch, device=feed.tokens.device)[:, None]
-        keys, values = cache.keys[:, 0], cache.values[:, 0]
+        keys = cache.keys[:, 0]
+        values = cache.values[:, 0]
         for _ in range(2):  # twice, because a node's parent can be in the same feed
             before = values[sequence, feed.parent_rows.clamp(min=0)].where(feed.parent_rows[..., None] >= 0, -1)
             keys[sequence, feed.cache_rows] = before

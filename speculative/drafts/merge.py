@@ -122,9 +122,16 @@ class MergeVerifier:
     drafts: int
 
     def __call__(
-        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
-        target_filters: Filters, draft_filters: Filters, noise: Noise,
-    ) -> Verified:  # fmt: skip
+        self,
+        nodes: Nodes,
+        target_logits: Tensor,
+        draft_logits: Tensor | None,
+        *,
+        max_depth: int,
+        target_filters: Filters,
+        draft_filters: Filters,
+        noise: Noise,
+    ) -> Verified:
         """The accepted nodes and the next token of each tree. Arguments and result are as in `Verifier`, except
 
         draft_logits: [B, N + D - 1, V]; the last D - 1 rows are those after the root by drafts 2 .. D
@@ -132,10 +139,12 @@ class MergeVerifier:
         If the draft's temperature is 0, children are verified as point masses, and no distribution is needed.
         """
         nodes, count, kernels = nodes.per_sequence(), nodes.tokens.shape[1], step_kernels(nodes.tokens.device)
-        target, of_nodes = target_logits, None if draft_logits is None else draft_logits[:, :count]
+        target = target_logits
+        of_nodes = None if draft_logits is None else draft_logits[:, :count]
         if draft_logits is not None and draft_filters.temperature > 0:
             laws = torch.cat([draft_logits[:, :1], draft_logits[:, count:]], 1)
-            target, target_filters = filtered_scores(target, target_filters), Filters()
+            target = filtered_scores(target, target_filters)
+            target_filters = Filters()
             shares, left = self.decided(nodes, target[:, 0], filtered_scores(laws, draft_filters), max_depth)
             # The last node in depth-first order is a leaf, so its noise row has not been used to draw children.
             assert noise.rows is not None
@@ -143,10 +152,19 @@ class MergeVerifier:
             logits = shares.log().float()
             choice, *_ = kernels.draw(logits, 1, Filters(), noise=last, replacement=False, uniform_fill=False)  # [B, 1]
             nodes, target, of_nodes = self._as_decided(nodes, choice - 1, left, target, of_nodes)
-        return kernels.verify(VerifyInputs(
-            nodes, target, of_nodes, self.verification, self.replacement, max_depth, target_filters, draft_filters,
-            noise,
-        ))  # fmt: skip
+        return kernels.verify(
+            VerifyInputs(
+                nodes,
+                target,
+                of_nodes,
+                self.verification,
+                self.replacement,
+                max_depth,
+                target_filters,
+                draft_filters,
+                noise,
+            )
+        )
 
     def decided(self, nodes: Nodes, target: Tensor, laws: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
         """The probabilities of what happens at the root, fp64 [B, K + 1]: none of its K children is accepted, or each.
@@ -164,8 +182,10 @@ class MergeVerifier:
         below_root = nodes.parents == 0
         # On a GPU the host cannot read the number of children. A bound: the deepest path contains only one of them.
         most = int(below_root.sum(1).max()) if host_can_read(target.device) else nodes.tokens.shape[1] - max_depth
-        left, own = target.double().softmax(-1), laws.double().softmax(-1).unbind(1)
-        own, rest = [*own], torch.ones_like(left[:, :1])
+        left = target.double().softmax(-1)
+        own = laws.double().softmax(-1).unbind(1)
+        own = [*own]
+        rest = torch.ones_like(left[:, :1])
         shares = []
         for rank in range(most):
             child, there = _child(nodes, rank)
@@ -201,7 +221,8 @@ class MergeVerifier:
             stays = nodes.tokens == token
         tokens = nodes.tokens.where((nodes.parents != 0) | (stays & accepted), -1)
         certain = torch.full_like(target[:, 0], -torch.inf).scatter(1, token.clamp(min=0), 0)
-        target, draft = target.clone(), draft.clone()
+        target = target.clone()
+        draft = draft.clone()
         target[:, 0] = certain.where(accepted, left.log().float())
         draft[:, 0] = certain
         return nodes._replace(tokens=tokens), target, draft

@@ -52,11 +52,13 @@ class EarlyExit(Draftable):
 class ModelDraft(Draft):
     """A model with the target's vocabulary as a draft: each level of a tree is one pass of the model."""
 
-    overlap, can_rest = 0, True
+    overlap = 0
+    can_rest = True
 
     def __init__(self, forward: Forward, vocab_size: int):
         """vocab_size: the target's. Raises ValueError if the vocabularies differ by more than padding."""
-        self.forward, self.keeps_state = forward, forward.state_bytes > 0
+        self.forward = forward
+        self.keeps_state = forward.state_bytes > 0
         self._vocab_size = vocab_size
         gap = abs(forward.vocab_size - vocab_size)
         if gap > min(MAX_PADDING, min(forward.vocab_size, vocab_size) // 100):

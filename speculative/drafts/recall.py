@@ -45,7 +45,9 @@ class Recall(Draftable):
             raise ValueError(f"max_ngram must be in 1 .. {MOST_NGRAM}, got {max_ngram}")
         if not 2 * max_ngram <= tokens <= MOST_TOKENS:
             raise ValueError(f"tokens must be in {2 * max_ngram} .. {MOST_TOKENS}, got {tokens}")
-        self.tokens, self.max_ngram, self.largest = tokens, max_ngram, 0
+        self.tokens = tokens
+        self.max_ngram = max_ngram
+        self.largest = 0
         self.vocab_size: int | None = None
         self._lock = threading.Lock()
         self._texts = deque[np.ndarray]()
@@ -72,7 +74,9 @@ class Recall(Draftable):
             while self._kept > self.tokens:
                 self._kept -= len(self._texts.popleft()) + 1
             if self._waiting * _AFTER >= self._sorted:
-                self._corpus, self._sorted, self._waiting = self._sort(), self._kept, 0
+                self._corpus = self._sort()
+                self._sorted = self._kept
+                self._waiting = 0
                 for copy in self._copies.values():
                     copy.take(self._corpus)
 
@@ -91,7 +95,8 @@ class Recall(Draftable):
         Padding sorts last.
         """
         followers, steps = sort_corpus(self._texts, self.max_ngram) if self._texts else _NOTHING
-        size, all_steps = len(steps), torch.full((self.tokens,), _LAST, dtype=torch.long, device="cpu")
+        size = len(steps)
+        all_steps = torch.full((self.tokens,), _LAST, dtype=torch.long, device="cpu")
         all_steps[:size] = steps // size * self.tokens + steps % size
         return SortedCorpus(torch.cat([followers, followers.new_zeros(self.tokens - size)]), all_steps)
 

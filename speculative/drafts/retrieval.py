@@ -100,7 +100,9 @@ class Retrieval(Draftable):
         loaded.max_ngram, loaded.tokens, loaded.largest = (
             int(metadata[name]) for name in ("max_ngram", "tokens", "largest")
         )
-        loaded.vocabulary, loaded._corpus, loaded._copies = vocabulary, corpus, WeakValueDictionary()
+        loaded.vocabulary = vocabulary
+        loaded._corpus = corpus
+        loaded._copies = WeakValueDictionary()
         return loaded
 
     def on(self, device: torch.device) -> "CorpusCopy":
@@ -143,7 +145,8 @@ class RetrievalDraft(Draft):
     Raises ValueError if the corpus has tokens that the target lacks.
     """
 
-    name, can_rest = "retrieval", True
+    name = "retrieval"
+    can_rest = True
     renews = False
 
     def __init__(self, retrieval: KnownTexts, vocab_size: int, device: torch.device):
@@ -152,7 +155,9 @@ class RetrievalDraft(Draft):
                 f"the texts of {retrieval} must have tokens in 0 .. {vocab_size - 1}, the target's vocabulary, got "
                 f"{retrieval.largest}; make it with the target's tokenizer"
             )
-        self._longest, self._vocab_size, self._device = retrieval.max_ngram, vocab_size, device
+        self._longest = retrieval.max_ngram
+        self._vocab_size = vocab_size
+        self._device = device
         self.known = retrieval.on(device)
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
@@ -180,13 +185,16 @@ class RetrievalDraft(Draft):
         For a step's first feed, the compiled kernel returns only the logits after the root.
         """
         if isinstance(cache, IndexedCache):
-            nodes, is_first = cache.with_nodes(feed), feed.news > 0
+            nodes = cache.with_nodes(feed)
+            is_first = feed.news > 0
             return retrieve(
                 nodes, self.known, renews=self.renews and is_first, vocab_size=self._vocab_size, after_last=is_first
             )
         if self.renews and feed.news > 0:
             renew_ranges(self.known.corpus, feed.parent_rows[:, 0].clamp(min=0), cache.keys, cache.values)
-        corpus, keys, values = self.known.corpus, cache.keys, cache.values
+        corpus = self.known.corpus
+        keys = cache.keys
+        values = cache.values
         append_tokens(corpus, Appended(feed.tokens, feed.cache_rows, feed.parent_rows), keys, values)
         return follower_logprobs(
             corpus, feed.cache_rows, feed.prefix_lengths, keys, values, vocab_size=self._vocab_size

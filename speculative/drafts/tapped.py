@@ -35,8 +35,10 @@ class TappedDraft(Draft, ABC):
     layers: int
 
     def __init__(self, model: nn.Module, target: Forward):
-        self.model, self.target = model, target
-        self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
+        self.model = model
+        self.target = target
+        self.vocab_size = target.vocab_size
+        self.max_positions = target.max_positions
         if self.device != target.device:
             raise ValueError(f"target and draft must be on one device, got {target.device} and {self.device}")
         if self.dtype != target.dtype:
@@ -45,7 +47,8 @@ class TappedDraft(Draft, ABC):
             )
         if model.training:
             raise ValueError("draft is in training mode; call draft.eval() first")
-        self._structure, self._values = structure_of(model), WeightValues(model)
+        self._structure = structure_of(model)
+        self._values = WeightValues(model)
 
     @property
     def forward(self) -> "TappedDraft":  # pyright: ignore[reportIncompatibleVariableOverride]

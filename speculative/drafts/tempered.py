@@ -45,7 +45,9 @@ class Tempered(LogitChange):
 
 class _TemperedDraft(Draft):
     def __init__(self, draft: Draft, temperatures: Sequence[float]):
-        self._draft, self._temperatures, self.laws = draft, temperatures, draft.laws
+        self._draft = draft
+        self._temperatures = temperatures
+        self.laws = draft.laws
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         logits = self._draft(feed, cache)
@@ -62,7 +64,9 @@ def fitted(common: Tensor, depths: int) -> tuple[float, ...]:
     A depth keeps the temperature of the depth above it (at first 1), unless another one is better by more than the
     standard error of the difference.
     """
-    weights, chosen, best = torch.ones_like(common[::depths, 0, 0]), [], 0  # [blocks, S]
+    weights = torch.ones_like(common[::depths, 0, 0])  # [blocks, S]
+    chosen = []
+    best = 0
     for depth in range(depths):
         overlaps, shares = common[depth::depths].unbind(1)  # [blocks, temperatures, S]
         weights = weights[: len(overlaps)]

@@ -23,7 +23,8 @@ def tokens_of(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None) 
     if isinstance(texts, str | Path):
         given = "Path" if isinstance(texts, Path) else "str"
         raise TypeError(f"texts must be several: a list of texts, paths or tokens, got one {given}; put it into a list")
-    found, strings = [], []
+    found = []
+    strings = []
     for text in texts:
         if isinstance(text, str | Path):
             strings += [content for _, content in read_texts(text)] if isinstance(text, Path) else [text]

@@ -120,7 +120,8 @@ def _(given: MedusaHeads, target: Forward, model: PreTrainedModel) -> Draft:
 
 @describe.register
 def _(given: MedusaHeads) -> str:
-    config, owned = given.config, ", with lm_heads of their own" if given.config.owns_lm_heads else ""
+    config = given.config
+    owned = ", with lm_heads of their own" if given.config.owns_lm_heads else ""
     return f"{config.heads} medusa heads, {config.layers} layers, {parameter_count(given)} parameters{owned}"
 
 

@@ -73,7 +73,8 @@ class TranslatedCache(RowCache):
 
     def __init__(self, model: KeyValueCache, stretch: int):
         super().__init__(model.keys, model.values)
-        self.model, self.stretch = model, stretch
+        self.model = model
+        self.stretch = stretch
         batch, _, rows, _ = model.keys.shape
         self.ends = torch.zeros(batch, 1, rows, 1, dtype=torch.long, device=model.keys.device)
 
@@ -85,7 +86,8 @@ class TranslatedCache(RowCache):
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
         view = super().first(slots)
-        view.model, view.ends = self.model.first(slots), self.ends[:slots]
+        view.model = self.model.first(slots)
+        view.ends = self.ends[:slots]
         return view
 
     def end_of(self, rows: Tensor) -> Tensor:
@@ -137,7 +139,8 @@ class TranslatedCache(RowCache):
         Arguments as in `RowCache.accept`.
         """
         drafted = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
-        end, steps = self.end_of(prefix_length[:, None]), torch.arange(path.shape[1], device=path.device)
+        end = self.end_of(prefix_length[:, None])
+        steps = torch.arange(path.shape[1], device=path.device)
         step_kernels(path.device).compact([self.keys, self.values], drafted, length, end[:, 0] - 1)
         store_rows(self.ends, (end + steps)[..., None, None], prefix_length[:, None] + steps)
 
@@ -148,7 +151,8 @@ class TranslatedDraft(Draft):
     It is made for a target with this vocabulary size.
     """
 
-    overlap, can_rest = 0, True
+    overlap = 0
+    can_rest = True
 
     def __init__(self, given: Translated, forward: Forward, vocab_size: int):
         if forward.state_bytes or forward.rope_limit is not None:
@@ -158,9 +162,11 @@ class TranslatedDraft(Draft):
                 + ("recurrent layers" if forward.state_bytes else "longrope")
             )
         self.forward = forward
-        size, device = forward.vocab_size, forward.device
+        size = forward.vocab_size
+        device = forward.device
         pieces, counts = given.vocabularies.pieces(vocab_size, size)
-        self._pieces, self._counts = pieces.to(device), counts.to(device)
+        self._pieces = pieces.to(device)
+        self._counts = counts.to(device)
         self._most = pieces.shape[1]
         self._stretch = min(self._most, MOST_STRETCH)
         drafted = [given.vocabularies.shared.get(token, size) for token in range(vocab_size)]

@@ -52,7 +52,8 @@ class Vocabularies:
         own, other = ({token: index for index, token in _tokens(each)} for each in (self.target, self.draft))
         found = {index: other[token] for token, index in own.items() if token in other}
         for name in ("bos_token_id", "eos_token_id"):
-            one, another = getattr(self.target, name), getattr(self.draft, name)
+            one = getattr(self.target, name)
+            another = getattr(self.draft, name)
             if one is not None and another is not None and one not in found and another not in found.values():
                 found[one] = another
         return found
@@ -110,7 +111,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, Token]]:
     decoder = fast.backend_tokenizer.decoder
     kinds = b"" if decoder is None else decoder.__getstate__()
     letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if b"ByteLevel" in kinds else {}
-    marks_spaces, has_bytes = "▁".encode() in kinds or b"\\u2581" in kinds, b"ByteFallback" in kinds
+    marks_spaces = "▁".encode() in kinds or b"\\u2581" in kinds
+    has_bytes = b"ByteFallback" in kinds
     added = tokenizer.added_tokens_decoder
     found = []
     for word, index in tokenizer.get_vocab().items():

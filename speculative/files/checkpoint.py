@@ -66,7 +66,8 @@ class Checkpoint:
             try:
                 found = cached_file(self._where, file, **self._options)
             except (OSError, ValueError) as error:
-                found, self._error = None, error
+                found = None
+                self._error = error
             self._found[file] = None if found is None else Path(found)
         return self._found[file]
 

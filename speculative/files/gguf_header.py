@@ -14,7 +14,8 @@ VERSIONS = (2, 3)
 MOST_DIMENSIONS = 8  # ggml has four
 # struct's formats of the values that have a fixed size, by the number of their type.
 _FIXED = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 
 
 class TensorEntry(NamedTuple):
@@ -69,7 +70,8 @@ class _Reader:
         version = self._number("<I")
         if version not in VERSIONS:
             raise ValueError(f"it is of version {version} of GGUF; expected 2 or 3, little-endian")
-        tensors, entries = self._number("<Q"), self._number("<Q")
+        tensors = self._number("<Q")
+        entries = self._number("<Q")
         metadata = {}
         for _ in range(entries):
             key = self._string()
@@ -100,7 +102,8 @@ class _Reader:
             return self._string()
         if kind != _ARRAY:
             return self._number(_format_of(kind))
-        element, count = self._number("<I"), self._number("<Q")
+        element = self._number("<I")
+        count = self._number("<Q")
         if element == _STRING:
             for _ in range(count):
                 self._skip(self._number("<Q"))
@@ -109,7 +112,8 @@ class _Reader:
         return count
 
     def _tensor(self) -> TensorEntry:
-        name, dimensions = self._string(), self._number("<I")
+        name = self._string()
+        dimensions = self._number("<I")
         if dimensions > MOST_DIMENSIONS:
             raise struct.error(f"tensor {name!r} of {dimensions} dimensions")
         elements = 1

@@ -218,8 +218,9 @@ def _plain(model: PreTrainedModel, file: Path, header: GgufHeader) -> PreTrained
         logger.warning(
             "transformers makes a model of %d parameters of this file, whose tensors have %d numbers: what it leaves "
             "out may change the text",
-            numbers, read,
-        )  # fmt: skip
+            numbers,
+            read,
+        )
     _end_answers(plain, header.metadata.get("tokenizer.ggml.eot_token_id"))
     return plain
 

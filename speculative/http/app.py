@@ -48,7 +48,8 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=["GET", "POST"], allow_headers=["*"])
     answer_errors(app)
     started = int(time.time())
-    reading, writing = Reading(served), Writing()
+    reading = Reading(served)
+    writing = Writing()
 
     @app.get("/health")
     async def health() -> Answer:

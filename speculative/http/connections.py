@@ -12,7 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
 BACKLOG = 64  # how many connections are accepted at a time, before any of them is processed
-MOST_PIECES, LEAST_BYTES = 4096, 64  # a body in more chunks than this must have this many bytes per chunk on average
+MOST_PIECES = 4096  # a body in more chunks than this must have this many bytes per chunk on average
+LEAST_BYTES = 64
 
 
 def raise_limit_of_files() -> None:
@@ -66,7 +67,8 @@ class Connection(H11Protocol):
         """Accept this connection. If there are too many now, close another one, or this one if all others are busy."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self.conn = Pieces(h11.SERVER)
-        self._since, self._late = 0.0, None
+        self._since = 0.0
+        self._late = None
         self._watch()
         if len(self.connections) > self.most:
             there = [each for each in self.connections if isinstance(each, Connection)]
@@ -114,7 +116,8 @@ class AcceptErrors:
     """
 
     def __init__(self, seconds: float = 60.0):
-        self._seconds, self._last = seconds, float("-inf")
+        self._seconds = seconds
+        self._last = float("-inf")
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an error of `accept`, unless one was logged within `seconds`; other errors are logged as usual."""

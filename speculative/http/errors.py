@@ -51,7 +51,10 @@ class Refusal(Exception):  # noqa: N818 - an answer, too
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(_cut(message))
-        self.status, self.param, self.code, self.headers = status, param, code, headers
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
 
     def content(self) -> dict[str, Any]:
         """The JSON object of the error, in OpenAI's format."""

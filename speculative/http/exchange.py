@@ -98,8 +98,10 @@ class _ChoiceText:
 
     def piece(self, parts: AnswerParts, reason: Reason | None = None) -> Piece:
         """Make a piece of these parts, with the log-probabilities of the tokens that came since the last piece."""
-        begin, self.told = self.told, self.stopped.tokens
-        scored, thinking = self.completion.logprobs[begin : self.told], max(0, self.thinking_tokens - begin)
+        begin = self.told
+        self.told = self.stopped.tokens
+        scored = self.completion.logprobs[begin : self.told]
+        thinking = max(0, self.thinking_tokens - begin)
         self.has_called |= bool(parts.calls)
         return Piece(self.index, parts.said, reason, scored[thinking:], parts.calls, parts.thought, scored[:thinking])
 
@@ -126,7 +128,10 @@ class Exchange:
 
     def __init__(self, served: Served, asked: Asked[Any], client: str | None = None):
         request: Sampling = asked.body
-        self._served, self._gone, self._request, self._form = served, False, request, asked.form
+        self._served = served
+        self._gone = False
+        self._request = request
+        self._form = asked.form
         _check_stops(request, served.limits)
         self._reads_only = request.new_tokens == 0  # the service decodes at least one token, which is then dropped
         options = _options(served, asked) | {"client": client, "group": object()}
@@ -219,10 +224,14 @@ class Exchange:
             raise _closed() from error
         except (ValueError, TypeError) as error:
             raise Refusal(400, " ".join(str(error).split())) from error
-        tokenizer, form, request = self._served.tokenizer, self._form, self._request
-        silent, special = self._silent, not request.skip_special_tokens
+        tokenizer = self._served.tokenizer
+        form = self._form
+        request = self._request
+        silent = self._silent
+        special = not request.skip_special_tokens
         if not special and form is not None and form.silent is not None:
-            silent, special = silent | form.silent, True
+            silent = silent | form.silent
+            special = True
         self._texts.append(
             _ChoiceText(
                 len(self._texts),
@@ -268,13 +277,15 @@ class Exchange:
 
         Raises Refusal if the deadline, a disconnected client, or the end of the service cut it off.
         """
-        steps, rest = 0, text.stopped.end()
+        steps = 0
+        rest = text.stopped.end()
         if text.stopped.ended:
             reason = "stop"
             text.completion.cancel()
         else:
             completed = text.completion.result(timeout=1)
-            reason, steps = completed.reason, completed.steps
+            reason = completed.reason
+            steps = completed.steps
         if reason == "cancelled":
             reason = "disconnected" if self._gone else "closed"  # the only reasons for cancelling a choice that is read
         text.watch.finish(reason, text.stopped.tokens, steps, text.completion.acceptance)
@@ -288,7 +299,8 @@ class Exchange:
             return Piece(text.index, "", "length")
         if text.reader is None:
             return text.piece(AnswerParts(said=rest), reason)
-        first, last = text.reader.add(rest), text.reader.end(stopped=reason == "stop")
+        first = text.reader.add(rest)
+        last = text.reader.end(stopped=reason == "stop")
         parts = AnswerParts(first.thought + last.thought, first.said + last.said, first.calls + last.calls)
         return text.piece(parts, "tool_calls" if text.has_called or parts.calls else reason)
 
@@ -334,7 +346,8 @@ def _check_stops(request: Sampling, limits: Limits) -> None:
 def _options(served: Served, asked: Asked[Any]) -> dict[str, Any]:
     """The options of `submit` that all choices of a request share."""
     request: Sampling = asked.body
-    scores, ends = request.likeliest, asked.ends
+    scores = request.likeliest
+    ends = asked.ends
     ranked = request.texts > request.n  # ranked by log-probability
     echo = isinstance(request, CompletionRequest) and request.echo
     eos = [] if request.ignore_eos else [*served.eos_token_ids]
@@ -361,7 +374,8 @@ def _processors(request: Sampling, grammar: Grammar | None, prompt_length: int, 
             raise Refusal(400, message, param="logit_bias")
         found.append(TokenBias(bias))
     if request.frequency_penalty or request.presence_penalty:
-        frequency, presence = request.frequency_penalty or 0.0, request.presence_penalty or 0.0
+        frequency = request.frequency_penalty or 0.0
+        presence = request.presence_penalty or 0.0
         found.append(TextPenalties(frequency, presence, prompt_length))
     return found if grammar is None else [*found, grammar]
 

@@ -47,7 +47,8 @@ class Grammars:
     """Compiles the grammars of requests in threads, and keeps the 16 that were used last, by their source texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
-        self._tokenizer, self._eos_token_ids = tokenizer, [*eos_token_ids] or None
+        self._tokenizer = tokenizer
+        self._eos_token_ids = [*eos_token_ids] or None
         self._threads = ThreadPoolExecutor(AT_ONCE, "grammar")
         self._trials: queue.SimpleQueue[Trial] = queue.SimpleQueue()
         trials = [Trial(SECONDS, MEMORY) for _ in range(AT_ONCE)]

@@ -21,7 +21,8 @@ def main() -> None:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     memory = int(sys.argv[1])
-    tokenizer, limits = LLTokenizer("byte"), LLParserLimits(verbose_errors=False)
+    tokenizer = LLTokenizer("byte")
+    limits = LLParserLimits(verbose_errors=False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps(""), flush=True)  # ready
     for line in sys.stdin:

@@ -34,7 +34,9 @@ class Guard:
         self, app: ASGIApp, limits: Limits, metrics: Metrics, api_key: str | None, hosts: Collection[str] | None
     ):
         self._hosts = hosts
-        self._app, self._limits, self._metrics = app, limits, metrics
+        self._app = app
+        self._limits = limits
+        self._metrics = metrics
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,8 +87,11 @@ class Guard:
 
         Raises Refusal if it is too large, or does not arrive in time.
         """
-        most, seconds = self._limits.body_bytes, self._limits.body_seconds
-        body, size, more = bytearray(), 0, True
+        most = self._limits.body_bytes
+        seconds = self._limits.body_seconds
+        body = bytearray()
+        size = 0
+        more = True
         try:
             async with asyncio.timeout(seconds):
                 while more and size <= DROPPED * most:
@@ -94,7 +99,8 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         return None
                     part = message.get("body", b"")
-                    size, more = size + len(part), message.get("more_body", False)
+                    size = size + len(part)
+                    more = message.get("more_body", False)
                     if size <= most:
                         body += part
                     else:

@@ -28,7 +28,8 @@ class Metrics:
     def __init__(self, service: Service):
         self._registry = registry = CollectorRegistry()
         registry.register(_OfService(service))
-        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self.requests = counter("heavypath_http_requests", "Requests by route and HTTP status.", ["path", "status"])
         outcomes = "stop, length, deadline, disconnected, refused, closed, failed"
         self.completions = counter("heavypath_completions", f"Texts by what ended them: {outcomes}.", ["outcome"])
@@ -43,7 +44,8 @@ class Metrics:
         self.per_step = histogram("heavypath_tokens_per_step", each, buckets=TOKENS_OF_A_STEP)
 
         # With vLLM's names, which existing dashboards use.
-        drafts, became = "vllm:spec_decode_num", "Drafted tokens that became text"
+        drafts = "vllm:spec_decode_num"
+        became = "Drafted tokens that became text"
         self._drafts = counter(f"{drafts}_drafts", "Steps of a text that drafted anything.")
         self._drafted = counter(f"{drafts}_draft_tokens", "Drafted tokens: nodes of the trees, without roots.")
         self._accepted = counter(f"{drafts}_accepted_tokens", f"{became}.")
@@ -72,7 +74,8 @@ class Watch:
     """Measures the times of one text for `Metrics`, from the creation of this object, when the text is submitted."""
 
     def __init__(self, metrics: Metrics):
-        self._metrics, self._begin = metrics, time.perf_counter()
+        self._metrics = metrics
+        self._begin = time.perf_counter()
         self._last: float | None = None
         self._finished = False
 

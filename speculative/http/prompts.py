@@ -13,8 +13,15 @@ from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
 # Arguments of apply_chat_template, which requests must not set; and exceptions that a template's code may raise.
 _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
 _OF_TEMPLATES = (
-    TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class Prompt(NamedTuple):
@@ -33,7 +40,8 @@ class PromptTokens:
     """Tokenizes the prompts of requests. Too many or too long prompts are refused before they are tokenized."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits):
-        self._tokenizer, self._limits = tokenizer, limits
+        self._tokenizer = tokenizer
+        self._limits = limits
         self._longest = max(map(len, tokenizer.get_vocab()))  # in characters
         tokenizer("a")  # the first call may initialise the tokenizer, which must not happen in two threads
 

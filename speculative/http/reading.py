@@ -79,7 +79,8 @@ class Reading:
         """How tool calls in the answers are read; None without tools. Raises Refusal if the model supports no tools."""
         if not request.offered:
             return None
-        form, tokenizer = self._served.tool_format, self._served.tokenizer
+        form = self._served.tool_format
+        tokenizer = self._served.tokenizer
         if form is None:
             form = format_of(str(tokenizer.get_chat_template(tools=[{}])))
         if form is None and self._template is None:
@@ -107,7 +108,8 @@ def _check_type(given: str) -> None:
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`. If the client disconnects first, `work` is cancelled, and Refusal is raised."""
-    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    working = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(gone(receive))
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

@@ -51,7 +51,10 @@ class ReasoningReader:
     """
 
     def __init__(self, form: ReasoningFormat | None, *, is_open: bool | None):
-        self._form, self._held, self._taken, self._has_thought = form, "", 0, False
+        self._form = form
+        self._held = ""
+        self._taken = 0
+        self._has_thought = False
         self._is_closed = form is None or is_open is False
         self._is_undecided = not self._is_closed  # an opening marker may follow, even if the prompt has one already
         self.is_thinking = bool(is_open) and not self._is_closed
@@ -85,15 +88,18 @@ class ReasoningReader:
         elif not final and form.open.startswith(text):
             return False
         elif not self.is_thinking:
-            self._is_closed, self.begin = True, 0
+            self._is_closed = True
+            self.begin = 0
         self._is_undecided = False
         return True
 
     def _thought(self, form: ReasoningFormat, final: bool) -> str:
         place = self._held.find(form.close)
         if place >= 0:
-            thought, self._held = self._held[:place].rstrip(), self._held[place + len(form.close) :]
-            self.is_thinking, self._is_closed = False, True
+            thought = self._held[:place].rstrip()
+            self._held = self._held[place + len(form.close) :]
+            self.is_thinking = False
+            self._is_closed = True
         else:
             keep = 0 if final else beginning(self._held, (form.close,))
             thought = self._held[: len(self._held) - keep].rstrip()
@@ -105,7 +111,8 @@ class ReasoningReader:
     def _said(self) -> str:
         if not self._is_closed:
             return ""
-        said, self._held = self._held, ""
+        said = self._held
+        self._held = ""
         if self.begin is None:
             said = said.lstrip()
             self.begin = self._taken - len(said) if said else None

@@ -12,7 +12,8 @@ from heavypath.speculative.http.answer_texts import AnswerParts
 from heavypath.speculative.http.tool_calls import Call
 from heavypath.speculative.http.tool_calls.found import call_of
 
-CONTENT, CALLS = "content", "tool_calls"
+CONTENT = "content"
+CALLS = "tool_calls"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)  # raised by the parser for an invalid region
 
@@ -58,8 +59,11 @@ class TemplateAnswer:
         self._field: str | None = None  # the region that is open
         self._base = 0  # characters before the text of this parser
         self._has_thought = self._is_plain = False
-        self._thought, self._said, self._spaces = "", "", ""
-        self._calls, self._count = list[Call](), 0
+        self._thought = ""
+        self._said = ""
+        self._spaces = ""
+        self._calls = list[Call]()
+        self._count = 0
         self._start("")
         try:
             self._parser = ResponseParser(self._form, prompt, tools=self._tools)
@@ -101,7 +105,9 @@ class TemplateAnswer:
 
     def _start(self, text: str) -> None:
         self._parser = ResponseParser(self._form, "", tools=self._tools)
-        self._fed, self._safe, self._call_place = [*text], 0, 0
+        self._fed = [*text]
+        self._safe = 0
+        self._call_place = 0
         self._field = None
 
     def _feed(self, text: str) -> None:
@@ -138,7 +144,8 @@ class TemplateAnswer:
 
     def _obey(self, events: Sequence[dict[str, Any]]) -> None:
         for event in events:
-            kind, field = event["type"], event["field"]
+            kind = event["type"]
+            field = event["field"]
             if kind == "region_open":
                 self._field = field
                 if field == CALLS:
@@ -152,7 +159,8 @@ class TemplateAnswer:
                     self._calls += _calls(event["value"])
                 if field != self._form.implicit:  # the implicit region ends where another one begins
                     self._safe = max(0, len(self._fed) - 1)  # a closing marker that may grow ends a character later
-                self._field, self._spaces = None, ""
+                self._field = None
+                self._spaces = ""
 
     def _place_of_call(self) -> int:
         text = "".join(self._fed)
@@ -180,8 +188,12 @@ class TemplateAnswer:
         self._said += text
 
     def _parts(self) -> AnswerParts:
-        thought, said, calls = self._thought, self._said, self._calls
-        self._thought, self._said, self._calls = "", "", []
+        thought = self._thought
+        said = self._said
+        calls = self._calls
+        self._thought = ""
+        self._said = ""
+        self._calls = []
         if not self._parallel:
             calls = calls[: max(0, 1 - self._count)]
         self._count += len(calls)

@@ -33,8 +33,11 @@ class StoppedText:
         *,
         special: bool = False,
     ):
-        self.begins, self.ended = list[int](), False
-        self._stops, self._silent, self._length = stops, silent, 0
+        self.begins = list[int]()
+        self.ended = False
+        self._stops = stops
+        self._silent = silent
+        self._length = 0
         self._arrived: list[str] = []
         self._held = ""
         self._stream = TextStream(tokenizer, self._arrived.append, skip_special_tokens=not special)
@@ -63,7 +66,8 @@ class StoppedText:
             return ""
         self._stream.end()
         text = self._certain()
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         return text + rest
 
     def _certain(self) -> str:
@@ -74,10 +78,12 @@ class StoppedText:
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self.ended = True
-            text, self._held = self._held[: min(found)], ""
+            text = self._held[: min(found)]
+            self._held = ""
             return text
         keep = beginning(self._held, self._stops)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        text = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
         return text
 
 

@@ -24,7 +24,8 @@ class Trial:
     """
 
     def __init__(self, seconds: float, memory: int):
-        self._seconds, self._memory = seconds, memory
+        self._seconds = seconds
+        self._memory = memory
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, source: str, what: str) -> None:

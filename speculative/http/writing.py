@@ -81,7 +81,10 @@ class EventStream(Response):
         """
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._exchange, self._answer, self._writing, self._has_numbers = exchange, answer, writing, has_numbers
+        self._exchange = exchange
+        self._answer = answer
+        self._writing = writing
+        self._has_numbers = has_numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send each event as soon as it is made, and cancel the choices if the client disconnects."""
@@ -92,7 +95,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[str]:
-        exchange, answer = self._exchange, self._answer
+        exchange = self._exchange
+        answer = self._answer
         if isinstance(answer, ChatAnswer):
             for index in range(len(exchange)):
                 yield compact(answer.begin(index, exchange.counted))

@@ -43,7 +43,8 @@ def chi_square_p_value(counts: Tensor, law: Tensor) -> float:
 
     It is 0 if an outcome of probability 0 came, and 1 if all outcomes share one cell.
     """
-    counts, law = counts.flatten().double(), law.flatten().double()
+    counts = counts.flatten().double()
+    law = law.flatten().double()
     if counts[law == 0].any():
         return 0.0
     cells = cells_of(law, float(counts.sum()))
@@ -65,7 +66,8 @@ def detectable_total_variation(
     significance: the probability with which the test fails for outputs that have it
     """
     freedom = int(cells_of(law.flatten().double(), sequences).max())
-    x, y = math.log(2 / significance), -math.log1p(-power)
+    x = math.log(2 / significance)
+    y = -math.log1p(-power)
     if not freedom:  # one output is certain: any other one is found
         return 1.0 if law.max() < 1 else -math.expm1(-y / sequences)
     least = 2 * math.sqrt(freedom * x) + 2 * x

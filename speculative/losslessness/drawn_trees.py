@@ -69,11 +69,13 @@ def _top_k(draft: Tensor, count: int, node: int, seed: int) -> Tensor:
     return draft.topk(count, -1).indices
 
 
-DRAWS: Mapping[str, Draw] = MappingProxyType({
-    "without_replacement": _without_replacement,
-    "with_replacement": _with_replacement,
-    "top_k": _top_k,
-})  # fmt: skip
+DRAWS: Mapping[str, Draw] = MappingProxyType(
+    {
+        "without_replacement": _without_replacement,
+        "with_replacement": _with_replacement,
+        "top_k": _top_k,
+    }
+)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:

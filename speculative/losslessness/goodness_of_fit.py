@@ -170,7 +170,8 @@ def goodness_of_fit(texts: Tensor, law: Tensor) -> GoodnessOfFit:
 
 def _departing_tokens(counts: Tensor, law: Tensor) -> list[Departure]:
     """The most surprising counts of a token after a prefix, at any position. counts, law: [V, ..., V], of outputs."""
-    found, asked = [], sum(len(law) ** (place + 1) for place in range(law.ndim))
+    found = []
+    asked = sum(len(law) ** (place + 1) for place in range(law.ndim))
     for position in range(law.ndim):
         later = [*range(position + 1, law.ndim)]
         seen, mass = (each.sum(later) if later else each for each in (counts, law))
@@ -196,7 +197,8 @@ def _departures(seen: Tensor, came: Tensor, law: Tensor, prefix: int, asked: int
             text = tuple(int(token) for token in torch.unravel_index(index, seen.shape))
             deviation = float((expected * (1 - law)).flatten()[index].sqrt())
             p_value = min(1.0, 2 * asked * math.exp(-value))
-            observed, due = int(seen.flatten()[index]), float(expected.flatten()[index])
+            observed = int(seen.flatten()[index])
+            due = float(expected.flatten()[index])
             found.append(Departure(text[:prefix], text[prefix:], observed, due, deviation, p_value))
     return found
 

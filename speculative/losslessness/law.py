@@ -56,17 +56,20 @@ def joint_law(
     if getattr(model, "training", False):
         raise ValueError("model is in training mode, where dropout changes its distribution: call model.eval() first")
 
-    contexts, law = prompt[None], torch.ones(1, dtype=torch.float64, device="cpu")
+    contexts = prompt[None]
+    law = torch.ones(1, dtype=torch.float64, device="cpu")
     ended = torch.zeros(1, dtype=torch.bool, device="cpu")
     ends = torch.tensor(
         [eos_token_id] if isinstance(eos_token_id, int) else [*(eos_token_id or ())], dtype=torch.long, device="cpu"
     )
     vocab_size = 0
     for _ in range(length):
-        logits = torch.cat([
-            model(input_ids=rows, use_cache=False).logits[:, -1].float().cpu()
-            for rows in contexts.split(CONTEXTS_PER_FORWARD)
-        ])  # fmt: skip
+        logits = torch.cat(
+            [
+                model(input_ids=rows, use_cache=False).logits[:, -1].float().cpu()
+                for rows in contexts.split(CONTEXTS_PER_FORWARD)
+            ]
+        )
         if not vocab_size:
             vocab_size = logits.shape[-1]
             check_size(vocab_size, length)

@@ -90,16 +90,18 @@ def _cold(generator: torch.Generator, rows: int, vocab_size: int) -> tuple[Tenso
     return _random(generator, rows, vocab_size, scale=3.0), _random(generator, rows, vocab_size, scale=3.0)
 
 
-VERIFICATION_CASES: Mapping[str, Kind] = MappingProxyType({
-    "independent": _independent,
-    "near equal": _near_equal,
-    "equal": _equal,
-    "disjoint supports": _disjoint,
-    "filtered target": _filtered_target,
-    "filtered draft": _filtered_draft,
-    "both filtered": _both_filtered,
-    "ties": _ties,
-    "one-hot target": _one_hot_target,
-    "one-hot draft": _one_hot_draft,
-    "cold": _cold,
-})  # fmt: skip
+VERIFICATION_CASES: Mapping[str, Kind] = MappingProxyType(
+    {
+        "independent": _independent,
+        "near equal": _near_equal,
+        "equal": _equal,
+        "disjoint supports": _disjoint,
+        "filtered target": _filtered_target,
+        "filtered draft": _filtered_draft,
+        "both filtered": _both_filtered,
+        "ties": _ties,
+        "one-hot target": _one_hot_target,
+        "one-hot draft": _one_hot_draft,
+        "cold": _cold,
+    }
+)

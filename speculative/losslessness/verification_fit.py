@@ -172,7 +172,8 @@ def check_verification(
     sample = _checked_draw_function(draw, parents, vocab_size)
     if not cases:
         raise ValueError("cases must have at least one kind of distributions, got none")
-    by_case, calls = {}, _Calls(verify, parents, depths, batch_size, seed)
+    by_case = {}
+    calls = _Calls(verify, parents, depths, batch_size, seed)
     for number, (name, kind) in enumerate(cases.items()):
         tables = _tables_of(name, kind, max(depths), vocab_size, generator_of(seed, number))
         share = significance / len(cases)
@@ -194,8 +195,11 @@ class _Calls:
     def __init__(
         self, verify: Callable[..., Any], parents: list[int], depths: list[int], batch_size: int | None, seed: int
     ):
-        self.verify, self.parents, self.depths = verify, parents, depths
-        self.batch_size, self.seed = batch_size, seed
+        self.verify = verify
+        self.parents = parents
+        self.depths = depths
+        self.batch_size = batch_size
+        self.seed = seed
 
     def outputs(self, tables: Tables, draw: Draw, draws: int) -> Iterator[Tensor]:
         """What the verification outputs for `draws` new trees, LongTensor[B, L] with -1 after the tokens, by batch."""
@@ -220,7 +224,8 @@ class _Calls:
 
 
 def _fit_of(calls: _Calls, tables: Tables, draw: Draw, draws: int, significance: float) -> CaseFit:
-    law, outputs = tables.law(), torch.cat([*calls.outputs(tables, draw, draws)])
+    law = tables.law()
+    outputs = torch.cat([*calls.outputs(tables, draw, draws)])
     texts = _completed(outputs, tables, generator_of(calls.seed, len(tables.target), draws))
     total_variation, error = _estimated_total_variation(texts, law)
     return CaseFit(
@@ -234,7 +239,8 @@ def _fit_of(calls: _Calls, tables: Tables, draw: Draw, draws: int, significance:
 
 def _completed(outputs: Tensor, tables: Tables, generator: torch.Generator) -> Tensor:
     """The outputs LongTensor[B, L] with each -1 replaced by a token drawn from P after the tokens before it."""
-    context, texts = torch.zeros_like(outputs[:, 0]), []
+    context = torch.zeros_like(outputs[:, 0])
+    texts = []
     for level, output in zip(tables.target, outputs.unbind(1), strict=True):
         drawn = level[context].multinomial(1, generator=generator)[:, 0]
         texts.append(output.where(output >= 0, drawn))
@@ -249,7 +255,8 @@ def _estimated_total_variation(texts: Tensor, law: Tensor) -> tuple[float, float
     that of one half; the mean's is 0.7 to 1 times as large.
     """
     halves = [joint_counts(half, len(law)).view(law.shape).double() for half in (texts[::2], texts[1::2])]
-    excesses, variances = [], []
+    excesses = []
+    variances = []
     for one, other in (halves, halves[::-1]):
         often = _too_often(one, law)
         share = other[often].sum() / other.sum()
@@ -265,7 +272,8 @@ def _too_often(counts: Tensor, law: Tensor) -> Tensor:
 
     counts: [V, ..., V], how often each output came
     """
-    sequences, found = int(counts.sum()), []
+    sequences = int(counts.sum())
+    found = []
     for length in range(1, law.ndim + 1):
         later = [*range(length, law.ndim)]
         seen, due = (each.sum(later) if later else each for each in (counts, law))
@@ -281,7 +289,8 @@ def _tables_of(name: str, kind: Kind, depth: int, vocab_size: int, generator: to
 
     Raises ValueError, with the kind's name, if it does not return distributions.
     """
-    target, draft = [], []
+    target = []
+    draft = []
     for length in range(depth + 1):
         rows = vocab_size**length
         pair = kind(generator, rows, vocab_size)

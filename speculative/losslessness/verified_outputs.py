@@ -44,7 +44,8 @@ def checked_outputs(outputs: Any, tokens: Tensor, parents: Sequence[int], vocab_
     -1, and for accepted tokens that are no path of the tree.
     """
     depths = depths_of(parents)
-    batch, most = len(tokens), max(depths) + 1
+    batch = len(tokens)
+    most = max(depths) + 1
     shape = f"integers [{batch}, at most {most}]"
     if not isinstance(outputs, Tensor) or outputs.dtype not in INTEGERS:
         got = f"{outputs.dtype} {[*outputs.shape]}" if isinstance(outputs, Tensor) else type(outputs).__name__

@@ -111,10 +111,15 @@ def attention_forward(
         if softcap is None:
             sdpa = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
             return sdpa_attention_forward(module, query, key, value, attention_mask, **sdpa)
-        has_tree, tree_ancestor_mask, tree_prefix_length = True, _as_tree(attention_mask, len(query)), 0
+        has_tree = True
+        tree_ancestor_mask = _as_tree(attention_mask, len(query))
+        tree_prefix_length = 0
         attention_mask = None
-    queries, rows = query.shape[2], key.shape[2]
-    first_row, prefix, window = None, rows - queries, None
+    queries = query.shape[2]
+    rows = key.shape[2]
+    first_row = None
+    prefix = rows - queries
+    window = None
     if attention_mask is not None:
         first_row, prefix, window = _read_rows(module, attention_mask, sliding_window)
     elif queries > rows:
@@ -126,7 +131,8 @@ def attention_forward(
     if dropout:
         raise _unserved(f"has no dropout of {dropout} for {'trees' if has_tree else 'soft-capped scores'}", "eager")
     if query.dtype != value.dtype:  # under autocast, rotary embeddings return fp32
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        query = query.to(value.dtype)
+        key = key.to(value.dtype)
     if not has_tree:
         try:
             if queries <= _longest_chain(query):
@@ -178,7 +184,8 @@ def visible_rows(
     """
     may_be_packed = attention_mask is None and 1 < q_length == kv_length
     plain = _is_plain(mask_function, local_size, config, use_vmap or may_be_packed)
-    end, first = q_offset + q_length, None
+    end = q_offset + q_length
+    first = None
     if plain and attention_mask is not None:
         blind = torch.compiler.is_compiling() or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing())
         plain, first = _first_ones(attention_mask, end, check=not blind)

@@ -24,7 +24,8 @@ class RowCache:
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +35,8 @@ class RowCache:
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
         view = copy(self)
-        view.keys, view.values = self.keys[:slots], self.values[:slots]
+        view.keys = self.keys[:slots]
+        view.values = self.values[:slots]
         return view
 
     def remembered(self) -> list[Tensor]:
@@ -127,13 +129,20 @@ class KeyValueCache(RowCache, Cache):
     """
 
     def __init__(
-        self, batch: int, layers: int, kv_heads: int, rows: int, head_dim: int, like: Tensor,
+        self,
+        batch: int,
+        layers: int,
+        kv_heads: int,
+        rows: int,
+        head_dim: int,
+        like: Tensor,
         rotary: Tensor | None = None,
-    ):  # fmt: skip
+    ):
         keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
         RowCache.__init__(self, keys, torch.zeros_like(keys))
         Cache.__init__(self, layers=[])
-        self.rotary, self.offsets = rotary, torch.zeros(batch, 1, dtype=torch.long, device=like.device)
+        self.rotary = rotary
+        self.offsets = torch.zeros(batch, 1, dtype=torch.long, device=like.device)
         self._kv_heads = kv_heads
         self._new_rows: Tensor | None = None
         self._visible_rows = rows
@@ -148,7 +157,8 @@ class KeyValueCache(RowCache, Cache):
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
         view = super().first(slots)
-        view._by_layer, view.offsets = view._split(), self.offsets[:slots]
+        view._by_layer = view._split()
+        view.offsets = self.offsets[:slots]
         return view
 
     def remembered(self) -> list[Tensor]:
@@ -177,7 +187,9 @@ class KeyValueCache(RowCache, Cache):
         first_rows: for each layer, or one number for all: rows before it are not read (default: 0)
         """
         view = copy(self)
-        view._new_rows, view._visible_rows, view._first_rows = cache_rows, visible_rows, first_rows
+        view._new_rows = cache_rows
+        view._visible_rows = visible_rows
+        view._first_rows = first_rows
         return view
 
     def update(

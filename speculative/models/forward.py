@@ -58,9 +58,13 @@ class TreeMask:
 
         def prepare(window: int | None) -> Attend:
             return prepared_attention(
-                prefix_length=self.prefix_length, rows=self.visible_rows, dtype=dtype, window=window,
-                subtree_end=self.subtree_end, ancestor_mask=self.ancestor_mask,
-            )  # fmt: skip
+                prefix_length=self.prefix_length,
+                rows=self.visible_rows,
+                dtype=dtype,
+                window=window,
+                subtree_end=self.subtree_end,
+                ancestor_mask=self.ancestor_mask,
+            )
 
         return self._by_window(prepare, windows)
 
@@ -186,7 +190,9 @@ class Forward(ABC):
 
     def watch(self, model: nn.Module) -> None:
         """Record the current structure of `model`, for `is_current`; it is, or contains, the model that is called."""
-        self._watched, self._structure, self._values = model, structure_of(model), WeightValues(model)
+        self._watched = model
+        self._structure = structure_of(model)
+        self._values = WeightValues(model)
 
     def is_current(self) -> bool:
         """Whether the model's structure is the recorded one. The values of its weights may have changed."""
@@ -254,9 +260,16 @@ class Forward(ABC):
 
     @abstractmethod
     def __call__(
-        self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
-        needs_logits: bool = True, taps: Taps | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache_rows: Tensor,
+        cache: KeyValueCache,
+        mask: TreeMask,
+        *,
+        needs_logits: bool = True,
+        taps: Taps | None = None,
+    ) -> Tensor:
         """Run the model on N tokens of each sequence, and return its logits [B, N, V] after each token.
 
         The logits have the model's own dtype, since 16 bits take half of the memory and of the time to read; kernels
@@ -288,7 +301,8 @@ class Forward(ABC):
         for begin in range(0, width, most):
             end = min(begin + most, width)
             rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
-            positions, chunk = rows, tokens[:, begin:end]
+            positions = rows
+            chunk = tokens[:, begin:end]
             if limit is not None and is_long and min(starts) + end <= limit:
                 chunk, positions, rows = as_long(chunk, rows, limit)
             mask = chain_mask(first + begin, rows.shape[1], visible_rows=max(starts) + begin + rows.shape[1])
@@ -309,7 +323,8 @@ class Forward(ABC):
 
 def chunk_of(batch: int, device: torch.device) -> int:
     """The number of tokens of each of `batch` prompts that go through a model in one pass of prefill."""
-    least, most = PREFILL_CHUNK, PREFILL_CHUNK if device.type == "cpu" else STREAMED_CHUNK["cuda"]
+    least = PREFILL_CHUNK
+    most = PREFILL_CHUNK if device.type == "cpu" else STREAMED_CHUNK["cuda"]
     return max(least, min(PREFILL_ROWS // batch, most))
 
 

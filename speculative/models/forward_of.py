@@ -137,7 +137,8 @@ def _check(forward: "TransformersForward", model: nn.Module) -> None:
     from heavypath.speculative.models.probe import NotFiniteError, lengths_to_try
     from heavypath.speculative.models.window_probe import check_windows
 
-    found, length = 0.0, 0
+    found = 0.0
+    length = 0
     for length in lengths_to_try(forward):
         try:
             found = forward.gap(model) if length is None else forward.gap(model, length - length // 8 - 2, length // 8)

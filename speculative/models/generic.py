@@ -64,7 +64,8 @@ class TransformersForward(Forward):
         forms = {_form_of_masks(each, name) for each in attentions}
         if "arguments" in forms and len(forms) > 1:
             raise ValueError(f"{name} has layers with attn_implementation={NAME!r} and others; set one for all")
-        self._by_arguments, self._by_bool = "arguments" in forms, forms == {"bool"}
+        self._by_arguments = "arguments" in forms
+        self._by_bool = forms == {"bool"}
         self.has_own_attention = not all(is_of_library(ALL_ATTENTION_FUNCTIONS.get(each)) for each in attentions)
         self.strange = strange_parts(model, attentions)
         self.cache_argument = cache_argument(model)
@@ -182,7 +183,8 @@ class TransformersForward(Forward):
         heads, columns = ([shape[i] for pair in shapes.values() for shape in pair] for i in range(2))
         if len({*heads}) > 1:
             raise self.refusal(f"its layers have keys and values of several numbers of heads: {sorted({*heads})}")
-        self.layers, self._heads_and_columns = len(shapes), (heads[0], max(columns))
+        self.layers = len(shapes)
+        self._heads_and_columns = (heads[0], max(columns))
 
 
 def _form_of_masks(attention: str, name: str) -> str:
@@ -190,7 +192,8 @@ def _form_of_masks(attention: str, name: str) -> str:
 
     Raises ValueError for an attention that takes no such mask.
     """
-    function, makes_masks = ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
+    function = ALL_ATTENTION_FUNCTIONS.get(attention)
+    makes_masks = ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
     if function is attention_forward:
         return "arguments"
     is_own = function is None or is_of_library(function)

@@ -120,11 +120,14 @@ class JoinedProducts:
     def __init__(self, weights: _Together, biases: _Together | None):
         from heavypath.kernels.layers.few_rows import few_rows_product  # only needed on GPUs
 
-        self._weights, self._biases, self._multiply = weights, biases, few_rows_product
+        self._weights = weights
+        self._biases = biases
+        self._multiply = few_rows_product
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
         """The product [rows, n_i] with each weight i."""
-        weight, biases = self._weights.rows(), self._biases
+        weight = self._weights.rows()
+        biases = self._biases
         product = self._multiply(hidden, weight) if biases is None else linear(hidden, weight, biases.rows())
         return product.split(self._weights.sizes, -1)
 

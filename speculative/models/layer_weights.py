@@ -98,7 +98,8 @@ class LayerWeights:
     """A context manager: a layer's weights are in memory while it is entered."""
 
     def __init__(self, stream: WeightStream, index: int):
-        self.stream, self.index = stream, index
+        self.stream = stream
+        self.index = index
 
     def hook(self, layer: nn.Module) -> None:
         """Make the module's forward pass enter and leave this context."""

@@ -57,7 +57,8 @@ class Linears:
         if self.can_copy:
             with _lock:  # copies of another decoder are shared
                 there = {id(each) for copied in _packed.values() if copied.is_current() for each in copied.parameters}
-            needed, free = sum(weight.nbytes for weight in weights if id(weight) not in there), free_memory()
+            needed = sum(weight.nbytes for weight in weights if id(weight) not in there)
+            free = free_memory()
             self.can_copy = 2 * needed <= free
             sizes = f"{needed / 1e6:,.0f} MB beside {free / 1e6:,.0f} MB that are free"
             if self.can_copy:
@@ -73,7 +74,8 @@ class Linears:
         """A function from hidden states [rows, K] to the outputs [rows, n_i] of layers that share this input."""
         if not (self.can_copy and are_plain(layers)):
             return each_alone([as_it_lies(layer) for layer in layers])
-        copied, sizes = self.copy_of(layers), [len(layer.weight) for layer in layers]
+        copied = self.copy_of(layers)
+        sizes = [len(layer.weight) for layer in layers]
         return lambda hidden: product(hidden, copied.blocks).split(sizes, -1)
 
     def one(self, layer: Any) -> Product:

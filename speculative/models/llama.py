@@ -42,13 +42,17 @@ class _LlamaLayer:
     parts: which part of the weights this rank has
     """
 
-    hidden_norm, norm_before_residual = None, False  # only layers of draft heads have them
+    hidden_norm = None  # only layers of draft heads have them
+    norm_before_residual = False
 
     def __init__(self, layer: Any, parts: Parts):
-        attention, mlp, self.parts = layer.self_attn, layer.mlp, parts
+        attention = layer.self_attn
+        mlp = layer.mlp
+        self.parts = parts
         self.projections = [parts.of(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
         self.gates = [parts.of(module) for module in (mlp.gate_proj, mlp.up_proj)]
-        self.mixing, self.last = attention.o_proj, mlp.down_proj
+        self.mixing = attention.o_proj
+        self.last = mlp.down_proj
         self.weights = weights_of(layer)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.head_norms = None if None in norms else HeadNorms(*map(norm_of, norms))
@@ -197,7 +201,8 @@ class LlamaForward(Forward):
             table = cache.rotary[(positions.amax(1, keepdim=True) >= self.rope_limit).long(), positions]
             turns = Turns(*table[:, :, :, None].unbind(2))  # [B, N, 1, D]
 
-        hidden, computed = self._embed(tokens.flatten()), None
+        hidden = self._embed(tokens.flatten())
+        computed = None
         states: dict[int, Tensor] = {}
         with self.alone:
             for index, layer in enumerate(self._layers):

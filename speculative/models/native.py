@@ -108,17 +108,30 @@ class NativePass:
             for (name, _), norm in zip(own._fields_, norms, strict=False):
                 getattr(own, name).take(norm)
             own.keeps_normed = layer.norm_before_residual
-            own.project, own.mix = packed(layer.projections), packed([layer.mixing])
-            own.gate_and_up, own.down = packed(layer.gates, paired=True), packed([layer.last])
-            own.scaling, own.window = layer.scaling, layer.window or 0
-        embedding, first = ends.embedding, layers[0]
+            own.project = packed(layer.projections)
+            own.mix = packed([layer.mixing])
+            own.gate_and_up = packed(layer.gates, paired=True)
+            own.down = packed([layer.last])
+            own.scaling = layer.scaling
+            own.window = layer.window or 0
+        embedding = ends.embedding
+        first = layers[0]
         heads, kv_heads, _ = (len(projection.weight) // first.head_dim for projection in first.projections)
         self._model = _Model(
-            len(layers), embedding.shape[1], heads, kv_heads, first.head_dim, len(first.gates[0].weight),
-            addressof(structures), embedding.data_ptr(), ends.vocab_size or len(ends.lm_head.weight),
-            None if ends.proposed is None else ends.proposed.data_ptr(), ends.given, ends.feeds_back_normed,
+            len(layers),
+            embedding.shape[1],
+            heads,
+            kv_heads,
+            first.head_dim,
+            len(first.gates[0].weight),
+            addressof(structures),
+            embedding.data_ptr(),
+            ends.vocab_size or len(ends.lm_head.weight),
+            None if ends.proposed is None else ends.proposed.data_ptr(),
+            ends.given,
+            ends.feeds_back_normed,
             head=packed([ends.lm_head]),
-        )  # fmt: skip
+        )
         self._model.norm.take(ends.norm)
         if ends.join is not None:
             self._model.join = packed([ends.join])
@@ -145,9 +158,12 @@ class NativePass:
 
         states: further inputs and outputs of a draft head; the logits are then [B, wanted, V]
         """
-        lib, (batch, nodes), rotary = compiled(), tokens.shape, cache.rotary
+        lib = compiled()
+        (batch, nodes) = tokens.shape
+        rotary = cache.rotary
         assert rotary is not None
-        lengths, (keys, values) = mask.prefix_length.contiguous(), cache.read(0)
+        lengths = mask.prefix_length.contiguous()
+        (keys, values) = cache.read(0)
         layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
         ends, seen = (None if each is None else each.contiguous() for each in (mask.subtree_end, mask.ancestor_mask))
         shape = seen if ends is None else ends[..., None, :]
@@ -155,13 +171,33 @@ class NativePass:
         given, wanted, outputs, present = states or GivenStates(None, nodes)
         logits = torch.empty(batch, wanted if needs_logits else 0, self._model.vocab, dtype=self._dtype, device="cpu")
         call = _Call(
-            batch, nodes, present, tokens.contiguous(), positions.contiguous(), cache_rows.contiguous(), rotary,
-            rotary.shape[-3], self._rope_limit, keys, values, keys.shape[2], keys.stride(0),
-            layer_bytes // keys.itemsize, keys.stride(1), lengths, int(lengths.dim() > 0 and len(lengths) > 1), seen,
-            ends, shape.dim() > 2 and len(shape) > 1, shape.shape[-1], None if given is None else given.contiguous(),
-            wanted=wanted, outputs=outputs, outputs_stride=0 if outputs is None else outputs.stride(0),
+            batch,
+            nodes,
+            present,
+            tokens.contiguous(),
+            positions.contiguous(),
+            cache_rows.contiguous(),
+            rotary,
+            rotary.shape[-3],
+            self._rope_limit,
+            keys,
+            values,
+            keys.shape[2],
+            keys.stride(0),
+            layer_bytes // keys.itemsize,
+            keys.stride(1),
+            lengths,
+            int(lengths.dim() > 0 and len(lengths) > 1),
+            seen,
+            ends,
+            shape.dim() > 2 and len(shape) > 1,
+            shape.shape[-1],
+            None if given is None else given.contiguous(),
+            wanted=wanted,
+            outputs=outputs,
+            outputs_stride=0 if outputs is None else outputs.stride(0),
             threads=thread_count(self._bytes),
-        )  # fmt: skip
+        )
         numbers = () if taps is None else taps.numbers
         tapped = {number: logits.new_empty(batch, nodes, self._model.hidden) for number in numbers}
         if tapped:
@@ -171,7 +207,8 @@ class NativePass:
             call.taps = addressof(places)
             call.kept += places, tapped
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)), dtype=torch.float32, device="cpu")
-        call.scratch, call.logits = scratch.data_ptr(), logits.data_ptr() if needs_logits else None
+        call.scratch = scratch.data_ptr()
+        call.logits = logits.data_ptr() if needs_logits else None
         call.kept += self, scratch, logits
         launch(f"llama_{TYPES[self._dtype]}", self._model, call)
         if taps is not None:

@@ -30,7 +30,8 @@ def gap(forward: Forward, model: nn.Module, prefix: int = 3, chain: int = 6) -> 
     Raises ValueError for logits of another shape than the vocabulary's, and for a model whose own logits are NaN or
     infinite. Errors of the model are passed on.
     """
-    device, vocab_size = forward.device, forward.vocab_size
+    device = forward.device
+    vocab_size = forward.vocab_size
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
     count = chain + 2
     tokens = torch.randint(vocab_size, (2, prefix + count), generator=noise, device="cpu").to(device)

@@ -29,9 +29,20 @@ from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache, cache
 
 # Arguments of a model's call that are no part of the prompt, or that the decoder makes.
 _NOT_INPUTS = {
-    "input_ids", "attention_mask", "past_key_values", CACHE_NAME, "use_cache", "cache_position", "logits_to_keep",
-    "labels", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "kwargs",
-}  # fmt: skip
+    "input_ids",
+    "attention_mask",
+    "past_key_values",
+    CACHE_NAME,
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+    "labels",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "kwargs",
+}
 
 
 def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,9 +55,13 @@ def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inputs_of(
-    given: Mapping[str, Any] | None, input_ids: Tensor, lengths: Tensor, target: Forward, new: int,
+    given: Mapping[str, Any] | None,
+    input_ids: Tensor,
+    lengths: Tensor,
+    target: Forward,
+    new: int,
     past: TextCache | None,
-) -> "PromptInputs | Seen | None":  # fmt: skip
+) -> "PromptInputs | Seen | None":
     """Check the inputs of prompts besides tokens, and return them; None if there are none.
 
     given: the option model_inputs of a call
@@ -138,8 +153,11 @@ class PromptInputs:
     def __init__(self, target: Forward, input_ids: Tensor, lengths: Tensor, inputs: dict[str, Any]):
         """input_ids: LongTensor[B, T] with left padding; lengths: LongTensor[B], without padding."""
         width = input_ids.shape[1]
-        self._target, self._input_ids, self._lengths = target, input_ids, lengths
-        self._inputs, self._names = inputs, ", ".join(inputs)
+        self._target = target
+        self._input_ids = input_ids
+        self._lengths = lengths
+        self._inputs = inputs
+        self._names = ", ".join(inputs)
         self._mask = (torch.arange(width, device=lengths.device) >= (width - lengths)[:, None]).long()
         if "position_ids" not in inputs and "position_ids" in signature(target.model.forward).parameters:
             prepare: Any = target.model._prepare_position_ids_for_generation
@@ -173,7 +191,9 @@ class PromptInputs:
 
         Raises ValueError if the decoder's own pass gives other logits after the prompts' last tokens.
         """
-        target, model, lengths = self._target, self._target.model, self._lengths
+        target = self._target
+        model = self._target.model
+        lengths = self._lengths
         batch, width = self._input_ids.shape
         columns = torch.arange(int(lengths.max()), device=lengths.device) + (width - lengths)[:, None]
         columns = columns.clamp(max=width - 1)  # columns of the sequences, padded on the right as in the cache
@@ -203,7 +223,8 @@ class PromptInputs:
 
     def _check_last(self, cache: KeyValueCache, expected: Tensor) -> None:
         """Raise ValueError if the decoder's pass over the last tokens does not give the logits `expected` [B, V]."""
-        target, places = self._target, (self._lengths - 1)[:, None]
+        target = self._target
+        places = (self._lengths - 1)[:, None]
         mask = chain_mask(places[:, 0], 1, visible_rows=int(self._lengths.max()))
         found = target(self._input_ids[:, -1:], places, places, cache, mask)[:, 0].float()
         gap = float(((found - expected).square().mean(-1).sqrt() / expected.std(-1)).max())
@@ -224,7 +245,9 @@ class _PromptRows(Cache):
 
     def __init__(self, cache: KeyValueCache, columns: Tensor, rows: Tensor):
         super().__init__(layers=[])
-        self._written, self._columns, self._rows = cache, columns, rows
+        self._written = cache
+        self._columns = columns
+        self._rows = rows
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -241,7 +264,8 @@ def _picked(states: Tensor, columns: Tensor) -> Tensor:
 
 def _check_names(inputs: dict[str, Any], target: Forward) -> None:
     """Raise ValueError for inputs that the target's forward pass does not take by name."""
-    model, kind = target.model, type(target.model).__name__
+    model = target.model
+    kind = type(target.model).__name__
     takes = [name for name in signature(model.forward).parameters if name not in _NOT_INPUTS]
     for name in inputs:
         if name not in takes:

@@ -50,8 +50,11 @@ class ModelRows:
     """
 
     def __init__(self, forward: Caching, cache: RowCache, unsure: int = 0):
-        self.cache, self.unsure = cache, unsure
-        self._model, self._layers, self._state = weakref.ref(forward.model), forward.layers, forward.state()
+        self.cache = cache
+        self.unsure = unsure
+        self._model = weakref.ref(forward.model)
+        self._layers = forward.layers
+        self._state = forward.state()
 
     def are_of(self, forward: Caching) -> bool:
         """Whether the model of `forward`, as it is now, would compute the same rows."""
@@ -76,7 +79,10 @@ class TextCache(Cache):
         seen:   `prompt_inputs.Seen`, where prompts were more than tokens: then prompt b can only continue sequence b
         """
         super().__init__(layers=[])
-        self._texts, self._slots, self._models, self.seen = texts, slots, models, seen
+        self._texts = texts
+        self._slots = slots
+        self._models = models
+        self.seen = seen
 
     @property
     def tokens(self) -> list[Tensor]:
@@ -107,7 +113,8 @@ class TextCache(Cache):
         most: for each prompt, the largest number of tokens to reuse
         """
         width = min(prompts.shape[1], self._texts.shape[1])
-        texts, lengths = [], []
+        texts = []
+        lengths = []
         for number, (prompt, limit) in enumerate(zip(prompts.cpu(), most, strict=True)):
             same = (self._texts[:, :width] == prompt[:width]).long().cumprod(1).sum(1)
             texts.append(int(same.argmax()) if self.seen is None else number)
@@ -165,7 +172,9 @@ class SharedPrefixes(NamedTuple):
         model = self.cache._rows_of(forward)
         if model is None:
             return [0] * len(self.lengths)
-        have, limit, copied = [len(tokens) for tokens in self.cache.tokens], forward.rope_limit, []
+        have = [len(tokens) for tokens in self.cache.tokens]
+        limit = forward.rope_limit
+        copied = []
         for text, length, end in zip(self.texts, self.lengths, self.ends, strict=True):
             # A sequence of exactly `limit` rows may have been computed with short or with long rotary factors.
             alike = limit is None or (have[text] != limit and (have[text] > limit) == (end >= limit))

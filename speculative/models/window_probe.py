@@ -41,7 +41,8 @@ def _gap(forward: Forward, window: int) -> float:
     noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
     nodes = torch.randint(forward.vocab_size, (1, _NODES), generator=noise, device="cpu").to(forward.device)
     positions = torch.arange(_NODES, device=forward.device)[None]
-    cache, rows = _edge_cache(forward, window, noise), positions + window
+    cache = _edge_cache(forward, window, noise)
+    rows = positions + window
     visible_rows = window + _NODES
     seen = {cache_argument(forward.model): cache.at(rows, visible_rows)}
     expected = forward.model(input_ids=nodes, position_ids=positions, use_cache=True, **seen).logits.float()

@@ -17,7 +17,8 @@ from heavypath.speculative.output.reasons import FATES, WITH_COINS
 from heavypath.speculative.trees.drawing import layout
 
 TEMPLATE = Path(__file__).with_name("page.html")
-TALL, LITTLE = 24.0, 13.0  # half the height of a node, and of a node that is shown without figures
+TALL = 24.0  # half the height of a node, and of a node that is shown without figures
+LITTLE = 13.0
 MANY = 32  # in larger trees, nodes that are not on the path are shown without figures
 
 # For each verification: sentences about an accepted node, about a node whose token the target did not choose ("@" is
@@ -159,7 +160,8 @@ def _tall(step: Mapping[str, Any]) -> list[int]:
 def _heights(step: Mapping[str, Any], tall: list[int]) -> list[int]:
     """The vertical position of each node and of the next token, which is drawn as the last child of the path's end."""
     halves = [TALL if node in tall else LITTLE for node in range(len(step["fates"]) + 1)]
-    parents, ranks = [*step["parents"], step["path"][-1]], [*step["ranks"], len(step["ranks"])]
+    parents = [*step["parents"], step["path"][-1]]
+    ranks = [*step["ranks"], len(step["ranks"])]
     return [round(height) for height in layout(parents, ranks, halves, halves)]
 
 

@@ -47,9 +47,20 @@ from heavypath.speculative.decoding.typical import Typical
 #     parent     the node above it was not accepted
 #     absent     nothing was drafted here
 FATES = (
-    "root", "accepted", "rejected", "skipped", "elder", "equal", "other", "parent", "absent", "refused", "unlikely",
-    "shorter", "beyond",
-)  # fmt: skip
+    "root",
+    "accepted",
+    "rejected",
+    "skipped",
+    "elder",
+    "equal",
+    "other",
+    "parent",
+    "absent",
+    "refused",
+    "unlikely",
+    "shorter",
+    "beyond",
+)
 
 WITH_COINS = DRAFT_AWARE  # verifications that try a child against a coin
 
@@ -106,7 +117,9 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
 
     Probabilities are computed with the filters; at temperature 0, from the logits without filters.
     """
-    token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
+    token = tree.tokens.tolist()
+    parent = tree.parents.tolist()
+    rank = tree.ranks.tolist()
     noise_row = tree.noise_rows.tolist()
     accepted = [node for node in path.tolist() if node >= 0]
     present = [node for node in range(1, len(token)) if token[node] >= 0]
@@ -121,7 +134,8 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
     coin: list[float | None] = [None] * len(token)
     threshold: list[float | None] = [None] * len(token)
     chosen = [0]
-    reached, candidates = {0}, []  # the last accepted node and its siblings of equal token; the children of all these
+    reached = {0}  # the last accepted node and its siblings of equal token; the children of all these
+    candidates = []
     traversed = rules.verification in WHOLE_TREE and len(present) > 0
     if traversed:
         chosen, candidates = _traverse_again(
@@ -239,7 +253,9 @@ def _traverse_again(
     logs_of: the log-probabilities (target's, draft's) of nodes that have children, and of the last accepted node
     """
     fates, coin, threshold = found
-    token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
+    token = tree.tokens.tolist()
+    parent = tree.parents.tolist()
+    rank = tree.ranks.tolist()
     order = sorted(range(len(token)), key=lambda node: (rank[node], node))
     above = tree.noise_rows[tree.parents.clamp(min=0)]
     tossed = coins(seed, above.cpu().numpy(), tree.ranks.cpu().numpy()).tolist()
@@ -258,9 +274,13 @@ def _traverse_again(
     met: dict[tuple[int, ...], int] = {(): 0}
     with np.errstate(all="ignore"):
         for node, ending, _ in in_post_order(
-            PlainTree(token, parent, order), scores_of(0), draft, len(token),
-            held=rules.verification == "held_traversal", independent=rules.replacement,
-        ):  # fmt: skip
+            PlainTree(token, parent, order),
+            scores_of(0),
+            draft,
+            len(token),
+            held=rules.verification == "held_traversal",
+            independent=rules.replacement,
+        ):
             met[paths[node]] = node
             if node > 0:
                 coin[node], threshold[node] = tossed[node], ending

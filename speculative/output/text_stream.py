@@ -20,7 +20,9 @@ class TextStream:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object], *, skip_special_tokens: bool = True
     ):
-        self._tokenizer, self._write, self._skips = tokenizer, write, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._write = write
+        self._skips = skip_special_tokens
         self._tokens: list[int] | None = None  # the last written tokens, then those not written yet
         self._written = 0  # how many of these are written
 

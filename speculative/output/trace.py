@@ -119,7 +119,10 @@ class Recorder:
         rules: Rules,
         request: Request,
     ):
-        self._file, self._tokenizer, self._request, self._rules = file, tokenizer, request, rules
+        self._file = file
+        self._tokenizer = tokenizer
+        self._request = request
+        self._rules = rules
         self._step = 0
         self._known: set[int] = set()  # tokens whose text has been written
         self._pieces: list[list[str]] = [[] for _ in request.lengths]
@@ -158,7 +161,9 @@ class Recorder:
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
         """Write a line for each sequence that took part in a step. before, after: the batch before and after it."""
-        drafted, logits, verified = stepped.drafted, stepped.logits, stepped.verified
+        drafted = stepped.drafted
+        logits = stepped.logits
+        verified = stepped.verified
         parents, ranks, depths = (
             field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
         )
@@ -179,7 +184,8 @@ class Recorder:
                 target_logits=logits[slot, :nodes],
                 draft_logits=draft_logits,
             )
-            path, next_token = verified.path[slot], int(verified.next_token[slot])
+            path = verified.path[slot]
+            next_token = int(verified.next_token[slot])
             reasons = explain(tree, self._rules, self._request.seed, path, next_token)
             shape = {
                 "tokens": tree.tokens.tolist(),
@@ -275,7 +281,9 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _checked(step: dict[str, Any], sequences: int) -> dict[str, Any]:
     """Return a step as it is. Raises ValueError unless its fields have matching lengths and valid indices."""
-    nodes, path, chosen = len(step["tokens"]), step["path"], step["chosen"]
+    nodes = len(step["tokens"])
+    path = step["path"]
+    chosen = step["chosen"]
     per_node = ("parents", "ranks", "depths", "draft", "target", "fates", "coins", "thresholds")
     fits = nodes > 0 and all(len(step[name]) == nodes for name in per_node) and 0 <= step["sequence"] < sequences
     fits = fits and step["parents"][0] == -1 and all(0 <= step["parents"][i] < i for i in range(1, nodes))

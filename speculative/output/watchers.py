@@ -47,7 +47,8 @@ class Streaming(Watcher):
     """Passes each sequence's tokens to its streamer: the prompt at once, new tokens after each step."""
 
     def __init__(self, streamers: Sequence[Streamer], request: Request):
-        self._streamers, self._given = streamers, [0] * len(streamers)
+        self._streamers = streamers
+        self._given = [0] * len(streamers)
         for streamer, prompt, length in zip(streamers, request.prompt, request.lengths, strict=True):
             streamer.put(prompt[None, :length].cpu())
 
@@ -75,7 +76,8 @@ class Criteria(Watcher):
     waits = True
 
     def __init__(self, stopping: "Stopping", peers: Peers):
-        self._stopping, self._peers = stopping, peers
+        self._stopping = stopping
+        self._peers = peers
         self._checked: dict[int, int] = {}  # up to how many tokens each sequence has been checked
 
     def ends(self, rows: Sequence[SlotNumbers], state: Sequences) -> dict[int, int]:
@@ -104,7 +106,8 @@ class Observing(Watcher):
     waits = True
 
     def __init__(self, observe: OnStep, lap: Callable[[str], object]):
-        self._observe, self._lap = observe, lap
+        self._observe = observe
+        self._lap = lap
 
     def before(self, state: Sequences) -> None:
         """Copy the state before the step."""
@@ -118,9 +121,13 @@ class Observing(Watcher):
 
 @contextmanager
 def watching(
-    request: Request, plan: StepPlan, method: str, draft: Draft, options: Mapping[str, Any],
+    request: Request,
+    plan: StepPlan,
+    method: str,
+    draft: Draft,
+    options: Mapping[str, Any],
     lap: Callable[[str], object],
-) -> Iterator[tuple[list[Watcher], "Chosen | None"]]:  # fmt: skip
+) -> Iterator[tuple[list[Watcher], "Chosen | None"]]:
     """A context with the watchers that a call of `generate` needs, and the collector of logits, None if not requested.
 
     method, draft: for the header of a trace

@@ -98,7 +98,8 @@ def _call_for_row(
 ) -> Tensor:
     """A processor's result for one row. It gets copies of the arguments, so it may write into them."""
     processor: Any = rows[row].processors[index]
-    ids, scores = ids[row : row + 1], scores[row : row + 1]
+    ids = ids[row : row + 1]
+    scores = scores[row : row + 1]
     if not isinstance(processor, WatchedCallable):
         return _answer(processor, ids.clone(), scores.clone())
     answer, changed = processor.ask(ids.clone(), scores.clone())

@@ -33,7 +33,8 @@ class ProcessedSteps(LogitChange):
     @classmethod
     def of(cls, request: "Request") -> "ProcessedSteps":
         """Make the change of a request. Raises ValueError if the request's processors do not fit its sequences."""
-        processors, stops = BatchProcessors(), request.stops.tolist()
+        processors = BatchProcessors()
+        stops = request.stops.tolist()
         for member, own in enumerate(request.processors or ()):
             processors.begin(member, request.input_ids[member], own, stops, member)
         return cls(processors)
@@ -50,7 +51,8 @@ class ProcessedSteps(LogitChange):
 
 class _ProcessedStep(LogitChange):
     def __init__(self, step: StepProcessors, lap: Callable[[str], object]):
-        self._step, self._lap = step, lap
+        self._step = step
+        self._lap = lap
 
     def before_drawing(self, draft: Draft, state: Any) -> Draft:
         return ProcessedDraft(draft, self._step, self._lap)
@@ -78,7 +80,9 @@ class ProcessedDraft(Draft):
     """
 
     def __init__(self, draft: Draft, step: StepProcessors, lap: Callable[[str], object]):
-        self._draft, self._step, self._lap = draft, step, lap
+        self._draft = draft
+        self._step = step
+        self._lap = lap
         self.laws = draft.laws
         self._paths: list[dict[int, Path | None]] = []  # for each sequence: node number -> path
         self._columns: dict[int, int] = {}  # node number -> column of `_above`, for the nodes of the level above

@@ -117,7 +117,8 @@ class GrammarProcessor:
     """
 
     def __init__(self, grammar: Grammar, prompt_length: int):
-        self._grammar, self._prompt_length = grammar, prompt_length
+        self._grammar = grammar
+        self._prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [R, V] with -inf for all tokens that may not follow the sequences LongTensor[R, T'].
@@ -126,7 +127,8 @@ class GrammarProcessor:
         """
         words = []
         for new in input_ids[:, self._prompt_length :].tolist():
-            ends, matcher = self._grammar.eos_token_ids, self._grammar.matcher()
+            ends = self._grammar.eos_token_ids
+            matcher = self._grammar.matcher()
             read, ended = before_end(new, ends)
             if not matcher.consume_tokens(read):
                 raise ValueError(f"the tokens {new} are not of the grammar: {matcher.get_error()}")

@@ -45,7 +45,8 @@ def check_schema(schema: Mapping[str, Any]) -> None:
     for each in targets.values():
         links = 0
         while isinstance(each, Mapping) and isinstance(name := each.get("$ref"), str):
-            links, each = links + 1, targets[name]
+            links = links + 1
+            each = targets[name]
             if links > MOST_LINKS:
                 raise _refusal(f"more than {MOST_LINKS} references lead to nothing but another reference")
     # No path goes through a target twice. A reference that `_target` cannot follow may lead to any value.
@@ -58,8 +59,10 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 
 def _containers(schema: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
     """All objects and arrays, parents before children, and the height of each: 1 if it contains no other."""
-    containers, parents = [], []
-    values, waiting = 0, [(schema, -1)]
+    containers = []
+    parents = []
+    values = 0
+    waiting = [(schema, -1)]
     while waiting:
         value, parent = waiting.pop()
         values += 1

@@ -19,7 +19,8 @@ class GrammarText:
     """Follows a grammar along one sequence, and finds the tokens that may follow each node of its trees."""
 
     def __init__(self, grammar: Grammar):
-        self._matcher, self._ends = grammar.matcher(), grammar.eos_token_ids
+        self._matcher = grammar.matcher()
+        self._ends = grammar.eos_token_ids
         self._size = len(words_of(self._matcher))
         self._at: Path = ()  # the tokens that the matcher has read after the root
         self._ended = False

@@ -22,7 +22,9 @@ class TextPenalties:
     """
 
     def __init__(self, frequency: float, presence: float, prompt_length: int):
-        self._frequency, self._presence, self._prompt_length = frequency, presence, prompt_length
+        self._frequency = frequency
+        self._presence = presence
+        self._prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [R, V] minus the penalties. input_ids: LongTensor[R, T'], the sequences before them."""
@@ -35,9 +37,11 @@ class TokenBias:
     """Adds a constant to the logits of some tokens. bias: token -> the constant."""
 
     def __init__(self, bias: Mapping[int, float]):
-        self._tokens, self._bias = torch.tensor([*bias], device="cpu"), torch.tensor([*bias.values()], device="cpu")
+        self._tokens = torch.tensor([*bias], device="cpu")
+        self._bias = torch.tensor([*bias.values()], device="cpu")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [R, V] plus the bias."""
-        tokens, bias = self._tokens.to(scores.device), self._bias.to(scores)
+        tokens = self._tokens.to(scores.device)
+        bias = self._bias.to(scores)
         return scores.index_add(1, tokens, bias.expand(len(scores), -1))

@@ -51,7 +51,8 @@ def with_processors(
     """
     own = lists_for(options.get("logits_processor"), len(request.input_ids))
     config = GenerationConfig() if config is None else config
-    filters, eos = request.filters, request.stops.tolist()
+    filters = request.filters
+    eos = request.stops.tolist()
     biases = _biases(config)
     others = _others(config, options.get("prefix_allowed_tokens_fn"), request, eos)
     marks = _watermarks(config, vocab_size, request.input_ids.device)
@@ -60,7 +61,8 @@ def with_processors(
     if not (any(own) or biases or others or warpers or marks or (penalties and any(first))):
         return request
     if filters.temperature > 0 and (warpers or marks):
-        warpers, filters = _in_order(filters, warpers), Filters(1.0)
+        warpers = _in_order(filters, warpers)
+        filters = Filters(1.0)
     last = [*warpers, *marks]
     lists = [[*_merged([*biases, *one, *others], each), *last] for one, each in zip(first, own, strict=True)]
     return replace(request, processors=lists_for(lists, len(lists)), filters=filters, processing=None)
@@ -85,7 +87,9 @@ def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
 
 def _penalties(request: "Request", eos: list[int]) -> list[list[Any]]:
     """For each sequence, its repetition penalty and minimal length as processors. Padding is not penalised."""
-    width, device, given = request.input_ids.shape[1], str(request.input_ids.device), request.processing
+    width = request.input_ids.shape[1]
+    device = str(request.input_ids.device)
+    given = request.processing
     found: list[list[Any]] = [[] for _ in request.input_ids]
     if given is None:
         return found
@@ -116,7 +120,8 @@ def _others(
 
     allowed: the request's `prefix_allowed_tokens_fn`; eos_tokens: tokens that end a sequence
     """
-    width, device = request.input_ids.shape[1], str(request.input_ids.device)
+    width = request.input_ids.shape[1]
+    device = str(request.input_ids.device)
     eos = torch.tensor(eos_tokens, dtype=torch.long, device=device)
     has_least = request.processing is not None and request.processing.min_new_tokens > 0
 

@@ -35,21 +35,61 @@ MOST_NUMBERS = 1 << 24  # elements of all tensors and arrays that are copied
 
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), range, slice, type(...), type(NotImplemented)}
 _FIXED = (
-    enum.Enum, re.Pattern, PurePath, logging.Logger, type(threading.Lock()), type(threading.RLock()),
-    datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal,
-    np.generic, np.dtype, torch.dtype, torch.device, torch.layout, PreTrainedModel, PreTrainedTokenizerBase,
-    types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
-    types.MethodDescriptorType, types.MethodWrapperType, types.ClassMethodDescriptorType, types.GenericAlias,
-)  # fmt: skip
+    enum.Enum,
+    re.Pattern,
+    PurePath,
+    logging.Logger,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    datetime.tzinfo,
+    decimal.Decimal,
+    np.generic,
+    np.dtype,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    types.CodeType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.ClassMethodDescriptorType,
+    types.GenericAlias,
+)
 _LIBRARIES = {"torch", "numpy", "transformers", "tokenizers", "heavypath", "safetensors", "huggingface_hub"}
 _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
 _FIXED_OF = {"torch", "numpy", "tokenizers", "heavypath", "typing"}  # their objects do not change, except nn.Modules
 _CLOCKS = {"time", "datetime", "secrets", "uuid"}
 _RANDOM = {
-    "random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
-    "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_",
-    "log_normal_", "random_", "poisson", "dropout", "gumbel_softmax",
-}  # fmt: skip
+    "random",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "bernoulli",
+    "bernoulli_",
+    "multinomial",
+    "normal",
+    "normal_",
+    "uniform_",
+    "exponential_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+    "random_",
+    "poisson",
+    "dropout",
+    "gumbel_softmax",
+}
 _CACHE = type(functools.lru_cache(lambda: None))
 _NOTHING = object()
 
@@ -78,7 +118,8 @@ class KeptState:
     """
 
     def __init__(self, kept: object):
-        self.unseen, self.may_differ = "", False
+        self.unseen = ""
+        self.may_differ = False
         self._copies: list[_Copy] = []
         self._numbers = 0
         self._known: dict[int, object] = {}
@@ -114,7 +155,8 @@ class KeptState:
 
     def _stop(self, why: str, *, may_differ: bool = True) -> None:
         if may_differ or not self.unseen:
-            self.unseen, self.may_differ = why, may_differ
+            self.unseen = why
+            self.may_differ = may_differ
 
     def _push(self, things: Iterable[object]) -> None:
         self._left += [thing for thing in things if type(thing) not in _PLAIN]

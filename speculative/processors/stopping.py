@@ -52,7 +52,8 @@ class Stopping:
     criteria: StoppingCriteriaList
 
     def __post_init__(self) -> None:
-        watched, several = WatchedOnes(), len(self.input_ids) > 1
+        watched = WatchedOnes()
+        several = len(self.input_ids) > 1
         own = [
             [
                 watched.of(each) if several and not (type(each) in _STATELESS or is_promised(each)) else each

@@ -169,7 +169,8 @@ class StepProcessors:
     """
 
     def __init__(self, sequences: list[_SequenceState | None], left: list[int]):
-        self._sequences, self._left = sequences, left
+        self._sequences = sequences
+        self._left = left
         self._dead: list[tuple[int, int]] = []
         self._changes: dict[tuple[int, int], list[Change]] = {}  # (slot, node) -> changes to make if it is accepted
 
@@ -228,7 +229,8 @@ class StepProcessors:
         """
         if not self._dead and not self._changes:
             return
-        paths, lengths = verified.path.tolist(), verified.length.tolist()
+        paths = verified.path.tolist()
+        lengths = verified.length.tolist()
         for (slot, node), changes in self._changes.items():
             if node in paths[slot][: lengths[slot] + 1]:
                 for change in changes:
@@ -237,7 +239,8 @@ class StepProcessors:
             sequence = self._sequences[slot]
             depth = paths[slot].index(node) if node in paths[slot][: lengths[slot] + 1] else None
             if sequence is not None and depth is not None and depth < self._left[slot]:
-                names, count = ", ".join(_names(sequence.processors)), sequence.produced + depth
+                names = ", ".join(_names(sequence.processors))
+                count = sequence.produced + depth
                 raise ValueError(
                     f"the logits processors {names} leave no token after the {count} new tokens of a sequence: they "
                     "exclude the whole vocabulary; remove one of them, or let it exclude fewer tokens"
@@ -295,9 +298,11 @@ class StepProcessors:
         wrong = largest.isnan() | (largest == torch.inf)
         if wrong.any():
             slot, column = wrong.nonzero()[0].tolist()
-            sequence, path = self._sequences[slot], paths[slot][column]
+            sequence = self._sequences[slot]
+            path = paths[slot][column]
             if sequence is not None and path is not None:  # else the model itself has returned it
-                names, count = ", ".join(_names(sequence.processors)), sequence.produced + len(path)
+                names = ", ".join(_names(sequence.processors))
+                count = sequence.produced + len(path)
                 raise ValueError(
                     f"the logits processors {names} make NaN or +inf of the {whose}'s logits after {count} new tokens"
                 )

@@ -35,7 +35,8 @@ class Shared:
     """
 
     def __init__(self, kept: object):
-        self.kept, self.now = kept, KeptState(kept)
+        self.kept = kept
+        self.now = KeptState(kept)
         self._before: KeptState | None = None  # the state before the first change
         self._owner: WatchedCallable | None = None  # the sequence whose state is `now`
         self._changes = 0
@@ -47,7 +48,8 @@ class Shared:
         if self._before is not None and self._owner is not sequence:
             if self._owner is not None:
                 self._owner.own = self.now
-            self.now, self._owner = sequence.own or self._before, sequence
+            self.now = sequence.own or self._before
+            self._owner = sequence
             self.now.put_back()
         return self.now
 
@@ -56,7 +58,8 @@ class Shared:
 
         After three changes a warning is logged.
         """
-        self._before, self._owner = self._before or self.now, sequence
+        self._before = self._before or self.now
+        self._owner = sequence
         self.now = KeptState(self.kept)
         self._changes += 1
         if self._changes == TOLD_AFTER:
@@ -72,7 +75,8 @@ class WatchedCallable:
     """
 
     def __init__(self, processor: Any, shared: Shared):
-        self.processor, self.shared = processor, shared
+        self.processor = processor
+        self.shared = shared
         self.own: KeptState | None = None
 
     @property

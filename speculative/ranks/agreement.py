@@ -32,7 +32,8 @@ from heavypath.speculative.ranks.communication import Communication, RankFailedE
 from heavypath.speculative.ranks.group import whole_ranks
 from heavypath.speculative.ranks.peers import Peers, local_of
 
-DIFFERENT, ENDED = -2, -3  # values of LEFT for all sequences
+DIFFERENT = -2  # values of LEFT for all sequences
+ENDED = -3
 PARTS = ("draft", "target logits", "verdict")
 _BITS = (1 << 62) - 1  # so that a digest can be negated
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio as an odd number, which mixes bits well
@@ -47,7 +48,8 @@ class RankMismatchError(RuntimeError):
     """
 
     def __init__(self, rank: int, what: str, where: str):
-        self.rank, self.what = rank, what
+        self.rank = rank
+        self.what = what
         super().__init__(
             f"rank {rank} has another {what} than the other ranks {where}; all ranks need the same models, prompts and "
             "settings, the seed among them"
@@ -94,7 +96,8 @@ class Agreement(Peers):
     is_alone = False
 
     def __init__(self, ranks: Communication, device: torch.device, *, compares_weights: bool = True):
-        self.ranks, self._compares_weights = ranks, compares_weights
+        self.ranks = ranks
+        self._compares_weights = compares_weights
         self._words = torch.zeros(
             len(PARTS), dtype=torch.long, device=device
         )  # digests of the last step, or of the first step that differs

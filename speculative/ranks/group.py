@@ -54,7 +54,8 @@ class Ranks(Communication):
 
         part: this rank's columns, [rows, own]; columns: how many all ranks have together
         """
-        rows, widest = len(part), -(-columns // self.count)
+        rows = len(part)
+        widest = -(-columns // self.count)
         if part.shape[1] < widest:
             part = nn.functional.pad(part, (0, widest - part.shape[1]))
         every = part.new_empty(self.count * rows, widest)

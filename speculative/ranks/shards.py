@@ -24,7 +24,8 @@ from torch.nn.functional import embedding as look_up
 from heavypath.speculative.ranks.group import Ranks, ranks_of
 from heavypath.speculative.ranks.peers import WHOLE, Parts, Product, is_split, local_of
 
-_ROWS, _COLUMNS = (Shard(0),), (Shard(1),)
+_ROWS = (Shard(0),)
+_COLUMNS = (Shard(1),)
 _LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _parts: "weakref.WeakKeyDictionary[nn.Module, nn.Linear]" = weakref.WeakKeyDictionary()
 
@@ -88,13 +89,15 @@ class Shards(Parts):
         """
         if not is_split(module):
             return module
-        weight, bias = local_of(module.weight), None
+        weight = local_of(module.weight)
+        bias = None
         if module.bias is not None and not _has_columns(module):
             bias = local_of(module.bias)
         part = _parts.get(module)
         if part is None or part.weight is not weight or part.bias is not bias:
             part = _parts[module] = nn.Linear(1, 1, device="meta")
-            part.in_features, part.out_features = weight.shape[1], weight.shape[0]
+            part.in_features = weight.shape[1]
+            part.out_features = weight.shape[0]
             part._parameters = {"weight": weight, "bias": bias}  # pyright: ignore[reportAttributeAccessIssue]
         return part
 

@@ -122,7 +122,8 @@ class Arrival:
             text = torch.tensor(self.tokens + kept, device=self.request.prompt.device)
             stopped = self.request.stopping.kept(0, text, before)
             if stopped is not None:
-                kept, end = kept[: stopped - before], stopped - before
+                kept = kept[: stopped - before]
+                end = stopped - before
         if kept and self.first is None:
             self.first = self.clock()
         self.tokens += kept
@@ -193,7 +194,8 @@ class Arrivals:
             self.check_open()
             if self._count >= self.most and _going_on(self._all()) >= self.most:
                 raise QueueFull(f"{self.most} requests are waiting, as many as may; try again later, or with queue=")
-            client, share = arrival.client, max(1, self.most // 2)
+            client = arrival.client
+            share = max(1, self.most // 2)
             requests = self._waiting.get(client, {})
             if client is not None and _going_on(each for texts in requests.values() for each in texts) >= share:
                 raise QueueFull(f"{share} requests of this client are waiting, as many as may of one; try again later")
@@ -248,7 +250,8 @@ class Arrivals:
     def close(self, error: BaseException | None = None) -> None:
         """Accept no more requests, and wake threads in `wait`. error: the cause that `check_open` reports, if any."""
         with self._lock:
-            self._is_open, self._error = False, self._error or error
+            self._is_open = False
+            self._error = self._error or error
             self._changed.notify_all()
 
     def wake(self) -> None:

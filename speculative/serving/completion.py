@@ -27,7 +27,9 @@ class Completion:
     """
 
     def __init__(self, progress: Progress, wake: Callable[[], object], seed: int = 0):
-        self._progress, self._wake, self.seed = progress, wake, seed
+        self._progress = progress
+        self._wake = wake
+        self.seed = seed
 
     def cancel(self) -> None:
         """End the request before the next step; its tokens so far are kept. No effect if it has ended."""
@@ -88,7 +90,9 @@ class Completion:
                 return
 
     async def __aiter__(self) -> AsyncIterator[list[int]]:
-        place, loop, changed = 0, asyncio.get_running_loop(), asyncio.Event()
+        place = 0
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
 
         def tell() -> None:
             with suppress(RuntimeError):  # the loop has been closed, so nobody waits

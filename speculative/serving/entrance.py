@@ -34,7 +34,8 @@ class Entrance:
     """
 
     def __init__(self, plan: StepPlan, size: Size, piece: int):
-        self._plan, self._piece = plan, piece
+        self._plan = plan
+        self._piece = piece
         self._one = Workspace(plan, size._replace(sequences=1), Launcher())
         self._rooms = [self._one]
         models = (plan.target, *plan.draft.models)
@@ -104,7 +105,8 @@ class Entrance:
 
     def _scored(self, arrival: Arrival, likeliest: int) -> Iterator[int]:
         piece = min(LOGITS, self._piece)
-        cache, prompt = self._one.target_cache, arrival.request.prompt
+        cache = self._one.target_cache
+        prompt = arrival.request.prompt
         for scored in prompt_logprobs(self._plan.target, cache, prompt, likeliest, piece):
             arrival.progress.prompt_logprobs += scored
             yield piece

@@ -75,11 +75,13 @@ def prompt_logprobs(
     prompt:    LongTensor[1, T]
     likeliest: how many of the likeliest tokens to list at each position
     """
-    tokens, limit = prompt[0].tolist(), target.rope_limit
+    tokens = prompt[0].tolist()
+    limit = target.rope_limit
     yield [TokenLogprob(tokens[0], None, [])]
     for begin in range(0, len(tokens) - 1, piece):
         end = min(begin + piece, len(tokens) - 1)
-        piece_of, rows = prompt[:, begin:end], torch.arange(begin, end, device=prompt.device)[None]
+        piece_of = prompt[:, begin:end]
+        rows = torch.arange(begin, end, device=prompt.device)[None]
         positions = rows
         if limit is not None and end <= limit < len(tokens):
             piece_of, positions, rows = as_long(piece_of, rows, limit)

@@ -60,7 +60,8 @@ class Look:
 
     def let_go(self) -> None:
         """Release all views of weights, so that memory which is about to be freed is not read."""
-        self._sampled, self._samples = [], []
+        self._sampled = []
+        self._samples = []
 
     def _modules(self) -> Iterator[nn.Module]:
         return (module for model in self._models for module in model.model.modules())

@@ -68,7 +68,8 @@ def serve(
     check_alone("serve", plan.target)
     if not plan.peers.is_alone:
         raise ValueError("serve runs in one process, and this decoder has the option communication; use `generate`")
-    seed, unseeded = whole("seed", seed), None if unseeded is None else whole("unseeded", unseeded)
+    seed = whole("seed", seed)
+    unseeded = None if unseeded is None else whole("unseeded", unseeded)
     if unseeded is not None and unseeded < 0:
         raise ValueError(f"unseeded must be None or an integer >= 0, got {unseeded!r}")
     room = min(2048 if max_tokens is None else whole("max_tokens", max_tokens), plan.target.max_positions + 1)
@@ -84,6 +85,12 @@ def serve(
         return replace(plan, tree=trees.of(slots), others=trees.trees, draft=draft)
 
     return Service(
-        with_trees, trees.of, checked, draft_filters,
-        limits=limits, seed=seed, unseeded=unseeded, cuda_graphs=runner.cuda_graphs,
-    )  # fmt: skip
+        with_trees,
+        trees.of,
+        checked,
+        draft_filters,
+        limits=limits,
+        seed=seed,
+        unseeded=unseeded,
+        cuda_graphs=runner.cuda_graphs,
+    )

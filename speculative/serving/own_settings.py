@@ -31,7 +31,9 @@ class _Scored(Draft):
     """A draft whose logits are turned into scores by settings [B, 4]."""
 
     def __init__(self, draft: Draft, settings: Tensor):
-        self._draft, self._settings, self.laws = draft, settings, draft.laws
+        self._draft = draft
+        self._settings = settings
+        self.laws = draft.laws
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """Scores [B, n, V] after the n nodes of a feed; for a step's first feed, of the root's D distributions."""

@@ -44,7 +44,8 @@ class Pauses:
         with self._turn:
             try:
                 with self._lock:
-                    self._owner, self.is_impatient = threading.get_ident(), not graceful
+                    self._owner = threading.get_ident()
+                    self.is_impatient = not graceful
                 self._wake()
                 if not self._wait_until_it_stands(timeout):
                     self.is_impatient = True
@@ -52,7 +53,8 @@ class Pauses:
                 yield
             finally:
                 with self._lock:
-                    self._owner, self.is_impatient = None, False
+                    self._owner = None
+                    self.is_impatient = False
                     self._changed.notify_all()
 
     def stand(self) -> None:

@@ -47,7 +47,9 @@ class Prefixes:
     """
 
     def __init__(self, plan: StepPlan, workspace: Workspace, most_bytes: int):
-        self._plan, self._workspace, self._most_bytes = plan, workspace, most_bytes
+        self._plan = plan
+        self._workspace = workspace
+        self._most_bytes = most_bytes
         self._ended = OrderedDict[bytes, tuple[Tokens, TextCache]]()  # the most recently used comes last
         self.nbytes = 0
 
@@ -123,7 +125,8 @@ class Prefixes:
 
     def _caches(self) -> Iterator[tuple[Caching, RowCache, int]]:
         """Each model, its cache, and how many of a sequence's last rows may be missing there."""
-        plan, workspace = self._plan, self._workspace
+        plan = self._plan
+        workspace = self._workspace
         yield plan.target, workspace.target_cache, 0
         draft = plan.draft
         for part, cache in draft.parts(workspace.draft_cache):

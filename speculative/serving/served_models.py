@@ -64,4 +64,5 @@ class ServedModels:
         self.plan = self._new_plan()
         drafting = self.plan.draft.models
         self._all = [self.plan.target, *drafting]
-        self._of_target, self._of_draft = Look([self.plan.target]), Look(drafting)
+        self._of_target = Look([self.plan.target])
+        self._of_draft = Look(drafting)

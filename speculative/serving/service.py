@@ -88,11 +88,15 @@ class Service:
         unseeded: seed of the seeds chosen for requests without one; None for a random one
         cuda_graphs: whether steps on a GPU are captured as CUDA graphs
         """
-        self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
-        self._tree_of, self._cuda_graphs = tree_of, cuda_graphs
+        self._checked = checked
+        self._draft_filters = draft_filters
+        self._seed = seed
+        self._tree_of = tree_of
+        self._cuda_graphs = cuda_graphs
         self._models = ServedModels(new_plan)
         plan = self._models.plan
-        self.limits, self._device = limits, plan.target.device
+        self.limits = limits
+        self._device = plan.target.device
         on_host = host_can_read(self._device)
         self._in_device = nullcontext if on_host else lambda: torch.cuda.device(self._device)
         self._beside = None if on_host else torch.cuda.Stream(self._device, priority=-1)  # has priority over steps
@@ -105,7 +109,8 @@ class Service:
         self._lock = threading.Lock()  # protects the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
         self._entering: tuple[list[Arrival], Iterator[int] | None] | None = None  # with None before reading begins
-        self._pauses, self._steps = Pauses(self._arrivals.wake), 0
+        self._pauses = Pauses(self._arrivals.wake)
+        self._steps = 0
         self.unseeded = randbits(32) if unseeded is None else unseeded
         self._names = Random(self.unseeded)  # chooses seeds for requests without one
         self._is_graceful = True
@@ -430,7 +435,8 @@ class Service:
     def _end_under_way(self, outcome: Reason | Exception) -> None:
         """End the requests that run, and those whose prompts are partly read; waiting requests stay in the queue."""
         if self._entering is not None and self._entering[1] is not None:
-            group, self._entering = self._entering[0], None
+            group = self._entering[0]
+            self._entering = None
             self._end_each(group, outcome)
         for member in [*self._slots.running]:
             self._slots.leave(member, kept=False)
@@ -440,7 +446,8 @@ class Service:
         while (arrival := self._arrivals.pop()) is not None:
             self._end(arrival, outcome)
         if self._entering is not None:
-            group, self._entering = self._entering[0], None
+            group = self._entering[0]
+            self._entering = None
             self._end_each(group, outcome)
         for member in [*self._slots.running]:
             if not isinstance(outcome, Exception):  # after an error the device may be unusable
@@ -461,7 +468,8 @@ class Service:
         if isinstance(outcome, Exception):
             logger.warning("a request has failed: %s", outcome)
         elif (draft := self._slots.plan.draft) is not None and arrival.tokens:
-            request, new = arrival.request, torch.tensor([arrival.tokens], device="cpu")
+            request = arrival.request
+            new = torch.tensor([arrival.tokens], device="cpu")
             draft.learn(request.prompt, request.lengths, new, torch.tensor([len(arrival.tokens)], device="cpu"))
 
     def _count(self, **more: float) -> None:

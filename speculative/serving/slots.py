@@ -73,8 +73,10 @@ class Member:
         if numbers.left < 0:
             return numbers.error("")
         new = output[self.row, self.seen : numbers.produced].tolist()
-        nodes, self.nodes = numbers.nodes - self.nodes, numbers.nodes
-        self.seen, self.arrival.steps = numbers.produced, numbers.steps
+        nodes = numbers.nodes - self.nodes
+        self.nodes = numbers.nodes
+        self.seen = numbers.produced
+        self.arrival.steps = numbers.steps
         return self.arrival.take(new, nodes, logits)
 
 
@@ -87,7 +89,8 @@ def serving_plan(plan: StepPlan) -> StepPlan:
     Children are not drawn uniformly when a draft's support is used up. A request's processors may exclude tokens on
     purpose, and after the end of a sequence they exclude all; a node must stay absent there.
     """
-    rules, plain = plan.rules, Filters()
+    rules = plan.rules
+    plain = Filters()
     changes = (*rules.changes, OwnSettings())
     rules = replace(rules, target_filters=plain, draft_filters=plain, fill=False, changes=changes)
     return replace(plan, rules=rules)
@@ -147,8 +150,11 @@ class ServiceSlots:
         tree_of: given a number of requests in a step, the tree of the plan for it
         seed: seed of the random numbers that all requests share
         """
-        self.plan, self.limits, self._tree_of = plan, limits, tree_of
-        count, max_tokens = limits.slots, limits.max_tokens
+        self.plan = plan
+        self.limits = limits
+        self._tree_of = tree_of
+        count = limits.slots
+        max_tokens = limits.max_tokens
         device = plan.target.device
         self._on_host = host_can_read(device)
         self._runner = StepRunner(cuda_graphs)
@@ -229,7 +235,9 @@ class ServiceSlots:
 
         Raises ValueError if its logits processors do not fit.
         """
-        arrival, slot, row = group[place], len(self.running), self._rows[-1]
+        arrival = group[place]
+        slot = len(self.running)
+        row = self._rows[-1]
         self._processors.begin(row, arrival.request.input_ids[0], arrival.processors, arrival.stops, 0)
         member = Member(arrival, self._rows.pop())
         self._workspace.receive(slot, self._entrance.room(group), place, arrival.prompt_length)
@@ -240,7 +248,8 @@ class ServiceSlots:
 
     def leave(self, member: Member, *, kept: bool = True) -> None:
         """Remove a request; the request in the last slot moves to its slot. kept: keep its rows for later prompts."""
-        slot, last = self.running.index(member), self.running[-1]
+        slot = self.running.index(member)
+        last = self.running[-1]
         if kept:
             self._prefixes.keep(slot, member.arrival.text)
         if last is not member:
@@ -293,7 +302,9 @@ class ServiceSlots:
         clients = [member.arrival.client for member in self.running]
         if not self._on_host or len({*clients}) < 2:
             return len(clients)
-        had, pause, part = Counter[Hashable](), [], []
+        had = Counter[Hashable]()
+        pause = []
+        part = []
         for slot, client in enumerate(clients):
             had[client] += 1
             (pause if client is not None and had[client] > BESIDE else part).append(slot)
@@ -346,7 +357,9 @@ class ServiceSlots:
         self._readers.append(reader)
         if outcome is None:
             return []
-        (output,), ended, reader = outcome.looked, [], self._readers.popleft()
+        (output,) = outcome.looked
+        ended = []
+        reader = self._readers.popleft()
         for slot, (member, numbers) in enumerate(zip(outcome.who, outcome.rows, strict=True)):
             if member.arrival.has_ended:
                 continue

@@ -83,7 +83,8 @@ class DeviceStream(WeightStream):
     ):
         packings = [*map(Packing, layers)]
         size = max(packing.nbytes for packing in packings)
-        self.layers, self.device = len(layers), device
+        self.layers = len(layers)
+        self.device = device
         self._sizes = [packing.nbytes for packing in packings]
         memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(slots, len(layers)))]
         self._slots = [*map(_DeviceSlot, memories)]
@@ -202,7 +203,8 @@ class DeviceStream(WeightStream):
         with self._alone:
             if not self._in_pass:
                 raise RuntimeError("a streamed layer is called outside of a pass; call the model, or enter one_pass()")
-            slot, current = self._slot(layer), torch.cuda.current_stream(self.device)
+            slot = self._slot(layer)
+            current = torch.cuda.current_stream(self.device)
             if slot.layer != layer:
                 self._copy(layer)
             slot.free = None
@@ -243,7 +245,8 @@ class DeviceStream(WeightStream):
         This waits for the GPU.
         """
         with self._alone:
-            copied, files = self._tally.counts(), self.host.counts()
+            copied = self._tally.counts()
+            files = self.host.counts()
         if not self.host.passing:
             return copied
         return files._replace(waiting=files.waiting + copied.waiting)
@@ -275,7 +278,8 @@ class DeviceStream(WeightStream):
 
     def _drop_interrupted(self) -> None:
         """End a pass that a call of this thread began and that Ctrl-C may have kept from ending."""
-        hooked, self._hooked = self._hooked, None
+        hooked = self._hooked
+        self._hooked = None
         if hooked is not None:
             hooked.close()
 
@@ -287,7 +291,8 @@ class DeviceStream(WeightStream):
         """Launch the copy of a layer, after the work that still uses its slot."""
         self._release_host()
         self.host.take(layer)
-        slot, current = self._slot(layer), torch.cuda.current_stream(self.device)
+        slot = self._slot(layer)
+        current = torch.cuda.current_stream(self.device)
         if slot.free is not None:
             self._copies.wait_event(slot.free)
         elif slot.layer is not None or not self._forked:

@@ -42,7 +42,8 @@ class DeviceTally:
 
     def __init__(self) -> None:
         self._bytes = self._untimed = 0
-        self._copying, self._waiting = _Spans(), _Spans()
+        self._copying = _Spans()
+        self._waiting = _Spans()
 
     def copied(self, nbytes: int, span: Span) -> None:
         """Add a copy of `nbytes` bytes. span: the events before and after it."""

@@ -54,7 +54,8 @@ class WeightFile:
 
         Raises OSError if the file has become shorter.
         """
-        wanted, done = min(len(into), self.size - begin), 0
+        wanted = min(len(into), self.size - begin)
+        done = 0
         while done < wanted:
             count = os.preadv(self._file, [into[done:]], begin + done)
             if done + count < wanted:

@@ -86,10 +86,13 @@ def stream_to_gpu(
     WholePass(stream).hook(parts.body)
     logger.info(
         "%s: %d of %d layers are streamed, %s MB of weights are in the memory of %s, %s MB in pinned memory",
-        type(parts.model).__name__, len(passing), len(parts.layers),
-        f"{(others + stream.nbytes + sum(sizes[number] for number in stay)) / 1e6:,.0f}", parts.device,
+        type(parts.model).__name__,
+        len(passing),
+        len(parts.layers),
+        f"{(others + stream.nbytes + sum(sizes[number] for number in stay)) / 1e6:,.0f}",
+        parts.device,
         f"{stream.host.nbytes / 1e6:,.0f}",
-    )  # fmt: skip
+    )
     return stream
 
 
@@ -160,7 +163,8 @@ def _check_host(kept: list[int], from_disk: list[int], moved: list[int]) -> None
     from_disk: bytes of each layer that is read from disk, through at most SLOTS slots
     moved:     bytes of each layer that is in host memory already; while one is moved, it is there twice
     """
-    needed, free = sum(kept) + max(moved, default=0), free_memory()
+    needed = sum(kept) + max(moved, default=0)
+    free = free_memory()
     needed += min(SLOTS, len(from_disk)) * max(from_disk, default=0)
     if needed > free:
         raise ValueError(

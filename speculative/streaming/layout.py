@@ -57,7 +57,8 @@ class Layout:
                     f"{place.path!r} has a tensor of type {place.dtype} at the odd byte {place.begin}; write it again "
                     "with save_pretrained, which aligns tensors"
                 )
-            begin, end = place.begin // BLOCK * BLOCK, -(-place.end // BLOCK) * BLOCK
+            begin = place.begin // BLOCK * BLOCK
+            end = -(-place.end // BLOCK) * BLOCK
             last = self._runs[-1] if self._runs else None
             if last is not None and last.path == place.path and begin <= last.end + GAP:
                 self._runs[-1] = last._replace(end=max(last.end, end))

@@ -114,8 +114,11 @@ def stream_layers(
         LayerWeights(stream, order).hook(layers[index])
     logger.info(
         "%s: %d of %d layers are streamed, %s MB of weights are in memory",
-        type(model).__name__, len(sources) - len(stay), len(layers), f"{(others + stream.nbytes) / 1e6:,.0f}",
-    )  # fmt: skip
+        type(model).__name__,
+        len(sources) - len(stay),
+        len(layers),
+        f"{(others + stream.nbytes) / 1e6:,.0f}",
+    )
     return stream
 
 

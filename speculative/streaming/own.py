@@ -48,8 +48,12 @@ class _OwnStream(WeightStream):
     """A stream that calls `read` for the weights of each layer when the layer is taken."""
 
     def __init__(self, layers: Sequence[nn.Module], read: Read):
-        self.layers, self.resident, self.on_take = len(layers), frozenset(), None
-        self._read, self._alone, self._counts = read, threading.RLock(), StreamCounts()
+        self.layers = len(layers)
+        self.resident = frozenset()
+        self.on_take = None
+        self._read = read
+        self._alone = threading.RLock()
+        self._counts = StreamCounts()
         self._unchecked = {*range(self.layers)}
         self._tensors: list[dict[str, Tensor]] = []
         memory: dict[tuple[object, ...], dict[str, Tensor]] = {}  # by the layout of a layer
@@ -77,12 +81,14 @@ class _OwnStream(WeightStream):
         if self.on_take is not None:
             self.on_take(layer)
         begin = time.perf_counter()
-        given, own = self._read(layer), self._tensors[layer]
+        given = self._read(layer)
+        own = self._tensors[layer]
         self._check(layer, given)
         with torch.inference_mode():
             for name, weight in own.items():
                 weight.copy_(given[name])
-        seconds, done = time.perf_counter() - begin, sum(weight.nbytes for weight in own.values())
+        seconds = time.perf_counter() - begin
+        done = sum(weight.nbytes for weight in own.values())
         before = self._counts
         self._counts = StreamCounts(before.bytes_read + done, before.reading + seconds, before.waiting + seconds)
         if layer in self._unchecked:

@@ -26,7 +26,8 @@ class Packing:
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The tensors by name, as views of the buffer `memory`, uint8 [at least nbytes]."""
-        views, begin = {}, 0
+        views = {}
+        begin = 0
         for name, (dtype, shape, nbytes) in self._facts.items():
             views[name] = memory[begin : begin + nbytes].view(dtype).view(shape)
             begin += -(-nbytes // ALIGNMENT) * ALIGNMENT

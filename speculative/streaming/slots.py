@@ -122,7 +122,8 @@ class LayerSlots:
 
         Raises OSError, with layer and reason, if it cannot be read, and RuntimeError after `close`.
         """
-        slot, thread = self._slot_of[layer], threading.current_thread()
+        slot = self._slot_of[layer]
+        thread = threading.current_thread()
         begin: float | None = None
         with self._lock:
             try:
@@ -150,7 +151,8 @@ class LayerSlots:
         if slot.layer != layer or slot.running:
             return False
         if slot.error is not None:
-            error, slot.layer = slot.error, None
+            error = slot.error
+            slot.layer = None
             raise OSError(f"layer {layer} of the model cannot be read: {error}") from error
         return slot.left == 0
 
@@ -206,7 +208,9 @@ class LayerSlots:
 
         An error is kept in the slot, and raised by `take`.
         """
-        slot, file, tally = job.slot, self.files[job.chunk.path], self._tally
+        slot = job.slot
+        file = self.files[job.chunk.path]
+        tally = self._tally
         with self._lock:
             if slot.turn != job.turn or slot.error is not None or self.closed:
                 return

@@ -50,7 +50,8 @@ def share_of(parts: Sequence[int], wholes: Sequence[int]) -> Estimate:
     The error is that of a ratio estimator (Cochran, Sampling Techniques, section 6.4): the prompts are the independent
     units, not the single tokens.
     """
-    count, whole = len(wholes), sum(wholes)
+    count = len(wholes)
+    whole = sum(wholes)
     share = sum(parts) / whole
     if count < 2:
         return Estimate(share, None)

@@ -121,7 +121,8 @@ def _measure(
     runners: for each temperature, a function for each way that decodes a prompt; tokens: the prompts of each kind
     report: called with lines of progress; on_results: called with the results after each kind and temperature
     """
-    repeats, max_new_tokens = results.settings["repeats"], results.settings["max_new_tokens"]
+    repeats = results.settings["repeats"]
+    max_new_tokens = results.settings["max_new_tokens"]
     count = sum(len(own) for own in tokens.values()) * repeats * sum(len(own) for own in runners.values())
     with_time = _with_time_left(report, count)
     every: dict[float, dict[str, list[TimedRun]]] = {each: {name: [] for name in own} for each, own in runners.items()}
@@ -188,7 +189,8 @@ def _with_time_left(report: Callable[[str], object], count: int) -> Callable[[st
 
     The time left is estimated by the mean time of the runs before.
     """
-    begin, done = time.perf_counter(), 0
+    begin = time.perf_counter()
+    done = 0
 
     def say(line: str) -> None:
         nonlocal done

@@ -10,9 +10,12 @@ from html import escape
 
 from heavypath.speculative.suite.estimates import Estimate
 
-LEFT, TOP, BOTTOM = 44, 10, 26  # room for the axes' labels
+LEFT = 44  # room for the axes' labels
+TOP = 10
+BOTTOM = 26
 HEIGHT = 220
-BAR, GAP = 14, 18  # pixels of a bar, and between groups
+BAR = 14  # pixels of a bar, and between groups
+GAP = 18
 COLOURS = 8  # of a page's styles; further series begin again with the first
 
 Series = tuple[str, Sequence[Estimate | None]]  # a name, and a value for each group or place; None for no value

@@ -70,7 +70,8 @@ def new_block(
         raise ValueError(f"term must be one of {', '.join(MARKOV_TERMS)}, or '' for none, got {term!r}")
     if block_size < 1 or layers < 1:
         raise ValueError(f"block_size and layers must be 1 or more, got {block_size} and {layers}")
-    shape, count = _shape(target, tokens), len(layers_of(target))
+    shape = _shape(target, tokens)
+    count = len(layers_of(target))
     rank = min(LARGEST_RANK, -(-shape["hidden_size"] // 4))
     config = BlockConfig(
         **shape,
@@ -99,7 +100,9 @@ def default_taps(layers: int) -> tuple[int, ...]:
 def _shape(target: PreTrainedModel, tokens: Tensor | None) -> dict[str, Any]:
     """The fields of `TappedConfig` that follow from the target and from the tokens that the draft can propose."""
     text: Any = target.config.get_text_config(decoder=True)
-    width, heads, ropes = text.hidden_size, text.num_attention_heads, getattr(text, "rope_parameters", None) or {}
+    width = text.hidden_size
+    heads = text.num_attention_heads
+    ropes = getattr(text, "rope_parameters", None) or {}
     return {
         "hidden_size": width,
         "target_hidden_size": width,

@@ -49,7 +49,9 @@ def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tenso
     embed:  a function from tokens LongTensor[R, N] to their embeddings [R, N, H]
     depths: at most B
     """
-    config, dtype, size = head.config, head.fc.weight.dtype, head.config.block_size
+    config = head.config
+    dtype = head.fc.weight.dtype
+    size = head.config.block_size
     blocks = rows.tokens.shape[1] // size
     at = torch.arange(blocks * size, device=head.fc.weight.device)
     tokens = rows.tokens[:, : len(at)].long()
@@ -65,7 +67,8 @@ def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tenso
     by_depth = head.norm(hidden).unflatten(1, (blocks, size)).unbind(2)[:depths]
     if not isinstance(head.term, MarkovTerm):
         return [*by_depth]
-    outputs, state = [], hidden.new_zeros(len(tokens) * blocks, 1, head.term.state_size)
+    outputs = []
+    state = hidden.new_zeros(len(tokens) * blocks, 1, head.term.state_size)
     for normed, parents in zip(by_depth, tokens.unflatten(1, (blocks, size)).unbind(2), strict=False):
         nodes = Parents(parents.flatten()[:, None], len(outputs), state if head.term.state_size else None)
         latent, new = head.term.latent(normed.flatten(0, 1), nodes)
@@ -76,7 +79,8 @@ def block_outputs(head: BlockHead, rows: Taught, embed: Callable[[Tensor], Tenso
 
 def block_logits(head: BlockHead, outputs: Tensor, lm_head: Any) -> Tensor:
     """The logits [R, N, Vd] for outputs of `block_outputs` [R, N, H + r]. lm_head: the draft's, or the target's."""
-    config, term = head.config, head.term
+    config = head.config
+    term = head.term
     logits = config.multiplier * lm_head(outputs[..., : config.hidden_size].to(lm_head.weight.dtype))
     if config.softcap is not None:
         logits = config.softcap * torch.tanh(logits / config.softcap)
@@ -105,10 +109,12 @@ def _attention(
     turns: cosine and sine [1, L, D]; seen: the mask from `_seen`
     """
     by_head = *context.shape[:2], -1, attention.head_dim
-    keys, values = attention.k_proj(context).view(by_head), attention.v_proj(context).view(by_head)
+    keys = attention.k_proj(context).view(by_head)
+    values = attention.v_proj(context).view(by_head)
     if hasattr(attention, "k_norm"):
         keys = attention.k_norm(keys)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    keys = keys.transpose(1, 2)
+    values = values.transpose(1, 2)
     cos, sin = (each[:, None] for each in turns)
     keys = keys * cos + rotate_half(keys) * sin
 

@@ -49,13 +49,15 @@ class ChainAttention:
     """
 
     def __init__(self, layers: int) -> None:
-        self.layers, self.calls = layers, 0
+        self.layers = layers
+        self.calls = 0
         self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The attention's output [B, Hq, N, D]. query: [B, Hq, N, D]; key, value: [B, Hkv, N, D], of this step."""
-        groups, layer = query.shape[1] // key.shape[1], self.calls % self.layers
+        groups = query.shape[1] // key.shape[1]
+        layer = self.calls % self.layers
         self.calls += 1
         self.keys[layer].append(for_all_heads(key.to(query.dtype), groups))
         self.values[layer].append(for_all_heads(value.to(query.dtype), groups))
@@ -102,11 +104,13 @@ class _JoinedAttention(Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, query: Tensor, *states: Tensor) -> Tensor:
-        keys, values = states[: len(states) // 2], states[len(states) // 2 :]
+        keys = states[: len(states) // 2]
+        values = states[len(states) // 2 :]
         out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys[0], values[0], 0.0, True)
         if len(keys) > 1:
             scores = [(query * key).sum(-1) * query.shape[-1] ** -0.5 for key in keys[1:]]
-            first, total = total, torch.stack([total, *scores], -1).logsumexp(-1)
+            first = total
+            total = torch.stack([total, *scores], -1).logsumexp(-1)
             out = out * (first - total).exp()[..., None]
             for score, value in zip(scores, values[1:], strict=True):
                 out = out + (score - total).exp()[..., None] * value
@@ -116,13 +120,16 @@ class _JoinedAttention(Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, out, total, *states = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
-        keys, values = states[: len(states) // 2], states[len(states) // 2 :]
+        keys = states[: len(states) // 2]
+        values = states[len(states) // 2 :]
         scale = query.shape[-1] ** -0.5
-        grad, out = grad.to(query.dtype), out.to(query.dtype)
+        grad = grad.to(query.dtype)
+        out = out.to(query.dtype)
         grad_query, *first = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, keys[0], values[0], out, total, 0.0, True
         )
-        grad_keys, grad_values = [first[0]], [first[1]]
+        grad_keys = [first[0]]
+        grad_values = [first[1]]
         shared = (grad * out).sum(-1)
         for key, value in zip(keys[1:], values[1:], strict=True):
             weight = ((query * key).sum(-1) * scale - total).exp()

@@ -66,7 +66,8 @@ def check_tokens(documents: Iterable[Document], vocab_size: int) -> None:
 
 
 def _of_lines(file: Path, content: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
-    texts, prompts = [], []
+    texts = []
+    prompts = []
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue

@@ -23,7 +23,8 @@ from heavypath.speculative.training.optimization import TrainingProgress
 from heavypath.speculative.training.teacher import Taught, Teacher
 
 # Inside a model hidden states may be too large for fp16. The last one, after the final norm, needs its precision.
-TAPS, HIDDEN = torch.bfloat16, torch.float16
+TAPS = torch.bfloat16
+HIDDEN = torch.float16
 
 
 def bytes_kept(rows: Tensor, width: int, taps: int) -> int:
@@ -54,7 +55,8 @@ class KeptStates:
         context: Callable[[], AbstractContextManager[object]],
         say: Callable[[str], object],
     ):
-        self._teacher, self._rows = teacher, rows
+        self._teacher = teacher
+        self._rows = rows
         self._narrow = None if tokens is None else _rows_of(teacher.target.get_output_embeddings(), tokens)
         width = teacher.target.config.get_text_config(decoder=True).hidden_size
         taps = len(teacher.taps)
@@ -72,7 +74,8 @@ class KeptStates:
 
     def __call__(self, chosen: Tensor, begin: int) -> Taught:
         """The hidden states of the rows with numbers LongTensor[R], without their first `begin` tokens."""
-        device, dtype = self._teacher.target.device, self._teacher.target.dtype
+        device = self._teacher.target.device
+        dtype = self._teacher.target.dtype
         taps, hidden = (self._kept[name][chosen, begin:].to(device, dtype) for name in ("taps", "hidden"))
         sums = self._kept["sums"][chosen, begin:].to(device)
         return Taught(self._rows[chosen, begin:].to(device, torch.long), taps, hidden, sums)

@@ -122,8 +122,10 @@ def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list
 
     The target's logits at a position are computed once for all depths that predict it.
     """
-    entries, stride = outputs[0].shape[1], student.stride
-    first, last = student.first, student.first + len(outputs) + (entries - 1) * stride
+    entries = outputs[0].shape[1]
+    stride = student.stride
+    first = student.first
+    last = student.first + len(outputs) + (entries - 1) * stride
     size = max(1, LOGITS_AT_ONCE // target_logits(rows.hidden[:, :1]).numel())
     for start in range(first, last, size):
         stop = min(start + size, last)
@@ -136,7 +138,8 @@ def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list
             logprobs = logits.float().log_softmax(-1)
         for depth in range(len(outputs)):
             shift = first + depth
-            begin, end = max(-((shift - start) // stride), 0), min(-((shift - stop) // stride), entries)
+            begin = max(-((shift - start) // stride), 0)
+            end = min(-((shift - stop) // stride), entries)
             if begin < end:
                 there = slice(begin * stride + shift - start, end * stride + shift - start, stride)
                 yield _Piece(depth, slice(begin, end), logits[:, there], logprobs[:, there])

@@ -19,7 +19,9 @@ class RowsAtATime:
     """
 
     def __init__(self, rows: int, at_one_row: str, say: Callable[[str], object]):
-        self.rows, self.at_one_row, self.say = rows, at_one_row, say
+        self.rows = rows
+        self.at_one_row = at_one_row
+        self.say = say
 
     def run(
         self, batch: Tensor, function: Callable[[Tensor], Result], start_again: Callable[[], object] = lambda: None

@@ -38,7 +38,8 @@ class Optimization:
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule):
-        self.model, self.schedule = model, schedule
+        self.model = model
+        self.schedule = schedule
         of_tokens = {id(weight) for weight in _weights_by_token(model)}
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         by_token = [parameter for parameter in learning if id(parameter) in of_tokens]
@@ -100,7 +101,9 @@ class TrainingProgress:
     """Reports a line about every 20 seconds: the step, tokens per second since the last line, and the time left."""
 
     def __init__(self, steps: int, tokens_per_step: int, say: Callable[[str], object] = say_now):
-        self.steps, self.tokens_per_step, self.say = steps, tokens_per_step, say
+        self.steps = steps
+        self.tokens_per_step = tokens_per_step
+        self.say = say
         self.go_on(0, 0.0)
 
     def go_on(self, steps: int, seconds: float) -> None:
@@ -122,9 +125,11 @@ class TrainingProgress:
         """Report a line: the step, this text, the speed, and the time left."""
         now = time.monotonic()
         rate = (step - self.last_step) / (now - self.last_time)
-        speed, left = rate * self.tokens_per_step, (self.steps - step) / rate / 60
+        speed = rate * self.tokens_per_step
+        left = (self.steps - step) / rate / 60
         self.say(f"step {step}/{self.steps}  {text}  {speed:.0f} tokens/s  {left:.1f} min left")
-        self.last_step, self.last_time = step, now
+        self.last_step = step
+        self.last_time = now
 
 
 def save_whole(content: object, path: Path) -> None:

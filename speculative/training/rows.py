@@ -9,7 +9,8 @@ from torch import Tensor
 from heavypath.speculative.training.documents import Document
 
 MOST_HELD_OUT = 128  # rows; more would take more time and give hardly more information
-LONGEST_SHARE, LONGEST_ROWS = 1 / 20, 32  # longer texts are cut into sections, so that a part can be held out
+LONGEST_SHARE = 1 / 20  # longer texts are cut into sections, so that a part can be held out
+LONGEST_ROWS = 32
 Write = Callable[[list[Tensor]], list[Tensor]]  # prompts int32 [m] -> prompts with the target's output, int32 [n]
 
 
@@ -40,7 +41,8 @@ def make_rows(documents: list[Document], settings: RowSettings, write: Write) ->
 
     Raises ValueError if there is not at least one row for training and one held-out row.
     """
-    length, generator = settings.length, torch.Generator().manual_seed(settings.seed)
+    length = settings.length
+    generator = torch.Generator().manual_seed(settings.seed)
     total = sum(len(document.tokens) for document in documents)
     longest = max(length, min(int(LONGEST_SHARE * total), LONGEST_ROWS * length))
     sections = [section for document in documents for section in _sections(document, longest)]
@@ -53,7 +55,8 @@ def make_rows(documents: list[Document], settings: RowSettings, write: Write) ->
     is_written = torch.rand(len(sections), generator=generator, device="cpu") < settings.written
     sides = []
     for held_out in (False, True):
-        texts, prompts = [], []
+        texts = []
+        prompts = []
         for section, held, written in zip(sections, is_held_out.tolist(), is_written.tolist(), strict=True):
             if held != held_out:
                 continue

@@ -40,7 +40,9 @@ class Teacher:
     """
 
     def __init__(self, target: PreTrainedModel, taps: tuple[int, ...] = ()):
-        self.target, self.taps, self._layers = target, taps, layers_of(target) if taps else nn.ModuleList()
+        self.target = target
+        self.taps = taps
+        self._layers = layers_of(target) if taps else nn.ModuleList()
         if taps and not 0 <= min(taps) <= max(taps) <= len(self._layers):
             raise ValueError(
                 f"the head reads the hidden states {[*taps]}, the target has 0 .. {len(self._layers)}; give taps= "

@@ -44,11 +44,15 @@ def select_branching(acceptance: Acceptance, verify_cost: Mapping[int, float], d
 
     Both costs are in steps of plain decoding.
     """
-    best, tokens, speedup = (), 1.0, 1 / verify_cost[1]
+    best = ()
+    tokens = 1.0
+    speedup = 1 / verify_cost[1]
     for vector, nodes, expected in _shapes(acceptance, max(verify_cost), None):
         faster = expected / (verify_cost[nodes] + len(vector) * draft_cost)
         if faster > speedup:
-            best, tokens, speedup = vector, float(expected), float(faster)
+            best = vector
+            tokens = float(expected)
+            speedup = float(faster)
     return Plan(TokenTree.from_branching(best).reordered("heavy_path")[0], tokens, speedup)
 
 
@@ -67,5 +71,6 @@ def _shapes(acceptance: Acceptance, size: int, max_depth: int | None) -> Iterato
             continue
         most = min(vector[-1] if vector else accepted.shape[1], (size - nodes) // level)
         for children in range(1, most + 1):
-            added, further = level * children, reached * float(accepted[len(vector), children - 1])
+            added = level * children
+            further = reached * float(accepted[len(vector), children - 1])
             waiting.append(((*vector, children), nodes + added, added, tokens + further, further))

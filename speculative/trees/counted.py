@@ -61,9 +61,11 @@ class CountedTexts:
         first row stays as counted, and the others are shrunk to their own mean. Depths that were not counted get the
         mean over all depths.
         """
-        accepted, reached = np.array(self.accepted, np.float64), np.array(self.reached, np.float64)[:, None]
+        accepted = np.array(self.accepted, np.float64)
+        reached = np.array(self.reached, np.float64)[:, None]
         alike = slice(self.alike, None)
-        hits, nodes = accepted[alike].sum(0), max(1.0, reached[alike].sum())
+        hits = accepted[alike].sum(0)
+        nodes = max(1.0, reached[alike].sum())
         overall = hits / nodes if self.alike else _of_all_depths(hits, nodes)
         accepted = np.pad(accepted, ((0, 0), (0, len(overall) - len(hits))))
         rates = np.tile(overall, (max(DEPTH, len(accepted)), 1))
@@ -96,7 +98,8 @@ def _error_by_counts(tree: TokenTree, rates: Tensor, reached: Sequence[int]) -> 
     last = tree.subtree_end.long() - 1
     gains = torch.zeros_like(rates)  # a[j] g[j]: the expected tokens of the subtrees of all children j at a depth
     for node in range(1, len(tree)):
-        depth, rank = int(tree.depths[node]) - 1, int(tree.ranks[node])
+        depth = int(tree.depths[node]) - 1
+        rank = int(tree.ranks[node])
         if depth < len(rates) and rank < rates.shape[1]:
             gains[depth, rank] += below[last[node]] - below[node - 1]
     squares = torch.where(rates > 0, gains**2 / rates.clamp(min=1e-12), 0.0).sum(1)
@@ -112,9 +115,11 @@ def falling(acceptance: np.ndarray) -> np.ndarray:
     """
     blocks: list[tuple[float, int]] = []  # mean, entries
     for rate in acceptance.tolist():
-        mean, count = rate, 1
+        mean = rate
+        count = 1
         while blocks and blocks[-1][0] < mean:
             before, entries = blocks.pop()
-            mean, count = (before * entries + mean * count) / (entries + count), entries + count
+            mean = (before * entries + mean * count) / (entries + count)
+            count = entries + count
         blocks.append((mean, count))
     return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from heavypath.speculative.trees.tree import TokenTree
 
-LARGEST, SMALLEST, PLAIN = 13.0, 2.2, 5.0  # radii: at probability 1, at 0, and without probabilities
+LARGEST = 13.0  # radii: at probability 1, at 0, and without probabilities
+SMALLEST = 2.2
+PLAIN = 5.0
 GAP = 4.0  # between neighbours on a level
 LEVEL = 64.0  # distance between levels
-LETTER, LINE = 6.4, 13.0  # the width of a letter, and the height of a line of text
+LETTER = 6.4  # the width of a letter, and the height of a line of text
+LINE = 13.0
 MARGIN = 16.0  # around the drawing
 LONGEST = 14  # letters of a label; a longer one is cut off, and shown in full when the pointer is over the node
 DECADES = 3  # the powers of ten that the colours span
@@ -49,14 +52,17 @@ def tree_svg(
         raise ValueError(f"probabilities must lie in [0, 1], got {chances}")
     texts = None if labels is None else [_printable(label) for label in labels]
 
-    parents, ranks, depths = tree.parents.tolist(), tree.ranks.tolist(), tree.depths.tolist()
+    parents = tree.parents.tolist()
+    ranks = tree.ranks.tolist()
+    depths = tree.depths.tolist()
     radii = [PLAIN] * nodes if chances is None else [max(SMALLEST, LARGEST * math.sqrt(chance)) for chance in chances]
     above = [radius + (LINE if texts and texts[node] else 0) for node, radius in enumerate(radii)]
     ys = layout(parents, ranks, above, radii)
     shift = MARGIN - min(y - reach for y, reach in zip(ys, above, strict=True))
     ys = [y + shift for y in ys]
     letters = max((min(len(text), LONGEST) for text in texts or ()), default=0) * LETTER
-    level, left = max(LEVEL, letters + 2 * GAP), MARGIN + max(radii[0], letters / 2)
+    level = max(LEVEL, letters + 2 * GAP)
+    left = MARGIN + max(radii[0], letters / 2)
     xs = [left + level * depth for depth in depths]
 
     caption = f"{nodes} nodes, depth {tree.depth}" if nodes > 1 else "1 node"
@@ -66,9 +72,13 @@ def tree_svg(
     width = max(max(xs) + left, 2 * MARGIN + LETTER * len(caption), 0 if chances is None else 2 * MARGIN + 280)
     height = bottom + 2 * LINE + (0 if chances is None else 2 * LINE)
 
-    edges, circles, captions = [], [], []
+    edges = []
+    circles = []
+    captions = []
     for node in range(nodes):
-        x, y, chance = xs[node], ys[node], None if chances is None else chances[node]
+        x = xs[node]
+        y = ys[node]
+        chance = None if chances is None else chances[node]
         said = f"node {node}, rank {ranks[node]}" if node else "root"
         said += "" if chance is None else f", accepted with probability {chance:.4g}"
         said += f": {texts[node]}" if texts and texts[node] else ""
@@ -77,7 +87,9 @@ def tree_svg(
             f"<title>{escape(said)}</title></circle>"
         )
         if node:
-            from_x, from_y, middle = xs[parents[node]], ys[parents[node]], x - level / 2
+            from_x = xs[parents[node]]
+            from_y = ys[parents[node]]
+            middle = x - level / 2
             edges.append(
                 f'<path d="M{from_x:.2f} {from_y:.2f}C{middle:.2f} {from_y:.2f} {middle:.2f} {y:.2f} {x:.2f} {y:.2f}"'
                 f' stroke="{_colour(chance)}" stroke-width="{1.2 if chance is None else 0.8 + 6 * chance:.2f}"/>'

@@ -14,10 +14,13 @@ def as_text(parents: np.ndarray, children: np.ndarray, first: np.ndarray) -> str
     first: int64 [N + 1], where the children of each node begin in `children`
     """
     own = [children[begin:end].tolist() for begin, end in pairwise(first.tolist())]
-    lines, stack, depth = ["0"], [(child, "") for child in reversed(own[0])], 0
+    lines = ["0"]
+    stack = [(child, "") for child in reversed(own[0])]
+    depth = 0
     while stack:
         node, indent = stack.pop()
-        last, depth = node == own[parents[node]][-1], max(depth, len(indent) // 3 + 1)
+        last = node == own[parents[node]][-1]
+        depth = max(depth, len(indent) // 3 + 1)
         lines.append(f"{indent}{'└─' if last else '├─'} {node}")
         below = indent + ("   " if last else "│  ")
         stack.extend((child, below) for child in reversed(own[node]))

@@ -91,7 +91,8 @@ def _probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> 
         paths: list[tuple[int, ...]] = [()]
         rows: dict[int, list[float]] = {}
         for node in range(1, len(tree)):
-            parent, rank = int(parents[node]), int(ranks[node])
+            parent = int(parents[node])
+            rank = int(ranks[node])
             if parent not in rows:
                 rows[parent] = _row_at(acceptance, paths[parent])
             probability[node] = rows[parent][rank] if rank < len(rows[parent]) else 0
@@ -103,7 +104,8 @@ def _probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> 
         probability[1:] = np.where(known, rates.matrix[level * known, ranks[1:] * known], 0)
     above = np.maximum(parents, 0)
     while above.any():  # products over paths of 1, 2, 4, ... edges
-        probability, above = probability * probability[above], above[above]
+        probability = probability * probability[above]
+        above = above[above]
     return probability
 
 
@@ -183,7 +185,8 @@ def select_tree(
     if not isinstance(verify_cost, Mapping):
         raise TypeError(f"verify_cost must map tree sizes to costs, got {verify_cost!r}")
     by_size = {whole("verify_cost", size): real("verify_cost", cost) for size, cost in verify_cost.items()}
-    sizes, draft_cost = sorted(by_size), real("draft_cost", draft_cost)
+    sizes = sorted(by_size)
+    draft_cost = real("draft_cost", draft_cost)
     if not sizes or sizes[0] < 1:
         raise ValueError(f"verify_cost must map at least one tree size, an integer >= 1, to a cost, got {verify_cost}")
     costs = np.array([by_size[size] for size in sizes], np.float64)
@@ -203,12 +206,16 @@ def select_tree(
     if not np.isfinite(limit[sizes]).any():
         possible = int(np.isfinite(limit).nonzero()[0].max())
         raise ValueError(f"at most {possible} nodes fit acceptance and max_depth {max_depth}, got sizes {sizes}")
-    speedup, size, depth = 0.0, 0, 0
+    speedup = 0.0
+    size = 0
+    depth = 0
     for edges in range(deepest + 1):
         speedups = most_tokens(edges)[sizes] / (costs + edges * draft_cost)
         fastest = int(speedups.argmax())
         if speedups[fastest] > speedup * (1 + TIE):
-            speedup, size, depth = float(speedups[fastest]), sizes[fastest], edges
+            speedup = float(speedups[fastest])
+            size = sizes[fastest]
+            depth = edges
         if (limit[sizes] / (costs + (edges + 1) * draft_cost)).max() <= speedup * (1 + TIE):
             break  # no deeper tree yields more than the limit
     tree = planned(size, depth)
@@ -276,7 +283,8 @@ class Rates:
 
     def misfit(self, size: int, max_depth: int | None) -> str:
         """An error message if no tree of `size` nodes is possible, else ""."""
-        children, depth = self.matrix.shape[1], self.depth_bound(size, max_depth)
+        children = self.matrix.shape[1]
+        depth = self.depth_bound(size, max_depth)
         nodes = level = 1
         for _ in range(depth):
             level *= children
@@ -310,7 +318,8 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
         rates = Rates.of(acceptance)
         if not rates.fall:
             raise ValueError(_RISES.format(rates.matrix.tolist()))
-        matrix, max_depth = rates.matrix.tolist(), rates.depth_bound(size, max_depth)
+        matrix = rates.matrix.tolist()
+        max_depth = rates.depth_bound(size, max_depth)
     parents, ranks, depths, probabilities = grown = _Grown([], [], [], [])
     rows: list[Sequence[float]] = []  # acceptance of each node's children
     # (-probability, depth, parent, rank): of equally probable nodes the shallower comes first, then the earlier parent.
@@ -388,7 +397,8 @@ class _Programme:
 
         The depth is a huge number for splits that do not reach the maximum.
         """
-        later, later_depth = self._forest[:, 1:], self._forest_depth[:, 1:]
+        later = self._forest[:, 1:]
+        later_depth = self._forest_depth[:, 1:]
         child_depth = np.broadcast_to(self._child_depth, self._child.shape)
         worth = self._child[row, rank, 1 : nodes + 1] + later[row, rank, -nodes:]
         most = worth.max(-1)
@@ -397,7 +407,8 @@ class _Programme:
 
     def tree(self, size: int) -> TokenTree:
         """A best tree of `size` nodes, in heavy-path order."""
-        parents, ranks = [-1], [0]
+        parents = [-1]
+        ranks = [0]
         waiting = [(0, 0, 0, size - 1)]  # (node, its row, rank of its next child, nodes of this child and later ones)
         while waiting:
             node, row, rank, nodes = waiting.pop()

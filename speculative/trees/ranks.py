@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-NONE, UNKNOWN = -1, -2  # ranks: no child was accepted; none was offered
+NONE = -1  # ranks: no child was accepted; none was offered
+UNKNOWN = -2
 
 
 def children_of(tree: TokenTree, device: "torch.device | str" = "cpu") -> "Tensor":
@@ -46,7 +47,8 @@ def steps_of(tree: TokenTree, texts: Sequence[Sequence[int]]) -> np.ndarray:
     for row, text in zip(ranks, texts, strict=True):
         row[: len(text)] = text
     last = np.maximum(1, lengths - tree.depth)  # steps that begin before this index are counted
-    node, counted = np.zeros(len(texts), np.int64), np.zeros((len(texts), 2), np.int64)
+    node = np.zeros(len(texts), np.int64)
+    counted = np.zeros((len(texts), 2), np.int64)
     going = np.zeros(len(texts), bool)
     for place, column in enumerate(ranks.T):
         begins = (node == 0) & (place < last)

@@ -92,5 +92,6 @@ SMALL_MODEL = Usual(0.63, 0.94)
 TRAINED_HEAD = Usual(0.72, 0.93)
 # A lookup proposes a token with certainty, or nothing if it finds nothing. Sampled output follows it less often. Texts
 # that were written before, in which `Retrieval` and `Recall` look, are followed longer than a prompt.
-LOOKUP, SAMPLED_LOOKUP = Usual(0.45, 0.8, 0.1), Usual(0.25, 0.9, 0.1)
+LOOKUP = Usual(0.45, 0.8, 0.1)
+SAMPLED_LOOKUP = Usual(0.25, 0.9, 0.1)
 RETRIEVAL = Usual(0.7, 1.0, 0.1)

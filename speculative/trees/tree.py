@@ -42,7 +42,8 @@ class TokenTree:
         nodes = len(self._parents)
         if not nodes or self._parents[0] != -1:
             raise ValueError(f"parents must begin with -1 for the root, got {self._parents[:8].tolist()}")
-        drafted, above = np.arange(1, nodes), self._parents[1:]
+        drafted = np.arange(1, nodes)
+        above = self._parents[1:]
         astray = (above < 0) | (above >= drafted)
         if astray.any():
             node = 1 + int(astray.argmax())
@@ -59,7 +60,9 @@ class TokenTree:
             self._ranks = _integers("ranks", ranks)
             if len(self._ranks) != nodes or self._ranks[0] != 0:
                 raise ValueError(f"ranks must hold {nodes} values, 0 for the root, got {self._ranks[:8].tolist()}")
-            rank, begin, end = self._ranks[1:], self._first[above], self._first[above + 1]
+            rank = self._ranks[1:]
+            begin = self._first[above]
+            end = self._first[above + 1]
             fits = (rank >= 0) & (rank < end - begin)
             self._children = np.zeros(nodes - 1, np.int64)
             self._children[(begin + rank)[fits]] = drafted[fits]
@@ -76,7 +79,8 @@ class TokenTree:
     @classmethod
     def independent(cls, sequences: int, length: int) -> "TokenTree":
         """A tree of `sequences` chains of `length` nodes each, all starting at the root (SpecInfer, SpecTr)."""
-        sequences, length = whole("sequences", sequences), whole("length", length)
+        sequences = whole("sequences", sequences)
+        length = whole("length", length)
         if length < 0:
             raise ValueError(f"length must be at least 0, got {length}")
         return cls.from_branching([sequences, *[1] * (length - 1)] if length else [])
@@ -84,7 +88,8 @@ class TokenTree:
     @classmethod
     def k_ary(cls, branching: int, depth: int) -> "TokenTree":
         """A tree in which every node at a depth below `depth` has `branching` children, and those at `depth` none."""
-        branching, depth = whole("branching", branching), whole("depth", depth)
+        branching = whole("branching", branching)
+        depth = whole("depth", depth)
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         return cls.from_branching([branching] * depth)
@@ -124,7 +129,8 @@ class TokenTree:
                 raise ValueError(f"the node at path {[*path]} has no parent: {[*path[:-1]]} is missing")
             if path[-1] and elder not in numbers:
                 raise ValueError(f"the node at path {[*path]} is drawn after the one at {[*elder]}, which is missing")
-        parents, ranks = [numbers[path[:-1]] for path in listed], [path[-1] for path in listed]
+        parents = [numbers[path[:-1]] for path in listed]
+        ranks = [path[-1] for path in listed]
         return cls([-1, *parents], [0, *ranks])
 
     @property
@@ -182,7 +188,8 @@ class TokenTree:
     @cached_property
     def _above(self) -> list[np.ndarray]:
         """above_0, above_1, ... of the formula, without those that are the root everywhere."""
-        doubled, above = [], np.maximum(self._parents, 0)
+        doubled = []
+        above = np.maximum(self._parents, 0)
         while above.any():
             doubled.append(above)
             above = above[above]
@@ -210,7 +217,8 @@ class TokenTree:
         """bool [N - 1]: which of nodes 1, 2, ... have a parent that is neither the node before them nor one of its
         ancestors.
         """
-        before, parent = self._positions[:-1], self._parents[1:]
+        before = self._positions[:-1]
+        parent = self._parents[1:]
         begin = self._positions[parent]
         return (before < begin) | (before >= begin + self._sizes[parent])
 
@@ -251,7 +259,8 @@ class TokenTree:
         elif order == "depth_first":
             permutation = _inverse(self._positions)
         elif order == "heavy_path":
-            parents, sizes = self._parents[self._children], self._sizes[self._children]
+            parents = self._parents[self._children]
+            sizes = self._sizes[self._children]
             heavy_first = (parents * len(self) - sizes).argsort(kind="stable")
             permutation = _inverse(self._preorder(self._children[heavy_first]))
         else:
@@ -272,7 +281,8 @@ class TokenTree:
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         stays = self._depths <= depth
-        kept, new = np.flatnonzero(stays), stays.cumsum() - 1
+        kept = np.flatnonzero(stays)
+        new = stays.cumsum() - 1
         parents = new[self._parents[kept]]
         parents[0] = -1
         return TokenTree(parents, self._ranks[kept]), _tensor(kept)

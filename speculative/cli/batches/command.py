@@ -92,10 +92,18 @@ def batch(
         def worker() -> Worker:
             pair = load(target, draft, dtype, device=device, threads=threads, offline=offline)
             settings = WorkerOptions(
-                method=method, tree_size=tree_size, profile=profile, verifier=verifier, slots=slots,
-                max_tokens=max_tokens, at_once=AHEAD * slots, name=name_of(target),
-                temperature=default_temperature(pair), template=own_template, seed=seed,
-            )  # fmt: skip
+                method=method,
+                tree_size=tree_size,
+                profile=profile,
+                verifier=verifier,
+                slots=slots,
+                max_tokens=max_tokens,
+                at_once=AHEAD * slots,
+                name=name_of(target),
+                temperature=default_temperature(pair),
+                template=own_template,
+                seed=seed,
+            )
             return Worker(pair, settings)
 
         lines = read_lines(file, output.done, defaults, depends_on)

@@ -30,7 +30,8 @@ from heavypath.speculative.drafts.heads.settings import together
 from heavypath.speculative.files.checkpoint import IGNORED, Checkpoint, opened, read_pickle, renamed
 from heavypath.speculative.ranks.peers import local_of
 
-MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
+MASK = "mask_embedding"
+MASK_FILE = "mask_embedding.pt"
 _RENAMED = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", MASK_FILE: MASK}
 # Also the head that estimates how likely a token is to be accepted, by which others cut their chains short.
 _IGNORED = re.compile(rf"{IGNORED.pattern}|confidence_head\.proj\.\w+$")
@@ -102,9 +103,11 @@ def _in_words(field: tuple[Any, Any]) -> str:
 def _leave_out_copies(tensors: dict[str, Tensor], target: PreTrainedModel) -> None:
     """Remove a checkpoint's copies of the target's embedding and lm_head, which need not be in memory twice."""
     ends: dict[str, Any] = {
-        "embed_tokens.weight": target.get_input_embeddings(), "lm_head.weight": target.get_output_embeddings(),
-    }  # fmt: skip
+        "embed_tokens.weight": target.get_input_embeddings(),
+        "lm_head.weight": target.get_output_embeddings(),
+    }
     for name, module in ends.items():
-        found, own = tensors.get(name), local_of(module.weight)
+        found = tensors.get(name)
+        own = local_of(module.weight)
         if found is not None and found.shape == own.shape and torch.equal(found.to(own.device, own.dtype), own):
             del tensors[name]

@@ -24,8 +24,10 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, config: BlockConfig):
         super().__init__()
-        size, width = config.conv_size, config.hidden_size
-        self.size, self.group = size, config.conv_group
+        size = config.conv_size
+        width = config.hidden_size
+        self.size = size
+        self.group = config.conv_group
         self.base_kernel = nn.Parameter(torch.zeros(2, size, width))
         self.kernel_projection = nn.Linear(width, 2 * size * width // config.conv_group, bias=False)
 

@@ -29,15 +29,23 @@ from heavypath.speculative.files.checkpoint import check_config
 class DFlyTerm(BlockTerm):
     """DFly's contexts and correction. Weights are named as in the checkpoints of AngelSpec and of speculators."""
 
-    module, from_root, causal = "dfly", False, False
+    module = "dfly"
+    from_root = False
+    causal = False
     prefixes: ClassVar = {
-        "context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm.",
-        "hidden_correction.": "dfly.", "layer_fusion_weights": "dfly.layer_fusion_weights",
-    }  # fmt: skip
+        "context_proj.": "fc.",
+        "context_norm.": "hidden_norm.",
+        "final_norm.": "norm.",
+        "hidden_correction.": "dfly.",
+        "layer_fusion_weights": "dfly.layer_fusion_weights",
+    }
     keys: ClassVar = {
-        "enable_hidden_correction": bool, "hidden_correction_intermediate_size": int, "hidden_correction_type": str,
-        "model_arch": str, "target_num_hidden_layers": int,
-    }  # fmt: skip
+        "enable_hidden_correction": bool,
+        "hidden_correction_intermediate_size": int,
+        "hidden_correction_type": str,
+        "model_arch": str,
+        "target_num_hidden_layers": int,
+    }
 
     @classmethod
     def usual(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +75,8 @@ class DFlyTerm(BlockTerm):
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
-        width, inner = config.hidden_size, config.options["correction"]
+        width = config.hidden_size
+        inner = config.options["correction"]
         self.layer_fusion_weights = nn.Parameter(torch.zeros(config.layers, len(config.taps)))
         self.uses_lm_head = inner > 0
         if self.uses_lm_head:

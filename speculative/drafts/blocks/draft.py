@@ -57,7 +57,10 @@ class BlockHeadDraft(TappedDraft):
     def __init__(self, head: BlockHead, target: Forward):
         super().__init__(head, target)
         config = head.config
-        self.head, self.config, self.layers, self.levels = head, config, config.layers, config.depths
+        self.head = head
+        self.config = config
+        self.layers = config.layers
+        self.levels = config.depths
         check_fits(config, target)
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
@@ -67,13 +70,15 @@ class BlockHeadDraft(TappedDraft):
         linears = self._linears = Linears(self.name, head.parameters())
         modules: Any = head.layers
         self._attentions = [layer.self_attn for layer in modules]
-        self._fc, self._context_norm = linears.one(head.fc), norm_of(head.hidden_norm)
+        self._fc = linears.one(head.fc)
+        self._context_norm = norm_of(head.hidden_norm)
         projections = [[getattr(each, name) for each in self._attentions] for name in ("k_proj", "v_proj")]
         self._context = linears.together([*projections[0], *projections[1]])
         if type(head.term).contexts is not BlockTerm.contexts:
             self._contexts = [linears.together([*both]) for both in zip(*projections, strict=True)]
         self._key_norm = Norm(torch.ones_like(self._attentions[0].k_norm.weight), config.rms_norm_eps)
-        self._layers, joining = [LayerFunctions(layer) for layer in head.layers], Joining(head)
+        self._layers = [LayerFunctions(layer) for layer in head.layers]
+        joining = Joining(head)
         for layer in self._layers:
             layer.look_up(linears.one, lambda modules: joining.products(modules) or linears.together(modules))
         self._convolutions = [(layer.attention_conv, layer.mlp_conv) for layer in modules]
@@ -104,7 +109,10 @@ class BlockHeadDraft(TappedDraft):
 
     def new_cache(self, batch: int, rows: int) -> BlockCache:
         """An empty cache for `batch` sequences of at most `rows` tokens and nodes, and a block after them."""
-        rotary, config, like, term = self._rotary, self.config, self._norm.weight, self.head.term
+        rotary = self._rotary
+        config = self.config
+        like = self._norm.weight
+        term = self.head.term
         rows += config.block_size
         if rows > len(rotary):
             self._rotary = rotary = self._rotary_table(rows)  # a local name: another thread may replace the attribute
@@ -138,7 +146,9 @@ class BlockHeadDraft(TappedDraft):
 
     def __call__(self, feed: Feed, cache: BlockCache) -> Tensor:
         """The logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
-        depths, term, tokens = self.config.depths, self.head.term, feed.tokens[:, -1:] if feed.news else feed.tokens
+        depths = self.config.depths
+        term = self.head.term
+        tokens = feed.tokens[:, -1:] if feed.news else feed.tokens
         if feed.news:
             self._draft_block(feed, cache)
         at = place_of(feed, depths)
@@ -174,13 +184,15 @@ class BlockHeadDraft(TappedDraft):
 
         contexts: one for each layer, or one for all
         """
-        config, by_head = self.config, (*cache_rows.shape, -1, self.config.head_dim)
+        config = self.config
+        by_head = (*cache_rows.shape, -1, self.config.head_dim)
         if len(contexts) == 1:
             projected = self._context(contexts[0])
         else:
             pairs = [both(context) for both, context in zip(self._contexts, contexts, strict=True)]
             projected = [part for parts in zip(*pairs, strict=True) for part in parts]
-        keys, values = torch.cat([*projected[: config.layers]], -1), torch.cat([*projected[config.layers :]], -1)
+        keys = torch.cat([*projected[: config.layers]], -1)
+        values = torch.cat([*projected[config.layers :]], -1)
         # The norms of the layers differ by their weights alone, which come after the division.
         _, normed = add_rms_norm(keys.view(-1, config.head_dim), None, self._key_norm)
         weights = torch.stack([each.k_norm.weight for each in self._attentions])
@@ -206,7 +218,10 @@ class BlockHeadDraft(TappedDraft):
 
     def _draft_block(self, feed: Feed, cache: BlockCache) -> None:
         """Run the layers over each sequence's block, and store the logits of the depths that the step drafts."""
-        config, term, lengths, root = self.config, self.head.term, feed.prefix_lengths, feed.tokens[:, -1:]
+        config = self.config
+        term = self.head.term
+        lengths = feed.prefix_lengths
+        root = feed.tokens[:, -1:]
         if feed.drafted is not None:
             lengths = lengths - feed.drafted
             root = root.where(feed.drafted[:, None] == 0, cache.tokens.gather(1, lengths[:, None]))
@@ -219,7 +234,8 @@ class BlockHeadDraft(TappedDraft):
         hidden = self.embedding(torch.cat([root, masks], 1).flatten())
         if self.head.mask_embedding is not None:
             hidden.view(*rows.shape, -1)[:, 1:] = self.head.mask_embedding
-        turns, visible = Turns.at(_table(cache), rows), min(feed.visible_rows + count, cache.keys.shape[2])
+        turns = Turns.at(_table(cache), rows)
+        visible = min(feed.visible_rows + count, cache.keys.shape[2])
         attends = self._attends(lengths, count, visible)
         for index, layer in enumerate(self._layers):
             assert layer.norm is not None
@@ -245,7 +261,8 @@ class BlockHeadDraft(TappedDraft):
 
         lengths: LongTensor[B], the number of tokens before each root
         """
-        heads, rows = self.config.layers * self.config.num_key_value_heads, (lengths - 1).clamp(min=0)[:, None]
+        heads = self.config.layers * self.config.num_key_value_heads
+        rows = (lengths - 1).clamp(min=0)[:, None]
         parts = [_heads_of(each[:, heads:], rows).flatten(1) for each in (cache.keys, cache.values)]
         return torch.cat(parts, -1)[:, : self.config.hidden_size]
 
@@ -254,8 +271,13 @@ class BlockHeadDraft(TappedDraft):
 
         They do not hold the draft, which so ends with its last user.
         """
-        config, width, own = self.config, self.config.hidden_size, self.lm_head
-        embedding, last_norm, multiply, lm_head = self.embedding, self._norm, self._lm_head, target.parts.of(own)
+        config = self.config
+        width = self.config.hidden_size
+        own = self.lm_head
+        embedding = self.embedding
+        last_norm = self._norm
+        multiply = self._lm_head
+        lm_head = target.parts.of(own)
         whole = lm_head is own and lm_head.weight.shape == (config.draft_vocab_size, width)
 
         def embed(tokens: Tensor) -> Tensor:
@@ -302,7 +324,8 @@ class BlockHeadDraft(TappedDraft):
 
         lengths: LongTensor[B], tokens of the prefixes; count: rows of a block; visible: cache rows that are read
         """
-        config, every = self.config, torch.ones(count, count, dtype=torch.bool, device=lengths.device)
+        config = self.config
+        every = torch.ones(count, count, dtype=torch.bool, device=lengths.device)
         windows = [
             window if causal or window is None else window + count - 1
             for causal, window in zip(config.causal, config.windows, strict=True)

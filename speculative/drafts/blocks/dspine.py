@@ -29,14 +29,26 @@ _CODES = "transfer_codes"
 class DSpineTerm(BlockTerm):
     """DSpine's messages. Weights are named as in its checkpoints: "injection", and the codes next to it."""
 
-    module, section, of_speculators, from_root, causal = "injection", "dspine_config", False, False, True
+    module = "injection"
+    section = "dspine_config"
+    of_speculators = False
+    from_root = False
+    causal = True
     prefixes: ClassVar = {_CODES: f"injection.{_CODES}"}
     flags = ("transfer_ready", "model.transfer_ready")
     keys: ClassVar = {
-        "transfer_rank": int, "message_size": int, "top_k": int, "ce_weight": float, "alignment_weight": float,
-        "alignment_warmup_steps": int, "replacement_layers": int, "replacement_probability": float,
-        "replacement_hold_ratio": float, "replacement_end_ratio": float, "candidate_mass_threshold": float,
-    }  # fmt: skip
+        "transfer_rank": int,
+        "message_size": int,
+        "top_k": int,
+        "ce_weight": float,
+        "alignment_weight": float,
+        "alignment_warmup_steps": int,
+        "replacement_layers": int,
+        "replacement_probability": float,
+        "replacement_hold_ratio": float,
+        "replacement_end_ratio": float,
+        "candidate_mass_threshold": float,
+    }
 
     @classmethod
     def usual(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +67,8 @@ class DSpineTerm(BlockTerm):
                 "authors' own trainer, whose config.json gives another block_size than it was trained with; convert it "
                 "by SpecForge's script first"
             )
-        selected, sizes = settings.get("top_k", 16), {"transfer_rank": codes.shape[-1], "message_size": len(message)}
+        selected = settings.get("top_k", 16)
+        sizes = {"transfer_rank": codes.shape[-1], "message_size": len(message)}
         check_config(settings, sizes)
         if not 1 <= selected <= config.draft_vocab_size:
             raise ValueError(f"config.json gives top_k {selected}, expected 1 to {config.draft_vocab_size} tokens")
@@ -64,8 +77,10 @@ class DSpineTerm(BlockTerm):
     def __init__(self, config: BlockConfig):
         super().__init__(config)
         size, message, self.selected = (config.options[name] for name in ("size", "message", "selected"))
-        self.columns, self.last = config.hidden_size, config.layers - 1
-        layers, width = range(config.layers), config.hidden_size
+        self.columns = config.hidden_size
+        self.last = config.layers - 1
+        layers = range(config.layers)
+        width = config.hidden_size
         self.readouts = nn.ModuleList(nn.Linear(width, size, bias=False) for _ in layers)
         self.writes = nn.ModuleList(nn.Linear(message, width, bias=False) for _ in layers)
         self.message, self.receiver_gate, self.predecessor_gate = (nn.Linear(size, message, bias=False) for _ in "mgp")
@@ -88,7 +103,8 @@ class DSpineTerm(BlockTerm):
 
     def forward(self, base: Tensor, kept: Tensor, nodes: Parents, ends: TokenLayers) -> tuple[Tensor, None]:
         """The logits of the nodes' children after a message from each node's token; as `BlockTerm.forward`."""
-        best, row = base.topk(self.selected, -1).indices, kept[:, None]
+        best = base.topk(self.selected, -1).indices
+        row = kept[:, None]
         told = self._message(self.last, row, self._feature(self.last, row), self._code(nodes.tokens))
         return only(best, ends.logits_of(ends.norm(told), best), base), None
 

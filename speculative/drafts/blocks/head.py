@@ -42,7 +42,8 @@ class BlockHead(nn.Module, Draftable):
     def __init__(self, config: BlockConfig):
         super().__init__()
         self.config = config
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.owns_embedding else None
         self.fc = linear_of(config, "fc", config.target_hidden_size * len(config.taps), width)
         self.hidden_norm = LlamaRMSNorm(width, eps)

@@ -44,7 +44,8 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     The kind need not be one of `BLOCK_TERMS`.
     """
     names = settings.get("architectures") or ()
-    classes, model = " ".join(names).lower(), settings.get("model_type")
+    classes = " ".join(names).lower()
+    model = settings.get("model_type")
     told = settings.get("speculators_model_type")
     if told is not None:
         if told in BLOCK_TERMS and BLOCK_TERMS[told].of_speculators:

@@ -36,7 +36,10 @@ _SIZES = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
 class LiLiCorrTerm(BlockTerm):
     """LiLiCorr's encoder. Weights are named as in its checkpoints, of which some have other names of the MLPs."""
 
-    module, from_root, causal, of_speculators = "lilicorr", False, False, False
+    module = "lilicorr"
+    from_root = False
+    causal = False
+    of_speculators = False
     keeps_fp32 = reads_before = True
     prefixes: ClassVar = {
         "lilicorr.feature_norm.": "lilicorr.feature_mlp.0.",
@@ -49,9 +52,14 @@ class LiLiCorrTerm(BlockTerm):
         },
     }
     keys: ClassVar = {
-        "lilicorr_enabled": bool, "lilicorr_hidden_size": int, "lilicorr_mlp_ratio": float, "has_own_lm_head": bool,
-        "lilicorr_vector_eps": float, "lilicorr_logit_scale": float, **{f"lilicorr_{name}": int for name in _SIZES},
-    }  # fmt: skip
+        "lilicorr_enabled": bool,
+        "lilicorr_hidden_size": int,
+        "lilicorr_mlp_ratio": float,
+        "has_own_lm_head": bool,
+        "lilicorr_vector_eps": float,
+        "lilicorr_logit_scale": float,
+        **{f"lilicorr_{name}": int for name in _SIZES},
+    }
 
     @classmethod
     def usual(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -79,10 +87,15 @@ class LiLiCorrTerm(BlockTerm):
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
-        options, hidden, block = config.options, config.hidden_size, config.block_size
+        options = config.options
+        hidden = config.hidden_size
+        block = config.block_size
         width, self.selected, self.heads = (options[name] for name in ("width", "candidate_topk", "num_heads"))
-        self.columns, ones = self.selected * (self.selected + 3), (1,) * (options["dimensions"] - 3)
-        self.block, self.epsilon, self.logit_scale = block, options["vector_eps"], options["logit_scale"]
+        self.columns = self.selected * (self.selected + 3)
+        ones = (1,) * (options["dimensions"] - 3)
+        self.block = block
+        self.epsilon = options["vector_eps"]
+        self.logit_scale = options["logit_scale"]
         self.token_proj = nn.Identity() if hidden == width else nn.Linear(hidden, width)
         self.pass_hidden_proj, self.context_proj = (nn.Linear(hidden, width) for _ in range(2))
         self.feature_mlp = nn.Sequential(
@@ -92,7 +105,8 @@ class LiLiCorrTerm(BlockTerm):
         self.rank_embedding = nn.Parameter(torch.zeros((*ones, 1, self.selected, width)))
         self.relative_slot_bias = nn.Parameter(torch.zeros(self.heads, 2 * block - 1))
         self.same_slot_bias = nn.Parameter(torch.zeros(self.heads))
-        inner, eps = int(width * options["mlp_ratio"]), config.rms_norm_eps
+        inner = int(width * options["mlp_ratio"])
+        eps = config.rms_norm_eps
         self.layers = nn.ModuleList(_EncoderLayer(width, self.heads, inner, eps) for _ in range(options["num_layers"]))
         self.output_norm, self.anchor_norm = (LlamaRMSNorm(width, eps) for _ in range(2))
         self.factor_input_proj = nn.Linear(3 * width, width)
@@ -109,9 +123,11 @@ class LiLiCorrTerm(BlockTerm):
         said = values - base.logsumexp(-1, keepdim=True)
         starts, pairs = self._logits(said, normed, ends.embed(best), given)
         above = torch.cat([torch.full_like(best[:, :1], -1), best[:, :-1]], 1)
-        pairs = torch.cat([torch.zeros_like(pairs[:, :1]), pairs], 1) if pairs.shape[1] else pairs.new_zeros(
-            len(pairs), 1, self.selected, self.selected
-        )  # fmt: skip
+        pairs = (
+            torch.cat([torch.zeros_like(pairs[:, :1]), pairs], 1)
+            if pairs.shape[1]
+            else pairs.new_zeros(len(pairs), 1, self.selected, self.selected)
+        )
         others = torch.cat([starts[:, None], said[:, 1:]], 1)
         kept = torch.cat([best.float(), above.float(), others, pairs.flatten(2)], -1)
         return base[:, : given.levels], kept[:, : given.levels]
@@ -134,13 +150,16 @@ class LiLiCorrTerm(BlockTerm):
         candidates [B, D, K, H]; given: what the pass begins with
         """
         assert given.before is not None
-        depths, count, dtype = said.shape[1], self.selected, normed.dtype
+        depths = said.shape[1]
+        count = self.selected
+        dtype = normed.dtype
         ranks = torch.arange(count, device=said.device, dtype=torch.float32).expand_as(said)
         features = [said, said.exp(), said - said[..., :1], ranks / max(count - 1, 1), (ranks == 0).float()]
         states = self.token_proj(words) + self.pass_hidden_proj(normed)[:, :, None]
         states = states + self.feature_mlp(torch.stack(features, -1).to(dtype))
         states = states + self.slot_embedding.view(-1, 1, states.shape[-1]) + self.rank_embedding.view(count, -1)
-        states, bias = states.flatten(1, 2), self._bias(depths, said.device)
+        states = states.flatten(1, 2)
+        bias = self._bias(depths, said.device)
         for layer in self.layers:
             states = layer(states, bias)
         states = self.output_norm(states).unflatten(1, (depths, count))
@@ -151,7 +170,8 @@ class LiLiCorrTerm(BlockTerm):
             normalize(head(each), dim=-1, eps=self.epsilon)
             for head, each in ((self.out_head, factors), (self.in_head, factors), (self.anchor_out_head, anchor))
         )
-        starts, pairs = (start[:, None] * into[:, 0]).sum(-1), out[:, :-1] @ into[:, 1:].mT
+        starts = (start[:, None] * into[:, 0]).sum(-1)
+        pairs = out[:, :-1] @ into[:, 1:].mT
         return self.logit_scale * starts.float(), self.logit_scale * pairs.float()
 
     def _bias(self, depths: int, device: torch.device) -> Tensor:
@@ -164,7 +184,8 @@ class LiLiCorrTerm(BlockTerm):
 class _EncoderLayer(nn.Module):
     def __init__(self, width: int, heads: int, inner: int, eps: float):
         super().__init__()
-        self.attn_norm, self.mlp_norm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
+        self.attn_norm = LlamaRMSNorm(width, eps)
+        self.mlp_norm = LlamaRMSNorm(width, eps)
         self.attn = _Attention(width, heads)
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width))
 
@@ -179,9 +200,8 @@ class _Attention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.in_proj_weight, self.in_proj_bias = nn.Parameter(torch.zeros(3 * width, width)), nn.Parameter(
-            torch.zeros(3 * width)
-        )  # fmt: skip
+        self.in_proj_weight = nn.Parameter(torch.zeros(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, states: Tensor, bias: Tensor) -> Tensor:

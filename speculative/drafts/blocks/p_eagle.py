@@ -79,7 +79,8 @@ class ParallelHeadDraft(HeadDraft):
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """The logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
         if feed.news:
-            levels, given = min(feed.levels, DEPTHS), feed
+            levels = min(feed.levels, DEPTHS)
+            given = feed
             if feed.drafted is not None:  # tokens that count as drafted are read in a later step, as new ones
                 lengths = feed.prefix_lengths - feed.drafted
                 root = cache.tokens[:, 0, :, 0].gather(1, lengths[:, None])

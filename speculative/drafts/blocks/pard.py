@@ -60,8 +60,10 @@ class PardCache(RowCache):
 
     def __init__(self, model: KeyValueCache, base: Tensor):
         super().__init__(model.keys, model.values)
-        batch, rows = len(base), model.keys.shape[2]
-        self.model, self.base = model, base
+        batch = len(base)
+        rows = model.keys.shape[2]
+        self.model = model
+        self.base = base
         self.tokens = torch.zeros(batch, 1, rows, 1, dtype=torch.long, device=base.device)
         self.known = torch.zeros(batch, dtype=torch.long, device=base.device)
 
@@ -102,7 +104,8 @@ class PardDraft(ModelDraft):
             raise ValueError("the model of a Pard must have attention layers alone, got one with recurrent layers")
         self.levels = self._depths = given.depths
         self.forward.drafts_at_once = True  # for estimates of costs
-        self._mask, self._columns = given.mask_token_id, vocab_size
+        self._mask = given.mask_token_id
+        self._columns = vocab_size
 
     def new_cache(self, batch: int, rows: int) -> PardCache:
         """An empty cache for `batch` sequences of at most `rows` tokens and nodes, with further rows for masks."""
@@ -134,7 +137,9 @@ class PardDraft(ModelDraft):
 
     def _draft_all(self, feed: Feed, cache: PardCache) -> None:
         """Run the model over the tokens that it has not read yet and over masks; store the logits of each depth."""
-        lengths, root, levels = feed.prefix_lengths, feed.tokens[:, -1:], min(feed.levels, self._depths)
+        lengths = feed.prefix_lengths
+        root = feed.tokens[:, -1:]
+        levels = min(feed.levels, self._depths)
         committed = cache.tokens[:, 0, :, 0]
         if feed.drafted is not None:  # tokens that count as drafted are read in a later step, as new ones
             lengths = lengths - feed.drafted

@@ -74,9 +74,11 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     term = term_of(kind, tensors)
     layer = together(settings, settings.get("transformer_layer_config"))
     options = _options(settings, BLOCK_TERMS[term])
-    text, names = target.config.get_text_config(), tensors.keys()
+    text = target.config.get_text_config()
+    names = tensors.keys()
     shapes: dict[str, Any] = layer_shapes(layer, tensors) | {"head_norms": True}
-    vocab, drafted = text.vocab_size, len(tensors.get("lm_head.weight", ())) or len(tensors.get("d2t", ()))
+    vocab = text.vocab_size
+    drafted = len(tensors.get("lm_head.weight", ())) or len(tensors.get("d2t", ()))
     sliding = _windows(layer, settings, shapes["layers"])
     mask = options.get("mask_token_id")
     if mask is None or not 0 <= mask < vocab:
@@ -123,7 +125,8 @@ def _options(settings: Mapping[str, Any], term: type[BlockTerm]) -> dict[str, An
 
     Raises ValueError for keys of other kinds of drafts than `term`.
     """
-    inner, own = settings.get("dflash_config") or {}, settings.get(term.section) or {}
+    inner = settings.get("dflash_config") or {}
+    own = settings.get(term.section) or {}
     known = {*_BlockOptions.__annotations__, *term.keys}
     others = {key for each in BLOCK_TERMS.values() for key in (each.section and [each.section]) or each.keys}
     others -= {*known, term.section}
@@ -147,7 +150,8 @@ def _convolutions(options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     base, projection = (tensors.get(f"layers.0.attention_conv.{name}") for name in _CONVOLUTION)
     size = group = 0
     if base is not None and projection is not None and len(projection) and not base.numel() % len(projection):
-        size, group = base.shape[1], base.numel() // len(projection)
+        size = base.shape[1]
+        group = base.numel() // len(projection)
     check_config(options, {"conv_kernel_size": size, "conv_group_size": group})
     return {"conv_size": size, "conv_group": group}
 
@@ -179,7 +183,8 @@ def _causal(
 def _windows(layer: Mapping[str, Any], settings: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """The number of positions that each layer attends to, from config.json; None for all."""
     usual = "sliding_attention" if settings.get("model_type") == ASSISTANT else "full_attention"
-    kinds, window = layer.get("layer_types", [usual] * layers), layer.get("sliding_window")
+    kinds = layer.get("layer_types", [usual] * layers)
+    window = layer.get("sliding_window")
     strange = sorted({*kinds} - {"full_attention", "sliding_attention"})
     if strange or len(kinds) != layers:
         raise ValueError(

@@ -41,9 +41,11 @@ class MarkovTerm(BlockTerm):
 
     module = "markov_head"
     keys: ClassVar = {
-        "markov_rank": int, "markov_head_type": str, "enable_confidence_head": bool,
+        "markov_rank": int,
+        "markov_head_type": str,
+        "enable_confidence_head": bool,
         "confidence_head_with_markov": bool,
-    }  # fmt: skip
+    }
     found_by_tensors = from_root = True
 
     @classmethod
@@ -87,13 +89,16 @@ class MarkovTerm(BlockTerm):
 
         hidden: [B, H], the block's output of the children's depth
         """
-        word, row, state = self.markov_w1(nodes.tokens), for_each_node(hidden, nodes), nodes.state
+        word = self.markov_w1(nodes.tokens)
+        row = for_each_node(hidden, nodes)
+        state = nodes.state
         if hasattr(self, "gate_proj"):
             word = word * torch.sigmoid(self.gate_proj(torch.cat([row, word], -1)))
         elif state is not None:
             gate, new, word = self.joint_proj(torch.cat([state, word, row], -1)).chunk(3, -1)
             kept = torch.sigmoid(gate)
-            state, word = kept * state + (1 - kept) * torch.tanh(new), torch.tanh(word)
+            state = kept * state + (1 - kept) * torch.tanh(new)
+            word = torch.tanh(word)
         return word, state
 
 
@@ -112,8 +117,10 @@ class SelectorTerm(BlockTerm):
 
         Arguments and errors as in `BlockTerm.options`.
         """
-        codebook, selected = tensors.get("candidate_selector.predecessor_codebook"), settings.get("selector_top_k", 0)
-        rank, vocab = 0 if codebook is None else codebook.shape[-1], config.draft_vocab_size
+        codebook = tensors.get("candidate_selector.predecessor_codebook")
+        selected = settings.get("selector_top_k", 0)
+        rank = 0 if codebook is None else codebook.shape[-1]
+        vocab = config.draft_vocab_size
         check_config(settings, {"selector_rank": rank})
         if codebook is None:
             return None
@@ -125,7 +132,9 @@ class SelectorTerm(BlockTerm):
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
-        rank, self.selected, self.columns = config.options["rank"], config.options["selected"], config.hidden_size
+        rank = config.options["rank"]
+        self.selected = config.options["selected"]
+        self.columns = config.hidden_size
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
@@ -180,7 +189,8 @@ class DominoTerm(BlockTerm):
         """
         assert nodes.state is not None
         state = self.prefix_gru(ends.embed(nodes.tokens), nodes.state)
-        logits, depth = for_each_node(base, nodes), nodes.depth
+        logits = for_each_node(base, nodes)
+        depth = nodes.depth
         if isinstance(depth, int) and depth < self.plain:
             return logits, state
         added = logits + as_logits(self.embed_proj(torch.cat([for_each_node(kept, nodes), state], -1)))

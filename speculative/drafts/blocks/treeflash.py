@@ -28,7 +28,11 @@ _EPSILON = 1e-6  # of norm_e, whatever config.json gives for the other norms
 class TreeFlashTerm(BlockTerm):
     """TreeFlash's correction. Weights are named as in its checkpoints, where the layers are in a part "model"."""
 
-    module, section, from_root, causal, of_speculators = "ar_approximation", "treeflash_config", False, False, False
+    module = "ar_approximation"
+    section = "treeflash_config"
+    from_root = False
+    causal = False
+    of_speculators = False
     keys: ClassVar = {"ar_approximation": str, "candidate_tokens": int}
 
     @classmethod
@@ -36,7 +40,8 @@ class TreeFlashTerm(BlockTerm):
         cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], config: BlockConfig
     ) -> dict[str, Any] | None:
         """{"inner": the inner width of the correction}; None without one. Arguments as in `BlockTerm.options`."""
-        weight, told = tensors.get("ar_approximation.d.weight"), settings.get("ar_approximation")
+        weight = tensors.get("ar_approximation.d.weight")
+        told = settings.get("ar_approximation")
         if weight is None and told is None:
             return None
         check_config(settings, {"ar_approximation": "swiglu"})
@@ -47,8 +52,10 @@ class TreeFlashTerm(BlockTerm):
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
-        self.columns, self.uses_lm_head = config.hidden_size, True
-        width, inner = config.hidden_size, config.options["inner"]
+        self.columns = config.hidden_size
+        self.uses_lm_head = True
+        width = config.hidden_size
+        inner = config.options["inner"]
         self.ug = nn.Linear(2 * width, 2 * inner)
         self.d = nn.Linear(inner, width, bias=False)
         self.norm = LlamaRMSNorm(width, _EPSILON)

@@ -86,8 +86,10 @@ class HeadCache(KeyValueCache):
     def trimmed(self, slots: slice, rows: int) -> "HeadCache":
         """A copy of the first `rows` rows of the sequences in these slots."""
         copied = copy(self)  # only copied from later; it must not keep this cache's memory alive
-        copied._by_layer, copied.outputs = [], self.outputs[slots, :0].clone()
+        copied._by_layer = []
+        copied.outputs = self.outputs[slots, :0].clone()
         for name in ("keys", "values", "features", "tokens"):
             setattr(copied, name, getattr(self, name)[slots, :, :rows].clone())
-        copied.known, copied.offsets = self.known[slots].clone(), self.offsets[slots].clone()
+        copied.known = self.known[slots].clone()
+        copied.offsets = self.offsets[slots].clone()
         return copied

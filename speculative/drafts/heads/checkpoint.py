@@ -53,7 +53,8 @@ def load_head(
     """
     checkpoint = opened(given)
     with checkpoint.drafting("head"):
-        settings, tensors = checkpoint.settings(HeadSettings), renamed(checkpoint.tensors(), _RENAMED)
+        settings = checkpoint.settings(HeadSettings)
+        tensors = renamed(checkpoint.tensors(), _RENAMED)
         checkpoint.check_all_is_read()
         if not _has_fc(tensors):
             hint = (

@@ -39,7 +39,8 @@ class _HeadFunctions(LayerFunctions):
 
     def __init__(self, layer: Any):
         super().__init__(layer)
-        self.side_by_side, self.norm_before_residual = layer.side_by_side, layer.norm_before_residual
+        self.side_by_side = layer.side_by_side
+        self.norm_before_residual = layer.norm_before_residual
         self.hidden_norm = norm_if_any(layer, "hidden_norm")
 
 
@@ -53,7 +54,9 @@ class HeadDraft(EntriesDraft):
     def __init__(self, head: EagleHead, target: Forward):
         super().__init__(head, target)
         config = head.config
-        self.head, self.config, self.layers = head, config, config.layers
+        self.head = head
+        self.config = config
+        self.layers = config.layers
         check_fits(config, target)
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
@@ -80,7 +83,9 @@ class HeadDraft(EntriesDraft):
 
     def _compiled(self) -> NativeHead | None:
         """The compiled form of this draft, for a CPU; None if the head has a part that compiled code lacks."""
-        head, config, embedding = self.head, self.config, self.embedding
+        head = self.head
+        config = self.config
+        embedding = self.embedding
         usual = self.target.ranks is None and type(embedding) is nn.Embedding and not has_hooks(embedding)
         if not (usual and are_plain([head.fc])):
             return None
@@ -181,7 +186,8 @@ class HeadDraft(EntriesDraft):
         attend = mask.attention(self.dtype, {None})[None]
         assert cache.rotary is not None
         turns = Turns.at(cache.rotary, positions)
-        hidden, attended = inputs.states, inputs.joined
+        hidden = inputs.states
+        attended = inputs.joined
         if self.config.generation == 1:
             hidden = attended = self._fc(inputs.joined)
         added = None
@@ -195,7 +201,8 @@ class HeadDraft(EntriesDraft):
         assert added is not None
         read = slice(0 if last is None else rows.shape[1] - last, None)
         hidden, added = (each.view(*rows.shape, -1)[:, read].flatten(0, 1) for each in (hidden, added))
-        rows, keeps_normed = rows[:, read], self.config.feeds_back_normed
+        rows = rows[:, read]
+        keeps_normed = self.config.feeds_back_normed
         ends = end_entries(hidden, added, self._norm, cache.outputs, rows, keeps_normed=keeps_normed)
         return ends.view(*rows.shape, ends.shape[-1])
 

@@ -39,7 +39,9 @@ class HeadAttention(nn.Module):
 
     def __init__(self, config: TappedConfig, width: int):
         super().__init__()
-        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        head_dim = config.head_dim
         self.head_dim = head_dim
         self.q_proj = linear_of(config, "q_proj", width, heads * head_dim)
         self.k_proj = linear_of(config, "k_proj", width, kv_heads * head_dim)
@@ -56,9 +58,11 @@ class HeadAttention(nn.Module):
         attend: attention of the entries to everything visible to them, from query, key and value
         """
         by_head = *hidden.shape[:2], -1, self.head_dim
-        query, key = self.q_proj(hidden).view(by_head), self.k_proj(hidden).view(by_head)
+        query = self.q_proj(hidden).view(by_head)
+        key = self.k_proj(hidden).view(by_head)
         if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         cos, sin = turns
         query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
         mixed = attend(query, key, self.v_proj(hidden).view(by_head).transpose(1, 2))
@@ -126,7 +130,9 @@ class EagleHead(nn.Module, Draftable):
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config = config
-        width, eps, read = config.hidden_size, config.rms_norm_eps, config.target_hidden_size * len(config.taps)
+        width = config.hidden_size
+        eps = config.rms_norm_eps
+        read = config.target_hidden_size * len(config.taps)
         if config.owns_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
         else:

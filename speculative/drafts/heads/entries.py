@@ -77,7 +77,8 @@ class EntriesDraft(TappedDraft):
 
         starts: as in `Forward.prefill`
         """
-        batch, entries = len(tokens), tokens.shape[1] - 1
+        batch = len(tokens)
+        entries = tokens.shape[1] - 1
         starts = [0] * batch if starts is None else starts
         first = torch.tensor(starts if max(starts) > min(starts) else starts[0], device=tokens.device)  # [B] or []
         for begin in range(0, entries, PREFILL_CHUNK):
@@ -100,7 +101,9 @@ class EntriesDraft(TappedDraft):
 
         masks: number of mask entries to append (`mask_features`); the ends are then [B, 1 + masks, H]
         """
-        lengths, root, drafted = feed.prefix_lengths, feed.tokens[:, -1:], feed.drafted
+        lengths = feed.prefix_lengths
+        root = feed.tokens[:, -1:]
+        drafted = feed.drafted
         entries = feed.news
         if host_can_read(lengths.device):
             new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)

@@ -20,7 +20,9 @@ def take_the_tokens(config: TappedConfig, tensors: dict[str, Tensor], kept: Tens
 
     Raises ValueError for ids instead of offsets, and for sizes or tokens that do not fit the target's vocabulary.
     """
-    size, vocab, d2t = config.draft_vocab_size, config.vocab_size, tensors.pop("d2t", None)
+    size = config.draft_vocab_size
+    vocab = config.vocab_size
+    d2t = tensors.pop("d2t", None)
     if kept is not None and "embed_tokens.weight" not in tensors and len(kept) != vocab:
         raise ValueError(f"t2d has shape {[*kept.shape]}, expected [{vocab}], the target's tokens; {_ANOTHER_TARGET}")
     if d2t is None:

@@ -20,13 +20,19 @@ class LayerFunctions:
     window = None
 
     def __init__(self, layer: Any):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         self.projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.gates, self.mixing, self.last = [mlp.gate_proj, mlp.up_proj], attention.o_proj, mlp.down_proj
-        self.norm, self.mlp_norm = norm_if_any(layer, "input_layernorm"), norm_of(layer.post_attention_layernorm)
+        self.gates = [mlp.gate_proj, mlp.up_proj]
+        self.mixing = attention.o_proj
+        self.last = mlp.down_proj
+        self.norm = norm_if_any(layer, "input_layernorm")
+        self.mlp_norm = norm_of(layer.post_attention_layernorm)
         query_norm, key_norm = (norm_if_any(attention, name) for name in ("q_norm", "k_norm"))
         self.head_norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm)
-        self.activation, self.head_dim, self.scaling = mlp.act_fn, attention.head_dim, attention.head_dim**-0.5
+        self.activation = mlp.act_fn
+        self.head_dim = attention.head_dim
+        self.scaling = attention.head_dim**-0.5
 
     @property
     def linears(self) -> list[nn.Module]:

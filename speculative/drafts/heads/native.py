@@ -25,7 +25,9 @@ class NativeHead:
     """
 
     def __init__(self, over: NativePass, fc: Blocks | None, norms: tuple[Sequence[Norm | None], Norm | None]):
-        self._over, self._fc, self._norms = over, fc, norms
+        self._over = over
+        self._fc = fc
+        self._norms = norms
 
     def takes(self, rows: int) -> bool:
         """Whether compiled code is faster than PyTorch for this many entries of all sequences together."""

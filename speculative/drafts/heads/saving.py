@@ -59,7 +59,8 @@ def save_checkpoint(
 
 def save_head(head: EagleHead, folder: str | Path) -> None:
     """Write a head to a folder in the official layout, in its own dtype; `load_head` returns an equal head."""
-    config, tensors = head.config, head.state_dict()
+    config = head.config
+    tensors = head.state_dict()
     if config.generation == 3:
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     settings: dict[str, Any] = {

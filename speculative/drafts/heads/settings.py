@@ -102,7 +102,8 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     layer = together(settings, settings.get("transformer_layer_config"))
     options = together(settings.get("eagle_config"), settings)
     own = settings.get(OWN_KEY) or {}
-    text, names = target.config.get_text_config(), tensors.keys()
+    text = target.config.get_text_config()
+    names = tensors.keys()
     shapes = layer_shapes(layer, tensors)
     width = shapes["hidden_size"]
     tap_norms = bool(options.get("fc_norm")) or any(name.startswith("fc_norm.") for name in names)
@@ -130,7 +131,8 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
 
 def layer_shapes(layer: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The fields of `TappedConfig` that describe the layers. Raises ValueError for impossible ones."""
-    width, heads = tensors["fc.weight"].shape[0], number_in(layer, "num_attention_heads")
+    width = tensors["fc.weight"].shape[0]
+    heads = number_in(layer, "num_attention_heads")
     kv_heads = number_in({"num_key_value_heads": heads} | layer, "num_key_value_heads")
     head_dim = layer.get("head_dim") or _rows(tensors, "self_attn.q_proj") // heads
     layers = 1 + max(int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name)))
@@ -213,7 +215,8 @@ def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tu
     options: published settings; own: those that `save_head` wrote
     """
     if "taps" in own:
-        taps, last = tuple(own["taps"]), layers
+        taps = tuple(own["taps"])
+        last = layers
     else:
         taps = tuple(options.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3))
         taps = tuple(tap + 1 for tap in taps) if taps[0] == 1 else taps
@@ -239,7 +242,8 @@ def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
     given = together(layer.get("rope_scaling"), layer.get("rope_parameters"))
     kind = given.pop("rope_type", given.pop("type", "default"))
     if "mrope_section" in given:  # for images and text; for text alone it equals the default
-        kind, given = "default", {"rope_theta": given.get("rope_theta")}
+        kind = "default"
+        given = {"rope_theta": given.get("rope_theta")}
     turning = given.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))
     if turning != 1:
         raise ValueError(f"config.json gives partial_rotary_factor {turning}; expected heads that are turned whole, 1")

@@ -19,7 +19,8 @@ from heavypath.speculative.drafts.medusa.heads import MedusaConfig, MedusaHeads
 from heavypath.speculative.files.checkpoint import Checkpoint, check_config, check_tensors, opened, renamed, shapes_of
 from heavypath.speculative.files.hub import WEIGHTS
 
-_LAYER, _LM_HEAD = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)"), re.compile(r"(\d+)\.(\d+)\.weight")
+_LAYER = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")
+_LM_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
 
 
 def load_medusa(
@@ -32,7 +33,8 @@ def load_medusa(
     Raises FileNotFoundError for missing files, and ValueError for tensors that do not fit the target, are missing or
     are unknown.
     """
-    checkpoint, text = opened(given), target.config.get_text_config()
+    checkpoint = opened(given)
+    text = target.config.get_text_config()
     with checkpoint.drafting("Medusa heads"):
         tensors = renamed(checkpoint.tensors(WEIGHTS["medusa"]), {})
         config = _config_of(tensors, text.hidden_size, text.vocab_size)
@@ -69,7 +71,8 @@ def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int)
     if not places:
         some = ", ".join(sorted(tensors)[:4])
         raise ValueError(f"0.0.linear.weight, the first layer of the first head, is missing; got {some or 'nothing'}")
-    heads, deepest = 1 + max(head for head, _ in places), max(count for _, count in places)
+    heads = 1 + max(head for head, _ in places)
+    deepest = max(count for _, count in places)
     if heads * max(1, deepest) > len(tensors):
         raise ValueError(f"the tensors' names are of {heads} heads of {deepest} layers, and there are {len(tensors)}")
     return MedusaConfig(
@@ -83,7 +86,8 @@ def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int)
 
 def _by_name(heads: MedusaHeads) -> dict[str, Tensor]:
     """Views of the heads' stacked weights, by the names that a checkpoint has for them, to be filled from it."""
-    layers, found = heads.config.layers, dict[str, Tensor]()
+    layers = heads.config.layers
+    found = dict[str, Tensor]()
     for head in range(heads.config.heads):
         for layer in range(layers):
             found[f"{head}.{layer}.linear.weight"] = heads.weight[layer, head]

@@ -72,14 +72,18 @@ class MedusaDraft(TappedDraft):
     drafts_at_once = True
 
     def __init__(self, heads: MedusaHeads, target: Forward):
-        config, width = heads.config, target.embedding.weight.shape[1]
+        config = heads.config
+        width = target.embedding.weight.shape[1]
         if (config.hidden_size, config.vocab_size) != (width, target.vocab_size):
             raise ValueError(
                 f"the Medusa heads were made for a target of width {config.hidden_size} with {config.vocab_size} "
                 f"tokens, got one of width {width} with {target.vocab_size}"
             )
         super().__init__(heads, target)
-        self.heads, self.config, self.layers, self.levels = heads, config, config.layers, config.heads
+        self.heads = heads
+        self.config = config
+        self.layers = config.layers
+        self.levels = config.heads
         self._lm_head = target.parts.joined(self.target_lm_head, target.parts.of(self.target_lm_head))
         self._linears = Linears(self.name, heads.parameters())
         self.native = self._copied()
@@ -90,7 +94,9 @@ class MedusaDraft(TappedDraft):
 
     def _copied(self) -> MedusaWeights | None:
         """Copies of the weights for compiled code; None if it lacks a part of these heads, or there is no memory."""
-        heads, linears, lm_head = self.heads, self._linears, self.target_lm_head
+        heads = self.heads
+        linears = self._linears
+        lm_head = self.target_lm_head
         is_own = heads.lm_heads is not None
         usual = is_own or (are_plain([lm_head]) and lm_head.weight.dtype == self.dtype and lm_head.bias is None)
         if not (linears.can_copy and usual and self.target.ranks is None):
@@ -104,7 +110,8 @@ class MedusaDraft(TappedDraft):
 
     def new_cache(self, batch: int, rows: int) -> MedusaCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
-        config, like = self.config, self.heads.weight
+        config = self.config
+        like = self.heads.weight
         logits = as_logits(like.new_full((batch, config.heads + 1, config.vocab_size), -torch.inf))
         return MedusaCache(like.new_zeros(batch, 1, rows, config.hidden_size), logits)
 
@@ -124,7 +131,8 @@ class MedusaDraft(TappedDraft):
 
     def __call__(self, feed: Feed, cache: MedusaCache) -> Tensor:
         """Logits after each node [B, n, V]; for a step's first feed only those after the root, [B, 1, V]."""
-        heads, nodes = self.config.heads, 1 if feed.news else feed.tokens.shape[1]
+        heads = self.config.heads
+        nodes = 1 if feed.news else feed.tokens.shape[1]
         if feed.news:
             lengths = feed.prefix_lengths if feed.drafted is None else feed.prefix_lengths - feed.drafted
             self._read_root(lengths, min(feed.levels, heads), cache)

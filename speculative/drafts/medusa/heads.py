@@ -55,7 +55,8 @@ class MedusaHeads(nn.Module, Draftable):
     def __init__(self, config: MedusaConfig):
         super().__init__()
         self.config = config
-        heads, width = config.heads, config.hidden_size
+        heads = config.heads
+        width = config.hidden_size
         self.weight = nn.Parameter(torch.zeros(config.layers, heads, width, width))
         self.bias = nn.Parameter(torch.zeros(config.layers, heads, width))
         self.lm_heads = nn.Parameter(torch.zeros(heads, config.vocab_size, width)) if config.owns_lm_heads else None

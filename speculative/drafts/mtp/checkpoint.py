@@ -33,7 +33,8 @@ class _Settings(TypedDict, total=False):
 
 def is_mtp(checkpoint: Checkpoint, config: PreTrainedConfig) -> bool:
     """Whether a checkpoint is the target's own, by its config, and has MTP layers."""
-    own, text = checkpoint.settings(_Settings), config.get_text_config(decoder=True)
+    own = checkpoint.settings(_Settings)
+    text = config.get_text_config(decoder=True)
     if any(own.get(name) != getattr(text, name, None) for name in _Settings.__annotations__):
         return False
     return any(_layer_of(name) >= text.num_hidden_layers or _OTHERS.search(name) for name in checkpoint.shapes())
@@ -48,7 +49,8 @@ def load_mtp(given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: 
     Raises FileNotFoundError for missing files, and ValueError for model types not in `TYPES`, for several MTP layers,
     for quantized models, and for tensors that are missing, unknown or of another shape.
     """
-    checkpoint, text = opened(given), target.config.get_text_config(decoder=True)
+    checkpoint = opened(given)
+    text = target.config.get_text_config(decoder=True)
     with checkpoint.drafting("MTP layers in"):
         _check_target(target.config)
         _check_tensors(target.config, checkpoint)
@@ -59,7 +61,8 @@ def load_mtp(given: str | Path | Checkpoint, target: PreTrainedModel, *, dtype: 
 
 def _check_target(config: Any) -> None:
     """Raise ValueError for a target, by its config, whose MTP layers are not supported."""
-    kind, count = config.model_type, getattr(config, "num_mtp_layers", None)
+    kind = config.model_type
+    count = getattr(config, "num_mtp_layers", None)
     if kind not in TYPES:
         raise ValueError(f"those of type {kind!r} are not known, expected {' or '.join(TYPES)}")
     if count != 1:
@@ -77,7 +80,8 @@ def _check_tensors(config: Any, checkpoint: Checkpoint) -> None:
         raise ValueError(
             f"they are in {pickles[0]}, a pickle; expected safetensors, which transformers loads them from"
         )
-    width, vocab = config.hidden_size, config.vocab_size
+    width = config.hidden_size
+    vocab = config.vocab_size
     last, own = (f"model.layers.{config.num_hidden_layers - 1 + add}." for add in (0, 1))
     shapes = {name: shape for name, shape in checkpoint.shapes().items() if not IGNORED.match(name)}
     found = {name: shape for name, shape in shapes.items() if name.startswith(own)}
@@ -98,7 +102,8 @@ def _layer(folder: Path, target: PreTrainedModel) -> torch.nn.Module:
         ) from None
     model: Any = copy.copy(target)  # gets a config that names this folder
     model.config = copy.copy(target.config)
-    model.config.name_or_path, model.config.dtype = str(folder), target.dtype
+    model.config.name_or_path = str(folder)
+    model.config.dtype = target.dtype
     try:
         return MtpModel.from_pretrained(model, device_map={"": target.device}).layers[0]
     except RuntimeError as error:

@@ -52,7 +52,8 @@ class MtpHead(nn.Module, Draftable):
 
     def __init__(self, config: MtpConfig, layer: nn.Module):
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config = config
+        self.layer = layer
 
 
 class MtpDraft(EntriesDraft):
@@ -65,7 +66,8 @@ class MtpDraft(EntriesDraft):
 
     def __init__(self, head: MtpHead, target: Forward):
         super().__init__(head, target)
-        self.config, self.layers = head.config, head.config.layers
+        self.config = head.config
+        self.layers = head.config.layers
         width = target.embedding.weight.shape[1]
         if (head.config.hidden_size, head.config.taps) != (width, (target.layers,)):
             raise ValueError(
@@ -82,8 +84,10 @@ class MtpDraft(EntriesDraft):
         """An empty cache of `rows` rows for each of `batch` sequences; keys and values have the shape of one target
         layer.
         """
-        own, width = self.target.new_cache(1, 1).keys, self.config.hidden_size
-        heads, columns = own.shape[1] // self.target.layers, own.shape[3]
+        own = self.target.new_cache(1, 1).keys
+        width = self.config.hidden_size
+        heads = own.shape[1] // self.target.layers
+        columns = own.shape[3]
         return HeadCache(
             batch, rows, (width, width), layers=1, kv_heads=heads, head_dim=columns, like=self._layer.enorm.weight
         )
@@ -101,14 +105,16 @@ class MtpDraft(EntriesDraft):
         """The ends [B, last, H] of entries, see `EntriesDraft.run`. An entry has the position of its own token."""
         within = ((rows if positions is None else positions) + 1).clamp(max=self.max_positions - 1)
         embedded = self._embedded(tokens)
-        attention_mask, arguments = None, {}
+        attention_mask = None
+        arguments = {}
         if self._layer.config._attn_implementation == NAME:
             attend = mask.attention(self.dtype, {None})[None]
             arguments["tree_attend"] = lambda query, key, value, scale, window: attend(query, key, value, scale)
         else:
             attention_mask = mask.biases(self.dtype, {None})[None].expand(len(tokens), -1, -1, -1)
         # Positional arguments: transformers 5.24 has another name for the cache.
-        angles, kept = self._rotary(embedded, within), cache.at(rows, mask.visible_rows)
+        angles = self._rotary(embedded, within)
+        kept = cache.at(rows, mask.visible_rows)
         hidden = self._layer(embedded, features, angles, attention_mask, within, kept, **arguments)
         first = 0 if last is None else rows.shape[1] - last
         store_rows(cache.outputs[:, None], hidden[:, first:, None], rows[:, first:])

@@ -21,9 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def on_cluster(
-    address: str, workers: int | None, make: Callable[[], Worker], lines: Iterable[Line], output: Output,
-    at_once: int, written: Callable[[], object],
-) -> None:  # fmt: skip
+    address: str,
+    workers: int | None,
+    make: Callable[[], Worker],
+    lines: Iterable[Line],
+    output: Output,
+    at_once: int,
+    written: Callable[[], object],
+) -> None:
     """Answer the lines of a batch file on a Ray cluster, and write the answers in the order of the lines.
 
     address: address of the cluster, as for `ray.init`
@@ -44,9 +49,12 @@ def on_cluster(
         gpus = int(ray.cluster_resources().get("GPU", 0))
         count = workers or gpus or len([node for node in ray.nodes() if node["Alive"]])
         actor: Any = ray.remote(
-            num_gpus=1 if gpus else 0, max_restarts=-1, max_task_retries=RETRIES, max_concurrency=at_once,
+            num_gpus=1 if gpus else 0,
+            max_restarts=-1,
+            max_task_retries=RETRIES,
+            max_concurrency=at_once,
             scheduling_strategy="SPREAD",
-        )(_Actor)  # fmt: skip
+        )(_Actor)
         actors = [actor.remote(make) for _ in range(count)]
         under_way = [0] * count
 

@@ -68,7 +68,8 @@ def parsed(number: int, text: bytes, defaults: Mapping[str, Any], options: str =
             raise ValueError("expected a JSON object or a string")
         custom_id = str(given.get("custom_id", number))
         if "url" in given:
-            url, body = given["url"], given.get("body")
+            url = given["url"]
+            body = given.get("body")
         else:
             body = {name: value for name, value in given.items() if name != "custom_id"}
             url = URLS["messages" in body]

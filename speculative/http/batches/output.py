@@ -54,7 +54,8 @@ class Output:
     """
 
     def __init__(self, path: Path):
-        self.path, self.errors = path, errors_beside(path)
+        self.path = path
+        self.errors = errors_beside(path)
         self._files = list[IO[bytes]]()
         try:
             for each in (self.path, self.errors):
@@ -147,9 +148,11 @@ def _opened(path: Path) -> IO[bytes]:
 def _answers(file: IO[bytes], name: str) -> list[_Written]:
     """The positions of the complete answers in a file. Raises ValueError, with `name`, if it has anything else."""
     file.seek(0)
-    found, end = list[_Written](), 0
+    found = list[_Written]()
+    end = 0
     for text in file:
-        begin, end = end, end + len(text)
+        begin = end
+        end = end + len(text)
         answer = _BEGINNING.match(text)
         if answer is not None and text.endswith(b"\n"):
             found.append(_Written(int(answer[1]), begin, end))

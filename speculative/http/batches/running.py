@@ -82,7 +82,8 @@ class Application:
 
     async def _ask(self, line: Line) -> tuple[int, bytes]:
         messages: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
-        status, parts = 500, list[bytes]()
+        status = 500
+        parts = list[bytes]()
 
         async def receive() -> Message:
             return messages.pop() if messages else await asyncio.Future()  # this client never disconnects
@@ -93,10 +94,19 @@ class Application:
             parts.append(message.get("body", b""))
 
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-            "path": line.url, "raw_path": line.url.encode(), "query_string": b"", "root_path": "", "client": None,
-            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "server": ("localhost", 80),
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": line.url,
+            "raw_path": line.url.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "client": None,
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "server": ("localhost", 80),
+        }
         try:
             await self._app(scope, receive, send)
         except Exception:

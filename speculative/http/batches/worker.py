@@ -55,9 +55,13 @@ class Worker:
             pair.tokenizer.chat_template = options.template
         measured = None if options.profile is None else Profile.load(options.profile)
         decoder = SpeculativeDecoder(
-            pair.target, pair.draft, options.method, tree_size=options.tree_size, profile=measured,
+            pair.target,
+            pair.draft,
+            options.method,
+            tree_size=options.tree_size,
+            profile=measured,
             verifier=options.verifier,
-        )  # fmt: skip
+        )
         choices = 16 * options.slots
         self.service = decoder.serve(
             slots=options.slots, max_tokens=options.max_tokens, queue=choices + options.at_once, seed=options.seed

@@ -20,7 +20,8 @@ def schema_of(key: str, schema: Mapping[str, Any] | None) -> Any:
         held = referred(held["$ref"], schema)
     if not isinstance(held, Mapping):
         return None
-    properties, more = held.get("properties"), held.get("additionalProperties")
+    properties = held.get("properties")
+    more = held.get("additionalProperties")
     if isinstance(properties, Mapping) and key in properties:
         return properties[key]
     return more if isinstance(more, Mapping) else None
@@ -31,7 +32,9 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
     root: the schema of all arguments, to which references are relative
     """
-    found, waiting, seen = set[str](), [schema], set[int]()
+    found = set[str]()
+    waiting = [schema]
+    seen = set[int]()
     while waiting:
         each = waiting.pop()
         if not isinstance(each, Mapping) or id(each) in seen:

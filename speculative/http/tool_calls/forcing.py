@@ -40,7 +40,8 @@ def call_source(form: ToolFormat, tools: Sequence[Tool], tokenizer: PreTrainedTo
 
 def _schema_of_calls(form: ToolFormat, tools: Sequence[Tool]) -> dict[str, Any]:
     """The JSON schema of one call of any of the tools: an object with name and arguments."""
-    calls, schemas = [], dict[str, Any]()
+    calls = []
+    schemas = dict[str, Any]()
     for number, tool in enumerate(tools):
         arguments = {"type": "object"} if tool.function.parameters is None else tool.function.parameters
         if "properties" in arguments:
@@ -62,7 +63,9 @@ class _TaggedCalls:
     """
 
     def __init__(self, form: ToolFormat, tags: Tags, literal: Callable[[str], str]):
-        self._form, self._tags, self._literal = form, tags, literal
+        self._form = form
+        self._tags = tags
+        self._literal = literal
         self._rules: list[str] = []
         self._line = '"\\n" ' if tags.lines else ""
         self._close = f"{self._line}{literal(tags.value[1])}"
@@ -97,7 +100,8 @@ class _TaggedCalls:
     def _value(self, schema: Any, root: Mapping[str, Any], deep: int = 0) -> str:
         """The rule for a value and the tag after it: plain text for a string, JSON for other types."""
         while isinstance(schema, Mapping) and isinstance(name := schema.get("$ref"), str) and deep < MOST_LINKS:
-            schema, deep = referred(name, root), deep + 1
+            schema = referred(name, root)
+            deep = deep + 1
         if not isinstance(schema, Mapping):
             return self._text({})
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -119,7 +123,9 @@ class _TaggedCalls:
 
     def _text(self, schema: Mapping[str, Any]) -> str:
         """The rule for text that does not contain the closing tag, followed by that tag."""
-        least, most, pattern = schema.get("minLength", 0), schema.get("maxLength", ""), schema.get("pattern")
+        least = schema.get("minLength", 0)
+        most = schema.get("maxLength", "")
+        pattern = schema.get("pattern")
         allowed = [rf"/(?s:.{{{least},{most}}})/"]
         if isinstance(pattern, str):
             begin = "" if pattern.startswith("^") else "(?s:.*)"

@@ -41,8 +41,12 @@ class CallReader:
         schemas: Mapping[str, Mapping[str, Any] | None] | None = None,
         parallel: bool = True,
     ):
-        self._form, self._offered, self._schemas, self._parallel = form, offered, schemas or {}, parallel
-        self._held, self._said = "", list[str]()
+        self._form = form
+        self._offered = offered
+        self._schemas = schemas or {}
+        self._parallel = parallel
+        self._held = ""
+        self._said = list[str]()
         self._follows = self._is_closed = False  # whether the held text follows a call, and that call's end marker
         self._calls: list[Call] = []
         self._told = self.settled = 0
@@ -65,7 +69,8 @@ class CallReader:
 
     def new_calls(self) -> list[Call]:
         """The calls found since the last call of this method."""
-        begin, self._told = self._told, len(self._all())
+        begin = self._told
+        self._told = len(self._all())
         return self._all()[begin:]
 
     def _all(self) -> list[Call]:
@@ -85,7 +90,8 @@ class CallReader:
 
     def _next(self, form: ToolFormat, final: bool) -> None:
         """Move the content before the next call to `_said`, and take the call. Raises NotYet if more text must come."""
-        begin, openings = 0, re.compile("|".join(map(re.escape, form.openings)))
+        begin = 0
+        openings = re.compile("|".join(map(re.escape, form.openings)))
         while (opening := openings.search(self._held, begin)) is not None:
             place = opening.start()
             try:
@@ -108,7 +114,8 @@ class CallReader:
         """Process what follows a call: its end marker, another call, or content. Raises NotYet if more must come."""
         self._held = self._held.lstrip()
         if form.end and self._held.startswith(form.end):
-            self._held, self._is_closed = self._held[len(form.end) :].lstrip(), True
+            self._held = self._held[len(form.end) :].lstrip()
+            self._is_closed = True
         elif not final and form.end.startswith(self._held):
             raise NotYet
         rest = self._held
@@ -140,7 +147,9 @@ class CallReader:
 
     def _take(self, calls: Sequence[Call], end: int) -> None:
         self._calls += calls
-        self._held, self._follows, self._is_closed = self._held[end:], True, False
+        self._held = self._held[end:]
+        self._follows = True
+        self._is_closed = False
 
     def _say(self, place: int) -> None:
         """Move the held text before `place` to the content."""

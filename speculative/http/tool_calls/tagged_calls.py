@@ -21,7 +21,9 @@ class _Cursor:
     """A position in a text. Text that does not fit raises NoCall, or NotYet if more text may make it fit."""
 
     def __init__(self, text: str, place: int, *, final: bool):
-        self.text, self.place, self._final = text, place, final
+        self.text = text
+        self.place = place
+        self._final = final
 
     def spaces(self) -> None:
         found = _SPACES.match(self.text, self.place)
@@ -66,7 +68,8 @@ class _Cursor:
 
     def value(self, end: str, after: Collection[str]) -> str:
         """Read up to the first tag `end` that one of the words in `after` follows; returns the text before the tag."""
-        begin, place = self.place, self.text.find(end, self.place)
+        begin = self.place
+        place = self.text.find(end, self.place)
         while place >= 0:
             found = _SPACES.match(self.text, place + len(end))
             rest = place + len(end) if found is None else found.end()
@@ -115,7 +118,8 @@ def read_tags(
     elif offered is not None and name not in offered:
         raise NoCall  # without a tag around it, the name must be that of a tool
     ends = tuple(each for each in (tags.end, form.end) if each)
-    schema, arguments = schemas.get(name), dict[str, Any]()
+    schema = schemas.get(name)
+    arguments = dict[str, Any]()
     while True:
         cursor.spaces()
         before = cursor.place

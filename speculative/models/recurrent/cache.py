@@ -55,10 +55,14 @@ class HybridCache(StatesCache, KeyValueCache):
     """
 
     def __init__(self, layout: StateLayout, batch: int, rows: int, like: Tensor, lag: int = 0):
-        heads, columns = layout.kv_heads, layout.head_dim
+        heads = layout.kv_heads
+        columns = layout.head_dim
         super().__init__(batch, max(1, len(layout.rows)), heads, rows, columns, like)
-        self._row_of, self._limits, self._lag = layout.rows, layout.limits, lag
-        self.states, self.prompts = layout.states(batch, like), layout.states(batch, like)
+        self._row_of = layout.rows
+        self._limits = layout.limits
+        self._lag = lag
+        self.states = layout.states(batch, like)
+        self.prompts = layout.states(batch, like)
         self.ends = torch.full((batch,), FOREVER, device=like.device)
         self.origin = torch.zeros_like(self.ends)
         self._nodes: TreeNodes | TextTokens | None = None
@@ -72,8 +76,11 @@ class HybridCache(StatesCache, KeyValueCache):
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
         view = super().first(slots)
-        view.states, view.prompts = self.states.first(slots), self.prompts.first(slots)
-        view.ends, view.origin, view._nodes = self.ends[:slots], self.origin[:slots], None
+        view.states = self.states.first(slots)
+        view.prompts = self.prompts.first(slots)
+        view.ends = self.ends[:slots]
+        view.origin = self.origin[:slots]
+        view._nodes = None
         return view
 
     def remembered(self) -> list[Tensor]:
@@ -113,7 +120,8 @@ class HybridCache(StatesCache, KeyValueCache):
             self._nodes = TextTokens(self.states, positions, self.ends)
             return cache_rows.where(positions >= self.states.position[:, None], self.keys.shape[2] - 1)
         if mask.level == 0:
-            states, begins = self.states, self.states.position == self.origin.clamp(min=0)
+            states = self.states
+            begins = self.states.position == self.origin.clamp(min=0)
             self._nodes = DraftNodes(states, begins, mask.prefix_length) if self._lag else TreeNodes(states, begins)
         assert isinstance(self._nodes, TreeNodes)
         self._nodes.give(mask, cache_rows)
@@ -183,7 +191,8 @@ class _TakenTexts(RowCache):
 
     def __init__(self, rows: RowCache, states: States, prompts: States):
         super().__init__(rows.keys, rows.values)
-        self.states, self.prompts = states.copied(), prompts.copied()
+        self.states = states.copied()
+        self.prompts = prompts.copied()
 
     @property
     def nbytes(self) -> int:

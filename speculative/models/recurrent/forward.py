@@ -18,7 +18,8 @@ from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.recurrent.cache import HybridCache, StateLayout
 from heavypath.speculative.models.recurrent.mixers import StatesCache, check_mixers, over_trees
 
-ATTENTION, OTHERS = ("full_attention", "hybrid"), ("linear_attention", "conv", "moe", "mlp")  # kinds of layers
+ATTENTION = ("full_attention", "hybrid")  # kinds of layers
+OTHERS = ("linear_attention", "conv", "moe", "mlp")
 
 
 class RecurrentForward(TransformersForward):
@@ -56,9 +57,16 @@ class RecurrentForward(TransformersForward):
         return HybridCache(self._layout, batch, rows, self.like, lag)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
-        needs_logits: bool = True, taps: Taps | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache_rows: Tensor,
+        cache: KeyValueCache,
+        mask: TreeMask,
+        *,
+        needs_logits: bool = True,
+        taps: Taps | None = None,
+    ) -> Tensor:
         """Logits [B, N, V] after each token. Arguments and result are as in `Forward.__call__`."""
         assert isinstance(cache, HybridCache)
         rows = cache.give(mask, positions, cache_rows)
@@ -156,7 +164,8 @@ class _NotedLayer:
     """Stands for one layer's state in `_NotedLayers`: records the shapes that its mixer uses, and computes nothing."""
 
     def __init__(self, noted: _NotedLayers, key: tuple[int, int]):
-        self._noted, self._key = noted, key
+        self._noted = noted
+        self._key = key
         self.state = torch.zeros((), device="cpu")
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

@@ -25,7 +25,8 @@ from heavypath.speculative.models.functions import is_as_written, is_of_library
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 # Names by which a mixer gets its state from a cache; the second of each is from before transformers 5.21.
-CONVOLVED, RECURRENT = {"get_conv_state", "conv_states"}, {"get_recurrent_state", "recurrent_states"}
+CONVOLVED = {"get_conv_state", "conv_states"}
+RECURRENT = {"get_recurrent_state", "recurrent_states"}
 
 
 class Layer(Protocol):
@@ -138,9 +139,15 @@ def _rule(rule: Any) -> Any:
     """Wrap a rule over tree nodes, such as `tree_delta`, so that mixers can call it as transformers' delta rule."""
 
     def apply(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Layer,
-        use_qk_l2norm_in_kernel: bool = False, **_: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Layer,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
         if not use_qk_l2norm_in_kernel:
             raise ValueError("delta rules are known with normalised keys alone, got use_qk_l2norm_in_kernel=False")
         return initial_state.recur(rule, (query, key, value, g, beta)), initial_state.state
@@ -149,17 +156,28 @@ def _rule(rule: Any) -> Any:
 
 
 def mamba2_chunk_scan(
-    hidden_states: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, chunk_size: int | None = None, *,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_states: Layer,
-    dt_limit: tuple[float, float] | None = None, return_final_states: bool = False, **more: Any,
-) -> Any:  # fmt: skip
+    hidden_states: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    key: Tensor,
+    query: Tensor,
+    chunk_size: int | None = None,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    initial_states: Layer,
+    dt_limit: tuple[float, float] | None = None,
+    return_final_states: bool = False,
+    **more: Any,
+) -> Any:
     """Mamba-2 of nodes: hidden_states [B, N, H, P], dt [B, N, H], decay [H], key and query [B, N, groups, D].
 
     more: D [H], the skip connection's weights
     """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = initial_states.clamped(softplus(dt) if dt_softplus else dt, dt_limit)
-    values, skip = hidden_states.float(), more.get("D")
+    values = hidden_states.float()
+    skip = more.get("D")
     inputs = query, key, values * dt.float()[..., None], dt.float() * decay.float()
     out = initial_states.recur(tree_ssd, inputs)
     out = out if skip is None else out + skip[..., None] * values
@@ -167,15 +185,32 @@ def mamba2_chunk_scan(
 
 
 def mamba2_selective_state_update(
-    state: Layer, x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor | None = None, *,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
+    state: Layer,
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    key: Tensor,
+    query: Tensor,
+    skip: Tensor | None = None,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
     """Mamba-2 of one node, as mixers call it: each number of a head is repeated over the head's columns."""
     weight, bias = (None if each is None else each[:, 0] for each in (skip, dt_bias))
     out = mamba2_chunk_scan(
-        x[:, None], dt[:, None, :, 0], decay[:, 0, 0], key[:, None], query[:, None], D=weight, dt_bias=bias,
-        dt_softplus=dt_softplus, initial_states=state,
-    )[:, 0]  # fmt: skip
+        x[:, None],
+        dt[:, None, :, 0],
+        decay[:, 0, 0],
+        key[:, None],
+        query[:, None],
+        D=weight,
+        dt_bias=bias,
+        dt_softplus=dt_softplus,
+        initial_states=state,
+    )[:, 0]
     return (out if z is None else out * silu(z)).to(x.dtype)
 
 
@@ -187,7 +222,7 @@ RULES = {
     "recurrent_kimi_delta_attention": _rule(tree_kda),
     "mamba2_chunk_scan": mamba2_chunk_scan,
     "mamba2_selective_state_update": mamba2_selective_state_update,
-}  # fmt: skip
+}
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

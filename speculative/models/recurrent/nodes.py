@@ -19,7 +19,8 @@ from heavypath.kernels.recurrent.paths import KeptNodes, Paths
 from heavypath.kernels.recurrent.ssd import tree_ssd
 from heavypath.speculative.models.forward import TreeMask
 
-CHUNK, PAIRS = 64, 16  # tokens of one chain in prefill; fewer with KDA, which works on pairs of tokens
+CHUNK = 64  # tokens of one chain in prefill; fewer with KDA, which works on pairs of tokens
+PAIRS = 16
 
 Key = tuple[int, int]  # the layer, and which of its states
 
@@ -32,7 +33,9 @@ class States:
     """
 
     def __init__(self, recurrent: dict[Key, Tensor], convolved: dict[Key, Tensor], position: Tensor):
-        self.recurrent, self.convolved, self.position = recurrent, convolved, position
+        self.recurrent = recurrent
+        self.convolved = convolved
+        self.position = position
 
     def first(self, slots: int) -> "States":
         """A view of the first `slots` sequences."""
@@ -68,7 +71,8 @@ class TreeNodes:
     _of_text = 1  # how many nodes of a tree's first pass belong to the sequence so far
 
     def __init__(self, states: States, begins: Tensor):
-        self._states, self._begins = states, begins
+        self._states = states
+        self._begins = begins
         self._passes: list[Paths] = []
         self._kept: dict[Key, tuple[Any, KeptNodes]] = {}
         self._inputs: dict[Key, Tensor] = {}
@@ -147,7 +151,8 @@ class DraftNodes(TreeNodes):
     def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
         """Begin a pass over the next level's nodes; arguments as in `TreeNodes.give`. mask: with an ancestor_mask."""
         assert mask.ancestor_mask is not None
-        is_first, batch = self._slots.shape[1] == 0, len(cache_rows)
+        is_first = self._slots.shape[1] == 0
+        batch = len(cache_rows)
         ancestors = mask.ancestor_mask.expand(batch, -1, -1)
         slots = (cache_rows - mask.prefix_length[:, None]).clamp(min=0)
         self._slots = torch.cat([self._slots, slots], 1)
@@ -176,7 +181,8 @@ class TextTokens:
     """
 
     def __init__(self, states: States, positions: Tensor, end: Tensor):
-        self._states, self._width = states, positions.shape[1]
+        self._states = states
+        self._width = positions.shape[1]
         begin = positions[:, 0]
         self._first = (states.position - begin).clamp(0, self._width)
         self._stop = (end - begin).clamp(0, self._width).maximum(self._first)
@@ -184,7 +190,9 @@ class TextTokens:
 
     def convolved(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution [B, N, C] of inputs [B, N, C], of which the new tokens move its state."""
-        taps, state, device = weight.shape[-1], self._states.convolved[key], inputs.device
+        taps = weight.shape[-1]
+        state = self._states.convolved[key]
+        device = inputs.device
         place = torch.arange(self._width, device=device)[:, None] - torch.arange(taps - 1, -1, -1, device=device)
         first = self._first[:, None, None]
         window = (place + taps - 1).where(place >= first, (place + taps - 1 - first).clamp(min=0))
@@ -197,7 +205,9 @@ class TextTokens:
 
         key: layer and number of its state; rule: the recurrence, such as `tree_delta`; inputs: as in `Layer.recur`
         """
-        state, size, outs = self._states.recurrent[key], PAIRS if rule is tree_kda else CHUNK, []
+        state = self._states.recurrent[key]
+        size = PAIRS if rule is tree_kda else CHUNK
+        outs = []
         for begin, paths, path, count in self._chains_of(size):
             out, kept = rule(*(each[:, begin : begin + size] for each in inputs), state, paths)
             accept_state(state, kept, path, count, normalised=rule is not tree_ssd)
@@ -234,7 +244,10 @@ class LayerNodes:
 
     def __init__(self, nodes: TreeNodes | TextTokens, states: States, key: Key, limits: tuple[float, float] | None):
         """key: the layer and the state's number in it; limits: least and most of a prompt's time steps, or None."""
-        self._nodes, self._states, self._key, self._limits = nodes, states, key, limits
+        self._nodes = nodes
+        self._states = states
+        self._key = key
+        self._limits = limits
 
     @property
     def state(self) -> Tensor:

@@ -16,7 +16,8 @@ from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.probe import check_own_logits
 from heavypath.speculative.models.recurrent.cache import HybridCache
 
-ENDS, DEPTHS = [8, 6, 6, 6, 6, 6, 8, 8], [0, 1, 2, 3, 4, 5, 1, 2]
+ENDS = [8, 6, 6, 6, 6, 6, 8, 8]
+DEPTHS = [0, 1, 2, 3, 4, 5, 1, 2]
 PATHS = [0, 1, 2, 3, 4, 5], [0, 6, 7]  # a chain of six nodes, and two nodes below its root
 
 
@@ -26,14 +27,16 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
 
     model: the model that the forward pass replaces; cache: for at least two sequences and 32 rows
     """
-    device, noise = forward.device, torch.Generator().manual_seed(0)  # torch's own is the caller's
+    device = forward.device  # torch's own is the caller's
+    noise = torch.Generator().manual_seed(0)
     tokens = torch.randint(forward.vocab_size, (2, 25), generator=noise, device="cpu").to(device)
     prefix, first, second = tokens.split([9, 8, 8], 1)
     lengths = torch.tensor([9, 2], device=device)  # longer and shorter than a convolution's kernel
     cache.begin(lengths)
     forward.prefill(prefix, cache)
     trees = [_logits(forward, first, lengths, cache)]
-    path, count = torch.tensor([PATHS[1], [0, 1, 2]], device=device), torch.tensor([3, 1], device=device)
+    path = torch.tensor([PATHS[1], [0, 1, 2]], device=device)
+    count = torch.tensor([3, 1], device=device)
     cache.accept(path, count - 1, lengths)
     cache.advance(path, count)
     trees.append(_logits(forward, second, lengths + count, cache))
@@ -81,7 +84,8 @@ def _after(forward: TransformersForward, model: nn.Module, texts: Tensor, prompt
     texts: LongTensor[B, T], sequences; prompt: how many of the first tokens are read in one pass
     """
     batch, width = texts.shape
-    own, found = DynamicCache(config=forward.config), []
+    own = DynamicCache(config=forward.config)
+    found = []
     place = torch.arange(width, device=texts.device).expand(batch, -1)
     for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, width))]:
         call = {"input_ids": texts[:, begin:end], "position_ids": place[:, begin:end], "use_cache": True}

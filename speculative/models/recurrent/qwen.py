@@ -60,7 +60,8 @@ class QwenForward(RecurrentForward):
             return joining.products(layers) or linears.together(layers)
 
         self._layers = [_Layer(layer, linears.one, together) for layer in inner.layers]
-        self._last, self._head = _centred(inner.norm), linears.one(model.lm_head)
+        self._last = _centred(inner.norm)
+        self._head = linears.one(model.lm_head)
         self.watch(model)  # again, because joining moved weights
 
     def is_current(self) -> bool:
@@ -68,15 +69,23 @@ class QwenForward(RecurrentForward):
         return super().is_current() and self._linears.is_current()
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, cache_rows: Tensor, cache: KeyValueCache, mask: TreeMask, *,
-        needs_logits: bool = True, taps: Taps | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache_rows: Tensor,
+        cache: KeyValueCache,
+        mask: TreeMask,
+        *,
+        needs_logits: bool = True,
+        taps: Taps | None = None,
+    ) -> Tensor:
         """Logits [B, N, V] after each token. Arguments and result are as in `Forward.__call__`."""
         assert isinstance(cache, HybridCache)
         rows = cache.give(mask, positions, cache_rows)
         within = positions.clamp(max=self.max_positions - 1)  # positions of absent nodes may be larger
         nodes = _Nodes(cache, rows, self._turns(within), mask.attention(self.dtype, (None,))[None])
-        hidden, computed = self.embedding(tokens.flatten()), None
+        hidden = self.embedding(tokens.flatten())
+        computed = None
         states: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             hidden, normed = _norm(hidden, computed, layer.norm)
@@ -108,7 +117,9 @@ class _Nodes:
 
     def __init__(self, cache: HybridCache, rows: Tensor, turns: tuple[Tensor, Tensor], attend: Attend):
         """rows: LongTensor[B, N], cache rows; turns: from `QwenForward._turns`."""
-        self.cache, self.rows, self.attend = cache, rows, attend
+        self.cache = cache
+        self.rows = rows
+        self.attend = attend
         self._cos, self._sin = turns
 
     def turned(self, heads: Tensor) -> Tensor:
@@ -124,23 +135,28 @@ class _Layer:
 
     def __init__(self, layer: Any, one: Callable[[Any], Product], together: Callable[[Sequence[nn.Module]], Products]):
         mlp = layer.mlp
-        self.norm, self.mlp_norm = _centred(layer.input_layernorm), _centred(layer.post_attention_layernorm)
+        self.norm = _centred(layer.input_layernorm)
+        self.mlp_norm = _centred(layer.post_attention_layernorm)
         self.gated = gated_by(mlp.act_fn, together([mlp.gate_proj, mlp.up_proj]))
         self.down = one(mlp.down_proj)
         if hasattr(layer, "linear_attn"):
             own = self._own = layer.linear_attn
             self.mixed = self._by_delta_rule
             self._project = together([own.in_proj_qkv, own.in_proj_z, own.in_proj_b, own.in_proj_a])
-            self._mix, self._norm = one(own.out_proj), norm_of(own.norm)
+            self._mix = one(own.out_proj)
+            self._norm = norm_of(own.norm)
         else:
             own = self._own = layer.self_attn
             self.mixed = self._by_attention
-            self._project, self._mix = together([own.q_proj, own.k_proj, own.v_proj]), one(own.o_proj)
-            self._query_norm, self._key_norm = _centred(own.q_norm), _centred(own.k_norm)
+            self._project = together([own.q_proj, own.k_proj, own.v_proj])
+            self._mix = one(own.o_proj)
+            self._query_norm = _centred(own.q_norm)
+            self._key_norm = _centred(own.k_norm)
 
     def _by_attention(self, hidden: Tensor, nodes: _Nodes) -> Tensor:
         """The attention's output [B * N, H] for normed hidden states [B * N, H]; keys and values go into the cache."""
-        own, by_head = self._own, (*nodes.rows.shape, -1, self._own.head_dim)
+        own = self._own
+        by_head = (*nodes.rows.shape, -1, self._own.head_dim)
         both, key, value = self._project(hidden)
         query, gate = both.view(*by_head[:3], 2 * own.head_dim).chunk(2, -1)
         query, key = (
@@ -153,7 +169,8 @@ class _Layer:
 
     def _by_delta_rule(self, hidden: Tensor, nodes: _Nodes) -> Tensor:
         """The output [B * N, H] of a gated delta rule for normed hidden states [B * N, H], by the cache's states."""
-        own, state = self._own, nodes.cache.state(self._own.layer_idx, 0)
+        own = self._own
+        state = nodes.cache.state(self._own.layer_idx, 0)
         by_node = *nodes.rows.shape, -1
         joined, z, strength, decay = (each.view(by_node) for each in self._project(hidden))
         joined = state.convolved(joined.transpose(1, 2), own.conv1d.weight.squeeze(1), own.conv1d.bias, own.activation)
