@@ -23,6 +23,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.numbers import real, whole
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, describe, draft_parameter_count, parameter_count
+from heavypath.speculative.drawing_temperatures import drawing_temperatures
 from heavypath.speculative.gains import jobs_of, measure_gains
 from heavypath.speculative.methods import METHODS, measured_row, row_of
 from heavypath.speculative.models.forward import Forward
@@ -44,7 +45,6 @@ from heavypath.speculative.walking import (
     Report,
     Way,
     as_measured,
-    drawing_temperatures,
     measure_ways,
     walk_together,
 )

@@ -104,11 +104,11 @@ def test_folders_import_only_those_before_them():
 
 
 OPTIONS = re.compile(
-    r"drafts\.(?!draft$|kinds$|changes$|model$|own$|__init__$)|ranks\.(?!parts$|peers$|__init__$)|models\.recurrent\.|"
+    r"drafts\.(?!draft$|kinds$|changes$|model$|own$|__init__$)|ranks\.(?!peers$|__init__$)|models\.recurrent\.|"
     r"models\.prompt_inputs$|output\.(?!generation$|__init__$)|decoding\.(graphs|growing|processing|typical|verifiers)$|"
     r"(processors|streaming|serving|suite|http|cli|training|demo|losslessness|files|reference)\.|costs\.streamed$|"
-    r"(adapting|tree_by_profile|profile|calibration|visits|gains|walking|ways|comparison|custom_generate|distillation|"
-    r"layer_choice|loading|__main__)$"
+    r"(adapting|tree_by_profile|profile|calibration|visits|gains|drawing_temperatures|walking|ways|comparison|"
+    r"custom_generate|distillation|layer_choice|loading|__main__)$"
 )
 
 

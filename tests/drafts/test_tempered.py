@@ -30,8 +30,9 @@ from heavypath.speculative.drafts.blocks.checkpoint import load_block
 from heavypath.speculative.drafts.blocks.draft import BlockHeadDraft
 from heavypath.speculative.drafts.kinds import as_draft, describe
 from heavypath.speculative.drafts.tempered import TEMPERATURES, fitted
+from heavypath.speculative.drawing_temperatures import drawing_temperatures
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.walking import Extent, drawing_temperatures
+from heavypath.speculative.walking import Extent
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 DRAWN_AT = [0.7, 0.25, 0.5]
