@@ -261,7 +261,7 @@ def launch_tokens(
     logits: Tensor, k: int, filters: Filters, *, noise: Noise, stream: Stream, uniform_fill: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw tokens as `launch_topk`; keys and log-probabilities may be those before top-p, so use only the tokens."""
-    (count, vocab_size) = logits.shape
+    count, vocab_size = logits.shape
     device = logits.device
     by_p_alone = Filters(top_p=filters.top_p).drop(vocab_size) and not filters._replace(top_p=None).drop(vocab_size)
     aligned = vocab_size % ALIGNED == 0 and logits.stride() == (logits.stride(0) // ALIGNED * ALIGNED, 1)

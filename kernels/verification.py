@@ -166,7 +166,7 @@ def verify_tree(
 def reference(inputs: VerifyInputs) -> Verified:
     """Verify one tree after the other, by the formulas."""
     inputs = inputs._replace(nodes=inputs.nodes.per_sequence())
-    (tokens, parents, ranks) = inputs.nodes
+    tokens, parents, ranks = inputs.nodes
     noise = inputs.noise
     rows = torch.arange(tokens.numel(), device="cpu").view_as(tokens) if noise.rows is None else noise.rows.cpu()
     ranks = sibling_order(parents) if ranks is None else ranks

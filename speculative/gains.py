@@ -190,7 +190,7 @@ def jobs_of(
             if method == "autoregressive" or not counted:
                 continue
             draw, verification = row.at(filters.temperature)
-            (planned, entry, _) = profile.plan(method, filters)
+            planned, entry, _ = profile.plan(method, filters)
             tree = profile.tree_for(method, filters)
             as_counted = verification not in VERIFIERS
             if len(tree) == 1 or (as_counted and not tree.grows):

@@ -104,7 +104,7 @@ class Visits:
         """The statistics of decoding `tokens` new tokens for each prompt of a round."""
         assert isinstance(decoder.tree, TokenTree)
         depth = decoder.tree.depth
-        (prompts, mask) = self._batch_of(round_)
+        prompts, mask = self._batch_of(round_)
         end = MaxLengthCriteria(prompts.shape[1] + tokens)
         return decoder.generate(
             prompts,

@@ -85,7 +85,7 @@ def grow(
 
 def assemble(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     """Make trees of at most `nodes` nodes from the drafted slots, as `trees.assembly.assemble` does."""
-    (batch, stride) = slots.tokens.shape
+    batch, stride = slots.tokens.shape
     nodes = min(nodes, last.end)
     out = torch.empty(_ASSEMBLED * batch * nodes, dtype=torch.long, device="cpu")
     call = _Assembly(

@@ -122,7 +122,7 @@ def node_entries(nodes: tuple[Tensor, Tensor, Tensor], lengths: Tensor, outputs:
     outputs: [B, rows, H]
     """
     positions, cache_rows, parent_rows = (each.contiguous() for each in nodes)
-    (batch, count) = positions.shape
+    batch, count = positions.shape
     size = outputs.element_size()
     rows, places = torch.empty(2, batch, count, dtype=torch.long, device="cpu").unbind()
     prefix = rows.new_empty(batch)
@@ -203,7 +203,7 @@ def medusa(weights: MedusaWeights, states: Tensor, lengths: Tensor, heads: int, 
     states: [B, rows, H]; each sequence's row lengths - 1 is read, or zeros if its length is 0
     """
     layers = weights.layers
-    (batch, _, width) = states.shape
+    batch, _, width = states.shape
     vocab = logits.shape[2]
     every = [blocks for layer in layers for blocks in layer]
     structures = (WeightStruct * len(every))(*(blocks.struct for blocks in every))

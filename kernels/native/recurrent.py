@@ -23,7 +23,7 @@ def tree_rule(
     inputs: query, key, value and gate, and for a delta rule beta, shaped as in `recurrent.delta`; state: fp32
     """
     query, key, value, gate, *rest = (each.float().contiguous() for each in inputs)
-    (batch, nodes, heads, columns) = value.shape
+    batch, nodes, heads, columns = value.shape
     before = paths.before
     gates = gate[0, 0, 0].numel()
     totals = torch.empty(batch, before + nodes, *gate.shape[2:], dtype=torch.float64, device="cpu")

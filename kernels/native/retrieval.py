@@ -114,7 +114,7 @@ class _Proposed(NamedTuple):
 
 def _asked(sought: Sought, most: int, vocab_size: int, after_last: bool) -> tuple[_Proposed, dict[str, Any]]:
     """Allocate outputs and fill the fields that both structures share; most: tokens proposed after a node, at most."""
-    (batch, nodes) = sought.tokens.shape
+    batch, nodes = sought.tokens.shape
     longest = sought.keys.shape[3]
     first = nodes - 1 if after_last else 0
     out = torch.empty(batch, nodes - first, vocab_size, dtype=torch.float32, device="cpu")

@@ -93,7 +93,7 @@ def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) ->
 def alike(trees: Trees, given: CommonNodes) -> Tensor:
     """For each node of a level, return the first node with the same path of tokens, LongTensor[B, n]."""
     (tokens, *_, texts) = trees
-    (node, parent, _) = given
+    node, parent, _ = given
     first = torch.empty(len(tokens), node.shape[0], dtype=torch.long, device="cpu")
     launch("alike", _Alike(*tokens.shape, node.shape[0], tokens, texts, node, parent, first))
     return first
@@ -107,7 +107,7 @@ def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
     Raises ValueError for tensors that do not fit: other memory would be overwritten.
     """
     size = rows.element_size()
-    (batch, count, vocab) = rows.shape
+    batch, count, vocab = rows.shape
     fits = to.dtype == rows.dtype and (to.shape[0], to.shape[2], places.shape[0]) == (batch, vocab, count)
     if not (fits and rows.stride(2) == to.stride(2) == 1):
         given = [f"{each.dtype} {[*each.shape]} with strides {each.stride()}" for each in (rows, to)]
@@ -137,7 +137,7 @@ def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
     rows = (_Rows * len(caches))()
     for own, cache in zip(rows, caches, strict=True):
         size = cache.element_size()
-        (batch_stride, head_stride, row_stride, _) = cache.stride()
+        batch_stride, head_stride, row_stride, _ = cache.stride()
         own.first = cache.data_ptr()
         own.heads = cache.shape[1]
         own.row_bytes = cache.shape[3] * size

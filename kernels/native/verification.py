@@ -28,7 +28,7 @@ def verify(inputs: VerifyInputs) -> Verified:
 
     Raises ValueError if a row of logits that is used has no finite maximum.
     """
-    (tokens, parents, ranks) = inputs.nodes
+    tokens, parents, ranks = inputs.nodes
     noise = inputs.noise
     batch, count = tokens.shape
     if ranks is None:

@@ -97,7 +97,7 @@ def _convolution_kernel(
 
 def _launch(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor) -> Tensor:
     """Check the arguments and launch the kernel of `tree_conv`."""
-    (batch, queries, taps) = window.shape
+    batch, queries, taps = window.shape
     channels = inputs.shape[2]
     expected = {"state": (state, (batch, taps - 1, channels)), "weight": (weight, (channels, taps))}
     expected |= {"inputs": (inputs, (batch, inputs.shape[1], channels))}

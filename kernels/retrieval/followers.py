@@ -223,7 +223,7 @@ def _launch(
 ) -> Tensor:
     """Compute `_reference` by the kernel."""
     check_kernel_takes(keys, values)
-    (batch, count) = cache_rows.shape
+    batch, count = cache_rows.shape
     longest = keys.shape[-1]
     sums = torch.zeros(batch, count, 1 + vocab_size, dtype=torch.int32, device=keys.device)
     with torch.cuda.device_of(keys):

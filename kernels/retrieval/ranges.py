@@ -47,7 +47,7 @@ def store_tokens(tokens: Tensor, keys: Tensor, values: Tensor, starts: Sequence[
 
     Returns the rows, LongTensor[B, T].
     """
-    (batch, width) = tokens.shape
+    batch, width = tokens.shape
     longest = keys.shape[-1]
     first = torch.zeros(batch, 1, dtype=torch.long, device=tokens.device)
     if starts is not None:
@@ -66,7 +66,7 @@ def store_texts(
 ) -> None:
     """Write the rows of tokens, as `store_tokens` does, and their ranges; keys, values: LongTensor[B, 2, rows, M]."""
     rows = store_tokens(tokens, keys[:, 1], values[:, 1], starts)
-    (batch, width) = tokens.shape
+    batch, width = tokens.shape
     longest = keys.shape[-1]
     size = len(corpus.steps)
     sequence = torch.arange(batch, device=rows.device)

@@ -179,7 +179,7 @@ def _number_kernel(
 
 def launch(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
     """Make the trees as `assemble` does, in three launches without host synchronisation; trims must be False."""
-    (batch, stride) = slots.tokens.shape
+    batch, stride = slots.tokens.shape
     nodes = min(nodes, last.end)
     if trims or nodes > MAX_NODES:
         raise ValueError(f"on a GPU trees have at most {MAX_NODES} nodes and are not trimmed, got {nodes}, {trims=}")

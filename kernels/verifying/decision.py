@@ -364,7 +364,7 @@ def decide(inputs: VerifyInputs) -> Decided:
 
     inputs: from `laid_out`
     """
-    (tokens, _, _) = inputs.nodes
+    tokens, _, _ = inputs.nodes
     draft = inputs.draft_logits
     method = inputs.method
     batch, count = tokens.shape

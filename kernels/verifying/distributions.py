@@ -53,7 +53,7 @@ def best_tokens(keys: np.ndarray) -> np.ndarray:
 
 def verified_by_draws(inputs: VerifyInputs, ends: list[tuple[list[int], np.ndarray]]) -> Verified:
     """Draw the token after each sequence's path; ends: per sequence a path, and the weights [V] of the next token."""
-    (seed, rows) = inputs.noise
+    seed, rows = inputs.noise
     count = inputs.nodes.tokens.shape[1]
     last = torch.tensor([path[-1] for path, _ in ends], device="cpu")[:, None]
     row = last + count * torch.arange(len(ends), device="cpu")[:, None] if rows is None else rows.cpu().gather(1, last)

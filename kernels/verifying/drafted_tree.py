@@ -84,8 +84,8 @@ def laid_out(inputs: VerifyInputs) -> VerifyInputs:
 
     Tokens and noise.rows are then contiguous LongTensors [B, N]; all others are contiguous in the last axis.
     """
-    (tokens, parents, ranks) = inputs.nodes.per_sequence()
-    (seed, rows) = inputs.noise
+    tokens, parents, ranks = inputs.nodes.per_sequence()
+    seed, rows = inputs.noise
     draft = inputs.draft_logits
     return inputs._replace(
         nodes=Nodes(tokens.contiguous(), in_rows(parents), None if ranks is None else in_rows(ranks)),
@@ -97,8 +97,8 @@ def laid_out(inputs: VerifyInputs) -> VerifyInputs:
 
 def tree_arguments(inputs: VerifyInputs) -> dict[str, Any]:
     """Return the kernels' arguments for inputs from `laid_out`, by parameter name."""
-    (tokens, parents, ranks) = inputs.nodes
-    (seed, rows) = inputs.noise
+    tokens, parents, ranks = inputs.nodes
+    seed, rows = inputs.noise
     target = inputs.target_logits
     draft = target if inputs.draft_logits is None else inputs.draft_logits
     return {

@@ -17,7 +17,7 @@ def verify(inputs: VerifyInputs) -> Verified:
     """Verify as `verification.reference`, in two launches, and one for the filters of each side that has any."""
     inputs, method = laid_out(inputs), inputs.method
     draft = inputs.draft_logits
-    (seed, rows) = inputs.noise
+    seed, rows = inputs.noise
     rule = VERIFICATION_RULES[method]
     if rule.whole_tree and draft is not None:  # without, the tree is its root, where `decide` has P drawn
         from heavypath.kernels.verifying.traversal_kernel import launch_traversal  # which other methods do not need

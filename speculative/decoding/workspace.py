@@ -274,7 +274,7 @@ class Workspace:
 
     def _catch_up(self, request: Request, plan: StepPlan, slots: int) -> None:
         """Let the draft read the tokens before the roots of the first slots that it has not read."""
-        (state, _, cache) = self.first(slots)
+        state, _, cache = self.first(slots)
         draft = cast(Any, plan.draft)
         assert draft.can_rest
         numbers = state.numbers.cpu()

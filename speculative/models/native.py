@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from heavypath.kernels.attention.masks import PackedAncestors
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.products import TYPES, NormStruct, WeightStruct
@@ -159,12 +160,13 @@ class NativePass:
         states: further inputs and outputs of a draft head; the logits are then [B, wanted, V]
         """
         lib = compiled()
-        (batch, nodes) = tokens.shape
+        batch, nodes = tokens.shape
         rotary = cache.rotary
         assert rotary is not None
         lengths = mask.prefix_length.contiguous()
-        (keys, values) = cache.read(0)
+        keys, values = cache.read(0)
         layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
+        assert not isinstance(mask.ancestor_mask, PackedAncestors)  # which only a GPU packs
         ends, seen = (None if each is None else each.contiguous() for each in (mask.subtree_end, mask.ancestor_mask))
         shape = seen if ends is None else ends[..., None, :]
         assert shape is not None

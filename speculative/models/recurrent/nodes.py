@@ -86,6 +86,7 @@ class TreeNodes:
         if ancestors is None:
             assert mask.subtree_end is not None
             ancestors = interval_mask(mask.subtree_end)
+        assert isinstance(ancestors, Tensor)
         self._passes.append(Paths(ancestors.expand(len(cache_rows), -1, -1)))
 
     def convolved(self, key: Key, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -150,7 +151,7 @@ class DraftNodes(TreeNodes):
 
     def give(self, mask: TreeMask, cache_rows: Tensor) -> None:
         """Begin a pass over the next level's nodes; arguments as in `TreeNodes.give`. mask: with an ancestor_mask."""
-        assert mask.ancestor_mask is not None
+        assert isinstance(mask.ancestor_mask, Tensor)
         is_first = self._slots.shape[1] == 0
         batch = len(cache_rows)
         ancestors = mask.ancestor_mask.expand(batch, -1, -1)
