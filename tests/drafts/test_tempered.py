@@ -21,7 +21,6 @@ from heavypath.speculative import (
     calibration,
     goodness_of_fit,
     joint_law,
-    walking,
 )
 from heavypath.speculative.cli.plan_tables import drawing_in_words
 from heavypath.speculative.costs.measured import CostsByBatch
@@ -139,7 +138,8 @@ def test_they_are_fitted_by_the_chance_that_a_chain_is_accepted(law, tmp_path, m
     """At each depth: the sum of prod min(P, Q) over all paths, Q by the oracle."""
     target, text, seen = tiny_llama(0), PROMPT[0], []
     head = block_of(target, tmp_path, block=4, **{"drafted": 4, "own_lm_head": True} | LAWS[law])
-    monkeypatch.setattr(walking, "fitted", lambda common, depths: seen.append((common, depths)) or ())
+    fitted = "heavypath.speculative.drawing_temperatures.fitted"
+    monkeypatch.setattr(fitted, lambda common, depths: seen.append((common, depths)) or ())
     call, asked = BlockHeadDraft.__call__, []
 
     def noted(draft, feed, cache):

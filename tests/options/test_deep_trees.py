@@ -11,7 +11,7 @@ from profile_cases import REJECTION, constant_llama, counts, greedy_counts, prof
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, visits
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, gains
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.gains import jobs_of, measure_gains
 from heavypath.speculative.methods import LARGE
@@ -137,16 +137,15 @@ def test_the_gain_of_traversal_is_that_of_the_law(monkeypatch):
         for token in drawn:
             weight, chance = min(1.0, weight * p[token] / q[token]), chance * min(1.0, p[token] / q[token])
             exact, by_rejection = exact + drafted * weight, by_rejection + drafted * chance
-    monkeypatch.setattr(visits, "ROUNDS_OF_GAINS", 4)
-    gains = measure_gains(
+    monkeypatch.setattr(gains, "ROUNDS_OF_GAINS", 4)
+    (gain,) = measure_gains(
         [*jobs_of(constant_llama(P_LOGITS), constant_llama(Q_LOGITS), profile, ["chain"])],
         [torch.tensor([1, 2]), torch.tensor([0])], positions=512, until=math.inf, seed=2, report=lambda line: None,
     )  # fmt: skip
-    (gain,) = gains
     assert exact / by_rejection > 1.03
     assert gain.error < 0.1
     assert gain.factor == pytest.approx(exact / by_rejection, abs=5 * gain.error)
-    with_gain = replace(profile, gains=gains).plan("chain", Filters(1.0))
+    with_gain = replace(profile, gains=(gain,)).plan("chain", Filters(1.0))
     assert with_gain.plan.expected_tokens - 1 == pytest.approx(
         gain.factor * (profile.plan("chain", Filters(1.0)).plan.expected_tokens - 1)
     )
@@ -154,7 +153,7 @@ def test_the_gain_of_traversal_is_that_of_the_law(monkeypatch):
 
 def test_gains_are_measured_within_the_positions_of_the_models(monkeypatch):
     """A tiny model has 64 positions: a prompt of 50 leaves 12 tokens before a step, and one of 62 none."""
-    monkeypatch.setattr(visits, "ROUNDS_OF_GAINS", 1)
+    monkeypatch.setattr(gains, "ROUNDS_OF_GAINS", 1)
     way = REJECTION._replace(verification="traversal")
     counted = counts([[600, 100]], way=way)
     profile = replace(profile_of(counted, step={1: 0.01, 4: 0.01}, level=0.0), verifier="traversal")
@@ -184,7 +183,7 @@ def test_the_gain_of_a_grown_tree_counts_whole_steps_of_texts_as_long_as_those_c
 
 def test_a_greedy_text_is_decoded_once_for_a_gain(monkeypatch):
     """By dyspec for each of 17 prompts: 16 in the first visit, and one in the second, however large the error is."""
-    monkeypatch.setattr(visits, "SURE", -1)
+    monkeypatch.setattr(gains, "SURE", -1)
     entry, lines = greedy_counts([[600, 100]], [1000]), []
     profile = profile_of(replace(entry, moments=[[0.0] * 5] * 2), step={1: 0.01, 4: 0.01}, level=0.0)
     target, draft = constant_llama(P_LOGITS), constant_llama(Q_LOGITS)

@@ -6,10 +6,11 @@ import torch
 from profile_cases import counts
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import visits
+from heavypath.speculative import gains
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.costs.timing import Pace, Timed
-from heavypath.speculative.visits import VISIT_PROMPT, Visits, any_pays, costs_by_batch, measure_gains
+from heavypath.speculative.gains import measure_gains
+from heavypath.speculative.visits import VISIT_PROMPT, Visits, any_pays, costs_by_batch
 
 BATCHES = (1, 2, 4, 8, 16)
 ACCEPTED = [counts([[600, 150]])]  # of a thousand: a first child, and a second one
@@ -58,7 +59,7 @@ def test_all_children_are_accepted_at_most_as_often_as_their_parent():
 def test_a_gain_is_not_visited_if_that_would_end_too_late(monkeypatch):
     """Visits of three seconds begin at 0, 3 and 6 if there are ten seconds."""
     clock, begun = SimpleNamespace(now=0.0), []
-    monkeypatch.setattr(visits, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(gains, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def visit(*given):
         begun.append(clock.now)
