@@ -274,7 +274,7 @@ def test_a_step_enters_what_the_page_of_a_step_says_that_it_enters(demo_pair):
     for name in re.findall(r"[\w/]+(?:\.py|/)(?=[\s,])", block):
         folder = name[: name.rstrip("/").rindex("/") + 1] if "/" in name.rstrip("/") else folder
         listed.append(folder + name.removeprefix(folder))
-    assert 12 < len(listed) <= 22
+    assert 12 < len(listed) <= 26
     entered, here = set(), str(ROOT) + "/.editable/heavypath/"
 
     def note(frame, event, given):
