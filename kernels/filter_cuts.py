@@ -52,8 +52,8 @@ from heavypath.kernels.tickets import is_last, tickets
 LANES = tl.constexpr(128)  # threads of a program; each holds eight adjacent tokens of a tile
 TILES = tl.constexpr(4)
 CHUNK = tl.constexpr(4 * 8 * 128)  # tokens
-THRESHOLDS = tl.constexpr(8)  # of a pass; and fp32 numbers stored for it, in whole vectors
-PASS = tl.constexpr(12)
+THRESHOLDS = tl.constexpr(8)  # of a pass
+PASS = tl.constexpr(12)  # fp32 numbers that are stored for a pass, in whole vectors
 _BRANCHES = tl.constexpr(256)  # of the search for min-p's cut, which reads no logits
 
 

@@ -279,7 +279,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
     factor = head_dim**-0.5 if scale is None else scale
     keys = key.flatten(0, 1)  # [B * Hkv, S, D]
-    values = value.flatten(0, 1)
+    values = value.flatten(0, 1)  # [B * Hkv, S, D]
     scores = torch.bmm(query.reshape(len(keys), -1, head_dim), keys.transpose(1, 2)).view(batch, heads, queries, -1)
     scores = scores * factor if bias is None else torch.add(bias, scores, alpha=factor)
     weights = scores.softmax(-1).view(len(keys), -1, keys.shape[1])

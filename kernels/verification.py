@@ -240,9 +240,9 @@ def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
     """The path, decided node by node from the root down, and the weights of the tokens after it, or the token."""
     inputs = sequence.inputs
     tree = sequence.tree
-    node = 0  # the last accepted node, its depth, and it with its siblings of equal token
+    node = 0  # the last accepted one
     depth = 0
-    reached = [0]
+    reached = [0]  # this node, and its siblings of equal token
     while True:
         children = tree.below(reached) if depth < inputs.max_depth else []
         if inputs.method in DRAFT_AWARE:
@@ -255,7 +255,7 @@ def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
             if child is None:
                 return tree.path(node), token
         node = child
-        depth = depth + 1
+        depth += 1
         reached = tree.alike(children, tree.tokens[child])
 
 

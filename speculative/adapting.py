@@ -50,8 +50,8 @@ from heavypath.speculative.trees.tree import ROOT, TokenTree
 logger = logging.getLogger(__name__)
 
 # Losses are in steps of plain decoding.
-MOST = 8.0  # the loss above which drafting pauses; the loss that a decoder's first generation starts with
-FIRST = 4.0
+MOST = 8.0  # the loss above which drafting pauses
+FIRST = 4.0  # the loss that a decoder's first generation starts with
 TRY = 2.0  # what a trial may lose
 LOOK = 0.25  # what a trial may lose, for a draft without weights
 LOSS = 0.02  # share of the time that unsuccessful trials may cost

@@ -50,8 +50,8 @@ from heavypath.speculative.walking import (
 )
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
-TIMED_LEVELS = 8  # limits for the trees that are timed
-TIMED_CHILDREN = 8
+TIMED_LEVELS = 8  # of the trees that are timed, at most
+TIMED_CHILDREN = 8  # of a node in them, at most
 SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # for SpecInfer and SpecTr: acceptance depends on the number of sequences
 LIMIT = 45.0  # default time limit in seconds: with loading less than a minute
 GAINS_SHARE = 0.2  # share of the limit for measuring gains in real decoding

@@ -33,7 +33,7 @@ from heavypath.speculative.ways import (
     timed_runs,
 )
 
-GRAY = "#9aa1ab"  # colours of the plot
+GRAY = "#9aa1ab"  # colours of the plot, as the next one
 BLUE = "#2b6cb8"
 
 

@@ -303,7 +303,7 @@ def _own_last(processors: list[Any]) -> int:
         as_usual = getattr(processor, "filter_value", -torch.inf) == -torch.inf
         if order >= before or not as_usual or getattr(processor, "min_tokens_to_keep", 1) != 1:
             break
-        place = place - 1
+        place -= 1
         before = order
     return place
 

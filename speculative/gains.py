@@ -199,7 +199,7 @@ def jobs_of(
             word = profile.verifier if profile.verifier in row.verifiers else None
             options: dict[str, Any] = {"verifier": both or word} if row.verifiers else {}
             decoder = SpeculativeDecoder(target, draft, method, tree_size=2, **options)
-            decoder.tree = tree  # the profile for its drawing temperatures
-            decoder.profile = profile
+            decoder.tree = tree
+            decoder.profile = profile  # for its drawing temperatures
             tokens = max((len(text) for text in entry.counts.texts), default=TOKENS)
             yield GainJob(method, filters, decoder, len(tree), planned.expected_tokens, tokens, both)

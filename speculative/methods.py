@@ -229,8 +229,8 @@ def _k_ary(size: int, width: int) -> TokenTree:
     level = width
     depth = 0
     while nodes + level <= size:
-        nodes = nodes + level
-        level = level * width
+        nodes += level
+        level *= width
         depth = depth + 1
     return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
 

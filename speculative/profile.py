@@ -50,8 +50,8 @@ STREAMED = "streamed_megabytes"  # key of the environment: what a pass reads if 
 _RANK = re.compile(r"-[12]|[0-9]{1,3}")
 ALIKE = 0.25  # largest relative difference of STREAMED at which measured costs are still used
 MATTERS = 1.05  # a cost counts as the limit if decoding without it would be at least this many times as fast
-SHORTEST = 1e-9  # seconds that a step may take in a valid profile
-LONGEST = 1e6
+SHORTEST = 1e-9  # seconds of a step in a valid profile
+LONGEST = 1e6  # seconds of a step in a valid profile
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,14 @@ from heavypath.kernels.layers.measured import is_faster
 from heavypath.kernels.layers.rounding import rounded
 from heavypath.kernels.tickets import is_last, tickets
 
-MOST_ROWS = 128  # FEWER: rows, with a gate or a scale
-FEWER = 64
+MOST_ROWS = 128  # that the kernel takes
+FEWER = 64  # that it takes with a gate or a scale
 FP8 = torch.float8_e4m3fn
 BLOCK_N = 64
 BLOCK_K = 128
 PROGRAMS = 264  # that run at the same time: two for each multiprocessor of an H100
-MOST_PARTS = 8  # most parts of a weight's columns, and least blocks of columns in a part
-LEAST_BLOCKS = 4
+MOST_PARTS = 8  # of a weight's columns
+LEAST_BLOCKS = 4  # of columns in a part
 
 
 @operator

@@ -15,8 +15,8 @@ from torch import Tensor
 from heavypath.kernels.implementation import choose_impl, operator
 from heavypath.kernels.language import tl, triton
 
-_NODES = tl.constexpr(16)  # nodes and channels of a program
-_CHANNELS = tl.constexpr(64)
+_NODES = tl.constexpr(16)  # of a program
+_CHANNELS = tl.constexpr(64)  # of a program
 
 
 @operator

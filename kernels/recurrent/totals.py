@@ -27,8 +27,8 @@ from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rounding import rounded
 from heavypath.kernels.recurrent.paths import BLOCK, KeptNodes, Paths
 
-_BLOCK = tl.constexpr(BLOCK)  # nodes and gates of a program
-_COLUMNS = tl.constexpr(16)
+_BLOCK = tl.constexpr(BLOCK)  # nodes of a program
+_COLUMNS = tl.constexpr(16)  # gates of a program
 
 
 class GateWeights(NamedTuple):

@@ -75,9 +75,9 @@ def _reference(
     highs = values.numpy()
     columns = 1 + vocab_size  # column 0 is for the separator between texts
     sums = np.zeros(cache_rows.numel() * columns, np.int64)
-    first = 0  # pieces of: indices into sums of the followers, and their weights
-    entered = []
-    counted = []
+    first = 0
+    entered = []  # pieces of: indices into sums of the followers
+    counted = []  # pieces of: their weights
     for b, (rows, length) in enumerate(zip(cache_rows.tolist(), prefix_lengths.tolist(), strict=True)):
         before = lows[b, 1, : length + 1]
         own = highs[b, 1, : length + 1, -1]

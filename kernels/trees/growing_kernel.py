@@ -149,7 +149,7 @@ def _offer_slots(
     if FROM_LOGITS or HAS_LINES:
         largest, total, squares = _row_of(sums_ptr, there, temperature, CHUNKS)
     drawn = tl.zeros_like(node)  # of the siblings before
-    drawn_squares = tl.zeros_like(node)
+    drawn_squares = tl.zeros_like(node)  # of the siblings before
     reached = tl.zeros_like(node) + 1.0
     least = slot
     for k in range(K):

@@ -20,8 +20,8 @@ from heavypath.kernels.verifying.residual import add_logs, log_sum, undrawn
 STATES = tl.constexpr(4)
 STATE_WEIGHT = tl.constexpr(0)  # 0 if no weight reaches the node
 STATE_ENDING = tl.constexpr(1)  # the chance that the walk ends at the node
-STATE_TARGET_OUTSIDE = tl.constexpr(2)  # log2 of the mass outside its children
-STATE_DRAFT_OUTSIDE = tl.constexpr(3)
+STATE_TARGET_OUTSIDE = tl.constexpr(2)  # log2 of the target's mass outside a node's children
+STATE_DRAFT_OUTSIDE = tl.constexpr(3)  # log2 of the draft's mass there
 TRAITS = tl.constexpr(4)
 TRAIT_STAGE = tl.constexpr(0)  # of the node's chain: TO_BEGIN or BEGUN; 0 for a node without one
 TRAIT_CONTEXT = tl.constexpr(1)  # the first node whose path has the same tokens; unset if children are distinct
@@ -81,11 +81,11 @@ def weigh_children(
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
     uniform_log_q = tl.full([], 1.0, tl.float32)
-    factor = weight  # c, n, and 1 - n minus the held weights
-    ending = weight
-    leaving = 1 - weight
-    weights = tl.zeros_like(log_p)  # of held children, and their sum
-    held = tl.full([], 0.0, tl.float32)
+    factor = weight  # c
+    ending = weight  # n
+    leaving = 1 - weight  # 1 - n minus the held weights
+    weights = tl.zeros_like(log_p)  # of held children
+    held = tl.full([], 0.0, tl.float32)  # the sum of these weights
     passed = tl.zeros_like(index)
     left_out = tl.zeros_like(index)
     tokens_at_restart = tl.full([], 0.0, tl.float32) + V  # V is not a tensor if it is 1

@@ -13,8 +13,8 @@ from heavypath.speculative.cli.ranks import this_rank
 if TYPE_CHECKING:
     from torch import nn
 
-FIRST = 1.0  # without a terminal, seconds until the first line, and between lines
-EVERY = 5.0
+FIRST = 1.0  # seconds until the first line, without a terminal
+EVERY = 5.0  # seconds between lines, without a terminal
 PATIENCE = 10.0  # seconds until the first line for importing and loading, which mostly take less
 
 

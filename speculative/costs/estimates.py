@@ -45,11 +45,11 @@ DISK = 2e9  # bytes per second from a disk, for a target that is larger than the
 LAYER = 10e-6  # seconds of a layer besides its weights
 WAIT = 10e-6  # seconds in which threads wait for each other, for each layer
 SEQUENCE_LAYER = 3e-6  # seconds of a layer for each sequence: its attention
-STEP = 50e-6  # seconds of verifying and committing: for a step, and for each sequence
-STEP_SEQUENCE = 12e-6
+STEP = 50e-6  # seconds of verifying and committing, for a step
+STEP_SEQUENCE = 12e-6  # and for each sequence
 DRAFT = 50e-6  # seconds of a step that drafts: begin a tree, pass new tokens to the draft, and order the nodes
-LEVEL = 20e-6  # seconds of drawing a level's tokens: for a level, and for each sequence
-LEVEL_SEQUENCE = 10e-6
+LEVEL = 20e-6  # seconds of drawing a level's tokens, for a level
+LEVEL_SEQUENCE = 10e-6  # and for each sequence
 LEVEL_NODES = 2  # assumed number of nodes of a level
 LONG = 4096  # tokens from which on attention counts
 SIZES = range(1, 25)  # nodes of the trees whose costs are estimated: larger ones do not pay
@@ -118,8 +118,8 @@ def host_costs(target: Forward, drafting: Sequence[Drafting], batch: int, sizes:
     level = LEVEL + batch * LEVEL_SEQUENCE
     for model in drafting:
         of_step, of_level = (pass_seconds(each, model.dtype, LEVEL_NODES, batch) for each in Work.split(model))
-        once = once + of_step
-        level = level + of_level
+        once += of_step
+        level += of_level
     step = {
         size: pass_seconds(work, target.dtype, size, batch) + STEP + batch * STEP_SEQUENCE + (size > 1) * (once + DRAFT)
         for size in sizes

@@ -55,8 +55,8 @@ def estimated_costs(
     level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
     for model in drafting:
         of_step, of_level = (each.seconds(batch * LEVEL_NODES, device) for each in Work.split(model))
-        once = once + of_step
-        level = level + of_level
+        once += of_step
+        level += of_level
     fixed = STEP_KERNELS * SMALL_KERNEL + states
     step = {
         size: work.seconds(batch * size, device)

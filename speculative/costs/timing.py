@@ -28,8 +28,8 @@ from heavypath.speculative.costs.table import Costs
 AGREE = 0.03  # relative standard error below which a size is not timed further
 MOST = 0.2  # relative standard error above which a figure is refused as noise
 MOST_MOVED = 1 / 3  # relative distance: a figure that was moved by more contradicts the others
-ROUNDS = 5  # the defaults of `Pace`
-LEAST_ROUNDS = 3
+ROUNDS = 5  # the default of `Pace.rounds`
+LEAST_ROUNDS = 3  # the default of `Pace.least_rounds`
 MOST_ROUNDS = 60
 EXACT = 0.005  # the smallest relative error that is assumed for a ratio's weight
 BEGIN = 4  # number of sizes in the first rounds

@@ -14,7 +14,7 @@ from heavypath.speculative.http.requests import ChatRequest
 from heavypath.speculative.http.template_answers import TemplateAnswer, closes_of
 from heavypath.speculative.http.tool_calls import CallReader, Calls
 
-AUTO = "auto"  # values of `--reasoning`, besides the names of formats
+AUTO = "auto"  # values of `--reasoning`, as the next one, besides the names of formats
 NONE = "none"
 
 

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
 BACKLOG = 64  # how many connections are accepted at a time, before any of them is processed
-MOST_PIECES = 4096  # a body in more chunks than this must have this many bytes per chunk on average
+MOST_PIECES = 4096  # chunks of a body, unless a chunk has LEAST_BYTES on average
 LEAST_BYTES = 64
 
 

@@ -99,7 +99,7 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         return None
                     part = message.get("body", b"")
-                    size = size + len(part)
+                    size += len(part)
                     more = message.get("more_body", False)
                     if size <= most:
                         body += part

@@ -42,7 +42,7 @@ class _LlamaLayer:
     parts: which part of the weights this rank has
     """
 
-    hidden_norm = None  # only layers of draft heads have them
+    hidden_norm = None  # only layers of draft heads have this and the next one
     norm_before_residual = False
 
     def __init__(self, layer: Any, parts: Parts):

@@ -17,8 +17,8 @@ from heavypath.speculative.output.reasons import FATES, WITH_COINS
 from heavypath.speculative.trees.drawing import layout
 
 TEMPLATE = Path(__file__).with_name("page.html")
-TALL = 24.0  # half the height of a node, and of a node that is shown without figures
-LITTLE = 13.0
+TALL = 24.0  # half the height of a node
+LITTLE = 13.0  # half the height of a node that is shown without figures
 MANY = 32  # in larger trees, nodes that are not on the path are shown without figures
 
 # For each verification: sentences about an accepted node, about a node whose token the target did not choose ("@" is

@@ -134,8 +134,8 @@ def explain(tree: VerifiedTree, rules: Rules, seed: int, path: Tensor, next_toke
     coin: list[float | None] = [None] * len(token)
     threshold: list[float | None] = [None] * len(token)
     chosen = [0]
-    reached = {0}  # the last accepted node and its siblings of equal token; the children of all these
-    candidates = []
+    reached = {0}  # the last accepted node and its siblings of equal token
+    candidates = []  # the children of all these
     traversed = rules.verification in WHOLE_TREE and len(present) > 0
     if traversed:
         chosen, candidates = _traverse_again(

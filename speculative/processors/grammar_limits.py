@@ -45,7 +45,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
     for each in targets.values():
         links = 0
         while isinstance(each, Mapping) and isinstance(name := each.get("$ref"), str):
-            links = links + 1
+            links += 1
             each = targets[name]
             if links > MOST_LINKS:
                 raise _refusal(f"more than {MOST_LINKS} references lead to nothing but another reference")

@@ -32,7 +32,7 @@ from heavypath.speculative.ranks.communication import Communication, RankFailedE
 from heavypath.speculative.ranks.group import whole_ranks
 from heavypath.speculative.ranks.peers import Peers, local_of
 
-DIFFERENT = -2  # values of LEFT for all sequences
+DIFFERENT = -2  # values of LEFT for all sequences, as the next one
 ENDED = -3
 PARTS = ("draft", "target logits", "verdict")
 _BITS = (1 << 62) - 1  # so that a digest can be negated

@@ -10,12 +10,12 @@ from html import escape
 
 from heavypath.speculative.suite.estimates import Estimate
 
-LEFT = 44  # room for the axes' labels
+LEFT = 44  # room for the axes' labels, as the next two
 TOP = 10
 BOTTOM = 26
 HEIGHT = 220
-BAR = 14  # pixels of a bar, and between groups
-GAP = 18
+BAR = 14  # pixels of a bar
+GAP = 18  # pixels between groups of bars
 COLOURS = 8  # of a page's styles; further series begin again with the first
 
 Series = tuple[str, Sequence[Estimate | None]]  # a name, and a value for each group or place; None for no value

@@ -9,8 +9,8 @@ from torch import Tensor
 from heavypath.speculative.training.documents import Document
 
 MOST_HELD_OUT = 128  # rows; more would take more time and give hardly more information
-LONGEST_SHARE = 1 / 20  # longer texts are cut into sections, so that a part can be held out
-LONGEST_ROWS = 32
+LONGEST_SHARE = 1 / 20  # of all tokens. Longer texts are cut into sections, so that a part can be held out
+LONGEST_ROWS = 32  # of a section, at most
 Write = Callable[[list[Tensor]], list[Tensor]]  # prompts int32 [m] -> prompts with the target's output, int32 [n]
 
 

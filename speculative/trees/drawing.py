@@ -18,13 +18,13 @@ from torch import Tensor
 
 from heavypath.speculative.trees.tree import TokenTree
 
-LARGEST = 13.0  # radii: at probability 1, at 0, and without probabilities
-SMALLEST = 2.2
-PLAIN = 5.0
+LARGEST = 13.0  # radius of a node of probability 1
+SMALLEST = 2.2  # radius at probability 0
+PLAIN = 5.0  # radius without probabilities
 GAP = 4.0  # between neighbours on a level
 LEVEL = 64.0  # distance between levels
-LETTER = 6.4  # the width of a letter, and the height of a line of text
-LINE = 13.0
+LETTER = 6.4  # the width of a letter
+LINE = 13.0  # the height of a line of text
 MARGIN = 16.0  # around the drawing
 LONGEST = 14  # letters of a label; a longer one is cut off, and shown in full when the pointer is over the node
 DECADES = 3  # the powers of ten that the colours span

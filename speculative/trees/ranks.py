@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-NONE = -1  # ranks: no child was accepted; none was offered
-UNKNOWN = -2
+NONE = -1  # a rank: no child was accepted
+UNKNOWN = -2  # a rank: none was offered
 
 
 def children_of(tree: TokenTree, device: "torch.device | str" = "cpu") -> "Tensor":

@@ -152,7 +152,7 @@ def _answers(file: IO[bytes], name: str) -> list[_Written]:
     end = 0
     for text in file:
         begin = end
-        end = end + len(text)
+        end += len(text)
         answer = _BEGINNING.match(text)
         if answer is not None and text.endswith(b"\n"):
             found.append(_Written(int(answer[1]), begin, end))

@@ -101,7 +101,7 @@ class _TaggedCalls:
         """The rule for a value and the tag after it: plain text for a string, JSON for other types."""
         while isinstance(schema, Mapping) and isinstance(name := schema.get("$ref"), str) and deep < MOST_LINKS:
             schema = referred(name, root)
-            deep = deep + 1
+            deep += 1
         if not isinstance(schema, Mapping):
             return self._text({})
         values = [schema["const"]] if "const" in schema else schema.get("enum")

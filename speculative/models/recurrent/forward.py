@@ -18,8 +18,8 @@ from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.recurrent.cache import HybridCache, StateLayout
 from heavypath.speculative.models.recurrent.mixers import StatesCache, check_mixers, over_trees
 
-ATTENTION = ("full_attention", "hybrid")  # kinds of layers
-OTHERS = ("linear_attention", "conv", "moe", "mlp")
+ATTENTION = ("full_attention", "hybrid")  # kinds of layers with attention
+OTHERS = ("linear_attention", "conv", "moe", "mlp")  # kinds of the other layers
 
 
 class RecurrentForward(TransformersForward):

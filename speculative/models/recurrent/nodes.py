@@ -19,8 +19,8 @@ from heavypath.kernels.recurrent.paths import KeptNodes, Paths
 from heavypath.kernels.recurrent.ssd import tree_ssd
 from heavypath.speculative.models.forward import TreeMask
 
-CHUNK = 64  # tokens of one chain in prefill; fewer with KDA, which works on pairs of tokens
-PAIRS = 16
+CHUNK = 64  # tokens of one chain in prefill
+PAIRS = 16  # the same with KDA, which works on pairs of tokens
 
 Key = tuple[int, int]  # the layer, and which of its states
 

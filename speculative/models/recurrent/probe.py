@@ -27,8 +27,8 @@ def gap(forward: TransformersForward, model: nn.Module, cache: HybridCache) -> f
 
     model: the model that the forward pass replaces; cache: for at least two sequences and 32 rows
     """
-    device = forward.device  # torch's own is the caller's
-    noise = torch.Generator().manual_seed(0)
+    device = forward.device
+    noise = torch.Generator().manual_seed(0)  # torch's own generator is the caller's
     tokens = torch.randint(forward.vocab_size, (2, 25), generator=noise, device="cpu").to(device)
     prefix, first, second = tokens.split([9, 8, 8], 1)
     lengths = torch.tensor([9, 2], device=device)  # longer and shorter than a convolution's kernel
