@@ -62,9 +62,7 @@ class Hardware:
         return self.link * self.reached[2]
 
 
-# Of many rows each has 2 operations for each weight of 4 bytes, which take this share of the time of reading them.
-ROW_ON_A_CPU = host.ROW["float32"] + host.MORE_GROUPS["float32"] / host.GROUP
-FP32_ON_A_CPU = 2 / 4 * host.BANDWIDTH / ROW_ON_A_CPU
+FP32_ON_A_CPU = 172e9  # operations per second of two threads with many rows; `bench/native.py` measures one
 # A GeForce's tensor cores are given for sums in fp32, which products of fp16 and bf16 in PyTorch have.
 DEVICES = MappingProxyType(
     {

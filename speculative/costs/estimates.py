@@ -2,12 +2,12 @@
 
 This file has the formula for CPUs. `gpu_step` has the one for GPUs, and `streamed` the one for streamed weights.
 
-A compiled pass reads each weight once and multiplies it with all B n rows, for trees of n nodes and B sequences. Rows
-are multiplied in g = ceil(B n / GROUP) groups, and each group reads the weight from a CPU cache again. So another row
-in a group costs little, and another group costs a good part of reading the weight from memory. In addition, a layer
-has work besides its weights, and threads wait for each other:
+A compiled pass reads each weight once and multiplies it with all B n rows, for trees of n nodes and B sequences. It
+fetches the next part of a weight while it multiplies, but not all of the two overlaps. So another row costs ROW of the
+time of reading; and of many rows each costs MULTIPLY of it, however fast the weight is read. In addition, a layer has
+work besides its weights, and threads wait for each other:
 
-    t(n) = bytes / BANDWIDTH (1 + ROW (B n - 1) + MORE_GROUPS (g - 1))
+    t(n) = bytes / BANDWIDTH max(1 + ROW (B n - 1), MULTIPLY B n)
          + (layers + 1) (LAYER + WAIT) + B layers SEQUENCE_LAYER
 
 Weights of at most IN_CACHE bytes, those of a small draft, are read at CACHE instead of BANDWIDTH. One thread does not
@@ -21,7 +21,6 @@ on two threads of an AMD EPYC with AVX-512, and are used for every machine. So t
 and the number of threads alone, and a call has the same result on every CPU. `heavypath calibrate` measures.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -32,15 +31,14 @@ from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
 
-GROUP = 6  # rows that the compiled products multiply at once, MOST_ROWS of kernels/native/vectors.h
-# Costs of a row, and of a group after the first, as shares of the time in which the weight is read. Weights of two
-# bytes are read in half the time.
+# Costs of a row beside the first, and of each of many rows, as shares of the time in which the weight is read. Weights
+# of two bytes are read in half the time. `bench/native.py` measures them.
 ROW = {"float32": 0.0725, "bfloat16": 0.145}
-MORE_GROUPS = {"float32": 0.4, "bfloat16": 0.8}
+MULTIPLY = {"float32": 0.175, "bfloat16": 0.35}
 BANDWIDTH = 48e9  # bytes per second, with two or more threads; one had 30e9 on a quiet machine, and 16e9 on a busy one
 ALONE = 0.5  # share of BANDWIDTH that one thread reaches
 IN_CACHE = 16e6  # bytes of weights that stay in a CPU's cache between two levels
-CACHE = 60e9  # bytes per second from there
+CACHE = 40e9  # bytes per second from there
 DISK = 2e9  # bytes per second from a disk, for a target that is larger than the memory
 LAYER = 10e-6  # seconds of a layer besides its weights
 WAIT = 10e-6  # seconds in which threads wait for each other, for each layer
@@ -48,7 +46,7 @@ SEQUENCE_LAYER = 3e-6  # seconds of a layer for each sequence: its attention
 STEP = 50e-6  # seconds of verifying and committing, for a step
 STEP_SEQUENCE = 12e-6  # and for each sequence
 DRAFT = 50e-6  # seconds of a step that drafts: begin a tree, pass new tokens to the draft, and order the nodes
-LEVEL = 20e-6  # seconds of drawing a level's tokens, for a level
+LEVEL = 50e-6  # seconds of drawing a level's tokens, for a level
 LEVEL_SEQUENCE = 10e-6  # and for each sequence
 LEVEL_NODES = 2  # assumed number of nodes of a level
 LONG = 4096  # tokens from which on attention counts
@@ -94,7 +92,7 @@ def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> floa
     work: what the pass reads; dtype: of the weights; a type without a compiled pass counts as fp32
     """
     name = str(dtype).removeprefix("torch.")
-    row, more_groups = (share.get(name, share["float32"]) for share in (ROW, MORE_GROUPS))
+    row, multiply = (share.get(name, share["float32"]) for share in (ROW, MULTIPLY))
     if not work.weights:
         return 0.0
     is_alone = torch.get_num_threads() == 1
@@ -102,8 +100,7 @@ def pass_seconds(work: Work, dtype: torch.dtype, nodes: int, batch: int) -> floa
     if work.weight_bytes <= IN_CACHE:
         bandwidth = CACHE
     rows = batch * nodes
-    groups = math.ceil(rows / GROUP)
-    products = work.weight_bytes / bandwidth * (1 + row * (rows - 1) + more_groups * (groups - 1))
+    products = work.weight_bytes / bandwidth * max(1 + row * (rows - 1), multiply * rows)
     layer = LAYER if is_alone else LAYER + WAIT
     return products + (work.layers + 1) * layer + batch * work.layers * SEQUENCE_LAYER
 
