@@ -48,7 +48,7 @@ class Both:
     def __init__(self, draw: str, verification: str):
         self._draw = draw
         self._verification = verification
-        self.accepted: list[Tensor] = []  # for each step fp64 [2, B]: accepted by the verification, and by rejection
+        self.accepted: list[Tensor] = []
 
     def __call__(
         self,
@@ -64,15 +64,15 @@ class Both:
         """Verify a step's trees by the verification, as `Verifier` describes."""
         replacement = self._draw == "with_replacement"
         given = VerifyInputs(
-            nodes,
-            target_logits,
-            draft_logits,
-            self._verification,
-            replacement,
-            max_depth,
-            target_filters,
-            draft_filters,
-            noise,
+            nodes=nodes,
+            target_logits=target_logits,
+            draft_logits=draft_logits,
+            method=self._verification,
+            replacement=replacement,
+            max_depth=max_depth,
+            target_filters=target_filters,
+            draft_filters=draft_filters,
+            noise=noise,
         )
         verify = step_kernels(nodes.tokens.device).verify
         found = verify(given)

@@ -91,15 +91,15 @@ class Typical(NamedTuple):
         assert noise.rows is not None
         drawn = step_kernels(tokens.device).verify(
             VerifyInputs(
-                Nodes(tokens.gather(1, last), parents[:, :1], None),
-                ends,
-                None,
-                "target_sample",
-                False,
-                0,
-                target_filters,
-                target_filters,
-                Noise(noise.seed, noise.rows.gather(1, last)),
+                nodes=Nodes(tokens.gather(1, last), parents[:, :1], None),
+                target_logits=ends,
+                draft_logits=None,
+                method="target_sample",
+                replacement=False,
+                max_depth=0,
+                target_filters=target_filters,
+                draft_filters=target_filters,
+                noise=Noise(noise.seed, noise.rows.gather(1, last)),
             )
         )
         return Verified(_up_from(last, length, above, max_depth), length[:, 0], drawn.next_token)

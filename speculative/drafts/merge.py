@@ -154,15 +154,15 @@ class MergeVerifier:
             nodes, target, of_nodes = self._as_decided(nodes, choice - 1, left, target, of_nodes)
         return kernels.verify(
             VerifyInputs(
-                nodes,
-                target,
-                of_nodes,
-                self.verification,
-                self.replacement,
-                max_depth,
-                target_filters,
-                draft_filters,
-                noise,
+                nodes=nodes,
+                target_logits=target,
+                draft_logits=of_nodes,
+                method=self.verification,
+                replacement=self.replacement,
+                max_depth=max_depth,
+                target_filters=target_filters,
+                draft_filters=draft_filters,
+                noise=noise,
             )
         )
 
