@@ -22,6 +22,7 @@ from heavypath.kernels.language import tl, triton
 from heavypath.kernels.layers.rounding import rounded
 
 MAX_COLUMNS = 1 << 15  # that a program of 32 warps can keep in registers
+_AHEAD = tl.constexpr(1 << 14)  # columns up to which the registers have room for the weight, too
 
 
 class Norm(NamedTuple):
@@ -87,13 +88,15 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    # Before the sum, which waits for the row: the weight was evicted from the cache, and comes meanwhile.
-    w = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    if BLOCK <= _AHEAD:  # before the sum, which waits for the row: the weight was evicted from the cache
+        w = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     x = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
         x = rounded(x + tl.load(added + at, mask=inside, other=0.0).to(tl.float32), hidden, INTERPRETED)
         tl.store(total + at, x, mask=inside)
     scale = tl.rsqrt(tl.sum(x * x, 1) / COLUMNS + epsilon)[:, None]
+    if BLOCK > _AHEAD:
+        w = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     out = (1.0 + w) * (x * scale) if CENTRED else w * rounded(x * scale, hidden, INTERPRETED)
     tl.store(normed + at, rounded(out, hidden, INTERPRETED), mask=inside)
 
