@@ -9,6 +9,7 @@ A row is read once and kept in registers: 4 K numbers are moved for it. Two sepa
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from functools import lru_cache
 from typing import NamedTuple
