@@ -31,7 +31,7 @@ from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.names import load
 
-# Costs of a row beside the first, and of each of many rows, as shares of the time in which the weight is read. Weights
+# Costs of a row after the first, and of each of many rows, as shares of the time in which the weight is read. Weights
 # of two bytes are read in half the time. `bench/native.py` measures them.
 ROW = {"float32": 0.0725, "bfloat16": 0.145}
 MULTIPLY = {"float32": 0.175, "bfloat16": 0.35}
