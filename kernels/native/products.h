@@ -18,9 +18,9 @@ namespace heavypath {
 
 constexpr int BLOCK = VECTORS * WIDTH;  // outputs
 constexpr int64_t PANEL = 64;           // rows that share the reading of a piece
-constexpr int64_t AHEAD = 1 << 13;      // bytes from where a single group reads to what it fetches
+constexpr int64_t AHEAD = 1 << 14;      // bytes from where a single group reads to what it fetches
 constexpr int64_t LINE = 64, CHUNK = 4; // bytes that come from memory together; columns between fetches
-constexpr int64_t UNASKED = 16;         // bytes of a vector for each row, from which on nothing is fetched
+constexpr int64_t UNASKED = 10;         // bytes of a vector for each row, from which on nothing is fetched
 
 template <typename Number>
 struct Weight {

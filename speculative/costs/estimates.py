@@ -33,7 +33,7 @@ from heavypath.speculative.names import load
 
 # Costs of a row after the first, and of each of many rows, as shares of the time in which the weight is read. Weights
 # of two bytes are read in half the time. `bench/native.py` measures them.
-ROW = {"float32": 0.0725, "bfloat16": 0.145}
+ROW = {"float32": 0.09, "bfloat16": 0.18}
 MULTIPLY = {"float32": 0.175, "bfloat16": 0.35}
 BANDWIDTH = 48e9  # bytes per second, with two or more threads; one had 30e9 on a quiet machine, and 16e9 on a busy one
 ALONE = 0.5  # share of BANDWIDTH that one thread reaches
