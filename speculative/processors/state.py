@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -296,19 +296,23 @@ _CONTAINERS: dict[type, _Ways] = {
 }
 
 
-def _slots(kind: type) -> list[str]:
+@functools.lru_cache(1024)
+def _slots(kind: type) -> tuple[str, ...]:
     found = []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ())
         names = [own] if isinstance(own, str) else [*own]
         private = f"_{base.__name__.lstrip('_')}"
         found += [private + name if name.startswith("__") and not name.endswith("__") else name for name in names]
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    slots = {name: getattr(thing, name) for name in _slots(type(thing)) if hasattr(thing, name)}
-    return {**getattr(thing, "__dict__", {}), **slots}
+    found = dict(getattr(thing, "__dict__", ()))
+    for name in _slots(type(thing)):
+        if hasattr(thing, name):
+            found[name] = getattr(thing, name)
+    return found
 
 
 def _set_attributes(thing: Any, saved: dict[str, Any]) -> None:
@@ -396,17 +400,21 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if isinstance(one, dict):
+        return _all_same(one, other) and _all_same(one.values(), other.values())
+    if isinstance(one, list | tuple):
+        return _all_same(one, other)
     if isinstance(one, Tensor):
         return one.shape == other.shape and (torch.equal(one, other) or bool((_bytes(one) == _bytes(other)).all()))
     if isinstance(one, np.ndarray):
         return one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, dict):
-        return _same([*one], [*other]) and _same([*one.values()], [*other.values()])
-    if isinstance(one, list | tuple):
-        if len(one) != len(other):
-            return False
-        return all(map(operator.is_, one, other)) or all(map(_same, one, other))
     return (type(one) in _PLAIN or isinstance(one, set | frozenset)) and one == other
+
+
+def _all_same(some: Collection[Any], others: Collection[Any]) -> bool:
+    if len(some) != len(others):
+        return False
+    return all(map(operator.is_, some, others)) or all(map(_same, some, others))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
