@@ -39,6 +39,7 @@ def least_likely(oracle, depth):
     return path
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
 def test_every_layout_has_the_laws_of_the_formulas(kind, layout, tmp_path):
     """Below paths of all depths, after texts of several lengths, one token's among them."""
@@ -53,6 +54,7 @@ def test_every_layout_has_the_laws_of_the_formulas(kind, layout, tmp_path):
         assert len(oracle.base) == head.config.depths
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", ["sequoia", "dyspec"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_node_of_a_tree_has_its_law(kind, method, tmp_path):

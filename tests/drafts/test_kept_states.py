@@ -118,6 +118,7 @@ def test_a_head_learns_as_well_with_them(keep, tmp_path):
     assert all(late > early + 0.02 for early, late in zip(*overlaps(record), strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("settings", "keeps"), [
     ({"epochs": 2}, True), ({"epochs": 1}, False), ({"epochs": 1, "keep": True}, True),
     ({"epochs": 2, "keep": False}, False),

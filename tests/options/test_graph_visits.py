@@ -52,10 +52,10 @@ def test_a_level_costs_what_deeper_trees_of_as_many_nodes_take_longer(levels):
 def test_one_decoder_visits_all_trees_by_graphs(as_on_a_gpu, monkeypatch):
     as_on_a_gpu()
     monkeypatch.setattr("heavypath.speculative.visits._clock_of_gpu", time.perf_counter)
-    visits = GraphVisits(small_llama(1), small_llama(2), PROMPTS, 2)
+    visits = GraphVisits(small_llama(1), small_llama(2), PROMPTS, 1)
     visits.graphs = True
     monkeypatch.setattr(type(visits.target), "device", SimpleNamespace(type="cuda"))
-    for size in (1, 4):
+    for size in (1, 3):
         timed = visits(size, 0)
         assert timed.step != 0
         assert (timed.level is None) == (size == 1)
