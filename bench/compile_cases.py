@@ -138,6 +138,12 @@ def norming(dtype: str, columns: int, added: bool, centred: bool = False) -> Non
     add_rms_norm(hidden, hidden if added else None, Norm(weight, 1e-5), centred=centred, impl="triton")
 
 
+def prefetching(dtype: str, rows: int, columns: int) -> None:
+    from heavypath.kernels.layers.prefetch import prefetch_weight
+
+    prefetch_weight(on_gpu(torch.empty(rows, columns, dtype=DTYPES[dtype])), 12_000_000, impl="triton")
+
+
 def entering(dtype: str, width: int, **options) -> None:
     """An EAGLE head's entries of a level, those of the first pass, and their ends; a mask of all sequences."""
     from heavypath.kernels.layers.entries import EntryNodes, EntryNorms, end_entries, entry_inputs, node_entries
@@ -324,6 +330,7 @@ CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power o
             ("fp32", 8192, True), ("bf16", 16384, True), ("fp32", 32768, True),
             ("bf16", 4096, True, {"centred": True})),
     **cases(norming, "norm {} K{} added False", ("bf16", 4096, False)),
+    **cases(prefetching, "prefetch {} {}x{}", ("bf16", 4096, 4096)),
     **cases(entering, "entries {} H{}", ("bf16", 4096, {"keeps_normed": False}), ("bf16", 4096, {"keeps_normed": True}),
             ("fp16", 896), ("fp32", 8192, {"keeps_normed": False})),
     **cases(spreading, "spread {} {} of {}", ("bf16", 32_000, 128_256), ("fp32", 24, 1000)),

@@ -11,7 +11,8 @@ A step is a chain of kernels, each of which waits for the one before:
 How many kernels there are is counted: launches.json has them by draft, and tests/core/test_step_launches.py counts them
 again. `now` is with products by PyTorch; `ramps` is that by the other model of a product. `few rows` is with the
 products of kernels/layers/few_rows.py, silu in one of them: the decoder takes these where kernels/layers/measured.py
-has them as faster on the GPU that it runs on. `fp8 draft` is that with a draft whose weights torchao left in fp8. The
+has them as faster on the GPU that it runs on. `ahead` is `ramps` with a target's weights requested while its attention
+and small kernels run (speculative/models/ahead.py): AHEAD of that time is saved. `fp8 draft` is that with a draft whose weights torchao left in fp8. The
 limit is the time to read the target's weights once, at a copy's bandwidth. `top_p` is the share of a step that cuts and
 draws take under top-p, of rows of 128,256 tokens, by predict_filters.py.
 
@@ -94,10 +95,14 @@ class Pair(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How products are made. own: by few_rows.py; ramps: by the other model; draft_bytes: of a draft's weight"""
+    """How products are made.
+
+    own: by few_rows.py; ramps: by the other model; ahead: weights are requested ahead; draft_bytes: of a draft's weight
+    """
 
     own: bool = False
     ramps: bool = False
+    ahead: bool = False
     draft_bytes: int = 2
 
 
@@ -114,8 +119,10 @@ BLOCK_KINDS = ("dflash", "dspark, gated", "dspark, rnn")
 WAYS = {
     "now": Way(),
     "ramps": Way(ramps=True),
+    "ahead": Way(ramps=True, ahead=True),
     "few rows": Way(own=True),
     "fp8 draft": Way(own=True, draft_bytes=1),
+    "ahead, fp8 draft": Way(ramps=True, ahead=True, draft_bytes=1),
 }
 COUNTED = {
     name: {part: Launches(*counts) for part, counts in parts.items()}
@@ -151,6 +158,11 @@ RAMP = Known(
     "sglang/issues/4247, and torchao's 95.6 on an A100: products at a copy's bandwidth, and a ramp, a tail, a gap each",
 )  # fmt: skip
 GAP = Known(1.5e-6, 1.0e-6, 2.5e-6, "the same page: 1.3 us from kernel to kernel in a CUDA graph on an H100")
+AHEAD = Known(
+    0.55, 0.85, 0.30, "of the windows without reading. Likely and worst: 5% and 3% of a step, as others measured, "
+    "github.com/local-inference-lab/vllm/pull/576 (7%) and github.com/Neroued/ninfer/pull/203 (3 to 4%). Best: nine "
+    "tenths of the windows, less what the second cache must still deliver",
+)  # fmt: skip
 SMALL = Known(2.3e-6, 1.8e-6, 3.0e-6, "that gap, and a load and a store to memory that wait for each other")
 ATTENTION = Known(7e-6, 5e-6, 8e-6, "judged: 256 to 1,000 rows of keys, parts, a ticket, a merge")
 DRAW = Known(5e-6, 4e-6, 8e-6, "bench/predict.py verification: instructions of 32,000 tokens, and the last program")
@@ -196,7 +208,11 @@ def target_seconds(target: Model, way: Way, bandwidth: Known, pick: Pick) -> dic
     """A pass of a target, whose silu is in a product of few_rows.py."""
     layer, ends = OF_TARGET["layer"], OF_TARGET["ends"]
     others = target.layers * (layer.others - way.own) + ends.others
-    return parts_of("target", target.products(), target.layers * layer.attention, others, way, bandwidth, pick)
+    parts = parts_of("target", target.products(), target.layers * layer.attention, others, way, bandwidth, pick)
+    if way.ahead:
+        windows = parts["target: attention"] + others * pick(SMALL) + (4 * target.layers) * pick(GAP)
+        parts["target: requested ahead"] = -pick(AHEAD) * windows
+    return parts
 
 
 def step_seconds(pair: Pair, way: Way, bandwidth: Known, pick: Pick) -> dict[str, float]:

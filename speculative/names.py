@@ -97,6 +97,7 @@ OPTIONS = {
     "profile_of": "heavypath.speculative.tree_by_profile",
     "recurrent_forward": "heavypath.speculative.models.recurrent.qwen",
     "registered_forward": "heavypath.speculative.models.registered",
+    "request_ahead": "heavypath.speculative.models.ahead",
     "Rest": "heavypath.speculative.adapting",
     "serve": "heavypath.speculative.serving.opening",
     "shards_of": "heavypath.speculative.ranks.shards",

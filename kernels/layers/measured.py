@@ -1,16 +1,28 @@
-"""Shapes for which the kernel of few_rows.py was measured to be faster than cuBLAS (gated: than cuBLAS and silu).
+"""What measurements on GPUs showed to be faster. No GPU has been measured yet, so both tables are empty.
 
-`python bench/kernels/bench_linear.py kernel_linear.json` prints what a GPU's results add to FASTER. No GPU has been
-measured yet.
+FASTER: shapes for which the kernel of few_rows.py is faster than cuBLAS (gated: than cuBLAS and silu).
+        `python bench/kernels/bench_linear.py kernel_linear.json` prints what a GPU's results add.
+AHEAD:  how much of the next weight a pass requests in the second cache, see prefetch.py.
+        `python bench/weight_stream.py` prints the amounts with which a pass is fastest, if any is faster than none.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+
+class Amounts(NamedTuple):
+    """Bytes of a weight that are requested during a layer's attention, and during another small kernel of a layer."""
+
+    attention: int
+    small: int
+
+
 # GPU name -> (outputs, columns, gated) -> (least, most) rows.
 FASTER: dict[str, dict[tuple[int, int, bool], tuple[int, int]]] = {}
+AHEAD: dict[str, Amounts] = {}  # by GPU name
 
 
 def is_faster(x: Tensor, weight: Tensor, gated: bool) -> bool:
@@ -20,6 +32,11 @@ def is_faster(x: Tensor, weight: Tensor, gated: bool) -> bool:
     outputs, columns = weight.shape
     least, most = FASTER.get(_name(x.device), {}).get((outputs, columns, gated), (1, 0))
     return least <= len(x) <= most
+
+
+def amounts_ahead(device: torch.device) -> Amounts | None:
+    """How much to request on a device; None where that was not measured to be faster."""
+    return AHEAD.get(_name(device)) if AHEAD and device.type == "cuda" else None
 
 
 @cache

@@ -13,7 +13,7 @@ own again.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 
@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 
 from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.layers.gated import silu_product
+from heavypath.kernels.layers.measured import is_faster
 from heavypath.speculative.models.forward import is_plain
 from heavypath.speculative.models.linear import Product, Products
 from heavypath.speculative.models.structure import has_hooks
@@ -100,13 +101,7 @@ class _Together:
     def holds(self, parameters: Sequence[Tensor]) -> bool:
         """Whether this object joins exactly these parameters, and they have not moved since."""
         same = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
-        return same and self._is_whole()
-
-    def _is_whole(self) -> bool:
-        storages = {_storage_of(one) for one in self._parameters}
-        step = self._parameters[0].stride(0)
-        starts = [sum(self.sizes[:index]) * step for index in range(len(self.sizes))]
-        return len(storages) == 1 and [one.storage_offset() for one in self._parameters] == starts
+        return same and rows_of(parameters) is not None
 
     def rows(self) -> Tensor:
         """All rows as one tensor, a view of the parameters' memory."""
@@ -115,7 +110,12 @@ class _Together:
 
 
 class JoinedProducts:
-    """A function from hidden states [rows, K] to their products with several weights, computed as one product."""
+    """A function from hidden states [rows, K] to their products with several weights, computed as one product.
+
+    then: called after the product is launched, and before silu is; None for no call
+    """
+
+    then: Callable[[], None] | None = None
 
     def __init__(self, weights: _Together, biases: _Together | None):
         from heavypath.kernels.layers.few_rows import few_rows_product  # only needed on GPUs
@@ -129,13 +129,29 @@ class JoinedProducts:
         weight = self._weights.rows()
         biases = self._biases
         product = self._multiply(hidden, weight) if biases is None else linear(hidden, weight, biases.rows())
+        if self.then is not None:
+            self.then()
         return product.split(self._weights.sizes, -1)
 
     def gated(self, hidden: Tensor) -> Tensor:
         """silu(first product) * second product, [rows, F], for two weights: gate and up of an MLP."""
-        if self._biases is None:
-            return self._multiply(hidden, self._weights.rows(), gated=True)
+        weight = self._weights.rows()
+        if self._biases is None and (self.then is None or is_faster(hidden, weight, gated=True)):
+            return self._multiply(hidden, weight, gated=True)
         return silu_product(*self(hidden))
+
+
+def rows_of(parameters: Sequence[Tensor]) -> Tensor | None:
+    """All rows [sum of n_i, ...] of parameters [n_i, ...] as one tensor, if they lie one after another from the start
+    of one memory; None if they do not.
+    """
+    first = parameters[0]
+    sizes = [len(one) for one in parameters]
+    storages = {_storage_of(one) for one in parameters}
+    starts = [sum(sizes[:index]) * first.stride(0) for index in range(len(sizes))]
+    if len(storages) > 1 or [one.storage_offset() for one in parameters] != starts:
+        return None
+    return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
 
 
 def gated_by(activation: nn.Module, products: Products) -> Product:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heavypath.kernels.layers.measured import amounts_ahead
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
@@ -31,6 +32,7 @@ from heavypath.speculative.models.layer_weights import streamed, weights_of
 from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone
 from heavypath.speculative.models.native import Ends, native_pass
 from heavypath.speculative.models.structure import attentions_of, has_hooks
+from heavypath.speculative.names import load
 from heavypath.speculative.ranks.peers import Parts, local_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -75,7 +77,8 @@ class _LlamaLayer:
         together: makes the function of linear layers that share an input, as `Linears.together`
         """
         self.project = together(self.projections)
-        self.gated = gated_by(self.activation, together(self.gates))
+        self.gate_products = together(self.gates)
+        self.gated = gated_by(self.activation, self.gate_products)
         parts = self.parts
         self.mix, self.down = (parts.summed(layer, one(parts.of(layer))) for layer in (self.mixing, self.last))
 
@@ -154,6 +157,9 @@ class LlamaForward(Forward):
             layer.look_up(one, lambda modules: joining.products(modules) or apart(modules))
         self._head = self.parts.joined(model.lm_head, one(self.parts.of(model.lm_head)))
         self._embed = self.parts.embedded(self.embedding)
+        amounts = amounts_ahead(self.device) if self.stream is None else None
+        if amounts is not None:
+            load("request_ahead")(self._layers, self.device, amounts)
 
     def is_current(self) -> bool:
         """Whether the model's structure is unchanged and reordered copies of its weights are up to date."""

@@ -30,6 +30,9 @@ def test_an_eagle_step_has_each_term_that_arithmetic_by_hand_gives():
         "beside: drawing": 25e-6, "beside: deciding": 12e-6,
     }  # fmt: skip
     assert parts == pytest.approx(expected, rel=1e-9)
+    ahead = predict_step.step_seconds(pair, predict_step.WAYS["ahead"], predict_step.BANDWIDTH["H100"], LIKELY)
+    windows = 32 * 7e-6 + (4 * 32 + 2) * 2.3e-6 + 4 * 32 * 1.5e-6
+    assert ahead == pytest.approx(expected | {"target: requested ahead": -0.55 * windows}, rel=1e-9)
 
 
 def test_counted_products_are_those_that_are_predicted():

@@ -15,6 +15,7 @@ As on a GPU:
 - Nor does torch's generator give anybody random numbers behind it, until another capture comes to its end.
 - cuBLAS works in memory that torch knows by thread and stream. A capture takes it from its own pool if there is none.
   A graph that goes has torch let go all of it on its stream, as from torch 2.12 on; other graphs still work there.
+- A stream that waits for the capturing one becomes a branch of the capture, whose end must wait for it.
 - torch has 32 streams of a device and gives them out in turn.
 """
 
@@ -136,7 +137,9 @@ class Stream:
         return self.cuda_stream
 
     def wait_stream(self, stream):
-        pass
+        graph = capturing()
+        if graph is not None:
+            graph.wait(self, stream)
 
     def wait_event(self, event):
         pass
@@ -249,6 +252,7 @@ class PlayedGraph(TorchDispatchMode):
         self.pools.begin(self.pool)
         self.pools.random_is_captured = True
         self.stream, self.thread, self.broken = current_stream(), threading.get_ident(), False
+        self.branches: set[Stream] = set()
         PlayedGraph.underway = self
         PlayedGraph.captures += 1
         self.__enter__()
@@ -257,6 +261,8 @@ class PlayedGraph(TorchDispatchMode):
         self.__exit__(None, None, None)
         PlayedGraph.underway = None
         self._undo()
+        if self.branches:
+            raise RuntimeError("CUDA error: capturing stream has unjoined work")
         if self.broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.pools.end(0, self.pool)
@@ -292,6 +298,13 @@ class PlayedGraph(TorchDispatchMode):
         self.reset()
 
     # Capturing
+
+    def wait(self, stream: Stream, other: Stream) -> None:
+        """Have one stream wait for another, which makes it a branch, or ends the other one's branch."""
+        if stream == self.stream:
+            self.branches.discard(other)
+        elif other == self.stream or other in self.branches:
+            self.branches.add(stream)
 
     def refuse(self):
         self.broken = True

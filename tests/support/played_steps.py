@@ -73,6 +73,7 @@ CUDA = {
     "stream": on_stream,
     "current_stream": current_stream,
     "default_stream": lambda device=None: Stream(number=0),
+    "is_current_stream_capturing": lambda: capturing() is not None,
     "device": nullcontext,
     "graph_pool_handle": lambda: PlayedGraph.pools.handle(),
     "empty_cache": lambda: PlayedGraph.pools.empty_cache(),

@@ -8,7 +8,7 @@ from ptx.places import BRANCH, TOGETHER, Form, Places, Row
 from ptx.units import UNITS
 
 WARPS = {"shfl", "vote", "redux", "ldmatrix", "stmatrix", "mma", "wgmma"}  # that all lanes of a warp do together
-NOTHING = {"membar", "griddepcontrol", "discard", "prefetch", "applypriority", "setmaxnreg"}  # to be done here
+NOTHING = {"membar", "griddepcontrol", "discard", "applypriority", "setmaxnreg"}  # to be done here
 
 
 class Lowered(NamedTuple):

@@ -58,6 +58,11 @@ def access(function: str, places: Places, given: Instruction, address: Operand, 
     return Row(given.text, function, head + own)
 
 
+def prefetch(places: Places, given: Instruction) -> list[Row]:
+    expect("global" in given.modifiers, "a prefetch from global memory")
+    return [Row(given.text, "ptx_prefetch", [*places.address(given.operands[0])])]
+
+
 def atomic(places: Places, given: Instruction) -> list[Row]:
     return _atomic(places, given, *given.operands)
 
@@ -187,6 +192,6 @@ def wide_product(places: Places, given: Instruction) -> list[Row]:
 UNITS: dict[str, Callable[[Places, Instruction], list[Row]]] = {
     "ld": load, "ldu": load, "st": store, "atom": atomic, "red": reduction, "bra": branch, "ret": end, "exit": end,
     "nanosleep": turn, "bar": barrier, "barrier": barrier, "shfl": shuffle, "vote": vote, "redux": reduce,
-    "elect": elect, "activemask": active, "fence": fence, "cp": copy, "ldmatrix": load_matrix,
+    "elect": elect, "activemask": active, "fence": fence, "cp": copy, "prefetch": prefetch, "ldmatrix": load_matrix,
     "stmatrix": store_matrix, "mma": product, "wgmma": wide_product,
 }  # fmt: skip

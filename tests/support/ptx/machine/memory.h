@@ -150,6 +150,12 @@ extern "C" void ptx_store(Registers& r, const s64* o, u32 mask) {
   }
 }
 
+// address, its bytes, offset: nothing is read or written, but a place outside all tensors was not meant
+extern "C" void ptx_prefetch(Registers& r, const s64* o, u32 mask) {
+  WARP;
+  LANES(mask) global_at(*w.machine, number(w, o[0], o[1], i) + o[2], 1, "a prefetch");
+}
+
 enum Atomic { ADD, MIN, MAX, AND, OR, XOR, EXCH, CAS, INC, DEC };
 template <class T> static T after(s64 operation, T old, T b, T c) {
   switch (operation) {
