@@ -12,9 +12,10 @@ How many kernels there are is counted: launches.json has them by draft, and test
 again. `now` is with products by PyTorch; `ramps` is that by the other model of a product. `few rows` is with the
 products of kernels/layers/few_rows.py, silu in one of them: the decoder takes these where kernels/layers/measured.py
 has them as faster on the GPU that it runs on. `ahead` is `ramps` with a target's weights requested while its attention
-and small kernels run (speculative/models/ahead.py): AHEAD of that time is saved. `fp8 draft` is that with a draft whose weights torchao left in fp8. The
-limit is the time to read the target's weights once, at a copy's bandwidth. `top_p` is the share of a step that cuts and
-draws take under top-p, of rows of 128,256 tokens, by predict_filters.py.
+and small kernels run (speculative/models/ahead.py): a share of that time, AHEAD, is saved. `fp8 draft` is `few rows`
+with a draft whose weights torchao left in fp8, and `ahead, fp8 draft` is `ahead` with such a draft. The limit is the
+time to read the target's weights once, at a copy's bandwidth. `top_p` is the share of a step that cuts and draws take
+under top-p, of rows of 128,256 tokens, by predict_filters.py.
 
 Each constant is what we expect, the best and the worst that published measurements allow, and where these are from. The
 least and the most of a step have all constants at their best, or all at their worst, so they are wide.
