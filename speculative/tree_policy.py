@@ -25,7 +25,7 @@ drafts nothing.
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from heavypath.kernels.filtering import Filters
@@ -64,6 +64,7 @@ class TreesByBatch:
 
     def __init__(self, by_batch: Mapping[int, TokenTree | Growth]):
         self.by_batch = dict(sorted(by_batch.items()))
+        self._standing_for = cache(partial(standing_for, batches=(*self.by_batch,)))
         for tree in self.by_batch.values():
             if not isinstance(tree, TokenTree | Growth):
                 raise TypeError(f"a tree policy must return a TokenTree or a Growth, got {tree!r}")
@@ -75,7 +76,7 @@ class TreesByBatch:
 
     def of(self, running: int) -> TokenTree | Growth:
         """The tree, or the growth, for steps of `running` sequences."""
-        return self.by_batch[standing_for(running, self.by_batch)]
+        return self.by_batch[self._standing_for(running)]
 
 
 def trees_up_to(
@@ -185,14 +186,17 @@ class StepCosts:
         self._draft = draft
         self._length = length
         self._by_batch: dict[int, Costs] = {}
+        self._found: dict[tuple[Shape, int], float] = {}
 
     def __call__(self, tree: Shape, running: int) -> float:
         """The cost of a step with a tree for `running` sequences, divided by the cost of a step that drafts nothing."""
-        batch = standing_for(running, BATCHES)
-        if batch not in self._by_batch:
-            self._by_batch[batch] = estimates(self._target, self._draft.models, batch, length=self._length)
-        costs = self._by_batch[batch]
-        return costs.step_seconds(len(tree), tree.depth) / costs.step[1]
+        if (tree, running) not in self._found:
+            batch = standing_for(running, BATCHES)
+            if batch not in self._by_batch:
+                self._by_batch[batch] = estimates(self._target, self._draft.models, batch, length=self._length)
+            costs = self._by_batch[batch]
+            self._found[tree, running] = costs.step_seconds(len(tree), tree.depth) / costs.step[1]
+        return self._found[tree, running]
 
 
 class TreeByCosts(TreePolicy):
