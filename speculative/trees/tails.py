@@ -94,4 +94,4 @@ TRAINED_HEAD = Usual(0.72, 0.93)
 # that were written before, in which `Retrieval` and `Recall` look, are followed longer than a prompt.
 LOOKUP = Usual(0.45, 0.8, 0.1)
 SAMPLED_LOOKUP = Usual(0.25, 0.9, 0.1)
-RETRIEVAL = Usual(0.7, 1.0, 0.1)
+RETRIEVAL = Usual(0.7, 0.92, 0.1)
