@@ -59,7 +59,7 @@ def offsets_of_lines(program, lines, lines_of_row, row_bytes, LINE: tl.constexpr
     return (line // lines_of_row).to(tl.int64) * row_bytes + (line % lines_of_row) * LINE
 
 
-@triton.jit(do_not_specialize=["lines", "lines_of_row"])
+@triton.jit(do_not_specialize=["lines", "lines_of_row", "row_bytes"])
 def _prefetch_kernel(
     weight, lines, lines_of_row, row_bytes, LINE: tl.constexpr, LINES: tl.constexpr, INTERPRETED: tl.constexpr
 ):

@@ -35,6 +35,10 @@ def request_ahead(layers: Sequence[Any], device: torch.device, amounts: Amounts)
              replaced. Those of layers whose weights are not joined make no request.
     amounts: the bytes that are requested
     """
+    for layer in layers:  # compiles the kernel, and loads it: a capture must not do that
+        for module in layer.linears:
+            if is_plain(module.weight):
+                prefetch_weight(module.weight, 1)
     second = SecondStream(device)
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         if isinstance(layer.project, JoinedProducts):
