@@ -1,10 +1,10 @@
 """While a layer's small kernels run, request the weight that the next product reads.
 
-    product              what runs after it               requested meanwhile
-    queries, keys, values    rotary embedding, attention      the output projection's weight
-    output projection        sum and norm                     those of gate and up
-    gate and up              silu                             that of down
-    down                     sum and norm                     those of the next layer's queries, keys and values
+    product                  what runs after it             whose weight is requested meanwhile
+    queries, keys, values    rotary embedding, attention    output projection
+    output projection        sum and norm                   gate and up
+    gate and up              silu                           down
+    down                     sum and norm                   the next layer's queries, keys and values
 
 The first columns of the weight come into the GPU's second cache (L2) while the memory would be idle; see
 `kernels.layers.prefetch`. The requests are launched on a second stream, as branches of a CUDA graph. So they delay no
