@@ -21,20 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heavypath.kernels.layers.measured import Amounts
+from heavypath.kernels.layers.measured import amounts_ahead
 from heavypath.kernels.layers.prefetch import prefetch_weight
 from heavypath.speculative.models.forward import is_plain
 from heavypath.speculative.models.joined import JoinedProducts, rows_of
 from heavypath.speculative.models.linear import Product
 
 
-def request_ahead(layers: Sequence[Any], device: torch.device, amounts: Amounts) -> None:
-    """Make each product of these layers request the weight of the next product.
+def request_ahead(layers: Sequence[Any], device: torch.device) -> None:
+    """Make each product of these layers request the weight of the next product, where that was measured to be faster.
 
-    layers:  all layers of a forward pass, in order, with the attributes of `llama._LlamaLayer`; their functions are
-             replaced. Those of layers whose weights are not joined make no request.
-    amounts: the bytes that are requested
+    layers: all layers of a forward pass, in order, with the attributes of `llama._LlamaLayer`; their functions are
+            replaced. Products whose weights are not joined make no request.
     """
+    amounts = amounts_ahead(device)
+    if amounts is None:
+        return
     for layer in layers:  # compiles the kernel, and loads it: a capture must not do that
         for module in layer.linears:
             if is_plain(module.weight):

@@ -24,7 +24,6 @@ from transformers.activations import ACT2FN
 
 from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.layers.gated import silu_product
-from heavypath.kernels.layers.measured import is_faster
 from heavypath.speculative.models.forward import is_plain
 from heavypath.speculative.models.linear import Product, Products
 from heavypath.speculative.models.structure import has_hooks
@@ -119,10 +118,12 @@ class JoinedProducts:
 
     def __init__(self, weights: _Together, biases: _Together | None):
         from heavypath.kernels.layers.few_rows import few_rows_product  # only needed on GPUs
+        from heavypath.kernels.layers.measured import is_faster
 
         self._weights = weights
         self._biases = biases
         self._multiply = few_rows_product
+        self._is_faster = is_faster
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
         """The product [rows, n_i] with each weight i."""
@@ -136,7 +137,7 @@ class JoinedProducts:
     def gated(self, hidden: Tensor) -> Tensor:
         """silu(first product) * second product, [rows, F], for two weights: gate and up of an MLP."""
         weight = self._weights.rows()
-        if self._biases is None and (self.then is None or is_faster(hidden, weight, gated=True)):
+        if self._biases is None and (self.then is None or self._is_faster(hidden, weight, gated=True)):
             return self._multiply(hidden, weight, gated=True)
         return silu_product(*self(hidden))
 

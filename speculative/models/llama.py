@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heavypath.kernels.layers.measured import amounts_ahead
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits, check_window
 from heavypath.speculative.models.functions import is_published, strange_parts
-from heavypath.speculative.models.joined import Joining, gated_by
+from heavypath.speculative.models.joined import JoinedProducts, Joining, gated_by
 from heavypath.speculative.models.layer_weights import streamed, weights_of
 from heavypath.speculative.models.linear import Linears, Product, Products, as_it_lies, each_alone
 from heavypath.speculative.models.native import Ends, native_pass
@@ -157,9 +156,8 @@ class LlamaForward(Forward):
             layer.look_up(one, lambda modules: joining.products(modules) or apart(modules))
         self._head = self.parts.joined(model.lm_head, one(self.parts.of(model.lm_head)))
         self._embed = self.parts.embedded(self.embedding)
-        amounts = amounts_ahead(self.device) if self.stream is None else None
-        if amounts is not None:
-            load("request_ahead")(self._layers, self.device, amounts)
+        if self.stream is None and isinstance(self._layers[0].project, JoinedProducts):  # on a GPU
+            load("request_ahead")(self._layers, self.device)
 
     def is_current(self) -> bool:
         """Whether the model's structure is unchanged and reordered copies of its weights are up to date."""
