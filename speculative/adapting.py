@@ -4,15 +4,16 @@ loses.
 `Adapting` chooses the tree before each step. `Rest` pauses drafting where it does not pay.
 
 A step with a tree of n nodes and d levels costs (t(n) + d c) / t(1) steps of plain decoding, and saves one such step
-for each token. The loss of drafting so far, but never less than zero, decides whether to pause (CUSUM, Page 1954):
+for each token. The loss of drafting so far, but never less than -SAVED, decides whether to pause (CUSUM, Page 1954):
 
-    cost = (t(n) + d c) / t(1)        loss <- max(0, loss + cost - tokens)
+    cost = (t(n) + d c) / t(1)        loss <- max(-SAVED, loss + cost - tokens)
 
-t and c are estimated for the device (`costs.estimates`) or measured (`profile`); tokens are counted. When the loss
-exceeds MOST, steps draft nothing for a while. After such a pause drafting is tried again, until TRY more are lost.
-First the draft reads the tokens written during the pause, which costs READING r steps for each, where r is the draft's
-bytes divided by the target's. The pause is long enough that trials and reading together cost at most a share LOSS of
-the time:
+So what a text has gained may be lost again, but MOST more may not. A gain counts for its own generation alone. t and c
+are estimated for the device (`costs.estimates`) or measured (`profile`); tokens are counted. When the loss exceeds
+MOST, steps draft nothing for a while. After such a pause drafting is tried again, until TRY more are lost. First the
+draft reads the tokens written during the pause, which costs READING r steps for each, where r is the draft's bytes
+divided by the target's. The pause is long enough that trials and reading together cost at most a share LOSS of the
+time:
 
     pause = 2^vain lost / (LOSS - READING r)       lost: by this trial, at least TRY
                                                    vain: number of unsuccessful trials in a row, at most LONGER
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 # Losses are in steps of plain decoding.
 MOST = 8.0  # the loss above which drafting pauses
+SAVED = 8.0  # the gain that makes up for later losses; more is not counted
 FIRST = 4.0  # the loss that a decoder's first generation starts with
 TRY = 2.0  # what a trial may lose
 LOOK = 0.25  # what a trial may lose, for a draft without weights
@@ -150,6 +152,7 @@ class Rest:
         first: the tree of the first step
         rests: whether this tree is the root alone because the draft rests
         """
+        self.loss = max(0.0, self.loss)  # a gain is that of the last generation
         if rests and self._is_new:
             self._rest()
         elif len(first) > 1:
@@ -164,10 +167,10 @@ class Rest:
         tokens: average new tokens of a sequence in the last step; None if it drafted nothing
         """
         if tokens is not None:
-            self.loss = max(0.0, self.loss + self._cost(tree, running) - tokens)
+            self.loss = max(-SAVED, self.loss + self._cost(tree, running) - tokens)
             if self.loss > MOST:
                 self._rest()
-            elif self.loss == 0:
+            elif self.loss <= 0:
                 self._vain = -1
         elif self.pause:
             self.pause = max(self.pause - 1, self._rest_of_text)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heavypath.speculative import SpeculativeDecoder, TokenTree
-from heavypath.speculative.adapting import FIRST, LOOK, LOSS, MOST, READING, TRY, Rest
+from heavypath.speculative.adapting import FIRST, LOOK, LOSS, MOST, READING, SAVED, TRY, Rest
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.tree_choice import tokens_of_tree
 from heavypath.speculative.trees.tree import ROOT
@@ -109,6 +109,23 @@ def test_a_large_draft_drafts_once_a_batch_is_small_enough():
     gain.begin(ROOT, rests=False)
     assert gain.after(ROOT, 64, None) == ROOT
     assert gain.after(TREE, 1, None) == TREE
+
+
+def test_what_a_text_has_gained_may_be_lost_again_and_no_more_than_that():
+    gain = gain_with(0.25)  # a step costs 1.5
+    gain.begin(TREE, rests=False)
+    for tokens in (3, 3, 3, 3, 3, 3, 3, 3, 3):
+        assert gain.after(TREE, 1, tokens) == TREE
+    assert gain.loss == -SAVED
+    steps = 1
+    while gain.after(TREE, 1, 1) == TREE:
+        steps += 1
+    assert steps == (SAVED + MOST) / 0.5 + 1
+    gain.begin(TREE, rests=False)
+    gain.after(TREE, 1, 20)
+    assert gain.loss < 0
+    gain.begin(TREE, rests=False)
+    assert gain.loss == 0, "another text gains and loses for itself"
 
 
 def gain_with(level, read=0.0, models=(None,)):
